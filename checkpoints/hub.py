@@ -1,0 +1,41 @@
+"""From a model's name to a folder on disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from checkpoints.errors import CheckpointError
+
+DEMO = "demo"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+# Weights, configuration and tokenizer; never code.
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+
+
+def resolve_model(model: str, *, weights: bool = True) -> Path:
+    """The folder of a local path, a hub id (downloaded to the hub's cache when needed) or the bundled "demo".
+
+    Raises CheckpointError when there is no such model.
+    """
+    if model == DEMO and not Path(model).is_dir():
+        return Path(__file__).parent / DEMO
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise CheckpointError(f"{model} is a file; give the folder that holds config.json and the .safetensors files")
+    if not _HUB_ID.match(model):
+        raise CheckpointError(
+            f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo'"
+        )
+    return _download(model, [pattern for pattern in _FILES if weights or pattern != "*.safetensors"])
+
+
+def _download(model: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the library raises many unrelated types; the message is what helps
+        raise CheckpointError(f"could not get {model!r} from the hub, and there is no local folder of that name: {error}") from error

@@ -1,0 +1,159 @@
+"""Reading safetensors files: every length and offset is checked before it is used.
+
+Format: https://huggingface.co/docs/safetensors: 8 bytes little-endian header length, a JSON header of
+name -> {dtype, shape, data_offsets}, then the tensors' bytes back to back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMENSIONS = 8
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies in its file; `start` in bytes from the file's beginning."""
+
+    name: str
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        """The whole tensor, in the file's dtype."""
+        parts = [rows for _, rows in self.read_rows(max(self.nbytes, 1))]
+        return parts[0] if parts else np.empty(self.shape, self.dtype)
+
+    def read_rows(self, max_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, rows) along the first axis, at most `max_bytes` (but one row) at a time."""
+        if not self.shape:
+            yield 0, self._read(0, 1).reshape(())
+            return
+        row = math.prod(self.shape[1:])
+        if row == 0 or self.shape[0] == 0:
+            return
+        step = max(1, max_bytes // (row * self.dtype.itemsize))
+        for first in range(0, self.shape[0], step):
+            count = min(step, self.shape[0] - first)
+            yield first, self._read(first * row, count * row).reshape(count, *self.shape[1:])
+
+    def _read(self, first: int, count: int) -> np.ndarray:
+        data = np.fromfile(self.path, self.dtype, count, offset=self.start + first * self.dtype.itemsize)
+        if data.size != count:
+            raise CheckpointError(f"{self.path} ends inside tensor {self.name!r}: it was truncated while being read")
+        return data
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one file. Raises CheckpointError when anything about the file does not add up."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file: its header claims {length} bytes, the file has {size}"
+            )
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the safetensors header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the safetensors header must be a JSON object")
+    header.pop("__metadata__", None)
+    return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+
+
+def _tensor(path: Path, name: str, entry: object, base: int, size: int) -> TensorInfo:
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {name!r} {why}")
+
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise refuse("has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise refuse(f"has dtype {dtype!r}; supported are {', '.join(DTYPES)}")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise refuse(f"has an invalid shape {shape!r}")
+    if not _is_sizes(offsets) or len(offsets) != 2:
+        raise refuse(f"has invalid data_offsets {offsets!r}")
+    begin, end = offsets
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != needed:
+        raise refuse(f"has shape {shape} of {dtype}, which takes {needed} bytes, but its offsets span {end - begin}")
+    if base + end > size:
+        raise refuse(f"ends at byte {base + end}, but the file has {size}: it is truncated")
+    return TensorInfo(name, path, DTYPES[dtype], tuple(shape), base + begin)
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**62 for x in value)
+
+
+def read_folder(folder: Path) -> dict[str, TensorInfo]:
+    """All tensors of a model folder: of `model.safetensors.index.json`'s files if there is one, else of all files."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        paths = _indexed_files(folder, index)
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)]
+        hint = (
+            f"; {', '.join(sorted(pickled)[:3])} are pickles, which can run code and are never loaded: "
+            "convert them to safetensors where you trust them (save_pretrained with safe_serialization)"
+            if pickled
+            else ""
+        )
+        raise CheckpointError(f"{folder} holds no .safetensors files{hint}")
+    tensors: dict[str, TensorInfo] = {}
+    for path in paths:
+        for name, tensor in read_header(path).items():
+            if name in tensors:
+                raise CheckpointError(f"tensor {name!r} is both in {tensors[name].path.name} and in {path.name}")
+            tensors[name] = tensor
+    return tensors
+
+
+def _indexed_files(folder: Path, index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names a file outside its folder: {name!r}")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{index} names {name}, which is missing")
+    return sorted(folder / name for name in names)

@@ -1,0 +1,151 @@
+"""Who owns which KV page (host side): reference counts, the prefix cache, copy-on-write.
+
+Every page but the null page is in exactly one of three states:
+
+  free        nobody refers to it and its content is forgotten
+  evictable   nobody refers to it, but its content is in the prefix cache; reused last, least recently used first
+  in use      referred to by one or more sequences
+
+A page in the prefix cache, or shared, is immutable: whoever would write to it gets a copy (`make_writable`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxserve.kv_cache import NULL_PAGE
+
+
+def root_hash(salt: str | None, adapter: str | None = None) -> bytes:
+    """Start of a hash chain. Chains of another salt or adapter never meet."""
+    digest = hashlib.sha256()
+    for field in (salt, adapter):
+        data = b"" if field is None else b"\1" + field.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of a full page: sha256 over its parent's hash and its tokens, so that it stands for the whole prefix."""
+    return hashlib.sha256(parent + np.asarray(tokens, np.int32).tobytes()).digest()
+
+
+class BlockManager:
+    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page."""
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True):
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self._refs = [0] * num_pages
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low pages first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+
+    @property
+    def capacity(self) -> int:
+        return self.num_pages - 1
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - self.num_available
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages for one owner. The caller has checked `num_available`."""
+        assert count <= self.num_available, f"{count} pages asked for, {self.num_available} available"
+        pages = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._refs[page] = 1
+            pages.append(page)
+        return pages
+
+    def _evict(self) -> int:
+        page, _ = self._evictable.popitem(last=False)
+        del self._page_of[self._hash_of.pop(page)]
+        return page
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds an owner to pages that are in use or evictable."""
+        for page in pages:
+            if self._refs[page] == 0:
+                del self._evictable[page]
+            self._refs[page] += 1
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Takes one owner away. Of a sequence's pages the last are evicted first: a prefix is useful to more."""
+        for page in reversed(pages):
+            assert self._refs[page] > 0, f"page {page} freed twice"
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                if page in self._hash_of:
+                    self._evictable[page] = None
+                else:
+                    self._free.append(page)
+
+    def is_writable(self, page: int) -> bool:
+        return self._refs[page] == 1 and page not in self._hash_of
+
+    def make_writable(self, pages: list[int], index: int) -> tuple[int, int]:
+        """Replaces pages[index], which its owner may not write to, by a new page; returns (old, new) for the copy."""
+        old = pages[index]
+        assert not self.is_writable(old)
+        (new,) = self.allocate(1)
+        pages[index] = new
+        self.free([old])
+        return old, new
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Cached pages of the longest prefix with these page hashes. They are not owned yet: `share` them at once."""
+        pages = []
+        for key in hashes:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def count_evictable(self, pages: Iterable[int]) -> int:
+        """How many of these pages count as available until they are shared."""
+        return sum(self._refs[page] == 0 for page in pages)
+
+    def register(self, page: int, key: bytes) -> None:
+        """Puts a full page, in use, into the prefix cache. The first page with a hash stays the one that is found."""
+        if self.prefix_caching and key not in self._page_of and page not in self._hash_of:
+            self._page_of[key] = page
+            self._hash_of[page] = key
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached content; pages in use stay with their owners."""
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+        self._hash_of.clear()
+        self._page_of.clear()
+
+    def check_integrity(self, owners: Iterable[Sequence[int]] = ()) -> None:
+        """Asserts the invariants; `owners` are the page lists of all sequences."""
+        owned = Counter(page for pages in owners for page in pages)
+        in_use = {page for page in range(self.num_pages) if self._refs[page]}
+        free, evictable = set(self._free), set(self._evictable)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & evictable
+        assert not free & in_use
+        assert not evictable & in_use
+        assert free | evictable | in_use == set(range(1, self.num_pages)), "a page is lost, or the null page is owned"
+        assert {page: self._refs[page] for page in in_use} == dict(owned), "reference counts differ from the owners"
+        assert evictable <= set(self._hash_of), "an evictable page has no hash"
+        assert not free & set(self._hash_of), "a free page is still in the prefix cache"
+        assert {key: page for page, key in self._hash_of.items()} == self._page_of

@@ -1,0 +1,70 @@
+"""What the operator chooses: one frozen record, checked once, handed to every part that needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names what was given, what is allowed and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Sizes are in tokens, pages or sequences, as named.
+
+    Attributes:
+      model: local folder or hub id in Hugging Face format, or "demo" for the bundled model.
+      dtype: computation and cache dtype; "auto" is float32 on CPU, else the checkpoint's own 16-bit type.
+      load_format: "auto" reads the checkpoint's safetensors; "dummy" fills random weights from the config alone.
+      max_model_len: longest prompt + output in tokens; None takes the model's own limit.
+      max_num_seqs: most sequences in one step.
+      max_num_batched_tokens: most tokens in one step (prompt chunks and decodes together); None is 2048, or 8192 on
+        GPUs with 60 GB and more.
+      max_waiting: most requests waiting for a place before new ones are turned away; None is no limit.
+      page_size: tokens per KV page.
+      kv_pages: pages of the KV cache; None sizes it from memory_utilization.
+      memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
+        the memory that is available at start, and at most 4 GiB of cache unless kv_pages says otherwise.
+      tensor_parallel_size: devices that share each layer.
+      prefix_caching: reuse KV pages of equal prompt prefixes.
+      seed: of dummy weights, and of requests that bring no seed of their own.
+    """
+
+    model: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_waiting: int | None = None
+    page_size: int = 16
+    kv_pages: int | None = None
+    memory_utilization: float = 0.90
+    tensor_parallel_size: int = 1
+    prefix_caching: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_model_len", 1, 2**24),
+            ("max_num_seqs", 1, 2**16),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("max_waiting", 1, 2**31),
+            ("kv_pages", 2, 2**31 - 1),
+            ("tensor_parallel_size", 1, 2**16),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} must be between {low} and {high}, got {value}")
+        if self.page_size not in (8, 16, 32, 64, 128, 256):
+            raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
+        if not 0.05 <= self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization must be in [0.05, 1.0], got {self.memory_utilization}")
+        for name, allowed in (
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("load_format", ("auto", "dummy")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -1,0 +1,227 @@
+"""The engine: requests in, tokens out. A step is three calls: schedule, dispatch, commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkpoints.hub import resolve_model
+from jaxserve import memory
+from jaxserve.batch import choose_shape, pack, step_shapes
+from jaxserve.block_manager import BlockManager
+from jaxserve.config import EngineConfig
+from jaxserve.kv_cache import CacheLayout
+from jaxserve.logprobs import PromptScores, read_scores
+from jaxserve.mesh import make_mesh
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model
+from jaxserve.runner import ModelRunner
+from jaxserve.sampling import Sampled
+from jaxserve.scheduler import Progress, Scheduler, StepPlan
+from jaxserve.sequence import Sequence
+from jaxserve.slots import encode_slot
+from jaxserve.types import (
+    MAX_STOP_TOKENS,
+    EngineStats,
+    InvalidRequestError,
+    QueueFullError,
+    Request,
+    SequenceUpdate,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Flight:
+    """A step that was dispatched and not committed yet."""
+
+    plan: StepPlan
+    sampled: Sampled
+    prompt_scores: list[PromptScores]
+
+
+class Engine:
+    """One model on one mesh. Not thread-safe: one thread calls everything."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, runner: ModelRunner, folder: Path, max_model_len: int):
+        self.config, self.model, self.runner = config, model, runner
+        self.model_folder = folder
+        self.max_model_len = max_model_len
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
+        max_tokens = max_batched_tokens(config)
+        layout = runner.layout
+        self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
+        self.scheduler = Scheduler(self.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max_tokens)
+        self.shapes = step_shapes(config.max_num_seqs, self.scheduler.max_num_batched_tokens, layout.page_size)
+        self.flights: deque[Flight] = deque()
+        self.counters = EngineStats(pages_total=self.blocks.capacity)
+        self._arrivals = 0
+        self._seeds = np.random.default_rng(config.seed)
+
+    @classmethod
+    def load(cls, config: EngineConfig, *, devices: list[jax.Device] | None = None, progress: bool = True) -> Engine:
+        """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError."""
+        start = time.perf_counter()
+        folder = resolve_model(config.model, weights=config.load_format != "dummy")
+        model = read_model(folder)
+        mesh = make_mesh(config.tensor_parallel_size, devices)
+        dtype = compute_dtype(config, model, mesh.devices.flat[0].platform)
+        decoder = make_decoder(model, mesh.size, dtype)
+        params = make_params(decoder, folder, mesh, config, progress=progress)
+        max_model_len, pages = memory.plan(config, model, decoder, params, mesh)
+        layout = CacheLayout.of(model, decoder.kv_heads, pages, config.page_size, dtype)
+        max_pages = -(-max_model_len // config.page_size)
+        runner = ModelRunner(decoder, params, mesh, layout, config.max_num_seqs, max_pages)
+        log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
+        return cls(config, model, runner, folder, max_model_len)
+
+    def compile(self) -> None:
+        """Compiles every executable that serving can need; without it they are compiled as they are met."""
+        start = time.perf_counter()
+        self.runner.compile(self.shapes)
+        log.info("compiled %d executables in %.1f s", self.runner.num_executables, time.perf_counter() - start)
+
+    # Requests
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request. Raises InvalidRequestError or QueueFullError; then nothing has changed."""
+        self._check(request)
+        params = request.params
+        room = self.max_model_len - len(request.prompt_token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
+        seq = Sequence(request, 0, seed, max_tokens, frozenset(self._stop_ids(request)), self._arrivals)
+        self._arrivals += 1
+        self.scheduler.add(seq)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drops a request, or one of its n completions, and frees its pages at once. Unknown ids are fine."""
+        self.scheduler.abort(request_id, index)
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        eos = () if request.params.ignore_eos else self.eos_token_ids
+        return tuple(dict.fromkeys(eos + request.params.stop_token_ids))
+
+    def _check(self, request: Request) -> None:
+        prompt, params, limit = request.prompt_token_ids, request.params, self.config.max_waiting
+        if limit is not None and self.scheduler.num_waiting >= limit:
+            raise QueueFullError(f"{limit} requests are waiting already; try again later")
+        if request.request_id in self.scheduler:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token", "prompt")
+        if len(prompt) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt has "
+                f"{len(prompt)} tokens, which leaves no room for an answer. Please shorten the prompt.",
+                "prompt",
+                "context_length_exceeded",
+            )
+        if (low := min(prompt)) < 0 or (high := max(prompt)) >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequestError(f"token id {wrong} is outside the vocabulary [0, {self.vocab_size})", "prompt")
+        for name in ("stop_token_ids", "logit_bias"):
+            if wrong_ids := [token for token in getattr(params, name) or () if token >= self.vocab_size]:
+                raise InvalidRequestError(
+                    f"{name}: token id {wrong_ids[0]} is outside the vocabulary [0, {self.vocab_size})", name
+                )
+        if (count := len(self._stop_ids(request))) > MAX_STOP_TOKENS:
+            raise InvalidRequestError(
+                f"stop_token_ids and the model's own end tokens are {count}; at most {MAX_STOP_TOKENS} are allowed",
+                "stop_token_ids",
+            )
+
+    # The step
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.flights)
+
+    def step(self) -> list[SequenceUpdate]:
+        """Advances the batch by one step; returns what it added to each completion."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.flights.append(self.dispatch(plan))
+        return self.commit(self.flights.popleft()) if self.flights else []
+
+    def dispatch(self, plan: StepPlan) -> Flight:
+        """Sends a plan to the devices and returns without waiting for them."""
+        self._fill_slots(plan.placed)
+        self.runner.copy_pages(plan.copies)
+        shape = choose_shape(self.shapes, plan)
+        packed, overflow = pack(plan, shape, self.config.max_num_seqs)
+        self.runner.update_tables(overflow)
+        sampled, hidden = self.runner.step(shape, packed)
+        self.counters.steps += 1
+        return Flight(plan, sampled, PromptScores.start(plan, hidden, self.runner))
+
+    def _fill_slots(self, placed: list[Sequence]) -> None:
+        rows = []
+        for seq in placed:
+            assert seq.slot is not None
+            rows.append(encode_slot(seq.slot, seq.params, seq.seed, tuple(seq.stop_ids), seq.prompt_len))
+        self.runner.set_slots(rows)
+        for seq in placed:
+            if seq.params.has_penalties:
+                self.runner.count_tokens(seq.slot, seq.tokens, seq.prompt_len)
+
+    def commit(self, flight: Flight) -> list[SequenceUpdate]:
+        """Waits for a step's tokens, takes them in and says what they mean for each request."""
+        tokens = np.asarray(flight.sampled.tokens).tolist()
+        for scores in flight.prompt_scores:
+            scores.finish()
+        progress = self.scheduler.commit(flight.plan, tokens)
+        wants_logprobs = any(p.token is not None and p.seq.params.logprobs is not None for p in progress)
+        scores = np.asarray(flight.sampled.scores) if wants_logprobs else None
+        updates = [update for p in progress if (update := self._update(p, scores)) is not None]
+        return updates
+
+    def _update(self, progress: Progress, scores: np.ndarray | None) -> SequenceUpdate | None:
+        seq, token, reason = progress.seq, progress.token, progress.finish_reason
+        if token is None and reason is None:
+            return None
+        params = seq.params
+        logprobs = None
+        if scores is not None and token is not None and params.logprobs is not None:
+            logprobs = [read_scores(scores[progress.row], token, params.logprobs)]
+        stopped_by = token if reason == "stop" and token not in self.eos_token_ids else None
+        first = seq.num_outputs <= 1 and seq.index == 0
+        self.counters.generation_tokens += token is not None
+        self.counters.prompt_tokens += seq.prompt_len if first else 0
+        return SequenceUpdate(
+            request_id=seq.request.request_id,
+            index=seq.index,
+            token_ids=[] if token is None else [token],
+            finish_reason=reason,
+            stop_token=stopped_by,
+            logprobs=logprobs,
+            prompt_logprobs=seq.prompt_scores if first and params.prompt_logprobs is not None else None,
+            num_cached_tokens=seq.num_cached,
+        )
+
+    def stats(self) -> EngineStats:
+        stats: Any = self.counters
+        stats.num_running, stats.num_waiting = len(self.scheduler.running), self.scheduler.num_waiting
+        stats.pages_used = self.blocks.num_used
+        stats.preemptions = self.scheduler.num_preemptions
+        stats.prefix_queries, stats.prefix_hits = self.scheduler.prefix_queries, self.scheduler.prefix_hits
+        stats.executables = self.runner.num_executables
+        stats.compilations, stats.compile_seconds = self.runner.num_executables, self.runner.compile_seconds
+        return stats
+
+
+def max_batched_tokens(config: EngineConfig) -> int:
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    device = jax.devices()[0]
+    large = device.platform == "gpu" and (device.memory_stats() or {}).get("bytes_limit", 0) >= 60e9 * 0.9
+    return 8192 if large else 2048

@@ -1,0 +1,64 @@
+"""The paged KV cache on the devices: its layout, its size, and copying of pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve.mesh import sharding
+from jaxserve.models.config import ModelConfig
+
+NULL_PAGE = 0  # owned by nobody: padding tokens write here, and nothing reads it
+COPIES = 16  # page copies per call of `copy_pages`
+
+KVCache = list[jax.Array]  # one array per layer
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Shape of the cache: per layer [num_pages, page_size, 2 (key, value), kv_heads, head_dim]."""
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: Any
+
+    @classmethod
+    def of(cls, model: ModelConfig, kv_heads: int, num_pages: int, page_size: int, dtype: Any) -> CacheLayout:
+        return cls(model.num_layers, num_pages, page_size, kv_heads, model.head_dim, jnp.dtype(dtype))
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        return (self.num_pages, self.page_size, 2, self.kv_heads, self.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers and devices."""
+        return self.num_layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.token_bytes
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return sharding(mesh, None, None, None, "kv_heads", None)
+
+    def abstract(self, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+        layer = jax.ShapeDtypeStruct(self.layer_shape, self.dtype, sharding=self.sharding(mesh))
+        return [layer] * self.num_layers
+
+    def create(self, mesh: Mesh) -> KVCache:
+        zeros = jax.jit(partial(jnp.zeros, self.layer_shape, self.dtype), out_shardings=self.sharding(mesh))
+        return [zeros() for _ in range(self.num_layers)]
+
+
+def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array) -> KVCache:
+    """Copies page sources[i] to targets[i], int32 [COPIES]; all are read before any is written. Pad with NULL_PAGE."""
+    return [pages.at[targets].set(pages[sources], mode="promise_in_bounds") for pages in cache]

@@ -1,0 +1,61 @@
+"""Log-probabilities on their way from the device's packed rows to a request's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxserve.runner import ModelRunner
+from jaxserve.scheduler import StepPlan
+from jaxserve.sequence import Sequence
+from jaxserve.types import MAX_LOGPROBS, TokenLogprob
+
+
+def read_scores(row: np.ndarray, token: int, count: int) -> TokenLogprob:
+    """One row of `Sampled.scores`, with `count` alternatives."""
+    logprob = float(row[:1].view(np.float32)[0])
+    ids = row[2 : 2 + count].tolist()
+    values = row[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].view(np.float32).tolist()
+    top = [(i, value) for i, value in zip(ids, values, strict=True) if i >= 0]
+    return TokenLogprob(token, logprob, int(row[1]), top)
+
+
+@dataclass
+class PromptScores:
+    """Log-probabilities of a chunk of one prompt, being computed on the device."""
+
+    seq: Sequence
+    first: int  # position of the first token that is scored
+    tokens: list[int]
+    packed: list[jax.Array]
+
+    @classmethod
+    def start(cls, plan: StepPlan, hidden: jax.Array | None, runner: ModelRunner) -> list[PromptScores]:
+        """Dispatches the scoring of every prompt chunk in the plan that asks for it.
+
+        The hidden state at a position scores the token after it; what a preemption computes again is not scored twice.
+        """
+        started, at = [], 0
+        for row in plan.rows:
+            seq, offset = row.seq, at
+            at += row.count
+            if not row.scores_prompt:
+                continue
+            assert hidden is not None, "a step that scores prompts must keep its hidden states"
+            first, end = max(row.start, seq.num_scored), min(row.end, seq.prompt_len - 1)
+            tokens = seq.tokens[first + 1 : end + 1]
+            rows = np.arange(first, end, dtype=np.int32) - row.start + offset
+            packed = runner.score_prompt(hidden, rows, np.asarray(tokens, np.int32))
+            seq.num_scored = end
+            started.append(cls(seq, first + 1, tokens, packed))
+        return started
+
+    def finish(self) -> None:
+        """Waits for the scores and hands them to the sequence."""
+        count = self.seq.params.prompt_logprobs or 0
+        rows = np.concatenate([np.asarray(part) for part in self.packed])
+        self.seq.prompt_scores += [
+            read_scores(row, token, count) for row, token in zip(rows[: len(self.tokens)], self.tokens, strict=True)
+        ]

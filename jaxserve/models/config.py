@@ -1,0 +1,166 @@
+"""The shape of a model, and how a Hugging Face config.json becomes one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxserve.config import ConfigError
+
+RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
+
+    `factor` stretches positions: linear (Chen et al. 2023, arXiv:2306.15595), dynamic NTK, llama3 (Llama 3.1's
+    piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). Lengths are in tokens.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer. New maths is a new named field here; nothing branches on a family's name."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # per layer: how many tokens back it sees, itself included; None is all
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"  # of the checkpoint
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+                raise ConfigError(f"config.json: {name} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"config.json: {self.num_heads} attention heads are no multiple of {self.num_kv_heads} key-value heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"config.json: head_dim must be even for rotary positions, got {self.head_dim}")
+        if len(self.windows) not in (0, self.num_layers):
+            raise ConfigError(f"config.json: {len(self.windows)} layer types for {self.num_layers} layers")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+
+# Keys of a Hugging Face config that do not change what a decoder computes at inference.
+HARMLESS = frozenset(
+    """
+    _name_or_path architectures auto_map model_type torch_dtype dtype transformers_version use_cache initializer_range
+    bos_token_id pad_token_id eos_token_id sep_token_id unk_token_id attention_dropout hidden_dropout embd_pdrop
+    resid_pdrop pretraining_tp max_length min_length do_sample temperature top_k top_p num_beams repetition_penalty
+    output_attentions output_hidden_states return_dict return_dict_in_generate use_return_dict chunk_size_feed_forward
+    is_encoder_decoder is_decoder id2label label2id problem_type tokenizer_class task_specific_params use_bfloat16
+    torchscript _attn_implementation _attn_implementation_autoset attn_implementation rope_interleaved_cache
+    unsloth_fixed unsloth_version
+    """.split()
+)
+
+
+class HFConfig:
+    """A config.json being read: remembers which keys were understood, and refuses the rest."""
+
+    def __init__(self, values: dict[str, Any], source: str = "config.json"):
+        self.values = values
+        self.source = source
+        self._taken: set[str] = set()
+
+    @classmethod
+    def read(cls, folder: Path) -> HFConfig:
+        path = folder / "config.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} holds no config.json: not a model folder in Hugging Face format") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        return cls(values, str(path))
+
+    _REQUIRED = object()
+
+    def take(self, key: str, default: Any = _REQUIRED) -> Any:
+        """The value of `key`; null counts as absent, as in transformers."""
+        self._taken.add(key)
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is self._REQUIRED:
+            raise ConfigError(f"{self.source} has no {key!r}, which this architecture needs")
+        return default
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """The key must be absent, null or one of `allowed`: anything else changes the maths in a way not built here."""
+        value = self.take(key, None)
+        if value is not None and value not in allowed:
+            raise ConfigError(
+                f"{self.source}: {key}={value!r} is not supported (only {', '.join(map(repr, allowed)) or 'absent'})"
+            )
+
+    def finish(self) -> None:
+        """Raises ConfigError if a key is left that nobody understood and that is not empty, null or false."""
+        left = {
+            key: value
+            for key, value in self.values.items()
+            if key not in self._taken and key not in HARMLESS and value not in (None, False, 0, "", [], {})
+        }
+        if left:
+            listed = ", ".join(f"{key}={json.dumps(value)[:80]}" for key, value in sorted(left.items()))
+            raise ConfigError(f"{self.source} has settings that jaxserve does not understand: {listed}")
+
+
+def take_token_ids(value: Any) -> tuple[int, ...]:
+    """End-of-sequence ids as config files write them: absent, one id, or a list."""
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    return ids

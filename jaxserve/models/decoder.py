@@ -1,0 +1,113 @@
+"""The one decoder: embeddings, layers of attention and MLP, final norm, output head.
+
+A step's attention is an argument (`AttentionFn`), so that the model knows neither pages nor kernels: `jaxserve.steps`
+closes it over the KV cache and the batch's block tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm
+from jaxserve.models.rope import apply_rope, rope_angles
+
+
+class AttentionFn(Protocol):
+    """Writes the new keys and values of a layer and attends over all that its tokens may see."""
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """q [tokens, kv_heads, group, head_dim]; k, v [tokens, kv_heads, head_dim] -> as q."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: fused QKV projection, rotary positions, output projection.
+
+    `kv_heads` may exceed the model's own when each is repeated over more devices than there are heads.
+    """
+
+    config: ModelConfig
+    layer: int
+    kv_heads: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttentionFn) -> jax.Array:
+        config, dim = self.config, self.config.head_dim
+        group = config.num_heads // self.kv_heads
+        qkv_axes = ("embed", "kv_heads", None, None)
+        qkv = Linear(
+            (config.hidden_size,), (self.kv_heads, group + 2, dim), qkv_axes, config.qkv_bias, self.dtype, name="qkv"
+        )(x)
+        q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
+        if config.qk_norm:
+            q = RMSNorm(dim, config.norm_eps, self.dtype, name="q_norm")(q)
+            k = RMSNorm(dim, config.norm_eps, self.dtype, name="k_norm")(k)
+        out = attend(self.layer, apply_rope(q, *rope), apply_rope(k, *rope), v)
+        out_axes = ("kv_heads", None, None, "embed")
+        return Linear(
+            (self.kv_heads, group, dim), (config.hidden_size,), out_axes, config.o_bias, self.dtype, name="out"
+        )(out)
+
+
+class DecoderLayer(nn.Module):
+    config: ModelConfig
+    layer: int
+    kv_heads: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttentionFn) -> jax.Array:
+        config = self.config
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, name=name)
+
+        attention = Attention(config, self.layer, self.kv_heads, self.dtype, name="attention")
+        mlp = MLP(
+            config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias, self.dtype, name="mlp"
+        )
+        x = x + attention(norm("attention_norm")(x), rope, attend)
+        return x + mlp(norm("mlp_norm")(x))
+
+
+class Decoder(nn.Module):
+    """`__call__` gives hidden states; `logits` turns chosen rows of them into scores over the vocabulary.
+
+    `kv_heads` and `vocab_rows` are the model's own, or more where the mesh needs it: repeated heads, empty rows.
+    """
+
+    config: ModelConfig
+    kv_heads: int
+    vocab_rows: int
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        config = self.config
+        self.embed = Embedding(self.vocab_rows, config.hidden_size, self.dtype)
+        self.layers = [DecoderLayer(config, i, self.kv_heads, self.dtype) for i in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype)
+        if not config.tie_embeddings:
+            axes = ("embed", "vocab")
+            self.head = Linear((config.hidden_size,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: AttentionFn) -> jax.Array:
+        """int32 [tokens], int32 [tokens] -> final hidden states [tokens, hidden], normed."""
+        x = self.embed(token_ids)
+        rope = rope_angles(self.config.rope, self.config.head_dim, positions)
+        for layer in self.layers:
+            x = layer(x, rope, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [rows, hidden] -> float32 [rows, vocab]."""
+        logits = self.embed.logits(hidden) if self.config.tie_embeddings else self.head(hidden)
+        return logits[:, : self.config.vocab_size]
+
+    def init_all(self, token_ids: jax.Array) -> jax.Array:
+        """Touches every weight once; only its shapes matter."""
+        return self.logits(self(token_ids, token_ids, lambda layer, q, k, v: q))

@@ -1,0 +1,49 @@
+"""Model families, one file each: how its config.json reads, and what its tensors are called.
+
+A file in this folder that defines `FAMILY` is found by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from jaxserve.config import ConfigError
+from jaxserve.models.config import HFConfig, ModelConfig
+from jaxserve.models.weights import Names
+
+
+@dataclass(frozen=True)
+class Family:
+    """Data about one family; `read_config` takes every key it understands from the config."""
+
+    name: str
+    architectures: tuple[str, ...]
+    read_config: Callable[[HFConfig], ModelConfig]
+    names: Names
+    ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
+    return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+
+
+def find_family(hf: HFConfig) -> Family:
+    """The family of a config's architecture. Raises ConfigError that lists the known ones."""
+    given = hf.take("architectures", None) or []
+    for family in families():
+        if set(given) & set(family.architectures):
+            return family
+    known = sorted(name for family in families() for name in family.architectures)
+    raise ConfigError(f"{hf.source}: architectures={given} is not supported; supported are {', '.join(known)}")
+
+
+def read_model_config(hf: HFConfig) -> ModelConfig:
+    config = find_family(hf).read_config(hf)
+    hf.finish()
+    return config

@@ -1,0 +1,106 @@
+"""The layers of the decoder. Each weight is declared here, once: shape, dtype, logical axes, initialiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def linear(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
+    """x [tokens, *in] times kernel [*in, *out] -> float32 [tokens, *out]."""
+    contract = (tuple(range(1, 1 + in_axes)), tuple(range(in_axes)))
+    return jax.lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=jnp.float32)
+
+
+class Linear(nn.Module):
+    """A dense layer from the last `len(in_shape)` axes of its input to `out_shape`."""
+
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    axes: tuple[str | None, ...]  # logical axes of in_shape + out_shape
+    use_bias: bool = False
+    dtype: Any = jnp.float32
+    out_dtype: Any = None  # of the result; None is the input's
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        n_in = len(self.in_shape)
+        init = nn.initializers.variance_scaling(
+            1.0, "fan_in", "normal", in_axis=tuple(range(n_in)), out_axis=tuple(range(n_in, len(self.axes)))
+        )
+        shape = self.in_shape + self.out_shape
+        kernel = self.param("kernel", nn.with_partitioning(init, self.axes), shape, self.dtype)
+        y = linear(x, kernel, n_in).astype(self.out_dtype or x.dtype)
+        if self.use_bias:
+            bias = nn.with_partitioning(nn.initializers.zeros, self.axes[n_in:])
+            y = y + self.param("bias", bias, self.out_shape, self.dtype)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467), computed in float32."""
+
+    size: int
+    eps: float
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.with_partitioning(nn.initializers.ones, (None,)), (self.size,), self.dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return scale * wide.astype(x.dtype)
+
+
+class Embedding(nn.Module):
+    """Token embeddings [vocab, hidden]; also the output head of models that tie the two."""
+
+    vocab_size: int
+    hidden_size: int
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        init = nn.with_partitioning(nn.initializers.normal(1.0), ("vocab", "embed"))
+        self.table = self.param("table", init, (self.vocab_size, self.hidden_size), self.dtype)
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        return jnp.take(self.table, token_ids, axis=0, mode="clip")
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [rows, hidden] -> float32 [rows, vocab]."""
+        return jnp.einsum("rh,vh->rv", hidden, self.table, preferred_element_type=jnp.float32)
+
+
+class MLP(nn.Module):
+    """Gated MLP: down(activation(gate(x)) * up(x)), gate and up in one matmul."""
+
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    use_bias: bool
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate_up = Linear(
+            (self.hidden_size,),
+            (2, self.intermediate_size),
+            ("embed", None, "mlp"),
+            self.use_bias,
+            self.dtype,
+            name="gate_up",
+        )(x)
+        hidden = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+        return Linear(
+            (self.intermediate_size,), (self.hidden_size,), ("mlp", "embed"), self.use_bias, self.dtype, name="down"
+        )(hidden)

@@ -1,0 +1,74 @@
+"""From a model folder to a decoder with its parameters on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
+
+from checkpoints.load import load_weights
+from checkpoints.safetensors import read_folder
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.mesh import padded_vocab, sharded_kv_heads
+from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families import find_family, read_model_config
+from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
+
+log = logging.getLogger(__name__)
+
+
+def read_model(folder: Path) -> ModelConfig:
+    """The model's shape, with the end-of-sequence ids of generation_config.json joined to the config's own."""
+    config = read_model_config(HFConfig.read(folder))
+    path = folder / "generation_config.json"
+    if path.exists():
+        try:
+            extra = take_token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{path} is not a valid generation config: {error}") from None
+        config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
+    return config
+
+
+def compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> Any:
+    """The dtype that weights, activations and cache have: the operator's choice, or what suits the platform."""
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    if platform == "cpu":
+        return jnp.dtype("float32")
+    return jnp.dtype(model.dtype if model.dtype in ("float16", "bfloat16") else "bfloat16")
+
+
+def make_decoder(model: ModelConfig, tensor_parallel_size: int, dtype: Any) -> Decoder:
+    return Decoder(
+        model,
+        kv_heads=sharded_kv_heads(model, tensor_parallel_size),
+        vocab_rows=padded_vocab(model.vocab_size, tensor_parallel_size),
+        dtype=dtype,
+    )
+
+
+def load_params(decoder: Decoder, folder: Path, mesh: Mesh, *, progress: bool = True) -> dict[str, Any]:
+    """Streams the folder's safetensors into sharded arrays. Raises CheckpointError when files and config disagree."""
+    family = find_family(HFConfig.read(folder))
+    pieces = weight_pieces(decoder, family.names)
+    tied_head = {family.names["head.weight"]} if decoder.config.tie_embeddings else set()
+
+    def ignored(name: str) -> bool:
+        return name in tied_head or name.endswith(family.ignored)
+
+    flat = load_weights(read_folder(folder), abstract_params(decoder, mesh), pieces, ignored, progress)
+    return unflatten_dict(flat, sep="/")
+
+
+def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
+    if config.load_format == "dummy":
+        return dummy_params(decoder, mesh, config.seed)
+    return load_params(decoder, folder, mesh, progress=progress)

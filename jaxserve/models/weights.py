@@ -1,0 +1,145 @@
+"""Where each tensor of a checkpoint goes in the decoder's parameter tree.
+
+A family names its tensors by role (`Names`); this file knows the tree of `decoder.Decoder` and how roles are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from checkpoints.load import Piece
+from jaxserve.mesh import sharding
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder
+
+# Role -> name in the checkpoint; "{i}" is the layer. Roles: embed, norm, head, attention_norm, mlp_norm, q, k, v, o,
+# q_norm, k_norm, gate, up, down; biases add ".bias", weights have ".weight".
+Names = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A role's tensor, the shape it must have in the file, and its place in the host array of our weight."""
+
+    role: str
+    shape: tuple[int, ...]
+    view: Callable[[np.ndarray], np.ndarray]
+    split: tuple[int, ...] | None = None
+
+
+def _whole(target: np.ndarray) -> np.ndarray:
+    return target
+
+
+def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Path -> shape, dtype and sharding of every parameter, as the modules declare them."""
+    boxed = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros(1, jnp.int32), method="init_all")["params"]
+    )
+
+    def leaf(box: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(box.value.shape, box.value.dtype, sharding=sharding(mesh, *box.names))
+
+    tree = jax.tree.map(leaf, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    return flatten_dict(tree, sep="/")
+
+
+def dummy_params(model: Decoder, mesh: Mesh, seed: int) -> dict[str, Any]:
+    """Random weights by the modules' own initialisers, made on the devices."""
+    shardings = jax.tree.map(lambda a: a.sharding, unflatten_dict(abstract_params(model, mesh), sep="/"))
+
+    def init() -> Any:
+        variables = model.init(jax.random.key(seed), jnp.zeros(1, jnp.int32), method="init_all")
+        return nn.meta.unbox(variables["params"])
+
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
+    """Path -> the tensors of the checkpoint that make it up."""
+    config = model.config
+    pieces: dict[str, list[Piece]] = {}
+
+    def add(path: str, sources: list[_Source], layer: int | None = None) -> None:
+        pieces[path] = [Piece(names[s.role].format(i=layer), s.shape, s.view, s.split) for s in sources]
+
+    hidden, vocab = config.hidden_size, config.vocab_size
+    add("embed/table", [_Source("embed.weight", (vocab, hidden), _whole)])  # rows beyond the vocabulary stay zero
+    add("norm/scale", [_Source("norm.weight", (hidden,), _whole)])
+    if not config.tie_embeddings:
+        add("head/kernel", [_Source("head.weight", (vocab, hidden), np.transpose)])
+    for i in range(config.num_layers):
+        for path, sources in _layer(model).items():
+            add(f"layers_{i}/{path}", sources, i)
+    return pieces
+
+
+def _layer(model: Decoder) -> dict[str, list[_Source]]:
+    config = model.config
+    hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    layer = {
+        "attention_norm/scale": [_Source("attention_norm.weight", (hidden,), _whole)],
+        "mlp_norm/scale": [_Source("mlp_norm.weight", (hidden,), _whole)],
+        "attention/qkv/kernel": _qkv(config, model.kv_heads, "weight", (hidden,)),
+        "attention/out/kernel": [_out(config, model.kv_heads)],
+        "mlp/gate_up/kernel": [
+            _Source("gate.weight", (width, hidden), lambda t: t[:, 0].T),
+            _Source("up.weight", (width, hidden), lambda t: t[:, 1].T),
+        ],
+        "mlp/down/kernel": [_Source("down.weight", (hidden, width), np.transpose)],
+    }
+    if config.qkv_bias:
+        layer["attention/qkv/bias"] = _qkv(config, model.kv_heads, "bias", ())
+    if config.o_bias:
+        layer["attention/out/bias"] = [_Source("o.bias", (hidden,), _whole)]
+    if config.mlp_bias:
+        layer["mlp/gate_up/bias"] = [
+            _Source("gate.bias", (width,), lambda t: t[0]),
+            _Source("up.bias", (width,), lambda t: t[1]),
+        ]
+        layer["mlp/down/bias"] = [_Source("down.bias", (hidden,), _whole)]
+    if config.qk_norm:
+        layer["attention/q_norm/scale"] = [_Source("q_norm.weight", (dim,), _whole)]
+        layer["attention/k_norm/scale"] = [_Source("k_norm.weight", (dim,), _whole)]
+    return layer
+
+
+def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...]) -> list[_Source]:
+    """[*inputs, kv_heads, group + 2, head_dim] from query, key and value; keys and values repeat over kv_heads."""
+    group, dim, own = config.num_heads // kv_heads, config.head_dim, config.num_kv_heads
+
+    def to_file_order(view: np.ndarray) -> np.ndarray:
+        return np.moveaxis(view, 0, -1) if inputs else view  # [out, in], as files have it
+
+    def query(target: np.ndarray) -> np.ndarray:
+        return to_file_order(target[..., :group, :])
+
+    def shared(which: int) -> Callable[[np.ndarray], np.ndarray]:
+        def view(target: np.ndarray) -> np.ndarray:
+            heads = target[..., which, :]
+            heads = heads.reshape(*heads.shape[:-2], own, kv_heads // own, dim)
+            return to_file_order(heads)
+
+        return view
+
+    kv_shape, kv_split = (own * dim, *inputs), (own, 1, dim, *inputs)
+    return [
+        _Source(f"q.{kind}", (config.num_heads * dim, *inputs), query, (kv_heads, group, dim, *inputs)),
+        _Source(f"k.{kind}", kv_shape, shared(group), kv_split),
+        _Source(f"v.{kind}", kv_shape, shared(group + 1), kv_split),
+    ]
+
+
+def _out(config: ModelConfig, kv_heads: int) -> _Source:
+    group, dim, hidden = config.num_heads // kv_heads, config.head_dim, config.hidden_size
+    shape = (hidden, config.num_heads * dim)
+    return _Source("o.weight", shape, lambda t: np.moveaxis(t, -1, 0), (hidden, kv_heads, group, dim))

@@ -1,0 +1,167 @@
+"""The device side of the engine: parameters, cache and slots, and the compiled functions that advance them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve import steps
+from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, copy_pages
+from jaxserve.mesh import replicated
+from jaxserve.models.decoder import Decoder
+from jaxserve.sampling import Sampled
+from jaxserve.slots import (
+    SLOT_WORDS,
+    SLOTS_PER_CALL,
+    TOKENS_PER_CALL,
+    count_tokens,
+    create_slots,
+    padding_slot,
+    set_slots,
+)
+from jaxserve.steps import SCORED_ROWS, StepShape
+
+log = logging.getLogger(__name__)
+
+TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
+
+
+class ModelRunner:
+    """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits."""
+
+    def __init__(self, model: Decoder, params: Any, mesh: Mesh, layout: CacheLayout, num_slots: int, max_pages: int):
+        self.model, self.params, self.mesh, self.layout, self.num_slots = model, params, mesh, layout, num_slots
+        make_slots = partial(create_slots, num_slots, max_pages, model.config.vocab_size)
+        self.slots = jax.jit(make_slots, out_shardings=replicated(mesh))()
+        self.cache = layout.create(mesh)
+        self.compile_seconds = 0.0
+        self._executables: dict[Any, Callable] = {}
+        self._lock = threading.Lock()
+
+    # Dispatch
+
+    def step(self, shape: StepShape, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
+        """Runs one step over int32 [shape.words]; see `steps.run_step`."""
+        result = self._get(shape)(self.params, self.cache, self.slots, packed)
+        self.cache, self.slots = result.cache, result.slots
+        return result.sampled, result.hidden
+
+    def set_slots(self, rows: list[np.ndarray]) -> None:
+        """Writes the sampling parameters of slots; rows as from `encode_slot`."""
+        padding = padding_slot(self.num_slots)
+        for at in range(0, len(rows), SLOTS_PER_CALL):
+            some = rows[at : at + SLOTS_PER_CALL]
+            some = some + [padding] * (SLOTS_PER_CALL - len(some))
+            self.slots = self._get("set_slots")(self.slots, np.stack(some))
+
+    def count_tokens(self, slot: int, tokens: list[int], prompt_len: int) -> None:
+        """Counts a sequence's tokens for its penalties; the first `prompt_len` are its prompt."""
+        for at in range(0, len(tokens), TOKENS_PER_CALL):
+            some = tokens[at : at + TOKENS_PER_CALL]
+            packed = np.zeros(3 + TOKENS_PER_CALL, np.int32)
+            packed[:3] = slot, len(some), min(max(prompt_len - at, 0), len(some))
+            packed[3 : 3 + len(some)] = some
+            self.slots = self._get("count_tokens")(self.slots, packed)
+
+    def update_tables(self, updates: np.ndarray) -> None:
+        """Writes block-table entries, int32 [3, any] of (slot, index, page)."""
+        for at in range(0, updates.shape[1], TABLE_UPDATES):
+            packed = np.zeros((3, TABLE_UPDATES), np.int32)
+            packed[0] = self.num_slots
+            some = updates[:, at : at + TABLE_UPDATES]
+            packed[:, : some.shape[1]] = some
+            self.slots = self._get("update_tables")(self.slots, packed)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages, (source, target) each, before the next step writes."""
+        for at in range(0, len(pairs), COPIES):
+            packed = np.full((2, COPIES), NULL_PAGE, np.int32)
+            some = np.asarray(pairs[at : at + COPIES], np.int32).T
+            packed[:, : some.shape[1]] = some
+            self.cache = self._get("copy_pages")(self.cache, packed[0], packed[1])
+
+    def score_prompt(self, hidden: jax.Array, rows: np.ndarray, targets: np.ndarray) -> list[jax.Array]:
+        """Packed log-probabilities of targets [n] at rows [n] of a step's hidden states, SCORED_ROWS at a time."""
+        results = []
+        for at in range(0, len(rows), SCORED_ROWS):
+            packed = np.zeros((2, SCORED_ROWS), np.int32)
+            some = slice(at, at + SCORED_ROWS)
+            packed[:, : len(rows[some])] = rows[some], targets[some]
+            results.append(self._get(("score_prompt", hidden.shape[0]))(self.params, hidden, packed))
+        return results
+
+    # Compilation
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._executables)
+
+    def compile(self, shapes: Iterable[StepShape], threads: int = 2) -> None:
+        """Compiles all that serving can need: the steps of these buckets and the upkeep around them."""
+        shapes = list(shapes)
+        scored = {("score_prompt", shape.tokens) for shape in shapes if not shape.decode_only}
+        names = [*sorted(shapes, key=lambda s: -s.tokens), "set_slots", "count_tokens", "update_tables", "copy_pages", *scored]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._get, names))
+
+    def _get(self, name: Any) -> Callable:
+        found = self._executables.get(name)
+        return found if found is not None else self._compile(name)
+
+    def _compile(self, name: Any) -> Callable:
+        start = time.perf_counter()
+        function, donated, arguments, results = self._signature(name)
+        with jax.default_matmul_precision(self._precision):
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results)
+            compiled = jitted.lower(*arguments).compile()
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self._executables[name] = compiled
+            self.compile_seconds += seconds
+        log.debug("compiled %s in %.2f s", name, seconds)
+        return compiled
+
+    @property
+    def _precision(self) -> str:
+        """float32 means float32, on every platform; smaller types leave the choice to the compiler."""
+        return "highest" if self.layout.dtype == jnp.float32 else "default"
+
+    def _signature(self, name: Any) -> tuple[Callable, tuple[int, ...], tuple, Any]:
+        """Function, donated arguments, abstract arguments and shardings of the results of an executable."""
+
+        def abstract(tree):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+        def host(*shape):
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
+
+        everywhere = replicated(self.mesh)
+        slots, cache, params = abstract(self.slots), abstract(self.cache), abstract(self.params)
+        cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_layers
+        if isinstance(name, StepShape):
+            step = partial(steps.run_step, model=self.model, shape=name, mesh=self.mesh)
+            results = steps.StepResult(everywhere, everywhere, cache_sharding, everywhere)
+            return step, (1, 2), (params, cache, slots, host(name.words)), results
+        if isinstance(name, tuple):
+            shape = (name[1], self.model.config.hidden_size)
+            hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)
+            score = partial(steps.score_prompt, model=self.model, mesh=self.mesh)
+            return score, (), (params, hidden, host(2, SCORED_ROWS)), everywhere
+        functions: dict[str, tuple[Callable, tuple, Any]] = {
+            "set_slots": (set_slots, (slots, host(SLOTS_PER_CALL, SLOT_WORDS)), everywhere),
+            "count_tokens": (count_tokens, (slots, host(3 + TOKENS_PER_CALL)), everywhere),
+            "update_tables": (steps.update_tables, (slots, host(3, TABLE_UPDATES)), everywhere),
+            "copy_pages": (copy_pages, (cache, host(COPIES), host(COPIES)), cache_sharding),
+        }
+        function, arguments, results = functions[name]
+        return function, (0,), arguments, results

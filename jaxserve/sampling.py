@@ -1,0 +1,163 @@
+"""From logits to tokens, on the device, inside the step.
+
+Every row follows its own parameters, kept per slot (`jaxserve.slots`). What no row of a batch asks for is skipped at run
+time by `lax.cond`, so options never recompile. Filters find their threshold by bisecting over the bits of a float: exact,
+without a sort, and O(vocabulary) memory traffic per bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.types import MAX_LOGPROBS
+
+EXCLUDED = -1e30  # finite: a row that excludes everything still samples something
+
+
+class RowParams(NamedTuple):
+    """Sampling parameters of the rows of a batch; the fields are SamplingParams', arrays [rows] unless noted."""
+
+    temperature: jax.Array  # 0 is greedy
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    top_k: jax.Array  # 0 is off
+    seed: jax.Array  # uint32 [rows, 2]
+    no_stop_before: jax.Array  # no stop token is sampled for a position (in tokens from the prompt's start) below this
+    stop_ids: jax.Array  # int32 [rows, MAX_STOP_TOKENS], padded with -1
+    bias_ids: jax.Array  # int32 [rows, MAX_LOGIT_BIAS], padded with -1
+    bias: jax.Array  # float32 [rows, MAX_LOGIT_BIAS]
+    logprobs: jax.Array  # bool: this row wants log-probabilities
+
+
+class Sampled(NamedTuple):
+    """tokens int32 [rows]; the rest is zero unless some row asked for log-probabilities.
+
+    `scores` int32 [rows, 2 + 2 * MAX_LOGPROBS] packs, as bits, the sampled token's log-probability and rank, then the
+    ids and log-probabilities of the most likely tokens: one array, so that the host fetches one buffer.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+
+
+class TokenCounts(NamedTuple):
+    """What penalties look at; whole arrays of all slots, gathered only when a row asks for a penalty."""
+
+    counts: jax.Array  # int32 [slots, vocab], how often each token stands in the output so far
+    in_prompt: jax.Array  # bool [slots, vocab], whether it stands in the prompt
+    slot: jax.Array  # int32 [rows]
+
+
+def sample(logits: jax.Array, params: RowParams, seen: TokenCounts, position: jax.Array) -> Sampled:
+    """Samples one token per row of float32 logits [rows, vocab].
+
+    `position`, int32 [rows], is the position that the sampled token will have; with the seed it fixes the randomness.
+    """
+    raw = logits
+    penalized = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+    logits = lax.cond(jnp.any(penalized), _penalize, lambda x, *_: x, logits, params, seen)
+    logits = lax.cond(jnp.any(params.bias_ids >= 0), _add_bias, lambda x, _: x, logits, params)
+    early = position < params.no_stop_before
+    logits = lax.cond(jnp.any(early), _forbid_stops, lambda x, *_: x, logits, params, early)
+    tokens = lax.cond(jnp.any(params.temperature > 0), _draw, _greedy, logits, params, position)
+    scores = lax.cond(jnp.any(params.logprobs), score_tokens, _no_scores, raw, tokens)
+    return Sampled(tokens, scores)
+
+
+def score_tokens(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Packed log-probabilities of `tokens` [rows] and of the most likely tokens; see Sampled.scores."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    rank = jnp.sum(logprobs > chosen, axis=-1, keepdims=True, dtype=jnp.int32) + 1
+    count = min(MAX_LOGPROBS, logits.shape[-1])
+    top, ids = lax.top_k(logprobs, count)
+    pad = ((0, 0), (0, MAX_LOGPROBS - count))
+    top, ids = jnp.pad(top, pad, constant_values=-jnp.inf), jnp.pad(ids, pad, constant_values=-1)
+
+    def bits(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    return jnp.concatenate([bits(chosen), rank, ids.astype(jnp.int32), bits(top)], axis=-1)
+
+
+def _no_scores(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.zeros((logits.shape[0], 2 + 2 * MAX_LOGPROBS), jnp.int32)
+
+
+def _penalize(logits: jax.Array, params: RowParams, seen: TokenCounts) -> jax.Array:
+    """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; the others over the output."""
+    repetition = params.repetition[:, None]
+    counts = seen.counts[seen.slot]
+    repeated = seen.in_prompt[seen.slot] | (counts > 0)
+    logits = jnp.where(repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - params.frequency[:, None] * counts - params.presence[:, None] * (counts > 0)
+
+
+def _add_bias(logits: jax.Array, params: RowParams) -> jax.Array:
+    rows = jnp.arange(logits.shape[0])[:, None]
+    ids = jnp.where(params.bias_ids >= 0, params.bias_ids, logits.shape[1])  # padding falls outside and is dropped
+    return logits.at[rows, ids].add(params.bias, mode="drop")
+
+
+def _forbid_stops(logits: jax.Array, params: RowParams, early: jax.Array) -> jax.Array:
+    rows = jnp.arange(logits.shape[0])[:, None]
+    ids = jnp.where(early[:, None] & (params.stop_ids >= 0), params.stop_ids, logits.shape[1])
+    return logits.at[rows, ids].set(EXCLUDED, mode="drop")
+
+
+def _greedy(logits: jax.Array, params: RowParams, position: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _draw(logits: jax.Array, params: RowParams, position: jax.Array) -> jax.Array:
+    """Gumbel-max sampling: argmax(logits / temperature + noise); rows at temperature 0 take the argmax alone."""
+    hot = params.temperature > 0
+    scaled = logits / jnp.where(hot, params.temperature, 1.0)[:, None]
+    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    scaled = lax.cond(jnp.any(filtered & hot), _filter, lambda x, _: x, scaled, params)
+    keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.wrap_key_data(seed), at))(params.seed, position)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+    return jnp.argmax(jnp.where(hot[:, None], scaled + noise, logits), axis=-1).astype(jnp.int32)
+
+
+def _filter(logits: jax.Array, params: RowParams) -> jax.Array:
+    """Top-k, then top-p and min-p over what is left, as in transformers and vLLM. Ties at a threshold all stay."""
+    vocab = logits.shape[1]
+    kth = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab)
+    floor = _largest_threshold(logits, lambda keep: jnp.sum(keep, axis=-1) >= kth)
+    logits = jnp.where(logits >= floor, logits, EXCLUDED)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    mass = jnp.minimum(params.top_p, 1.0)
+
+    def enough(keep: jax.Array) -> jax.Array:
+        return (jnp.sum(jnp.where(keep, probabilities, 0.0), axis=-1) >= mass) | jnp.all(keep, axis=-1)
+
+    nucleus = _largest_threshold(logits, enough)
+    nucleus = jnp.where((params.top_p < 1)[:, None], nucleus, EXCLUDED)
+    logits = jnp.where(logits >= nucleus, logits, EXCLUDED)
+    peak = probabilities.max(axis=-1, keepdims=True)
+    return jnp.where(probabilities >= params.min_p[:, None] * peak, logits, EXCLUDED)
+
+
+def _largest_threshold(x: jax.Array, enough) -> jax.Array:
+    """The largest float32 t [rows, 1] for which `enough(x >= t)` holds; it must hold for the smallest, and be monotone.
+
+    Bisects over the 32 bits of the floats, mapped to unsigned integers in the same order.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+    def try_bit(i, found):
+        candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(enough(order >= candidate[:, None]), candidate, found)
+
+    found = lax.fori_loop(0, 32, try_bit, jnp.zeros(x.shape[0], jnp.uint32))
+    back = jnp.where(found >> 31 == 1, found & jnp.uint32((1 << 31) - 1), ~found)
+    return lax.bitcast_convert_type(back, jnp.float32)[:, None]

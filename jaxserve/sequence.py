@@ -1,0 +1,89 @@
+"""One completion in the making: its tokens, its pages, how far it has been computed."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+from jaxserve.block_manager import page_hash, root_hash
+from jaxserve.types import Request, TokenLogprob
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Host state of one completion.
+
+    tokens [0, num_computed)            keys and values are in the cache, or will be once the steps in flight have run
+    tokens [num_computed, len(tokens))  known, not computed yet
+    then `pending` tokens               sampled by steps in flight; only the device knows them
+    """
+
+    def __init__(self, request: Request, index: int, seed: int, max_tokens: int, stop_ids: frozenset[int], arrival: int):
+        self.request = request
+        self.index = index  # which of the request's n completions
+        self.seed = seed
+        self.params = request.params
+        self.max_tokens = max_tokens  # of output; the model's length limit is counted in
+        self.stop_ids = stop_ids
+        self.order = (request.priority, arrival, index)  # lower is served first
+
+        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.prompt_len = len(self.tokens)
+        self.status = Status.WAITING
+        self.num_computed = 0
+        self.pending = 0
+        self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
+        self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
+        self.forks_left = request.params.n - 1 if index == 0 else 0
+
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.pages_sent = 0  # entries of `pages` that the device's block table has, or will have
+        self._page_hashes: list[bytes] = []
+        self.num_registered = 0  # leading pages that were offered to the prefix cache
+
+    @property
+    def total_len(self) -> int:
+        """Tokens including those that only the device knows."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def exhausted(self) -> bool:
+        """All the tokens it may have are known or on their way."""
+        return self.total_len - self.prompt_len >= self.max_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token is left to compute, and it ends what is known."""
+        return self.total_len - self.num_computed == 1
+
+    def page_hashes(self, count: int, page_size: int) -> list[bytes]:
+        """Hashes of the first `count` pages, which must be full of known tokens."""
+        hashes = self._page_hashes
+        while len(hashes) < count:
+            parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
+            start = len(hashes) * page_size
+            hashes.append(page_hash(parent, self.tokens[start : start + page_size]))
+        return hashes[:count]
+
+    def fork(self, index: int, seed: int) -> Sequence:
+        """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""
+        return Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1])
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of the index-th completion of a request; the 0-th keeps the request's own."""
+    if index == 0:
+        return seed & (2**64 - 1)
+    data = seed.to_bytes(9, "little", signed=True) + index.to_bytes(4, "little")
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")

@@ -1,0 +1,138 @@
+"""What the devices remember of each running sequence between steps, by slot.
+
+A sequence owns one slot while it runs. Its sampling parameters are sent once, when it gets the slot (`encode_slot`,
+`set_slots`); a step then carries only what changes. The last slot (`num_slots`) is nobody's: padding rows point there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxserve.sampling import RowParams
+from jaxserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
+
+SLOTS_PER_CALL = 8  # sequences whose parameters one call of `set_slots` writes
+TOKENS_PER_CALL = 512  # tokens that one call of `count_tokens` counts
+
+
+class SlotState(NamedTuple):
+    """Arrays with a leading dimension of num_slots + 1, on every device."""
+
+    last_token: jax.Array  # int32 [slots]
+    block_tables: jax.Array  # int32 [slots, max_pages]
+    params: RowParams
+    counts: jax.Array  # int32 [slots, vocab]: output tokens so far; kept only for sequences with penalties
+    in_prompt: jax.Array  # bool [slots, vocab]; likewise
+
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+_HEADER = 3 + len(_FLOATS) + 5  # slot, clear counts, spare | floats | top_k, seed x 2, no_stop_before, logprobs
+SLOT_WORDS = _HEADER + MAX_STOP_TOKENS + 2 * MAX_LOGIT_BIAS
+
+
+def create_slots(num_slots: int, max_pages: int, vocab_size: int) -> SlotState:
+    rows = num_slots + 1
+
+    def full(value, dtype, *shape):
+        return jnp.full((rows, *shape), value, dtype)
+
+    params = RowParams(
+        **{name: full(1.0 if name in ("top_p", "repetition") else 0.0, jnp.float32) for name in _FLOATS},
+        top_k=full(0, jnp.int32),
+        seed=full(0, jnp.uint32, 2),
+        no_stop_before=full(0, jnp.int32),
+        stop_ids=full(-1, jnp.int32, MAX_STOP_TOKENS),
+        bias_ids=full(-1, jnp.int32, MAX_LOGIT_BIAS),
+        bias=full(0.0, jnp.float32, MAX_LOGIT_BIAS),
+        logprobs=full(False, jnp.bool_),
+    )
+    return SlotState(
+        last_token=full(0, jnp.int32),
+        block_tables=full(0, jnp.int32, max_pages),
+        params=params,
+        counts=full(0, jnp.int32, vocab_size),
+        in_prompt=full(False, jnp.bool_, vocab_size),
+    )
+
+
+def encode_slot(slot: int, params: SamplingParams, seed: int, stop_ids: tuple[int, ...], prompt_len: int) -> np.ndarray:
+    """One row of `set_slots`'s buffer, int32 [SLOT_WORDS]. `stop_ids` are all that end the output, at most
+    MAX_STOP_TOKENS; `seed` is the sequence's own, 64 bits."""
+    row = np.zeros(SLOT_WORDS, np.int32)
+    floats = (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+    row[0] = slot
+    row[1] = params.has_penalties
+    row[3 : 3 + len(floats)] = np.asarray(floats, np.float32).view(np.int32)
+    seed_words = np.asarray([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    row[_HEADER - 5 : _HEADER] = (
+        max(params.top_k, 0),
+        *seed_words,
+        prompt_len + params.min_tokens if params.min_tokens else 0,
+        params.logprobs is not None,
+    )
+    stops = row[_HEADER : _HEADER + MAX_STOP_TOKENS]
+    stops[:] = -1
+    stops[: len(stop_ids)] = stop_ids
+    bias_ids = row[_HEADER + MAX_STOP_TOKENS : _HEADER + MAX_STOP_TOKENS + MAX_LOGIT_BIAS]
+    bias_ids[:] = -1
+    if params.logit_bias:
+        bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
+        values = np.fromiter(params.logit_bias.values(), np.float32)
+        row[_HEADER + MAX_STOP_TOKENS + MAX_LOGIT_BIAS :][: len(values)] = values.view(np.int32)
+    return row
+
+
+def padding_slot(num_slots: int) -> np.ndarray:
+    """A row of `set_slots`'s buffer that changes nobody's slot."""
+    return encode_slot(num_slots, SamplingParams(temperature=0.0), 0, (), 0)
+
+
+def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
+    """Writes the slots encoded in `rows`, int32 [SLOTS_PER_CALL, SLOT_WORDS]; clears the counts of those with penalties."""
+    slot, clear = rows[:, 0], rows[:, 1] > 0
+    floats = lax.bitcast_convert_type(rows[:, 3 : 3 + len(_FLOATS)], jnp.float32)
+    ints = rows[:, _HEADER - 5 : _HEADER]
+    stops, bias_ids, bias = jnp.split(rows[:, _HEADER:], [MAX_STOP_TOKENS, MAX_STOP_TOKENS + MAX_LOGIT_BIAS], axis=1)
+    new = RowParams(
+        **{name: floats[:, i] for i, name in enumerate(_FLOATS)},
+        top_k=ints[:, 0],
+        seed=lax.bitcast_convert_type(ints[:, 1:3], jnp.uint32),
+        no_stop_before=ints[:, 3],
+        stop_ids=stops,
+        bias_ids=bias_ids,
+        bias=lax.bitcast_convert_type(bias, jnp.float32),
+        logprobs=ints[:, 4] > 0,
+    )
+    params = jax.tree.map(lambda old, values: old.at[slot].set(values), state.params, new)
+    cleared = jnp.where(clear, slot, state.counts.shape[0])  # outside, hence dropped
+    return state._replace(
+        params=params,
+        counts=state.counts.at[cleared].set(0, mode="drop"),
+        in_prompt=state.in_prompt.at[cleared].set(False, mode="drop"),
+    )
+
+
+def count_tokens(state: SlotState, packed: jax.Array) -> SlotState:
+    """Counts tokens for the penalties: packed int32 [3 + TOKENS_PER_CALL] = slot, how many, how many of these belong to
+    the prompt, then the tokens."""
+    slot, count, prompt, tokens = packed[0], packed[1], packed[2], packed[3:]
+    index = jnp.arange(TOKENS_PER_CALL)
+    vocab = state.counts.shape[1]
+    prompt_tokens = jnp.where(index < prompt, tokens, vocab)
+    output_tokens = jnp.where((index >= prompt) & (index < count), tokens, vocab)
+    return state._replace(
+        counts=state.counts.at[slot, output_tokens].add(1, mode="drop"),
+        in_prompt=state.in_prompt.at[slot, prompt_tokens].set(True, mode="drop"),
+    )

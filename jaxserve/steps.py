@@ -1,0 +1,166 @@
+"""The functions that run on the devices: one step of the model, and the upkeep around it. Pure; jitted by `executables`.
+
+A step advances a ragged batch: rows of decodes first (one token each), then rows of prompt chunks. All that changes from
+step to step arrives in one packed int32 buffer (`StepShape`); what stays is in the slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.kv_cache import KVCache
+from jaxserve.mesh import spec
+from jaxserve.models.decoder import Decoder
+from jaxserve.sampling import Sampled, TokenCounts, sample, score_tokens
+from jaxserve.slots import SlotState
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention.reference import paged_attention
+
+SCORED_ROWS = 32  # prompt positions that one call of `score_prompt` scores
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A bucket: the padded sizes of one compiled step, and where each field lies in its packed buffer.
+
+    Fields, int32: tokens [tokens], -1 for one that only the device knows (the slot's last); q_start [rows + 1]; kv_len
+    [rows], this step's tokens included; slot [rows]; sampled [rows], 1 where the row's last token yields a new one;
+    num_decodes [1]; and block-table entries that are new since the slot's last step, as (slot, index, page) columns
+    [table_updates] each.
+    """
+
+    tokens: int
+    rows: int
+    table_updates: int
+    decode_only: bool
+
+    def fields(self) -> dict[str, tuple[int, int]]:
+        """Name -> (offset, length) in the packed buffer."""
+        sizes = {
+            "tokens": self.tokens,
+            "q_start": self.rows + 1,
+            "kv_len": self.rows,
+            "slot": self.rows,
+            "sampled": self.rows,
+            "num_decodes": 1,
+            "update_slot": self.table_updates,
+            "update_index": self.table_updates,
+            "update_page": self.table_updates,
+        }
+        fields, offset = {}, 0
+        for name, size in sizes.items():
+            fields[name] = (offset, size)
+            offset += size
+        return fields
+
+    @property
+    def words(self) -> int:
+        offset, size = self.fields()["update_page"]
+        return offset + size
+
+    def __str__(self) -> str:
+        return f"decode[{self.rows}]" if self.decode_only else f"mixed[{self.tokens} tokens, {self.rows} rows]"
+
+
+class StepResult(NamedTuple):
+    sampled: Sampled
+    hidden: jax.Array | None  # [tokens, hidden] of a mixed step, for prompt log-probabilities
+    cache: KVCache
+    slots: SlotState
+
+
+def run_step(
+    params, cache: KVCache, slots: SlotState, packed: jax.Array, *, model: Decoder, shape: StepShape, mesh: Mesh
+) -> StepResult:
+    """One step over a batch. `cache` and `slots` are donated; the results replace them."""
+    batch = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields().items()}
+    tables = slots.block_tables.at[batch["update_slot"], batch["update_index"]].set(batch["update_page"])
+    slots = slots._replace(block_tables=tables)
+
+    # Which row each token belongs to, and its position in that row's sequence.
+    q_start, slot, kv_len = batch["q_start"], batch["slot"], batch["kv_len"]
+    index = jnp.arange(shape.tokens)
+    row = index if shape.decode_only else jnp.clip(jnp.searchsorted(q_start, index, side="right") - 1, 0, shape.rows - 1)
+    position = jnp.maximum(kv_len[row] - q_start[row + 1] + index, 0)
+    real = index < q_start[-1]
+    tokens = jnp.where(batch["tokens"] < 0, slots.last_token[slot[row]], batch["tokens"])
+
+    row_tables = tables[slot]
+    page_size = cache[0].shape[1]
+    page = row_tables[row, jnp.minimum(position // page_size, tables.shape[1] - 1)]
+    kv_slot = jnp.where(real, page * page_size + position % page_size, 0)
+
+    cache = list(cache)
+    attention = partial(_attention, mesh=mesh, scale=model.config.head_dim**-0.5, decode_only=shape.decode_only)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        where = (kv_slot, row_tables, q_start, kv_len, batch["num_decodes"][0])
+        out, cache[layer] = attention(q, k, v, cache[layer], *where, window=model.config.window(layer))
+        return out
+
+    hidden = model.apply({"params": params}, tokens, position, attend)
+    last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
+    logits = replicate(model.apply({"params": params}, last, method="logits"), mesh)
+    row_params = jax.tree.map(lambda x: x[slot], slots.params)
+    sampled = sample(logits, row_params, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
+
+    # Rows that sampled nothing leave their slot alone: their writes go to the slot that nobody owns.
+    kept = jnp.where(batch["sampled"] > 0, slot, slots.last_token.shape[0] - 1)
+    slots = slots._replace(
+        last_token=slots.last_token.at[kept].set(sampled.tokens),
+        counts=slots.counts.at[kept, sampled.tokens].add(1),
+    )
+    return StepResult(sampled, None if shape.decode_only else replicate(hidden, mesh), cache, slots)
+
+
+def score_prompt(params, hidden: jax.Array, packed: jax.Array, *, model: Decoder, mesh: Mesh) -> jax.Array:
+    """Packed log-probabilities (`Sampled.scores`) of given tokens at rows of a step's hidden states.
+
+    packed: int32 [2, SCORED_ROWS]: rows of `hidden` [tokens, hidden], and the token that follows each.
+    """
+    rows, targets = packed
+    logits = replicate(model.apply({"params": params}, hidden[rows], method="logits"), mesh)
+    return score_tokens(logits, targets)
+
+
+def update_tables(slots: SlotState, packed: jax.Array) -> SlotState:
+    """Writes block-table entries, int32 [3, updates] (slot, index, page): those that found no place in the step."""
+    slot, index, page = packed
+    return slots._replace(block_tables=slots.block_tables.at[slot, index].set(page))
+
+
+def replicate(x: jax.Array, mesh: Mesh) -> jax.Array:
+    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, PartitionSpec()))
+
+
+def _attention(
+    q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes, *, mesh, scale, window, decode_only
+) -> tuple[jax.Array, jax.Array]:
+    """Writes and attends on each device's own heads."""
+
+    def local(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes):
+        pages = write_kv(pages, k, v, kv_slot)
+        out = paged_attention(
+            q, pages, tables, q_start, kv_len, num_decodes, scale=scale, window=window, decode_only=decode_only
+        )
+        return out, pages
+
+    if mesh.size == 1:
+        return local(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes)
+    heads = spec(None, "kv_heads")
+    cache = spec(None, None, None, "kv_heads")
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, cache, *(everywhere,) * 5),
+        out_specs=(heads, cache),
+        check_vma=False,
+    )(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes)

@@ -1,0 +1,252 @@
+"""Text <-> token ids, exact token bytes, chat templates, and the sampling defaults that come with a model.
+
+A thin layer over `transformers.AutoTokenizer`, which never runs code from a model's folder here. `transformers` is
+slow to import, so it is imported when the first tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxserve.types import InvalidRequestError
+
+T = TypeVar("T")
+
+TEMPLATE_SECONDS = 5.0  # a chat template that renders for longer is stopped
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPIECE_SPACE = "\u2581"  # what sentencepiece writes for a space
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What generation_config.json recommends; None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, folder: Path) -> GenerationDefaults:
+        """Reads `folder`/generation_config.json; a missing file recommends nothing, a broken one is a ValueError."""
+        path = folder / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            eos = data.get("eos_token_id")
+            known = {name: data[name] for name in cls.__struct_fields__ if data.get(name) is not None}
+            known["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+            return msgspec.convert(known, cls)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be used: {error}") from error
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads.
+
+    Attributes:
+      vocab_size: number of token ids, added tokens included (a model's own vocabulary may be padded beyond it).
+      bos_token_id: id that opens a sequence, or None.
+      eos_token_ids: ids that end a sequence, of the tokenizer and of generation_config.json together.
+      special_ids: ids that `skip_special_tokens` leaves out of decoded text.
+      generation_defaults: sampling settings that the model's authors recommend.
+    """
+
+    def __init__(self, hf_tokenizer: Any, generation_defaults: GenerationDefaults | None = None):
+        self._hf = hf_tokenizer
+        self._backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+        self.generation_defaults = generation_defaults or GenerationDefaults()
+        self.vocab_size: int = len(hf_tokenizer)
+        self.bos_token_id: int | None = hf_tokenizer.bos_token_id
+        own_eos = [] if hf_tokenizer.eos_token_id is None else [hf_tokenizer.eos_token_id]
+        self.eos_token_ids = tuple(dict.fromkeys([*own_eos, *self.generation_defaults.eos_token_ids]))
+        added = hf_tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(hf_tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        self._added = {i: token.content for i, token in added.items()}
+        steps = _decoder_steps(self._backend)
+        kinds = [step["type"] for step in steps]
+        self._byte_level = kinds == ["ByteLevel"]
+        self._byte_fallback = "ByteFallback" in kinds
+        self._continuation = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
+        self._char_bytes = _byte_level_alphabet() if self._byte_level else {}
+        self._bytes: dict[int, bytes] = {}
+
+    # text <-> ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Text that already opens with the BOS token gets no second one."""
+        if self._backend is not None:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        bos = self.bos_token_id
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self._hf.bos_token):
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids` as one piece; ids outside the vocabulary decode to nothing, broken UTF-8 to U+FFFD."""
+        if self._backend is not None:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for inside a text; empty for an id outside the vocabulary."""
+        cached = self._bytes.get(token_id)
+        if cached is None:
+            cached = self._bytes[token_id] = self._find_bytes(token_id)
+        return cached
+
+    def raw_bytes(self, token_id: int) -> bytes | None:
+        """The token's bytes where they do not depend on its neighbours, else None (see `jaxserve.detokenizer`)."""
+        if self._byte_level or (self._byte_fallback and _BYTE_TOKEN.fullmatch(self._piece(token_id) or "")):
+            return self.token_bytes(token_id)
+        return None
+
+    def _piece(self, token_id: int) -> str | None:
+        if self._backend is not None:
+            return self._backend.id_to_token(token_id)
+        return self._hf.convert_ids_to_tokens(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if (content := self._added.get(token_id)) is not None:
+            return content.encode()
+        piece = self._piece(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            mapped = [self._char_bytes.get(char) for char in piece]
+            return piece.encode() if None in mapped else bytes(value for value in mapped if value is not None)
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        if self._continuation is not None:
+            return piece.removeprefix(self._continuation).encode()
+        return piece.replace(_SPIECE_SPACE, " ").encode()
+
+    # chat
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, the default one where there are several, or None."""
+        template = self._hf.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation, by the model's own template.
+
+        Renders in the calling thread, in Jinja's immutable sandbox, for at most TEMPLATE_SECONDS. The text already
+        holds whatever special tokens the template wants: encode it with `add_special_tokens=False`.
+
+        Raises:
+          InvalidRequestError: the model has no template, or the template refuses these messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template, so it cannot hold a conversation; use /v1/completions", "messages"
+            )
+        if not messages:
+            raise InvalidRequestError("messages must hold at least one message", "messages")
+
+        def render() -> str:
+            return self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **kwargs,
+            )
+
+        try:
+            return _within_time(render, TEMPLATE_SECONDS)
+        except _OutOfTimeError:
+            raise InvalidRequestError(
+                f"the chat template did not finish within {TEMPLATE_SECONDS:g} s", "messages"
+            ) from None
+        except Exception as error:  # a template is a program: whatever it raises is about these messages
+            raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Loads the tokenizer in a model's folder. Raises ValueError, naming the folder, when there is none that works."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that torch is missing, which nobody needs
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    try:
+        hf_tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # many kinds, from many parsers
+        raise ValueError(f"no usable tokenizer in {folder}: {error}") from error
+    return Tokenizer(hf_tokenizer, GenerationDefaults.load(folder))
+
+
+def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
+    """The backend's decoder as a flat list of its JSON descriptions."""
+    if backend is None or backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE's printable stand-ins: visible Latin-1 is itself, the other bytes count up from U+0100."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(value): value for value in visible}
+    hidden = [value for value in range(256) if value not in set(visible)]
+    return alphabet | {chr(0x100 + i): value for i, value in enumerate(hidden)}
+
+
+class _OutOfTimeError(BaseException):
+    """Raised inside a thread whose work took too long; no `except Exception` on the way may swallow it."""
+
+
+def _within_time(work: Callable[[], T], seconds: float) -> T:
+    """`work()`, interrupted with _OutOfTimeError between two bytecodes of this thread once `seconds` have passed."""
+    thread = ctypes.c_ulong(threading.get_ident())
+    lock = threading.Lock()
+    finished = False
+
+    def interrupt() -> None:
+        with lock:
+            if not finished:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_OutOfTimeError))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        return work()
+    finally:
+        timer.cancel()
+        with lock:  # from here on the timer cannot fire
+            finished = True
+
+
+def token_strings(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """Each token as text; tokens that are no whole characters are written `bytes:\\xe4\\xbd`, as OpenAI does."""
+    strings = []
+    for token in ids:
+        data = tokenizer.token_bytes(token)
+        try:
+            strings.append(data.decode())
+        except UnicodeDecodeError:
+            strings.append("bytes:" + "".join(f"\\x{value:02x}" for value in data))
+    return strings

@@ -1,0 +1,228 @@
+"""The vocabulary that the front, the engine and the offline API share: what is asked for, and what comes back.
+
+Everything here is plain data and crosses the process boundary as msgpack (see `server.bridge`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+MAX_LOGPROBS = 20  # the compiled step always carries this many alternatives, so asking for fewer never recompiles
+MAX_N = 128
+MAX_STOP_STRINGS = 4
+MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
+MAX_LOGIT_BIAS = 512
+MAX_SEED = 2**63 - 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class InvalidRequestError(ValueError):
+    """A request that cannot be served as it stands. `param` names the offending field, where there is one."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineDeadError(RuntimeError):
+    """The engine stopped; nothing more will come from it."""
+
+
+class QueueFullError(RuntimeError):
+    """The engine lets no more requests wait for now; the same request may be welcome later."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to continue a prompt.
+
+    Attributes:
+      n: how many completions of one prompt (1 to 128).
+      temperature: 0 is greedy; otherwise logits are divided by it. In [0, 2].
+      top_k: keep the k most likely tokens; 0 or -1 keeps all.
+      top_p: keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1].
+      min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
+      repetition_penalty: > 0; logits of tokens seen in prompt or output are divided (if positive) or multiplied by it.
+      presence_penalty, frequency_penalty: subtracted once, respectively once per occurrence in the output; in [-2, 2].
+      logit_bias: added to the logits of these token ids, values clamped to [-100, 100].
+      seed: the same seed gives the same tokens, whatever else the engine does; None draws one from the engine's seed.
+      stop: strings (at most 4) that end the output; they are cut off unless include_stop_str_in_output.
+      stop_token_ids: token ids (at most 16 with the model's own) that end the output, besides the model's own.
+      ignore_eos: go on after the model's own end-of-sequence tokens.
+      min_tokens: no end-of-sequence or stop token is sampled before this many output tokens.
+      max_tokens: at most this many output tokens; None means up to the model's context length. 0 only scores the prompt.
+      logprobs: None, or how many alternatives (0 to 20) to report beside each output token.
+      prompt_logprobs: the same for each prompt token but the first.
+      skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check_int("n", self.n, 1, MAX_N)
+        _check_float("temperature", self.temperature, 0.0, 2.0)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        if self.max_tokens == 0 and self.n > 1:
+            raise InvalidRequestError(f"max_tokens 0 only scores the prompt, so n must be 1, got {self.n}", "n")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_int(name, value, 0, MAX_LOGPROBS)
+        self._check_stop()
+        self._check_logit_bias()
+
+    def _check_stop(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(f"stop must hold non-empty strings, got {text!r}", "stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed",
+                "stop_token_ids",
+            )
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _check_logit_bias(self) -> None:
+        if not self.logit_bias:
+            return
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias"
+            )
+        clamped = {}
+        for token, bias in self.logit_bias.items():
+            _check_int("logit_bias", token, 0, 2**31 - 1)
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+                raise InvalidRequestError(f"logit_bias[{token}] must be a finite number, got {bias!r}", "logit_bias")
+            clamped[token] = min(100.0, max(-100.0, float(bias)))
+        msgspec.structs.force_setattr(self, "logit_bias", clamped)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One prompt on its way into the engine.
+
+    Lower `priority` values are served first; ties go by arrival. `cache_salt` keeps a request's prefix-cache pages
+    from being shared with requests of another salt.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probability of one token under the raw distribution (before temperature, penalties and bias).
+
+    `rank` is 1 for the most likely token; `top` lists (token id, log-probability), most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class SequenceUpdate(msgspec.Struct, array_like=True):
+    """What one engine step added to one completion.
+
+    `index` says which of the request's n completions. `stop_token` is the stop token id that ended it, when it was not
+    one of the model's own end-of-sequence ids; the token that ended it is the last of `token_ids`.
+    `prompt_logprobs`, with the first update of completion 0, has None for the first prompt token.
+    `error` explains a finish_reason of "error".
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot of the engine: gauges as they stand, counters since start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of these, found
+    steps: int = 0
+    prompt_tokens: int = 0  # prompt tokens computed or found in the cache
+    generation_tokens: int = 0
+    executables: int = 0
+    compilations: int = 0
+    compile_seconds: float = 0.0
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", name)
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, got {value!r}", name)
+    if not low <= value <= high or (low_open and value == low):
+        raise InvalidRequestError(f"{name} must be in {'(' if low_open else '['}{low}, {high}], got {value}", name)

@@ -1,0 +1,1 @@
+"""Attention of ragged queries over a paged key-value cache."""
