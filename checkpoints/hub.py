@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError
@@ -38,4 +39,24 @@ def _download(model: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the library raises many unrelated types; the message is what helps
-        raise CheckpointError(f"could not get {model!r} from the hub, and there is no local folder of that name: {error}") from error
+        raise CheckpointError(
+            f"could not get {model!r} from the hub, and there is no local folder of that name: {error}"
+        ) from error
+
+
+def list_models(folders: Iterable[Path] = ()) -> list[tuple[str, Path]]:
+    """(name, folder) of the bundled model, of those in the hub's cache, and of those in or below `folders`."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    found = [(DEMO, Path(__file__).parent / DEMO)]
+    for folder in folders:
+        found += [(str(path.parent), path.parent) for path in sorted(folder.glob("**/config.json"))]
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return found
+    for repo in sorted(repos, key=lambda r: r.repo_id):
+        for revision in repo.revisions:
+            if repo.repo_type == "model" and (revision.snapshot_path / "config.json").exists():
+                found.append((repo.repo_id, revision.snapshot_path))
+    return found

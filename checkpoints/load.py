@@ -29,8 +29,8 @@ class Piece:
     """A tensor of the file and where it goes.
 
     `shape` must be the tensor's in the file. `view` gives, of the host array of our weight, a writable view whose axes
-    line up with the tensor's own; the view may have more rows, which stay zero. With `split` the tensor is reshaped to it
-    first, read at once, and broadcast where the view is larger.
+    line up with the tensor's own; the view may have more rows, which stay zero. With `split` the tensor is reshaped to
+    it first, read at once, and broadcast where the view is larger.
     """
 
     name: str
@@ -66,9 +66,7 @@ def load_weights(
     return weights
 
 
-def check(
-    tensors: Mapping[str, TensorInfo], pieces: Mapping[str, list[Piece]], ignored: Callable[[str], bool]
-) -> None:
+def check(tensors: Mapping[str, TensorInfo], pieces: Mapping[str, list[Piece]], ignored: Callable[[str], bool]) -> None:
     """Compares what the model needs with what the files have, before anything is read."""
     needed = {piece.name: piece for some in pieces.values() for piece in some}
     if missing := [name for name in needed if name not in tensors]:
@@ -81,7 +79,9 @@ def check(
                 f"but config.json asks for {list(piece.shape)}"
             )
         if tensor.dtype.name not in FLOATS:
-            raise CheckpointError(f"{tensor.path.name}: tensor {name!r} has dtype {tensor.dtype.name}, not a plain float")
+            raise CheckpointError(
+                f"{tensor.path.name}: tensor {name!r} has dtype {tensor.dtype.name}, not a plain float"
+            )
     if unused := [name for name in tensors if name not in needed and not ignored(name)]:
         log.warning("unused tensors in the checkpoint: %s", _listed(unused))
 

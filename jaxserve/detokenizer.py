@@ -206,6 +206,7 @@ class _Choice:
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._eos = tokenizer.eos_token_ids
         self._index = index
         self._length = 0  # characters of detokenized text, held ones included
         self._next = ChoiceDelta(index=index)
@@ -230,7 +231,7 @@ class _Choice:
             return self._finish("stop", matched)
         delta.text += self._matcher.flush()
         delta.error = update.error
-        return self._finish(reason, update.stop_token)
+        return self._finish(reason, None if update.stop_token in self._eos else update.stop_token)
 
     def _text_of(self, token: int, ends: bool, stop: int | None) -> str:
         """The token's text; the token that ended the sequence has none, unless a stop token's was asked for."""

@@ -16,6 +16,7 @@ from checkpoints.hub import resolve_model
 from jaxserve import memory
 from jaxserve.batch import choose_shape, pack, step_shapes
 from jaxserve.block_manager import BlockManager
+from jaxserve.compile_cache import enable_compile_cache
 from jaxserve.config import EngineConfig
 from jaxserve.kv_cache import CacheLayout
 from jaxserve.logprobs import PromptScores, read_scores
@@ -71,6 +72,7 @@ class Engine:
     def load(cls, config: EngineConfig, *, devices: list[jax.Device] | None = None, progress: bool = True) -> Engine:
         """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError."""
         start = time.perf_counter()
+        enable_compile_cache()
         folder = resolve_model(config.model, weights=config.load_format != "dummy")
         model = read_model(folder)
         mesh = make_mesh(config.tensor_parallel_size, devices)
@@ -94,7 +96,9 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequestError or QueueFullError; then nothing has changed."""
-        self._check(request)
+        if self.config.max_waiting is not None and self.scheduler.num_waiting >= self.config.max_waiting:
+            raise QueueFullError(f"{self.config.max_waiting} requests are waiting already; try again later")
+        self.check_request(request)
         params = request.params
         room = self.max_model_len - len(request.prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -111,10 +115,9 @@ class Engine:
         eos = () if request.params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys(eos + request.params.stop_token_ids))
 
-    def _check(self, request: Request) -> None:
-        prompt, params, limit = request.prompt_token_ids, request.params, self.config.max_waiting
-        if limit is not None and self.scheduler.num_waiting >= limit:
-            raise QueueFullError(f"{limit} requests are waiting already; try again later")
+    def check_request(self, request: Request) -> None:
+        """Raises InvalidRequestError for what this model cannot serve."""
+        prompt, params = request.prompt_token_ids, request.params
         if request.request_id in self.scheduler:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
         if not prompt:

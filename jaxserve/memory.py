@@ -20,9 +20,7 @@ CPU_CACHE_BYTES = 2**30  # default on CPU, where the memory is shared with every
 RESERVE_BYTES = 2**30  # per accelerator: context, temporaries of a step, collectives
 
 
-def plan(
-    config: EngineConfig, model: ModelConfig, decoder: Decoder, params: Any, mesh: Mesh
-) -> tuple[int, int]:
+def plan(config: EngineConfig, model: ModelConfig, decoder: Decoder, params: Any, mesh: Mesh) -> tuple[int, int]:
     """(max_model_len, pages of the KV cache). Raises ConfigError when they do not fit each other or the devices."""
     limit = model.max_position
     if model.rope.scaling in ("linear", "yarn", "dynamic"):
@@ -44,7 +42,9 @@ def plan(
                 f"a request of max_model_len {max_model_len} tokens needs {longest} KV pages of {config.page_size}, "
                 f"but only {max(pages - 1, 0)} fit; lower --max-model-len to {fits} or less, or give more memory"
             )
-        log.warning("max_model_len lowered from the model's %d to %d tokens, which fit the KV cache", max_model_len, fits)
+        log.warning(
+            "max_model_len lowered from the model's %d to %d tokens, which fit the KV cache", max_model_len, fits
+        )
         max_model_len = fits
     log.info(
         "KV cache: %d pages of %d tokens (%s), %d tokens; longest request %d tokens",

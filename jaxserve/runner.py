@@ -110,7 +110,14 @@ class ModelRunner:
         """Compiles all that serving can need: the steps of these buckets and the upkeep around them."""
         shapes = list(shapes)
         scored = {("score_prompt", shape.tokens) for shape in shapes if not shape.decode_only}
-        names = [*sorted(shapes, key=lambda s: -s.tokens), "set_slots", "count_tokens", "update_tables", "copy_pages", *scored]
+        names = [
+            *sorted(shapes, key=lambda s: -s.tokens),
+            "set_slots",
+            "count_tokens",
+            "update_tables",
+            "copy_pages",
+            *scored,
+        ]
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 

@@ -1,8 +1,8 @@
 """From logits to tokens, on the device, inside the step.
 
-Every row follows its own parameters, kept per slot (`jaxserve.slots`). What no row of a batch asks for is skipped at run
-time by `lax.cond`, so options never recompile. Filters find their threshold by bisecting over the bits of a float: exact,
-without a sort, and O(vocabulary) memory traffic per bit.
+Every row follows its own parameters, kept per slot (`jaxserve.slots`). What no row of a batch asks for is skipped at
+run time by `lax.cond`, so options never recompile. Filters find their threshold by bisecting over the bits of a float:
+exact, without a sort, and O(vocabulary) memory traffic per bit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _penalize(logits: jax.Array, params: RowParams, seen: TokenCounts) -> jax.Ar
     counts = seen.counts[seen.slot]
     repeated = seen.in_prompt[seen.slot] | (counts > 0)
     logits = jnp.where(repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
-    return logits - params.frequency[:, None] * counts - params.presence[:, None] * (counts > 0)
+    often, present = counts.astype(jnp.float32), (counts > 0).astype(jnp.float32)
+    return logits - params.frequency[:, None] * often - params.presence[:, None] * present
 
 
 def _add_bias(logits: jax.Array, params: RowParams) -> jax.Array:

@@ -1,7 +1,7 @@
 """Continuous batching (host side): which tokens of which sequences the next step computes.
 
-Each step takes, within a token budget: every decoding sequence, then the running prompts' next chunks, then newcomers,
-all in order of (priority, arrival). When pages run out, the last in that order is preempted: its pages are freed, and it
+Each step takes, within a token budget: every decoding sequence, then the running prompts' next chunks, then
+newcomers, all in order of (priority, arrival). When pages run out, the last in that order is preempted: its pages are freed, and it
 waits to be computed again; its tokens come out the same.
 
 `schedule` may be called again before `commit` of the plans before it (steps in flight): it counts tokens that only the
@@ -237,7 +237,7 @@ class Scheduler:
     # Commit
 
     def commit(self, plan: StepPlan, tokens: list[int]) -> list[Progress]:
-        """Takes in the tokens that the plan's rows sampled; returns what became of each sequence that is still wanted."""
+        """Takes in the tokens that the plan's rows sampled; returns what became of each sequence still wanted."""
         progress = []
         for index, row in enumerate(plan.rows):
             seq = row.seq

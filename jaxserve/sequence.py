@@ -23,7 +23,9 @@ class Sequence:
     then `pending` tokens               sampled by steps in flight; only the device knows them
     """
 
-    def __init__(self, request: Request, index: int, seed: int, max_tokens: int, stop_ids: frozenset[int], arrival: int):
+    def __init__(
+        self, request: Request, index: int, seed: int, max_tokens: int, stop_ids: frozenset[int], arrival: int
+    ):
         self.request = request
         self.index = index  # which of the request's n completions
         self.seed = seed

@@ -100,7 +100,7 @@ def padding_slot(num_slots: int) -> np.ndarray:
 
 
 def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
-    """Writes the slots encoded in `rows`, int32 [SLOTS_PER_CALL, SLOT_WORDS]; clears the counts of those with penalties."""
+    """Writes the slots encoded in `rows`, int32 [SLOTS_PER_CALL, SLOT_WORDS]; those with penalties count from zero."""
     slot, clear = rows[:, 0], rows[:, 1] > 0
     floats = lax.bitcast_convert_type(rows[:, 3 : 3 + len(_FLOATS)], jnp.float32)
     ints = rows[:, _HEADER - 5 : _HEADER]

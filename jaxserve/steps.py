@@ -1,7 +1,7 @@
-"""The functions that run on the devices: one step of the model, and the upkeep around it. Pure; jitted by `executables`.
+"""The functions that run on the devices: one step of the model, and the upkeep around it. Pure; jitted by `runner`.
 
-A step advances a ragged batch: rows of decodes first (one token each), then rows of prompt chunks. All that changes from
-step to step arrives in one packed int32 buffer (`StepShape`); what stays is in the slots.
+A step advances a ragged batch: rows of decodes first (one token each), then rows of prompt chunks. All that changes
+from step to step arrives in one packed int32 buffer (`StepShape`); what stays is in the slots.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def run_step(
     # Which row each token belongs to, and its position in that row's sequence.
     q_start, slot, kv_len = batch["q_start"], batch["slot"], batch["kv_len"]
     index = jnp.arange(shape.tokens)
-    row = index if shape.decode_only else jnp.clip(jnp.searchsorted(q_start, index, side="right") - 1, 0, shape.rows - 1)
+    row = (
+        index if shape.decode_only else jnp.clip(jnp.searchsorted(q_start, index, side="right") - 1, 0, shape.rows - 1)
+    )
     position = jnp.maximum(kv_len[row] - q_start[row + 1] + index, 0)
     real = index < q_start[-1]
     tokens = jnp.where(batch["tokens"] < 0, slots.last_token[slot[row]], batch["tokens"])

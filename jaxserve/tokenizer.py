@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxserve.types import InvalidRequestError
+from jaxserve.types import InvalidRequestError, SamplingParams
 
 T = TypeVar("T")
 
@@ -133,6 +133,15 @@ class Tokenizer:
         if self._continuation is not None:
             return piece.removeprefix(self._continuation).encode()
         return piece.replace(_SPIECE_SPACE, " ").encode()
+
+    def with_eos(self, params: SamplingParams, known: Iterable[int]) -> SamplingParams:
+        """`params` that also stop at the tokenizer's end-of-sequence ids which the engine does not know by itself."""
+        if params.ignore_eos:
+            return params
+        missing = [token for token in self.eos_token_ids if token not in {*known, *params.stop_token_ids}]
+        if not missing:
+            return params
+        return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *missing))
 
     # chat
 

@@ -54,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       stop_token_ids: token ids (at most 16 with the model's own) that end the output, besides the model's own.
       ignore_eos: go on after the model's own end-of-sequence tokens.
       min_tokens: no end-of-sequence or stop token is sampled before this many output tokens.
-      max_tokens: at most this many output tokens; None means up to the model's context length. 0 only scores the prompt.
+      max_tokens: at most this many output tokens; None: up to the model's context length; 0 only scores the prompt.
       logprobs: None, or how many alternatives (0 to 20) to report beside each output token.
       prompt_logprobs: the same for each prompt token but the first.
       skip_special_tokens: leave special tokens out of the text.

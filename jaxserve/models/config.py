@@ -91,15 +91,56 @@ class ModelConfig:
 
 # Keys of a Hugging Face config that do not change what a decoder computes at inference.
 HARMLESS = frozenset(
-    """
-    _name_or_path architectures auto_map model_type torch_dtype dtype transformers_version use_cache initializer_range
-    bos_token_id pad_token_id eos_token_id sep_token_id unk_token_id attention_dropout hidden_dropout embd_pdrop
-    resid_pdrop pretraining_tp max_length min_length do_sample temperature top_k top_p num_beams repetition_penalty
-    output_attentions output_hidden_states return_dict return_dict_in_generate use_return_dict chunk_size_feed_forward
-    is_encoder_decoder is_decoder id2label label2id problem_type tokenizer_class task_specific_params use_bfloat16
-    torchscript _attn_implementation _attn_implementation_autoset attn_implementation rope_interleaved_cache
-    unsloth_fixed unsloth_version
-    """.split()
+    [
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "bos_token_id",
+        "pad_token_id",
+        "eos_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "attention_dropout",
+        "hidden_dropout",
+        "embd_pdrop",
+        "resid_pdrop",
+        "pretraining_tp",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "num_beams",
+        "repetition_penalty",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_dict_in_generate",
+        "use_return_dict",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "is_decoder",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "tokenizer_class",
+        "task_specific_params",
+        "use_bfloat16",
+        "torchscript",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "rope_interleaved_cache",
+        "unsloth_fixed",
+        "unsloth_version",
+    ]
 )
 
 

@@ -1,8 +1,8 @@
 """Rotary position embeddings and their long-context extensions.
 
 The same rules as transformers' `modeling_rope_utils`, with one difference: dynamic NTK depends on the position of the
-token alone (its sequence length is position + 1), not on what else is in the batch, so that a token's keys do not depend
-on how its prompt was chunked. The two agree whenever the prompt fits the original context.
+token alone (its sequence length is position + 1), not on what else is in the batch, so that a token's keys do not
+depend on how its prompt was chunked. The two agree whenever the prompt fits the original context.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 def read_rope(hf: HFConfig, head_dim: int, max_position: int) -> RopeConfig:
     """RopeConfig from either style of config.json: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
     theta = hf.take("rope_theta", None)
-    scaling = dict(hf.take("rope_scaling", None) or {})
-    scaling.update(hf.take("rope_parameters", None) or {})
+    parameters = hf.take("rope_parameters", None)
+    scaling = dict(hf.take("rope_scaling", None) or parameters or {})
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if kind not in _SCALINGS:
@@ -33,8 +33,13 @@ def read_rope(hf: HFConfig, head_dim: int, max_position: int) -> RopeConfig:
     partial = scaling.pop("partial_rotary_factor", None) or hf.take("partial_rotary_factor", None) or 1.0
     if partial != 1.0:
         raise ConfigError(f"{hf.source}: partial_rotary_factor={partial} is not supported (only 1.0)")
-    original = scaling.pop("original_max_position_embeddings", None) or hf.take("original_max_position_embeddings", None)
-    values: dict[str, Any] = {"theta": float(theta), "scaling": kind, "original_max_position": int(original or max_position)}
+    original = scaling.pop("original_max_position_embeddings", None)
+    original = hf.take("original_max_position_embeddings", None) or original
+    values: dict[str, Any] = {
+        "theta": float(theta),
+        "scaling": kind,
+        "original_max_position": int(original or max_position),
+    }
     if kind != "default":
         values["factor"] = _number(hf, scaling, "factor", None)
         if kind == "yarn" and original and values["factor"] is None:

@@ -42,9 +42,7 @@ def _whole(target: np.ndarray) -> np.ndarray:
 
 def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape, dtype and sharding of every parameter, as the modules declare them."""
-    boxed = jax.eval_shape(
-        lambda: model.init(jax.random.key(0), jnp.zeros(1, jnp.int32), method="init_all")["params"]
-    )
+    boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(1, jnp.int32), method="init_all")["params"])
 
     def leaf(box: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(box.value.shape, box.value.dtype, sharding=sharding(mesh, *box.names))

@@ -48,7 +48,9 @@ class Softmax(NamedTuple):
     @staticmethod
     def empty(shape: tuple[int, ...], head_dim: int) -> Softmax:
         return Softmax(
-            jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
+            jnp.full(shape, MASKED, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, head_dim), jnp.float32),
         )
 
 

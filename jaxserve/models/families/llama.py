@@ -74,9 +74,7 @@ def read_windows(hf: HFConfig, num_layers: int, *, used: bool, first_layer: int 
 def _read(hf: HFConfig) -> ModelConfig:
     shared = read_shared(hf)
     bias = bool(hf.take("attention_bias", False))
-    return ModelConfig(
-        family="llama", **shared, qkv_bias=bias, o_bias=bias, mlp_bias=bool(hf.take("mlp_bias", False))
-    )
+    return ModelConfig(family="llama", **shared, qkv_bias=bias, o_bias=bias, mlp_bias=bool(hf.take("mlp_bias", False)))
 
 
 FAMILY = Family("llama", ("LlamaForCausalLM",), _read, NAMES, IGNORED)

@@ -1,0 +1,35 @@
+"""jaxserve: serve open-weight language models with JAX on NVIDIA GPUs, TPUs and CPUs."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.llm import LLM, CompletionOutput, RequestOutput
+    from jaxserve.types import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+try:
+    __version__ = version("jaxserve")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
+
+_HOMES = {
+    "LLM": "jaxserve.llm",
+    "CompletionOutput": "jaxserve.llm",
+    "RequestOutput": "jaxserve.llm",
+    "EngineConfig": "jaxserve.config",
+    "SamplingParams": "jaxserve.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: the command line's help must not wait for JAX."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

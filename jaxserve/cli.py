@@ -1,0 +1,256 @@
+"""The command line: `jaxserve serve | generate | chat | batch | models`.
+
+The composition root: the one place below `server` that knows it, and imports it only for the commands that need it.
+Nothing heavy is imported before the arguments have been understood, so that help and mistakes are instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the process's exit code."""
+    args = make_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("jaxserve").setLevel(logging.DEBUG if args.verbose else logging.INFO)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:  # ConfigError, CheckpointError and InvalidRequestError among them
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    from jaxserve import __version__
+
+    parser = argparse.ArgumentParser(prog="jaxserve", description="Serve open-weight language models with JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    serve = _command(commands, "serve", run_serve, "serve a model over an OpenAI-compatible HTTP endpoint")
+    _add_model(serve)
+    _add_server_flags(serve)
+    _add_engine_flags(serve)
+
+    generate = _command(commands, "generate", run_generate, "continue a prompt and print the text as it comes")
+    _add_model(generate)
+    generate.add_argument("prompt", help="the text to continue; '-' reads standard input")
+    _add_sampling_flags(generate)
+    _add_engine_flags(generate)
+
+    chat = _command(commands, "chat", run_chat, "talk to a model in the terminal")
+    _add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    _add_sampling_flags(chat)
+    _add_engine_flags(chat)
+
+    batch = _command(commands, "batch", run_batch, "answer a file of requests in the OpenAI batch format")
+    batch.add_argument("input", type=Path, help="JSON lines: custom_id, method, url and body of each request")
+    batch.add_argument(
+        "output",
+        type=Path,
+        help="JSON lines, one answer a request as it ends; a file from an interrupted run is continued",
+    )
+    batch.add_argument(
+        "--model", required=True, help="folder, hub id, or 'demo'; the requests' own model name is ignored"
+    )
+    _add_engine_flags(batch)
+
+    models = _command(commands, "models", run_models, "list the models on this machine and the supported architectures")
+    models.add_argument("folder", nargs="*", type=Path, help="further folders to look in")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable, summary: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument("-v", "--verbose", action="store_true", help="log in detail")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", help="a folder in Hugging Face format, a hub id such as org/name, or 'demo'")
+
+
+def _add_engine_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("engine")
+    defaults = {name: f.default for name, f in EngineConfig.__dataclass_fields__.items()}
+
+    def flag(*names: str, field: str, **options: Any) -> None:
+        group.add_argument(*names, dest=field, default=defaults[field], **options)
+
+    flag("--max-model-len", field="max_model_len", type=int, metavar="TOKENS",
+         help="longest prompt and output together, in tokens; None: the model's own limit")  # fmt: skip
+    flag("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="most sequences in one step")
+    flag("--max-num-batched-tokens", field="max_num_batched_tokens", type=int, metavar="TOKENS",
+         help="most tokens in one step, prompt chunks and decodes together; None: 2048, or 8192 on large GPUs")  # fmt: skip
+    flag("--max-waiting", field="max_waiting", type=int, metavar="N",
+         help="most requests in the queue, beyond which new ones get 503; None: no limit")  # fmt: skip
+    flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",
+         help="of device memory, for weights, KV cache and temporaries together")  # fmt: skip
+    flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",
+         help="size of the KV cache in pages; None: what the memory allows")  # fmt: skip
+    flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS", help="tokens per KV page")
+    flag("--dtype", field="dtype", choices=["auto", "float32", "bfloat16", "float16"],
+         help="of weights, computation and cache; auto: float32 on CPU, else the checkpoint's 16-bit type")  # fmt: skip
+    flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",
+         help="devices that share each layer")  # fmt: skip
+    flag("--load-format", field="load_format", choices=["auto", "dummy"],
+         help="auto: read the safetensors; dummy: random weights from config.json alone")  # fmt: skip
+    flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")
+    group.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false",
+                       help="do not reuse the KV pages of equal prompt beginnings")  # fmt: skip
+
+
+def _add_server_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one")
+    group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; None: MODEL as given")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=None,
+        metavar="KEY",
+        help="demand this bearer key (may be given several times); also read from JAXSERVE_API_KEY",
+    )
+    group.add_argument("--drain-seconds", type=float, default=30.0, help="what running requests get after SIGTERM")
+    group.add_argument("--metrics-prefix", default="jaxserve", help="first part of the metrics' names, such as vllm")
+    group.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="browsers may call from there"
+    )
+
+
+def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=128, metavar="TOKENS", help="most new tokens")
+    group.add_argument("--temperature", type=float, help="0: greedy; None: the model's recommendation, else 1")
+    group.add_argument("--top-p", type=float, help="in (0, 1]; None: the model's recommendation, else 1")
+    group.add_argument("--top-k", type=int, help="0: all; None: the model's recommendation, else all")
+    group.add_argument("--sampling-seed", type=int, help="makes the output repeatable")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output (up to 4 times)")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(**{name: getattr(args, name) for name in EngineConfig.__dataclass_fields__})
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from server.run import serve
+
+    keys = [*(args.api_key or []), *filter(None, [os.environ.get("JAXSERVE_API_KEY")])]
+    return serve(
+        engine_config(args),
+        host=args.host,
+        port=args.port,
+        served_model_name=args.served_model_name,
+        api_keys=keys,
+        drain_seconds=args.drain_seconds,
+        cors_origins=args.cors_origin,
+        metrics_prefix=args.metrics_prefix,
+    )
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    llm = _load_llm(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    print(prompt, end="", flush=True)
+    for delta in llm.stream(prompt, _sampling(args, llm)):
+        print(delta.text, end="", flush=True)
+    print()
+    return 0
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    llm = _load_llm(args)
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(opening)
+    if sys.stdin.isatty():
+        print("Type a message; /reset starts over, /exit or Ctrl-D ends.", file=sys.stderr)
+    while (line := _ask()) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            messages = list(opening)
+            continue
+        if line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _answer(llm, messages, _sampling(args, llm))})
+    return 0
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
+    prompt = llm.tokenizer.encode(llm.tokenizer.render_chat(messages), add_special_tokens=False)
+    text = ""
+    try:
+        for delta in llm.stream(prompt, params):
+            print(delta.text, end="", flush=True)
+            text += delta.text
+    except KeyboardInterrupt:  # ends this answer, not the conversation
+        pass
+    print()
+    return text
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    from server.batch import answer_file
+
+    return answer_file(engine_config(args), args.input, args.output)
+
+
+def run_models(args: argparse.Namespace) -> int:
+    from checkpoints.hub import list_models
+    from jaxserve.config import ConfigError
+    from jaxserve.models.families import families
+    from jaxserve.models.load import read_model
+
+    for name, folder in list_models(args.folder):
+        try:
+            model = read_model(folder)
+            what = f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.max_position} tokens"
+        except ConfigError as error:
+            what = f"cannot be served: {error}"
+        print(f"{name:40} {what}")
+    print("\nsupported architectures:")
+    for family in families():
+        print(f"  {family.name:12} {', '.join(family.architectures)}")
+    return 0
+
+
+def _load_llm(args: argparse.Namespace) -> Any:
+    from jaxserve.llm import LLM
+
+    return LLM(**engine_config(args).__dict__)
+
+
+def _sampling(args: argparse.Namespace, llm: Any) -> Any:
+    import msgspec
+
+    given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "seed": args.sampling_seed}
+    given = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(llm.default_params(), max_tokens=args.max_tokens, stop=tuple(args.stop), **given)

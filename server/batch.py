@@ -1,0 +1,199 @@
+"""Answers a file of requests in the OpenAI batch format, through the same handlers as the HTTP endpoint.
+
+Each line of the input is {"custom_id", "method": "POST", "url", "body"}; each line of the output {"id", "custom_id",
+"response": {"status_code", "request_id", "body"}, "error"}, in the order in which they end. An answer is one line in
+one write, so a killed run leaves whole lines and at most one torn last one, which the next run removes before it goes
+on with the requests that have no answer yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from tqdm import tqdm
+
+from jaxserve.config import EngineConfig
+from jaxserve.tokenizer import load_tokenizer
+from jaxserve.types import EngineDeadError
+from server.app import build_app
+from server.bridge import DEFAULT_ENGINE
+from server.client import EngineClient
+from server.metrics import Metrics
+from server.run import EngineProcess
+from server.state import ServerSettings, ServerState
+
+URLS = ("/v1/completions", "/v1/chat/completions")
+_MODEL = "batch"  # every body's model name becomes this one
+_AHEAD = 2  # requests in flight per sequence of the engine, so that it never waits for the next one
+
+
+class BatchLine(msgspec.Struct):
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    method: str = "POST"
+
+
+class BatchError(ValueError):
+    """The input or output file cannot be used; the message names the file and the line."""
+
+
+def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: str = DEFAULT_ENGINE) -> int:
+    """Answers all requests of `source` that `target` does not answer yet; returns the process's exit code.
+
+    A request that is wrong in itself gets its error as an answer. Raises BatchError for a file that is no batch.
+    """
+    if target.resolve() == source.resolve():
+        raise BatchError(f"input and output are the same file: {source}")
+    total = check_input(source)
+    with open(target, "ab+") as output:
+        done = recover_output(output, target)
+        if (left := total - len(done)) <= 0:
+            print(f"all {total} requests are answered in {target}", file=sys.stderr)
+            return 0
+        if done:
+            print(f"{len(done)} of {total} requests are answered already; {left} to go", file=sys.stderr)
+        with EngineProcess(config, engine_class) as engine:
+            return asyncio.run(_answer_all(config, engine, source, output, done, left))
+
+
+def read_lines(source: Path) -> Iterator[BatchLine]:
+    """The requests of a file. Raises BatchError, naming the line, for what is no request."""
+    decoder = msgspec.json.Decoder(BatchLine)
+    with open(source, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                line = decoder.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise BatchError(f"{source}:{number}: {error}") from None
+            if line.method != "POST" or line.url not in URLS:
+                raise BatchError(
+                    f"{source}:{number}: method and url must be POST and one of {', '.join(URLS)}, "
+                    f"got {line.method} {line.url}"
+                )
+            yield line
+
+
+def check_input(source: Path) -> int:
+    """Reads the whole input once; returns how many requests it has. Raises BatchError before anything is loaded."""
+    seen: set[str] = set()
+    for line in read_lines(source):
+        if line.custom_id in seen:
+            raise BatchError(f"{source}: custom_id {line.custom_id!r} stands on several lines; each must be unique")
+        seen.add(line.custom_id)
+    return len(seen)
+
+
+def recover_output(output: BinaryIO, target: Path) -> set[str]:
+    """custom_ids that the output answers already; cuts off a last line that a killed run left unfinished."""
+    done: set[str] = set()
+    output.seek(0)
+    end = 0
+    for raw in output:
+        if not raw.endswith(b"\n"):
+            break
+        try:
+            done.add(msgspec.json.decode(raw)["custom_id"])
+        except (msgspec.DecodeError, KeyError, TypeError):
+            raise BatchError(f"{target} is not the output of a batch: {raw[:80]!r}") from None
+        end += len(raw)
+    output.truncate(end)
+    output.seek(end)
+    return done
+
+
+async def _answer_all(
+    config: EngineConfig, engine: EngineProcess, source: Path, output: BinaryIO, done: set[str], left: int
+) -> int:
+    client = EngineClient()
+    state = ServerState(ServerSettings(model_name=_MODEL), client, Metrics(_MODEL, "jaxserve"))
+    try:
+        await client.connect(engine.socket_path, engine.runs)
+        info = await client.wait_ready()
+        state.tokenizer = await state.off_loop(lambda: load_tokenizer(info.model_folder))
+        app = build_app(state)
+        places = asyncio.Semaphore(_AHEAD * config.max_num_seqs)
+        with tqdm(total=left, desc="answering", unit="request") as bar:
+
+            async def answer(line: BatchLine) -> None:
+                try:
+                    status, body = await _post(app, line)
+                    if client.is_dead:  # an answer that says so is no answer: the request stays open for the next run
+                        raise EngineDeadError(client.error)
+                    _write(output, line, status, body)
+                    bar.update()
+                finally:
+                    places.release()
+
+            async with asyncio.TaskGroup() as group:
+                for line in read_lines(source):
+                    if line.custom_id not in done:
+                        await places.acquire()
+                        group.create_task(answer(line))
+    except* (EngineDeadError, OSError) as errors:
+        print(f"jaxserve: {errors.exceptions[0]}; run the same command again to go on", file=sys.stderr)
+        return 1
+    finally:
+        await client.close(drain=True)
+        state.pool.shutdown(wait=False, cancel_futures=True)
+    return 0
+
+
+def _write(output: BinaryIO, line: BatchLine, status: int, body: bytes) -> None:
+    answer = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": line.custom_id,
+        "response": {"status_code": status, "request_id": uuid.uuid4().hex, "body": msgspec.Raw(body)},
+        "error": None,
+    }
+    output.write(msgspec.json.encode(answer) + b"\n")
+    output.flush()
+    os.fsync(output.fileno())
+
+
+async def _post(app: Any, line: BatchLine) -> tuple[int, bytes]:
+    """Sends one request through the application, without a network."""
+    payload = msgspec.json.encode({**line.body, "model": _MODEL, "stream": False})
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": line.url,
+        "raw_path": line.url.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())],
+        "server": ("batch", 0),
+        "client": ("batch", 0),
+    }
+    incoming = iter([{"type": "http.request", "body": payload, "more_body": False}])
+    status, parts = 500, []
+
+    async def receive() -> dict[str, Any]:
+        for message in incoming:
+            return message
+        await asyncio.Event().wait()  # this client never goes away
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, b"".join(parts)

@@ -1,0 +1,36 @@
+"""Fixtures for all tests. JAX runs on eight fake CPU devices, in float32, with a compilation cache between runs."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compile far more than they run, so LLVM's optimizations do not pay.
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
+os.environ.setdefault("JAXSERVE_CACHE", str(CACHE))
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from jaxserve.compile_cache import enable_compile_cache  # noqa: E402
+
+enable_compile_cache()
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory):
+    """A function from a case of `tiny_models` to its folder, built once."""
+    import tiny_models
+
+    built: dict[str, Path] = {}
+
+    def folder(case: str) -> Path:
+        if case not in built:
+            built[case] = tiny_models.build(case, tmp_path_factory.mktemp(case))
+            vocab = tiny_models.CASES[case].config["vocab_size"]
+            tiny_models.build_tokenizer(built[case], vocab)
+        return built[case]
+
+    return folder

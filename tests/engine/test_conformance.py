@@ -1,0 +1,48 @@
+"""Logits and greedy tokens equal those of Hugging Face transformers, recorded in tests/goldens."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import generate, make_engine, request
+from tiny_models import CASES, fingerprint
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens(case, model_folders):
+    golden = np.load(GOLDENS / f"{case}.npz")
+    assert str(golden["fingerprint"]) == fingerprint(case), "the weights differ from the recorded ones"
+    engine = make_engine(model_folders(case), tokens=256, decode_steps=False)
+    prompts = [golden[f"prompt_{i}"] for i in range(4)]
+
+    hidden_states = []
+    step = engine.runner.step
+
+    def spy(shape, packed):
+        sampled, hidden = step(shape, packed)
+        hidden_states.append(hidden)
+        return sampled, hidden
+
+    engine.runner.step = spy
+    results = generate(engine, *(request(str(i), p, max_tokens=64, logprobs=0) for i, p in enumerate(prompts)))
+
+    # Rows of one token come first in a step; the first step holds all four prompts.
+    hidden, ends = hidden_states[0], np.cumsum([len(p) for p in prompts])
+    variables = {"params": engine.runner.params}
+    for i, end in enumerate(ends):
+        expected = golden[f"logits_{i}"]
+        rows = hidden[end - len(expected) : end]
+        actual = np.asarray(engine.runner.model.apply(variables, rows, method="logits"))
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * scale, err_msg=f"prompt {i}")
+        assert results[i].token_ids == golden[f"tokens_{i}"].tolist(), f"prompt {i}"
+        ours = [entry.logprob for entry in results[i].logprobs]
+        np.testing.assert_allclose(ours, golden[f"logprobs_{i}"], atol=2e-3, err_msg=f"prompt {i}")
+
+
+def test_float32_is_the_default_on_cpu(model_folders):
+    engine = make_engine(model_folders("llama_bfloat16"))
+    assert engine.runner.layout.dtype == jnp.float32

@@ -1,0 +1,132 @@
+"""A request's tokens depend on the request alone: not on its batch, the cache, chunking, preemption or the mesh."""
+
+import numpy as np
+import pytest
+from engines import drain, generate, make_engine, request
+
+CASE = "tp_gqa"  # 8 query heads over 2 KV heads: with 8 devices each KV head stands on four of them
+RNG = np.random.default_rng(7)
+PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (1, 9, 33, 70)]
+SAMPLED = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "top_k": 80,
+    "seed": 1234,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.1,
+}
+KINDS = {"greedy": {}, "sampled": SAMPLED}
+LENGTH = 40
+
+
+def requests(tag=""):
+    return [
+        request(f"{tag}{kind}-{i}", prompt, max_tokens=LENGTH, **params)
+        for i, prompt in enumerate(PROMPTS)
+        for kind, params in KINDS.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(model_folders):
+    """Each request's tokens when it is by itself, in steps of one row."""
+    engine = make_engine(model_folders(CASE), rows=1, tokens=128, prefix_caching=False)
+    return [generate(engine, one)[0].token_ids for one in requests()]
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def test_the_reference_is_not_trivial(alone):
+    assert all(len(ids) == LENGTH for ids in alone)
+    assert len({tuple(ids) for ids in alone}) == len(alone)
+    assert all(len(set(ids)) > 10 for ids in alone)
+
+
+def test_in_a_batch_of_32(model_folders, alone):
+    engine = make_engine(model_folders(CASE), rows=32, tokens=128, kv_pages=400)
+    others = [request(f"other-{i}", RNG.integers(5, 500, 5 + i), max_tokens=50) for i in range(24)]
+    results = generate(engine, *others[:12], *requests(), *others[12:])
+    assert tokens(results[12 : 12 + len(alone)]) == alone
+
+
+def test_with_its_prefix_cached(model_folders, alone):
+    engine = make_engine(model_folders(CASE), rows=8, tokens=128)
+    generate(engine, *requests("first-"))
+    results = generate(engine, *requests("again-"))
+    assert tokens(results) == alone
+    assert [r.num_cached for r in results] == [(len(p) - 1) // 16 * 16 for p in PROMPTS for _ in KINDS]
+
+
+def test_when_chunked(model_folders, alone):
+    engine = make_engine(model_folders(CASE), rows=8, tokens=16)
+    plans = []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    assert tokens(generate(engine, *requests())) == alone
+    longest = [row for plan in plans if plan for row in plan.rows if row.seq.prompt_len == 70 and row.start < 70]
+    assert len(longest) > 6, "the 70-token prompts were not computed in chunks"
+
+
+def test_after_preemption(model_folders, alone):
+    engine = make_engine(model_folders(CASE), rows=8, tokens=128, kv_pages=20, max_model_len=200)
+    assert tokens(generate(engine, *requests())) == alone
+    assert engine.stats().preemptions > 3
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_under_tensor_parallelism(devices, model_folders, alone):
+    engine = make_engine(model_folders(CASE), rows=8, tokens=128, tensor_parallel_size=devices)
+    assert tokens(generate(engine, *requests())) == alone
+    kernel = engine.runner.params["layers_0"]["mlp"]["down"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // devices
+    pages = engine.runner.cache[0]
+    assert pages.shape[3] == max(2, devices)
+    assert pages.addressable_shards[0].data.shape[3] == max(2, devices) // devices
+
+
+def test_completions_of_one_prompt(model_folders):
+    """n > 1: completion 0 is what n = 1 gives; the others differ, and repeat with the seed."""
+    engine = make_engine(model_folders(CASE), rows=8, tokens=128)
+    prompt = PROMPTS[3]
+    copies = []
+    copy_pages = engine.runner.copy_pages
+    engine.runner.copy_pages = lambda pairs: copies.extend(pairs) or copy_pages(pairs)
+
+    def run(n, name):
+        engine.add_request(request(name, prompt, n=n, max_tokens=LENGTH, temperature=1.0, seed=5))
+        results = drain(engine)
+        return [results[name, i].token_ids for i in range(n)]
+
+    (one,) = run(1, "one")
+    four = run(4, "four")
+    assert four[0] == one
+    assert len({tuple(ids) for ids in four}) == 4
+    assert copies, "completions that share a half-filled page must copy it before they write"
+    assert run(4, "again") == four
+    # More completions than slots: the rest waits, and comes out the same.
+    assert run(12, "twelve")[:4] == four
+
+
+def test_greedy_completions_are_equal(model_folders):
+    engine = make_engine(model_folders(CASE), rows=4)
+    engine.add_request(request("r", PROMPTS[1], n=3, max_tokens=20))
+    results = drain(engine)
+    assert results["r", 0].token_ids == results["r", 1].token_ids == results["r", 2].token_ids
+
+
+def test_aborting_frees_everything(model_folders):
+    engine = make_engine(model_folders(CASE), rows=4)
+    for one in requests():
+        engine.add_request(one)
+    engine.add_request(request("many", PROMPTS[1], n=6, max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    assert engine.blocks.num_used > 0
+    for one in requests():
+        engine.abort(one.request_id)
+    engine.abort("many")
+    engine.abort("never heard of")
+    drain(engine)
+    assert engine.stats().num_waiting == engine.stats().num_running == 0

@@ -1,0 +1,176 @@
+"""Record, or with --check compare, what Hugging Face transformers computes on the checkpoints of tests/tiny_models.py.
+
+Needs torch; see README.md beside this file.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import tiny_models  # noqa: E402
+
+NEW_TOKENS = 64
+LAST_POSITIONS = 3
+SMALLEST_MARGIN = 2e-3
+SEEDS = 200
+LOGITS_ATOL = 1e-4
+
+
+@dataclass(frozen=True)
+class Greedy:
+    logits: np.ndarray  # [<=3, vocab], the prompt's last positions
+    tokens: np.ndarray  # [64]
+    logprobs: np.ndarray  # [64], of each token when it was chosen
+    margin: float  # the smallest distance between the best two logits
+
+
+def load(folder: Path) -> PreTrainedModel:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    problems = {kind: names for kind, names in info.items() if names}
+    if problems:
+        raise RuntimeError(f"the checkpoint in {folder} does not fit the model: {problems}")
+    return model.eval()
+
+
+def check_manifest(model: PreTrainedModel, config: dict) -> None:
+    """Our names and shapes are those which save_pretrained writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        with safe_open(Path(folder) / "model.safetensors", "np") as file:
+            written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    difference = written.items() ^ tiny_models.manifest(config).items()
+    if difference:
+        raise RuntimeError(f"manifest and save_pretrained differ: {sorted(difference)}")
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: np.ndarray) -> Greedy:
+    """Plain greedy decoding with the KV cache, whatever token comes."""
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    out = model(ids, use_cache=True)
+    logits = out.logits[0, -LAST_POSITIONS:].numpy().copy()
+    tokens, logprobs, margins = [], [], []
+    while True:
+        last = out.logits[0, -1]
+        best = torch.topk(last, 2)
+        tokens.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        logprobs.append(float(torch.log_softmax(last, -1)[tokens[-1]]))
+        if len(tokens) == NEW_TOKENS:
+            return Greedy(logits, np.array(tokens, np.int32), np.array(logprobs, np.float32), min(margins))
+        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+
+
+@torch.inference_mode()
+def check_generate(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, eos: tuple[int, ...]) -> None:
+    """generate() with the end-of-sequence tokens suppressed gives the same tokens."""
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    settings = GenerationConfig(
+        do_sample=False, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, eos_token_id=list(eos), pad_token_id=0
+    )
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    if made[0, len(prompt) :].tolist() != tokens.tolist():
+        raise RuntimeError("model.generate and the plain greedy loop disagree")
+
+
+def make_prompt(name: str, slot: int, seed: int) -> np.ndarray:
+    """Random ordinary tokens (no special ones)."""
+    case, low = tiny_models.CASES[name], len(tiny_models.SPECIAL_TOKENS)
+    raw = tiny_models.stream(name, "prompt", slot, seed).random_raw(case.prompt_lengths[slot])
+    return (low + raw % np.uint64(case.config["vocab_size"] - low)).astype(np.int32)
+
+
+def record(name: str, folder: Path) -> dict[str, np.ndarray]:
+    """The content of the case's file. Of each prompt the first seed is taken whose greedy path is unambiguous for any
+    float32 implementation and free of end-of-sequence tokens."""
+    case = tiny_models.CASES[name]
+    model = load(tiny_models.build(name, folder))
+    check_manifest(model, case.config)
+    content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
+    seeds, margins = [], []
+    for slot in range(len(case.prompt_lengths)):
+        for seed in range(SEEDS):
+            prompt = make_prompt(name, slot, seed)
+            result = greedy(model, prompt)
+            if result.margin > SMALLEST_MARGIN and not set(result.tokens.tolist()) & set(case.eos_token_ids):
+                break
+        else:
+            raise RuntimeError(f"{name}: no prompt of {case.prompt_lengths[slot]} tokens among {SEEDS} is unambiguous")
+        check_generate(model, prompt, result.tokens, case.eos_token_ids)
+        content |= {f"prompt_{slot}": prompt, f"logits_{slot}": result.logits}
+        content |= {f"tokens_{slot}": result.tokens, f"logprobs_{slot}": result.logprobs}
+        seeds.append(seed)
+        margins.append(result.margin)
+    return content | {"seed": np.array(seeds, np.int32), "margin": np.array(margins, np.float32)}
+
+
+def check(name: str, folder: Path) -> list[str]:
+    """How a fresh run differs from the case's file; empty if it does not."""
+    path = HERE / f"{name}.npz"
+    if not path.exists():
+        return ["no recorded file"]
+    golden = np.load(path)
+    if str(golden["fingerprint"]) != tiny_models.fingerprint(name):
+        return ["the config or the weights are not those that were recorded"]
+    model, problems = load(tiny_models.build(name, folder)), []
+    for slot in range(len(tiny_models.CASES[name].prompt_lengths)):
+        prompt = golden[f"prompt_{slot}"]
+        if not np.array_equal(prompt, make_prompt(name, slot, int(golden["seed"][slot]))):
+            problems.append(f"prompt {slot} is not the one its seed makes")
+        result = greedy(model, prompt)
+        if not np.array_equal(result.tokens, golden[f"tokens_{slot}"]):
+            problems.append(f"prompt {slot}: tokens differ")
+        for key, fresh in ((f"logits_{slot}", result.logits), (f"logprobs_{slot}", result.logprobs)):
+            distance = float(np.abs(fresh - golden[key]).max())
+            if not distance <= LOGITS_ATOL:
+                problems.append(f"{key} differ by {distance:.2e}")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help="all, if none is named")
+    parser.add_argument(
+        "--check", action="store_true", help="compare a fresh run with the recorded files; write nothing"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    failed = False
+    for name in arguments.cases or tiny_models.CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            if arguments.check:
+                problems = check(name, Path(folder))
+                failed |= bool(problems)
+                print(f"{name}: {'; '.join(problems) or 'ok'}", flush=True)
+            else:
+                content = record(name, Path(folder))
+                np.savez_compressed(HERE / f"{name}.npz", **content)
+                distinct = [len(set(content[f"tokens_{i}"].tolist())) for i in range(len(content["seed"]))]
+                print(f"{name}: seeds {content['seed']}, margins {content['margin']}, distinct {distinct}", flush=True)
+    unknown = {path.stem for path in HERE.glob("*.npz")} - set(tiny_models.CASES)
+    if unknown:
+        print(f"files of no case: {sorted(unknown)}")
+    if not arguments.check:
+        versions = {"numpy": np.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        (HERE / "VERSIONS.json").write_text(json.dumps(versions, indent=2) + "\n")
+    return int(failed or (arguments.check and bool(unknown)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
