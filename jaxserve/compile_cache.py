@@ -13,8 +13,8 @@ def enable_compile_cache() -> Path | None:
 
     An empty JAXSERVE_CACHE turns it off. A cache folder that JAX's own settings name is left as it is.
     """
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    if present := jax.config.values["jax_compilation_cache_dir"]:
+        return Path(present)
     chosen = os.environ.get("JAXSERVE_CACHE")
     if chosen == "":
         return None

@@ -28,6 +28,7 @@ class EngineConfig:
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
         the memory that is available at start, and at most 4 GiB of cache unless kv_pages says otherwise.
       tensor_parallel_size: devices that share each layer.
+      async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
       prefix_caching: reuse KV pages of equal prompt prefixes.
       seed: of dummy weights, and of requests that bring no seed of their own.
     """
@@ -43,6 +44,7 @@ class EngineConfig:
     kv_pages: int | None = None
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
+    async_scheduling: bool = True
     prefix_caching: bool = True
     seed: int = 0
 

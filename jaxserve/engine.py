@@ -150,11 +150,16 @@ class Engine:
         return self.scheduler.has_work or bool(self.flights)
 
     def step(self) -> list[SequenceUpdate]:
-        """Advances the batch by one step; returns what it added to each completion."""
+        """Advances the batch by one step; returns what a step added to each completion.
+
+        With asynchronous scheduling the devices run the step that is dispatched here while the host takes in the one
+        before: its tokens come back with the next call.
+        """
         plan = self.scheduler.schedule()
         if plan is not None:
             self.flights.append(self.dispatch(plan))
-        return self.commit(self.flights.popleft()) if self.flights else []
+        ahead = 1 if plan is not None and self.config.async_scheduling else 0
+        return self.commit(self.flights.popleft()) if len(self.flights) > ahead else []
 
     def dispatch(self, plan: StepPlan) -> Flight:
         """Sends a plan to the devices and returns without waiting for them."""
@@ -164,13 +169,13 @@ class Engine:
         packed, overflow = pack(plan, shape, self.config.max_num_seqs)
         self.runner.update_tables(overflow)
         sampled, hidden = self.runner.step(shape, packed)
+        sampled.tokens.copy_to_host_async()
         self.counters.steps += 1
         return Flight(plan, sampled, PromptScores.start(plan, hidden, self.runner))
 
     def _fill_slots(self, placed: list[Sequence]) -> None:
         rows = []
         for seq in placed:
-            assert seq.slot is not None
             rows.append(encode_slot(seq.slot, seq.params, seq.seed, tuple(seq.stop_ids), seq.prompt_len))
         self.runner.set_slots(rows)
         for seq in placed:
@@ -180,8 +185,8 @@ class Engine:
     def commit(self, flight: Flight) -> list[SequenceUpdate]:
         """Waits for a step's tokens, takes them in and says what they mean for each request."""
         tokens = np.asarray(flight.sampled.tokens).tolist()
-        for scores in flight.prompt_scores:
-            scores.finish()
+        for prompt_scores in flight.prompt_scores:
+            prompt_scores.finish()
         progress = self.scheduler.commit(flight.plan, tokens)
         wants_logprobs = any(p.token is not None and p.seq.params.logprobs is not None for p in progress)
         scores = np.asarray(flight.sampled.scores) if wants_logprobs else None

@@ -157,7 +157,8 @@ class ModelRunner:
         cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_layers
         if isinstance(name, StepShape):
             step = partial(steps.run_step, model=self.model, shape=name, mesh=self.mesh)
-            results = steps.StepResult(everywhere, everywhere, cache_sharding, everywhere)
+            results: Any = (everywhere, everywhere, cache_sharding, everywhere)  # of StepResult's fields
+            results = steps.StepResult(*results)
             return step, (1, 2), (params, cache, slots, host(name.words)), results
         if isinstance(name, tuple):
             shape = (name[1], self.model.config.hidden_size)

@@ -1,8 +1,8 @@
 """Continuous batching (host side): which tokens of which sequences the next step computes.
 
 Each step takes, within a token budget: every decoding sequence, then the running prompts' next chunks, then
-newcomers, all in order of (priority, arrival). When pages run out, the last in that order is preempted: its pages are freed, and it
-waits to be computed again; its tokens come out the same.
+newcomers, all in order of (priority, arrival). When pages run out, the last in that order is preempted: its pages are
+freed, and it waits to be computed again; its tokens come out the same.
 
 `schedule` may be called again before `commit` of the plans before it (steps in flight): it counts tokens that only the
 device knows yet as `pending`.
@@ -15,7 +15,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from jaxserve.block_manager import BlockManager
-from jaxserve.sequence import Sequence, Status, child_seed
+from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
 from jaxserve.types import FinishReason
 
 
@@ -121,7 +121,7 @@ class Scheduler:
         self._placed.pop(seq, None)
         self._free_slots.append(seq.slot)
         self.blocks.free(seq.pages)
-        seq.slot, seq.pages, seq.pages_sent, seq.num_registered = None, [], 0, 0
+        seq.slot, seq.pages, seq.pages_sent, seq.num_registered = NO_SLOT, [], 0, 0
 
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
@@ -153,9 +153,9 @@ class Scheduler:
                 if seq.is_decoding is decoding and seq.status is Status.RUNNING and not (seq.exhausted and seq.pending):
                     budget += self._extend(seq, budget, plan, copies)
         if self.num_preemptions == preemptions:
-            while budget > 0 and (seq := self._next_admissible()):
-                self._admit(seq)
-                budget += self._extend(seq, budget, plan, copies)
+            while budget > 0 and (newcomer := self._next_admissible()):
+                self._admit(newcomer)
+                budget += self._extend(newcomer, budget, plan, copies)
         if not plan:
             return None
         rows = sorted(plan.values(), key=lambda row: row.count > 1)
@@ -307,5 +307,5 @@ class Scheduler:
             assert 0 <= seq.pages_sent <= len(seq.pages)
         for seq in waiting:
             assert not seq.pages
-            assert seq.slot is None
+            assert seq.slot == NO_SLOT
             assert seq.num_computed == 0

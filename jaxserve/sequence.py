@@ -8,6 +8,8 @@ import hashlib
 from jaxserve.block_manager import page_hash, root_hash
 from jaxserve.types import Request, TokenLogprob
 
+NO_SLOT = -1
+
 
 class Status(enum.Enum):
     WAITING = "waiting"
@@ -44,7 +46,7 @@ class Sequence:
         self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
         self.forks_left = request.params.n - 1 if index == 0 else 0
 
-        self.slot: int | None = None
+        self.slot = NO_SLOT
         self.pages: list[int] = []
         self.pages_sent = 0  # entries of `pages` that the device's block table has, or will have
         self._page_hashes: list[bytes] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,7 @@ def update_tables(slots: SlotState, packed: jax.Array) -> SlotState:
     return slots._replace(block_tables=slots.block_tables.at[slot, index].set(page))
 
 
-def replicate(x: jax.Array, mesh: Mesh) -> jax.Array:
+def replicate(x: Any, mesh: Mesh) -> jax.Array:
     return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, PartitionSpec()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -14,6 +14,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+def weight(
+    module: nn.Module, name: str, init: Callable, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """Declares a parameter with its logical axes (`jaxserve.mesh.RULES`) and returns its value."""
+    return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 
 
 def linear(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
@@ -39,11 +46,10 @@ class Linear(nn.Module):
             1.0, "fan_in", "normal", in_axis=tuple(range(n_in)), out_axis=tuple(range(n_in, len(self.axes)))
         )
         shape = self.in_shape + self.out_shape
-        kernel = self.param("kernel", nn.with_partitioning(init, self.axes), shape, self.dtype)
+        kernel = weight(self, "kernel", init, self.axes, shape, self.dtype)
         y = linear(x, kernel, n_in).astype(self.out_dtype or x.dtype)
         if self.use_bias:
-            bias = nn.with_partitioning(nn.initializers.zeros, self.axes[n_in:])
-            y = y + self.param("bias", bias, self.out_shape, self.dtype)
+            y = y + weight(self, "bias", nn.initializers.zeros, self.axes[n_in:], self.out_shape, self.dtype)
         return y
 
 
@@ -56,7 +62,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.with_partitioning(nn.initializers.ones, (None,)), (self.size,), self.dtype)
+        scale = weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return scale * wide.astype(x.dtype)
@@ -70,8 +76,8 @@ class Embedding(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self) -> None:
-        init = nn.with_partitioning(nn.initializers.normal(1.0), ("vocab", "embed"))
-        self.table = self.param("table", init, (self.vocab_size, self.hidden_size), self.dtype)
+        shape = (self.vocab_size, self.hidden_size)
+        self.table = weight(self, "table", nn.initializers.normal(1.0), ("vocab", "embed"), shape, self.dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         return jnp.take(self.table, token_ids, axis=0, mode="clip")

@@ -130,3 +130,12 @@ def test_aborting_frees_everything(model_folders):
     engine.abort("never heard of")
     drain(engine)
     assert engine.stats().num_waiting == engine.stats().num_running == 0
+
+
+@pytest.mark.parametrize("pages", [400, 20])
+def test_asynchronous_scheduling_changes_nothing(pages, model_folders, alone):
+    engine = make_engine(
+        model_folders(CASE), rows=8, tokens=64, kv_pages=pages, max_model_len=200, async_scheduling=False
+    )
+    assert tokens(generate(engine, *requests())) == alone
+    assert not engine.flights

@@ -1,0 +1,47 @@
+# make serve   install into .venv and serve the bundled demo model on http://127.0.0.1:8000
+# make test    install the test extra and run the tests
+# make lint    ruff and mypy
+# make slow    the tests that take minutes
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= demo
+BIN = $(VENV)/bin
+
+.PHONY: serve test test-engine slow lint format clean
+
+serve: $(VENV)/installed
+	$(BIN)/jaxserve serve $(MODEL)
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+# The engine and kernel tests alone; used with VENV and PYTHON of another version.
+test-engine: $(VENV)/installed-test
+	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
+	$(BIN)/python -m pytest tests/engine tests/kernels
+
+slow: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/installed-test: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
+	touch $(VENV)/installed $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
