@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= demo
+EXTRA ?=
 BIN = $(VENV)/bin
 
 .PHONY: serve test test-engine slow lint format clean
@@ -40,7 +41,7 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]" $(EXTRA)
 	touch $(VENV)/installed $@
 
 clean:

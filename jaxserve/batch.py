@@ -1,28 +1,41 @@
-"""From a plan to the packed buffer of a step (host side)."""
+"""From a plan to packed buffers of a few fixed shapes (host side)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.scheduler import StepPlan
+from jaxserve.scheduler import Scheduled
 from jaxserve.steps import StepShape
 
 
-def step_shapes(max_num_seqs: int, max_tokens: int, page_size: int) -> list[StepShape]:
-    """All buckets of an engine, smallest first: decode steps by powers of two, mixed steps by powers of four.
+@dataclass(frozen=True)
+class Batch:
+    """Rows that one call of a compiled step advances; those of one token first."""
 
-    Mixed steps come with few or with all rows, because each row costs a pass of the output head.
+    shape: StepShape
+    rows: list[Scheduled]
+
+
+def step_shapes(platform: str, max_num_seqs: int, max_tokens: int, page_size: int) -> list[StepShape]:
+    """The buckets of an engine, the smaller first within each kind.
+
+    A plan larger than the largest bucket runs as several batches. On CPU that costs nothing from a few rows on, because
+    the arithmetic dominates, so there are few buckets, which compile fast; accelerators read all weights for each
+    batch, so theirs go up to the engine's limits.
     """
-    shapes = []
-    for rows in _powers(1, max_num_seqs, 2):
-        shapes.append(StepShape(rows, rows, _updates(rows, rows, page_size), decode_only=True))
-    for tokens in _powers(32, max_tokens, 4):
-        most = min(tokens, max_num_seqs)
-        for rows in sorted({min(8, most), most}):
-            shapes.append(StepShape(tokens, rows, _updates(tokens, rows, page_size), decode_only=False))
-    return shapes
+    if platform == "cpu":
+        decodes, mixed = {1, 8, 32}, {(32, 8), (256, 32)}
+    else:
+        decodes = set(_powers(1, max_num_seqs, 2))
+        mixed = {(tokens, tokens) for tokens in _powers(16, max_tokens, 4)}
+    decodes = {min(rows, max_num_seqs) for rows in decodes}
+    mixed = {(min(tokens, max_tokens), min(rows, max_num_seqs)) for tokens, rows in mixed}
+    return [StepShape.of(rows, rows, page_size, decode_only=True) for rows in sorted(decodes)] + [
+        StepShape.of(tokens, rows, page_size, decode_only=False) for tokens, rows in sorted(mixed)
+    ]
 
 
 def _powers(first: int, last: int, factor: int) -> Iterable[int]:
@@ -33,21 +46,53 @@ def _powers(first: int, last: int, factor: int) -> Iterable[int]:
     yield last
 
 
-def _updates(tokens: int, rows: int, page_size: int) -> int:
-    """Block-table entries that a step of so many tokens can add by itself."""
-    return rows + tokens // page_size
+def split(rows: list[Scheduled], shapes: list[StepShape]) -> Iterator[Batch]:
+    """Cuts a plan's rows into batches that fit the buckets; a prompt's chunk may go on in the next batch.
+
+    Rows of one token go through decode buckets where there are any, alone: they do not pay for a prompt's padding.
+    """
+    decode_shapes = [shape for shape in shapes if shape.decode_only]
+    mixed_shapes = [shape for shape in shapes if not shape.decode_only]
+    decodes = [row for row in rows if decode_shapes and row.count == 1 and not row.scores_prompt]
+    if decodes:
+        most = decode_shapes[-1].rows
+        for at in range(0, len(decodes), most):
+            some = decodes[at : at + most]
+            yield Batch(next(shape for shape in decode_shapes if shape.rows >= len(some)), some)
+        rows = [row for row in rows if row.count > 1 or row.scores_prompt]
+    largest = mixed_shapes[-1]
+    batch: list[Scheduled] = []
+    room = largest.tokens
+    for row in rows:
+        while row.count:
+            piece, row = _cut(row, room)
+            batch.append(piece)
+            room -= piece.count
+            if room == 0 or len(batch) == largest.rows:
+                yield _mixed(batch, mixed_shapes)
+                batch, room = [], largest.tokens
+    if batch:
+        yield _mixed(batch, mixed_shapes)
 
 
-def choose_shape(shapes: list[StepShape], plan: StepPlan) -> StepShape:
-    """The smallest bucket that holds the plan."""
-    tokens, rows = plan.num_tokens, len(plan.rows)
-    decode_only = all(row.count == 1 and not row.scores_prompt for row in plan.rows)
-    fitting = [s for s in shapes if s.tokens >= tokens and s.rows >= rows and (decode_only or not s.decode_only)]
-    return min(fitting, key=lambda s: (not s.decode_only, s.tokens, s.rows))
+def _cut(row: Scheduled, count: int) -> tuple[Scheduled, Scheduled]:
+    """The row's first `count` tokens, and what is left of it (maybe nothing)."""
+    if row.count <= count:
+        return row, Scheduled(row.seq, row.end, 0, False)
+    return Scheduled(row.seq, row.start, count, False), Scheduled(
+        row.seq, row.start + count, row.count - count, row.samples
+    )
 
 
-def pack(plan: StepPlan, shape: StepShape, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+def _mixed(rows: list[Scheduled], shapes: list[StepShape]) -> Batch:
+    tokens = sum(row.count for row in rows)
+    shape = next(shape for shape in shapes if shape.tokens >= tokens and shape.rows >= len(rows))
+    return Batch(shape, sorted(rows, key=lambda row: row.count > 1))
+
+
+def pack(batch: Batch, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
     """The step's buffer, int32 [shape.words], and block-table entries that did not fit in it, int32 [3, any]."""
+    shape, rows = batch.shape, batch.rows
     packed = np.zeros(shape.words, np.int32)
     field = {name: packed[at : at + size] for name, (at, size) in shape.fields().items()}
     field["slot"][:] = num_slots
@@ -55,7 +100,7 @@ def pack(plan: StepPlan, shape: StepShape, num_slots: int) -> tuple[np.ndarray, 
 
     updates: list[tuple[int, int, int]] = []
     at = 0
-    for i, row in enumerate(plan.rows):
+    for i, row in enumerate(rows):
         seq = row.seq
         known = seq.tokens[row.start : row.end]
         field["tokens"][at : at + row.count] = known if len(known) == row.count else -1
@@ -66,8 +111,8 @@ def pack(plan: StepPlan, shape: StepShape, num_slots: int) -> tuple[np.ndarray, 
         at += row.count
         updates.extend((seq.slot, index, seq.pages[index]) for index in range(seq.pages_sent, len(seq.pages)))
         seq.pages_sent = len(seq.pages)
-    field["q_start"][len(plan.rows) :] = at
-    field["num_decodes"][0] = sum(row.count == 1 for row in plan.rows)
+    field["q_start"][len(rows) :] = at
+    field["num_decodes"][0] = sum(row.count == 1 for row in rows)
 
     table = np.asarray(updates, np.int32).reshape(-1, 3).T
     fits = min(table.shape[1], shape.table_updates)

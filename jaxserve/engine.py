@@ -7,14 +7,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from checkpoints.hub import resolve_model
 from jaxserve import memory
-from jaxserve.batch import choose_shape, pack, step_shapes
+from jaxserve.batch import pack, split, step_shapes
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import enable_compile_cache
 from jaxserve.config import EngineConfig
@@ -25,7 +25,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model
 from jaxserve.runner import ModelRunner
 from jaxserve.sampling import Sampled
-from jaxserve.scheduler import Progress, Scheduler, StepPlan
+from jaxserve.scheduler import Progress, Scheduled, Scheduler, StepPlan
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
 from jaxserve.types import (
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Flight:
-    """A step that was dispatched and not committed yet."""
+    """A step that was dispatched and not committed yet, in one or more batches."""
 
-    plan: StepPlan
-    sampled: Sampled
+    rows: list[Scheduled]
+    sampled: list[tuple[Sampled, int]]  # of each batch, and how many of its rows are real
     prompt_scores: list[PromptScores]
 
 
@@ -58,11 +58,14 @@ class Engine:
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
+        self.dtype = runner.layout.dtype.name
         max_tokens = max_batched_tokens(config)
         layout = runner.layout
         self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
         self.scheduler = Scheduler(self.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max_tokens)
-        self.shapes = step_shapes(config.max_num_seqs, self.scheduler.max_num_batched_tokens, layout.page_size)
+        platform = runner.mesh.devices.flat[0].platform
+        limit = self.scheduler.max_num_batched_tokens
+        self.shapes = step_shapes(platform, config.max_num_seqs, limit, layout.page_size)
         self.flights: deque[Flight] = deque()
         self.counters = EngineStats(pages_total=self.blocks.capacity)
         self._arrivals = 0
@@ -165,13 +168,17 @@ class Engine:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
-        shape = choose_shape(self.shapes, plan)
-        packed, overflow = pack(plan, shape, self.config.max_num_seqs)
-        self.runner.update_tables(overflow)
-        sampled, hidden = self.runner.step(shape, packed)
-        sampled.tokens.copy_to_host_async()
+        flight = Flight([], [], [])
+        for batch in split(plan.rows, self.shapes):
+            packed, overflow = pack(batch, self.config.max_num_seqs)
+            self.runner.update_tables(overflow)
+            sampled, hidden = self.runner.step(batch.shape, packed)
+            sampled.tokens.copy_to_host_async()
+            flight.rows += batch.rows
+            flight.sampled.append((sampled, len(batch.rows)))
+            flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
         self.counters.steps += 1
-        return Flight(plan, sampled, PromptScores.start(plan, hidden, self.runner))
+        return flight
 
     def _fill_slots(self, placed: list[Sequence]) -> None:
         rows = []
@@ -184,12 +191,12 @@ class Engine:
 
     def commit(self, flight: Flight) -> list[SequenceUpdate]:
         """Waits for a step's tokens, takes them in and says what they mean for each request."""
-        tokens = np.asarray(flight.sampled.tokens).tolist()
+        tokens = [token for sampled, count in flight.sampled for token in np.asarray(sampled.tokens)[:count].tolist()]
         for prompt_scores in flight.prompt_scores:
             prompt_scores.finish()
-        progress = self.scheduler.commit(flight.plan, tokens)
+        progress = self.scheduler.commit(flight.rows, tokens)
         wants_logprobs = any(p.token is not None and p.seq.params.logprobs is not None for p in progress)
-        scores = np.asarray(flight.sampled.scores) if wants_logprobs else None
+        scores = np.concatenate([np.asarray(s.scores)[:n] for s, n in flight.sampled]) if wants_logprobs else None
         updates = [update for p in progress if (update := self._update(p, scores)) is not None]
         return updates
 
@@ -217,14 +224,19 @@ class Engine:
         )
 
     def stats(self) -> EngineStats:
-        stats: Any = self.counters
-        stats.num_running, stats.num_waiting = len(self.scheduler.running), self.scheduler.num_waiting
-        stats.pages_used = self.blocks.num_used
-        stats.preemptions = self.scheduler.num_preemptions
-        stats.prefix_queries, stats.prefix_hits = self.scheduler.prefix_queries, self.scheduler.prefix_hits
-        stats.executables = self.runner.num_executables
-        stats.compilations, stats.compile_seconds = self.runner.num_executables, self.runner.compile_seconds
-        return stats
+        """A snapshot: gauges as they stand, counters since start."""
+        return msgspec.structs.replace(
+            self.counters,
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+            pages_used=self.blocks.num_used,
+            preemptions=self.scheduler.num_preemptions,
+            prefix_queries=self.scheduler.prefix_queries,
+            prefix_hits=self.scheduler.prefix_hits,
+            executables=self.runner.num_executables,
+            compilations=self.runner.num_executables,
+            compile_seconds=self.runner.compile_seconds,
+        )
 
 
 def max_batched_tokens(config: EngineConfig) -> int:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxserve.runner import ModelRunner
-from jaxserve.scheduler import StepPlan
+from jaxserve.scheduler import Scheduled
 from jaxserve.sequence import Sequence
 from jaxserve.types import MAX_LOGPROBS, TokenLogprob
 
@@ -32,13 +32,13 @@ class PromptScores:
     packed: list[jax.Array]
 
     @classmethod
-    def start(cls, plan: StepPlan, hidden: jax.Array | None, runner: ModelRunner) -> list[PromptScores]:
-        """Dispatches the scoring of every prompt chunk in the plan that asks for it.
+    def start(cls, rows: list[Scheduled], hidden: jax.Array | None, runner: ModelRunner) -> list[PromptScores]:
+        """Dispatches the scoring of every prompt chunk in a batch that asks for it.
 
         The hidden state at a position scores the token after it; what a preemption computes again is not scored twice.
         """
         started, at = [], 0
-        for row in plan.rows:
+        for row in rows:
             seq, offset = row.seq, at
             at += row.count
             if not row.scores_prompt:
@@ -46,8 +46,8 @@ class PromptScores:
             assert hidden is not None, "a step that scores prompts must keep its hidden states"
             first, end = max(row.start, seq.num_scored), min(row.end, seq.prompt_len - 1)
             tokens = seq.tokens[first + 1 : end + 1]
-            rows = np.arange(first, end, dtype=np.int32) - row.start + offset
-            packed = runner.score_prompt(hidden, rows, np.asarray(tokens, np.int32))
+            places = np.arange(first, end, dtype=np.int32) - row.start + offset
+            packed = runner.score_prompt(hidden, places, np.asarray(tokens, np.int32))
             seq.num_scored = end
             started.append(cls(seq, first + 1, tokens, packed))
         return started

@@ -42,20 +42,16 @@ class Scheduled:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Rows of a step, those of one token first; pages to copy and slots to fill before it runs."""
+    """Rows of a step; pages to copy and slots to fill before it runs."""
 
     rows: list[Scheduled]
     copies: list[tuple[int, int]] = field(default_factory=list)
     placed: list[Sequence] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
-
 
 @dataclass(slots=True)
 class Progress:
-    """What one step did for one sequence; `row` is its place in the plan."""
+    """What one step did for one sequence; `row` is its place among the rows that ran."""
 
     row: int
     seq: Sequence
@@ -158,7 +154,7 @@ class Scheduler:
                 budget += self._extend(newcomer, budget, plan, copies)
         if not plan:
             return None
-        rows = sorted(plan.values(), key=lambda row: row.count > 1)
+        rows = list(plan.values())
         placed = [seq for seq in self._placed if seq in plan]
         for seq in placed:
             del self._placed[seq]
@@ -236,10 +232,13 @@ class Scheduler:
 
     # Commit
 
-    def commit(self, plan: StepPlan, tokens: list[int]) -> list[Progress]:
-        """Takes in the tokens that the plan's rows sampled; returns what became of each sequence still wanted."""
+    def commit(self, rows: list[Scheduled], tokens: list[int]) -> list[Progress]:
+        """Takes in the tokens that a plan's rows sampled; returns what became of each sequence still wanted.
+
+        `rows` are the plan's, in any order and possibly cut into consecutive pieces.
+        """
         progress = []
-        for index, row in enumerate(plan.rows):
+        for index, row in enumerate(rows):
             seq = row.seq
             if seq.status is Status.FINISHED:
                 continue

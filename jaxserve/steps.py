@@ -41,6 +41,11 @@ class StepShape:
     table_updates: int
     decode_only: bool
 
+    @classmethod
+    def of(cls, tokens: int, rows: int, page_size: int, *, decode_only: bool) -> StepShape:
+        """A bucket with room for the block-table entries that so many tokens add by themselves."""
+        return cls(tokens, rows, rows + tokens // page_size, decode_only)
+
     def fields(self) -> dict[str, tuple[int, int]]:
         """Name -> (offset, length) in the packed buffer."""
         sizes = {

@@ -9,6 +9,7 @@ on with the requests that have no answer yet.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 import uuid
@@ -32,6 +33,7 @@ from server.state import ServerSettings, ServerState
 URLS = ("/v1/completions", "/v1/chat/completions")
 _MODEL = "batch"  # every body's model name becomes this one
 _AHEAD = 2  # requests in flight per sequence of the engine, so that it never waits for the next one
+_OPENING = b'{"id":"batch_req_'  # of every line of the output
 
 
 class BatchLine(msgspec.Struct):
@@ -41,6 +43,12 @@ class BatchLine(msgspec.Struct):
     url: str
     body: dict[str, Any]
     method: str = "POST"
+
+
+class _Answered(msgspec.Struct):
+    """What of an output line matters for going on."""
+
+    custom_id: str
 
 
 class BatchError(ValueError):
@@ -54,16 +62,27 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
     """
     if target.resolve() == source.resolve():
         raise BatchError(f"input and output are the same file: {source}")
-    total = check_input(source)
+    asked = check_input(source)
     with open(target, "ab+") as output:
         done = recover_output(output, target)
-        if (left := total - len(done)) <= 0:
-            print(f"all {total} requests are answered in {target}", file=sys.stderr)
+        if strangers := done - asked:
+            raise BatchError(f"{target} answers {min(strangers)!r}, which {source} does not ask: not its output")
+        left = asked - done
+        if not left:
+            print(f"all {len(asked)} requests are answered in {target}", file=sys.stderr)
             return 0
         if done:
-            print(f"{len(done)} of {total} requests are answered already; {left} to go", file=sys.stderr)
+            print(f"{len(done)} of {len(asked)} requests are answered already; {len(left)} to go", file=sys.stderr)
+        config = dataclasses.replace(config, max_waiting=None)  # a request turned away would never be answered
         with EngineProcess(config, engine_class) as engine:
-            return asyncio.run(_answer_all(config, engine, source, output, done, left))
+            try:
+                asyncio.run(_answer_all(config, engine, source, output, left))
+            except (EngineDeadError, OSError, ExceptionGroup) as error:
+                if not isinstance(first := _first(error), EngineDeadError | OSError):
+                    raise
+                print(f"jaxserve: {first}", file=sys.stderr)
+                return 1
+    return 0
 
 
 def read_lines(source: Path) -> Iterator[BatchLine]:
@@ -85,37 +104,50 @@ def read_lines(source: Path) -> Iterator[BatchLine]:
             yield line
 
 
-def check_input(source: Path) -> int:
-    """Reads the whole input once; returns how many requests it has. Raises BatchError before anything is loaded."""
+def check_input(source: Path) -> set[str]:
+    """Reads the whole input once; returns its custom_ids. Raises BatchError before anything is loaded."""
     seen: set[str] = set()
     for line in read_lines(source):
         if line.custom_id in seen:
             raise BatchError(f"{source}: custom_id {line.custom_id!r} stands on several lines; each must be unique")
         seen.add(line.custom_id)
-    return len(seen)
+    return seen
 
 
 def recover_output(output: BinaryIO, target: Path) -> set[str]:
-    """custom_ids that the output answers already; cuts off a last line that a killed run left unfinished."""
+    """custom_ids that the output answers already; cuts off a last line that a killed run left unfinished.
+
+    Raises BatchError, and leaves the file as it is, when it holds anything else.
+    """
+    decoder = msgspec.json.Decoder(_Answered)
     done: set[str] = set()
     output.seek(0)
     end = 0
     for raw in output:
-        if not raw.endswith(b"\n"):
-            break
+        torn = not raw.endswith(b"\n")
         try:
-            done.add(msgspec.json.decode(raw)["custom_id"])
-        except (msgspec.DecodeError, KeyError, TypeError):
+            if raw[: len(_OPENING)] != _OPENING[: len(raw)]:
+                raise msgspec.DecodeError
+            if not torn:
+                done.add(decoder.decode(raw).custom_id)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise BatchError(f"{target} is not the output of a batch: {raw[:80]!r}") from None
-        end += len(raw)
+        if not torn:
+            end += len(raw)
     output.truncate(end)
     output.seek(end)
     return done
 
 
+def _first(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 async def _answer_all(
-    config: EngineConfig, engine: EngineProcess, source: Path, output: BinaryIO, done: set[str], left: int
-) -> int:
+    config: EngineConfig, engine: EngineProcess, source: Path, output: BinaryIO, left: set[str]
+) -> None:
     client = EngineClient()
     state = ServerState(ServerSettings(model_name=_MODEL), client, Metrics(_MODEL, "jaxserve"))
     try:
@@ -124,13 +156,13 @@ async def _answer_all(
         state.tokenizer = await state.off_loop(lambda: load_tokenizer(info.model_folder))
         app = build_app(state)
         places = asyncio.Semaphore(_AHEAD * config.max_num_seqs)
-        with tqdm(total=left, desc="answering", unit="request") as bar:
+        with tqdm(total=len(left), desc="answering", unit="request") as bar:
 
             async def answer(line: BatchLine) -> None:
                 try:
                     status, body = await _post(app, line)
                     if client.is_dead:  # an answer that says so is no answer: the request stays open for the next run
-                        raise EngineDeadError(client.error)
+                        raise EngineDeadError(f"{client.error}; run the same command again to go on")
                     _write(output, line, status, body)
                     bar.update()
                 finally:
@@ -138,16 +170,12 @@ async def _answer_all(
 
             async with asyncio.TaskGroup() as group:
                 for line in read_lines(source):
-                    if line.custom_id not in done:
+                    if line.custom_id in left:
                         await places.acquire()
                         group.create_task(answer(line))
-    except* (EngineDeadError, OSError) as errors:
-        print(f"jaxserve: {errors.exceptions[0]}; run the same command again to go on", file=sys.stderr)
-        return 1
     finally:
         await client.close(drain=True)
         state.pool.shutdown(wait=False, cancel_futures=True)
-    return 0
 
 
 def _write(output: BinaryIO, line: BatchLine, status: int, body: bytes) -> None:

@@ -13,9 +13,10 @@ def make_engine(folder, *, tokens: int = 64, rows: int = 4, decode_steps: bool =
     """An engine with two buckets at most, so that it compiles fast: decodes of `rows`, mixed steps of `tokens`."""
     config = {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "kv_pages": 200, **config}
     engine = Engine.load(EngineConfig(model=str(folder), **config), progress=False)
-    engine.shapes = [StepShape(tokens, rows, rows + tokens // engine.config.page_size, decode_only=False)]
+    page_size = engine.config.page_size
+    engine.shapes = [StepShape.of(tokens, rows, page_size, decode_only=False)]
     if decode_steps:
-        engine.shapes.append(StepShape(rows, rows, rows, decode_only=True))
+        engine.shapes.append(StepShape.of(rows, rows, page_size, decode_only=True))
     return engine
 
 

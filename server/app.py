@@ -1,0 +1,56 @@
+"""The HTTP application: routes, middleware, error answers."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
+from server import models
+from server.chat import create_chat_completion
+from server.completions import create_completion
+from server.errors import APIError, handle_exception
+from server.middleware import ApiKeys, BodyLimit, RequestId, UnexpectedErrors
+from server.state import ServerState
+
+_ROUTES = [
+    Route("/v1/completions", create_completion, methods=["POST"]),
+    Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+    Route("/v1/models", models.list_models),
+    Route("/v1/models/{name:path}", models.get_model),
+    Route("/tokenize", models.tokenize, methods=["POST"]),
+    Route("/detokenize", models.detokenize, methods=["POST"]),
+    Route("/health", models.health),
+    Route("/ready", models.ready),
+    Route("/version", models.version),
+    Route("/metrics", models.metrics),
+    Route("/openapi.json", models.openapi),
+]
+
+
+def build_app(state: ServerState) -> Starlette:
+    """The application of one front."""
+    settings = state.settings
+    middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
+    if settings.cors_origins:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        )
+    if settings.api_keys:
+        middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
+    middleware.append(Middleware(BodyLimit, limit=settings.max_body_bytes))
+    answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
+    handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}
+    app = Starlette(routes=_ROUTES, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
+    app.state.server = state
+    return app
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    """Nobody reads this; 499 is what proxies log for it."""
+    return Response(status_code=499)

@@ -1,0 +1,338 @@
+"""Front process <-> engine process: typed msgpack messages, length-framed, over a unix socket. The engine's side.
+
+The engine listens and any number of fronts connect (`server.client`). Each front gets one `Update` per step that
+concerns it. Threads read and write the sockets; the
+engine itself runs in one plain loop and never waits for a front: one that does not read is disconnected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.types import EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate
+from server.messages import (
+    INTERNAL_ERROR,
+    LENGTH_BYTES,
+    QUEUE_FULL,
+    Abort,
+    Drain,
+    EngineMessage,
+    Failed,
+    FrontMessage,
+    Ready,
+    Rejected,
+    Submit,
+    Update,
+    decode_front_message,
+    frame_length,
+    to_frame,
+)
+
+log = logging.getLogger("jaxserve.engine")
+
+MAX_BACKLOG = 256 * 2**20  # bytes waiting for one front before it counts as gone
+STATS_SECONDS = 0.1  # engine statistics are sent at most this often
+DEFAULT_ENGINE = "jaxserve.engine:Engine"
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine (`jaxserve.engine.Engine`)."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    model_folder: Path
+
+    def compile(self) -> None: ...
+    def add_request(self, request: Request) -> None: ...
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+    def step(self) -> list[SequenceUpdate]: ...
+    @property
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+
+
+class _Front:
+    """One connected front: a thread that reads its messages into the loop's inbox, and one that writes to it."""
+
+    def __init__(self, number: int, connection: socket.socket, inbox: queue.SimpleQueue):
+        self.number = number
+        self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended, in the front's own ids
+        self._connection = connection
+        self._inbox = inbox
+        self._outgoing: deque[bytes] = deque()
+        self._backlog = 0  # bytes in _outgoing
+        self._closing = False
+        self._changed = threading.Condition()
+        self._writer = threading.Thread(target=self._write, name=f"front-{number}-write", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name=f"front-{number}-read", daemon=True).start()
+
+    def send(self, message: EngineMessage) -> None:
+        """Queues a message; never blocks."""
+        frame = to_frame(message)
+        with self._changed:
+            if self._backlog + len(frame) > MAX_BACKLOG:
+                log.error("front %d does not read what it is sent and is disconnected", self.number)
+                self._outgoing.clear()
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+                return
+            self._outgoing.append(frame)
+            self._backlog += len(frame)
+            self._changed.notify()
+
+    def close(self, seconds: float) -> None:
+        """Waits up to `seconds` for what is queued to be written, then closes."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._writer.join(seconds)
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            with self._connection.makefile("rb") as stream:
+                while (message := _read_message(stream)) is not None:
+                    self._inbox.put((self, message))
+        except (OSError, ValueError) as error:
+            log.warning("front %d: %s", self.number, error)
+        self._inbox.put((self, None))
+
+    def _write(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._outgoing or self._closing)
+                    if not self._outgoing:
+                        return
+                    frames = list(self._outgoing)
+                    self._outgoing.clear()
+                    self._backlog = 0
+                self._connection.sendall(b"".join(frames))
+        except OSError:
+            pass  # the reading thread sees the same end and reports it
+
+
+def _read_message(stream: BinaryIO) -> FrontMessage | None:
+    """The next message; None at the end of the stream. Raises ValueError for what is not a message."""
+    header = stream.read(LENGTH_BYTES)
+    if len(header) < LENGTH_BYTES:
+        return None
+    length = frame_length(header)
+    body = stream.read(length)
+    return decode_front_message(body) if len(body) == length else None
+
+
+class EngineServer:
+    """Serves one engine to the fronts that connect to a unix socket.
+
+    Fronts may connect before the engine has loaded; they hear `Ready` once `run` starts, or `Failed` through `fail`.
+    """
+
+    def __init__(self, socket_path: str):
+        self._inbox: queue.SimpleQueue[tuple[_Front, FrontMessage | None]] = queue.SimpleQueue()
+        self._fronts: dict[int, _Front] = {}
+        self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
+        self._greeting: EngineMessage | None = None
+        self._draining = False
+        self._stats_due: float | None = None  # when to send statistics that changed
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(socket_path)
+        self._listener.listen()
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def run(self, engine: EngineLike, ready: Ready) -> None:
+        """The loop: take messages, step, deliver; returns when drained or when the last front has gone."""
+        self._announce(ready)
+        while True:
+            self._take_messages(engine)
+            if self._draining and not engine.has_work:
+                return
+            if engine.has_work:
+                self._deliver(engine.step())
+                self._stats_due = self._stats_due or time.monotonic()
+            if self._stats_due is not None and time.monotonic() >= self._stats_due:
+                self._send_stats(engine)
+
+    def fail(self, message: str, patience: float = 5.0) -> bool:
+        """Tells every front that the engine is gone, waiting for the first one to come; False when none came."""
+        self._announce(Failed(message))
+        deadline = time.monotonic() + patience
+        while not self._fronts and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return bool(self._fronts)
+
+    def close(self) -> None:
+        self._listener.close()
+        with self._fronts_lock:
+            fronts = list(self._fronts.values())
+        for front in fronts:
+            front.close(seconds=2.0)
+
+    def _accept(self) -> None:
+        number = 0
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with self._fronts_lock:
+                front = self._fronts[number] = _Front(number, connection, self._inbox)
+                if self._greeting is not None:
+                    front.send(self._greeting)
+            number += 1
+
+    def _announce(self, message: EngineMessage) -> None:
+        with self._fronts_lock:
+            self._greeting = message
+            for front in self._fronts.values():
+                front.send(message)
+
+    def _take_messages(self, engine: EngineLike) -> None:
+        """Handles all messages that are there; waits for one (or for statistics to be due) when the engine is idle."""
+        timeout = None
+        if self._stats_due is not None:
+            timeout = max(0.0, self._stats_due - time.monotonic())
+        block = not engine.has_work and not self._draining
+        try:
+            while True:
+                front, message = self._inbox.get(block=block, timeout=timeout)
+                self._handle(engine, front, message)
+                block = False
+        except queue.Empty:
+            return
+
+    def _handle(self, engine: EngineLike, front: _Front, message: FrontMessage | None) -> None:
+        match message:
+            case Submit(requests):
+                for request in requests:
+                    self._add(engine, front, request)
+            case Abort(targets):
+                for request_id, index in targets:
+                    _forget(front, request_id, index)
+                    engine.abort(f"{front.number}/{request_id}", index)
+                self._stats_due = self._stats_due or time.monotonic()
+            case Drain():
+                self._draining = True
+            case None:
+                for request_id in front.running:
+                    engine.abort(f"{front.number}/{request_id}")
+                front.close(seconds=0.0)
+                with self._fronts_lock:
+                    del self._fronts[front.number]
+                    self._draining = self._draining or not self._fronts
+
+    def _add(self, engine: EngineLike, front: _Front, request: Request) -> None:
+        """Hands a request to the engine under an id that no other front can use."""
+        own_id = request.request_id
+        try:
+            if self._draining:
+                raise QueueFullError("the engine is shutting down")
+            request.request_id = f"{front.number}/{own_id}"
+            engine.add_request(request)
+            front.running[own_id] = set(range(request.params.n))
+        except InvalidRequestError as error:
+            front.send(Rejected(own_id, str(error), error.param, error.code))
+        except QueueFullError as error:
+            front.send(Rejected(own_id, str(error), code=QUEUE_FULL))
+        except Exception as error:  # whatever is wrong with one request must not reach the others
+            log.exception("a request could not be added")
+            front.send(Rejected(own_id, f"the engine could not take the request: {error}", code=INTERNAL_ERROR))
+
+    def _deliver(self, updates: list[SequenceUpdate]) -> None:
+        """One message to each front that is concerned."""
+        per_front: dict[int, list[SequenceUpdate]] = {}
+        for update in updates:
+            number, _, update.request_id = update.request_id.partition("/")
+            per_front.setdefault(int(number), []).append(update)
+        for front_number, mine in per_front.items():
+            front = self._fronts.get(front_number)
+            if front is None:
+                continue
+            for update in mine:
+                if update.finish_reason is not None:
+                    _forget(front, update.request_id, update.index)
+            _send_updates(front, mine)
+
+    def _send_stats(self, engine: EngineLike) -> None:
+        stats = engine.stats()
+        with self._fronts_lock:
+            for front in self._fronts.values():
+                front.send(Update([], stats))
+        self._stats_due = time.monotonic() + STATS_SECONDS if engine.has_work else None
+
+
+def _forget(front: _Front, request_id: str, index: int | None) -> None:
+    running = front.running.get(request_id, set())
+    running.discard(index)  # type: ignore[arg-type]
+    if index is None or not running:
+        front.running.pop(request_id, None)
+
+
+def _send_updates(front: _Front, updates: list[SequenceUpdate]) -> None:
+    """Sends updates in one frame, or in halves where they do not fit; what fits in no frame ends with an error."""
+    try:
+        front.send(Update(updates))
+    except ValueError as error:
+        if len(updates) == 1:
+            lost = updates[0]
+            front.send(Update([SequenceUpdate(lost.request_id, lost.index, [], "error", error=str(error))]))
+        else:
+            _send_updates(front, updates[: len(updates) // 2])
+            _send_updates(front, updates[len(updates) // 2 :])
+
+
+def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAULT_ENGINE) -> int:
+    """Loads an engine and serves it on a unix socket until it is drained or alone; returns the process's exit code.
+
+    `engine_class` is "module:Class", with the interface of `jaxserve.engine.Engine`. The socket listens before anything
+    is loaded, so that a front can wait on it and hear why the engine did not come up.
+    """
+    server = EngineServer(socket_path)
+    try:
+        engine = _load(config, engine_class)
+    except Exception as error:
+        expected = isinstance(error, ConfigError | ValueError | OSError)
+        if not expected:
+            log.exception("the engine did not start")
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        if not server.fail(text):
+            log.error("the engine did not start: %s", text)
+        server.close()
+        return 1
+    ready = Ready(
+        model_folder=str(engine.model_folder),
+        dtype=str(getattr(engine, "dtype", config.dtype)),
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=tuple(engine.eos_token_ids),
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+    )
+    try:
+        server.run(engine, ready)
+    except Exception as error:
+        log.exception("the engine failed")
+        server.fail(f"the engine failed: {type(error).__name__}: {error}", patience=0.0)
+        server.close()
+        return 1
+    server.close()
+    return 0
+
+
+def _load(config: EngineConfig, engine_class: str) -> EngineLike:
+    module, _, name = engine_class.partition(":")
+    engine = getattr(importlib.import_module(module), name).load(config)
+    engine.compile()  # before anyone hears Ready: from then on nothing compiles
+    return engine

@@ -1,0 +1,221 @@
+"""The front's side of the bridge: requests go to the engine process, updates come back as async streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from jaxserve.types import EngineDeadError, EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate
+from server.messages import (
+    INTERNAL_ERROR,
+    LENGTH_BYTES,
+    QUEUE_FULL,
+    Abort,
+    Drain,
+    Failed,
+    Ready,
+    Rejected,
+    Submit,
+    Update,
+    decode_engine_message,
+    frame_length,
+    to_frame,
+)
+
+
+class EngineClient:
+    """One front's connection to an engine process. Belongs to one event loop.
+
+    Attributes:
+      info: what the engine said when it was ready; None before.
+      stats: the engine's latest statistics.
+      error: why the engine is dead; None while it is not.
+    """
+
+    def __init__(self) -> None:
+        self.info: Ready | None = None
+        self.stats = EngineStats()
+        self.error: str | None = None
+        self.on_stats: Callable[[EngineStats], None] = lambda stats: None
+        self._streams: dict[str, _Stream] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task | None = None
+        self._ready = asyncio.Event()  # set when info or error is
+
+    async def connect(self, socket_path: str, engine_runs: Callable[[], bool]) -> None:
+        """Connects as soon as the engine listens. Raises EngineDeadError when `engine_runs()` turns false before."""
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(socket_path)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                if not engine_runs():
+                    self._die("the engine process ended before it could be reached")
+                    raise EngineDeadError(self.error) from None
+                await asyncio.sleep(0.02)
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def wait_ready(self) -> Ready:
+        """Waits for the engine to load. Raises EngineDeadError, with its message, when it did not."""
+        await self._ready.wait()
+        if self.info is None or self.error is not None:
+            raise EngineDeadError(self.error)
+        return self.info
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None and self.error is None
+
+    @property
+    def is_dead(self) -> bool:
+        return self.error is not None
+
+    @property
+    def num_streams(self) -> int:
+        """Calls of `generate` that are under way."""
+        return len({id(stream) for stream in self._streams.values()})
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[SequenceUpdate], None]:
+        """Submits requests and yields their updates, as many at a time as have arrived since the last.
+
+        Ends when every completion of every request has ended in the engine. Whatever still runs when the generator is
+        closed is aborted, so close it (`contextlib.aclosing`) also when leaving early.
+
+        Raises:
+          InvalidRequestError, QueueFullError: the engine refused one of the requests; the others are aborted.
+          EngineDeadError: the engine is gone, or `fail_streams` was called.
+        """
+        if self.error is not None:
+            raise EngineDeadError(self.error)
+        stream = _Stream()
+        for request in requests:
+            if request.request_id in self._streams:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+            stream.running[request.request_id] = set(range(request.params.n))
+            self._streams[request.request_id] = stream
+        try:
+            for request in requests:
+                self._send(Submit([request]))
+            while not stream.over:
+                yield await stream.take()
+        finally:
+            for request in requests:
+                del self._streams[request.request_id]
+            if stream.running:
+                self._send(Abort([(request_id, None) for request_id in stream.running]))
+
+    def abort(self, request_id: str, index: int) -> None:
+        """Stops one completion, of which no further updates are wanted."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.close(request_id, index)
+            self._send(Abort([(request_id, index)]))
+
+    def fail_streams(self, message: str) -> None:
+        """Makes every stream that is under way raise EngineDeadError; the engine itself goes on."""
+        for stream in set(self._streams.values()):
+            stream.fail(EngineDeadError(message))
+
+    async def close(self, drain: bool = False) -> None:
+        """Disconnects; with `drain`, asks the engine to finish and exit first."""
+        if drain:
+            self._send(Drain())
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reading
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+
+    def _send(self, message: Submit | Abort | Drain) -> None:
+        if self._writer is not None and self.error is None:
+            self._writer.write(to_frame(message))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                length = frame_length(await reader.readexactly(LENGTH_BYTES))
+                self._handle(decode_engine_message(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, OSError):
+            self._die("the engine process ended")
+        except ValueError as error:
+            self._die(f"the engine sent something unreadable: {error}")
+
+    def _handle(self, message: Ready | Update | Rejected | Failed) -> None:
+        match message:
+            case Update(updates, stats):
+                for update in updates:
+                    if (stream := self._streams.get(update.request_id)) is not None:
+                        stream.put(update)
+                if stats is not None:
+                    self.stats = stats
+                    self.on_stats(stats)
+            case Rejected(request_id, text, param, code):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.running.pop(request_id, None)
+                    stream.fail(_rejection(text, param, code))
+            case Ready():
+                self.info = message
+                self._ready.set()
+            case Failed(text):
+                self._die(text)
+
+    def _die(self, message: str) -> None:
+        self.error = self.error or message  # the first reason is the real one
+        self._ready.set()
+        for stream in set(self._streams.values()):
+            stream.fail(EngineDeadError(self.error))
+
+
+def _rejection(message: str, param: str | None, code: str | None) -> Exception:
+    if code == QUEUE_FULL:
+        return QueueFullError(message)
+    if code == INTERNAL_ERROR:
+        return RuntimeError(message)
+    return InvalidRequestError(message, param, code)
+
+
+class _Stream:
+    """Updates of one `generate` call that have arrived and were not yet taken."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended in the engine
+        self._updates: list[SequenceUpdate] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        return not self.running and not self._updates and self._error is None
+
+    def put(self, update: SequenceUpdate) -> None:
+        if update.finish_reason is not None:
+            self.close(update.request_id, update.index)
+        self._updates.append(update)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    def close(self, request_id: str, index: int) -> None:
+        indices = self.running.get(request_id, set())
+        indices.discard(index)
+        if not indices:
+            self.running.pop(request_id, None)
+
+    async def take(self) -> list[SequenceUpdate]:
+        """Everything that has arrived; waits when nothing has. Updates that came before an error come out before it."""
+        while not self._updates and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if not self._updates and self._error is not None:
+            raise self._error
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,75 @@
+"""Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}` with a fitting status."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
+
+log = logging.getLogger("jaxserve.server")
+
+RETRY_SECONDS = "1"  # Retry-After of a 503
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+
+
+class APIError(Exception):
+    """An answer other than success; handlers raise it, the app turns it into a response."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON of the error."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+
+
+def unavailable(message: str, code: str) -> APIError:
+    """503 that asks the client to come back."""
+    return APIError(503, message, code=code, headers={"Retry-After": RETRY_SECONDS})
+
+
+def to_api_error(error: Exception) -> APIError:
+    """The answer to any exception. What is not the client's doing is logged and not told in detail."""
+    match error:
+        case APIError():
+            return error
+        case InvalidRequestError():
+            return APIError(400, str(error), param=error.param, code=error.code)
+        case QueueFullError():
+            return unavailable(str(error), "queue_full")
+        case EngineDeadError():
+            return unavailable(str(error), "engine_unavailable")
+        case HTTPException():
+            return APIError(error.status_code, error.detail, headers=dict(error.headers or {}))
+    log.error("a request failed", exc_info=error)
+    return APIError(500, "the server failed to answer; its log has the details")
+
+
+async def handle_exception(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler for the kinds of errors that are expected."""
+    return to_api_error(error).response()

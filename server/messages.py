@@ -1,0 +1,94 @@
+"""The messages between front and engine, and how they are framed.
+
+A frame is a 4-byte little-endian length and that many bytes of msgpack.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from jaxserve.types import EngineStats, Request, SequenceUpdate
+
+MAX_FRAME = 128 * 2**20  # bytes; a longer frame is refused by both sides
+LENGTH_BYTES = 4
+QUEUE_FULL = "queue_full"  # Rejected.code of a request that may be tried again
+INTERNAL_ERROR = "internal_error"  # Rejected.code of a request that failed for no fault of its own
+_LENGTH = struct.Struct("<I")
+
+
+# front -> engine
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    requests: list[Request]
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Stops completions: (request id, index of the completion, or None for all of the request's)."""
+
+    targets: list[tuple[str, int | None]]
+
+
+class Drain(msgspec.Struct, tag="drain"):
+    """Finish what is there, take nothing new, and exit."""
+
+
+# engine -> front
+
+
+class Ready(msgspec.Struct, tag="ready", kw_only=True):
+    """The engine has loaded: what a front has to know about it."""
+
+    model_folder: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    max_num_seqs: int
+
+
+class Update(msgspec.Struct, tag="update"):
+    updates: list[SequenceUpdate]
+    stats: EngineStats | None = None
+
+
+class Rejected(msgspec.Struct, tag="rejected"):
+    """One request was not taken; `param` and `code` as in InvalidRequestError."""
+
+    request_id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The engine is gone, or never came up."""
+
+    message: str
+
+
+FrontMessage = Submit | Abort | Drain
+EngineMessage = Ready | Update | Rejected | Failed
+
+decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
+decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def to_frame(message: FrontMessage | EngineMessage) -> bytes:
+    """A message as it goes over the wire. Raises ValueError when it is longer than MAX_FRAME."""
+    body = _encode(message)
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"a message of {len(body)} bytes is longer than the limit of {MAX_FRAME}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def frame_length(header: bytes) -> int:
+    """Body length that a frame's first four bytes announce. Raises ValueError when it is beyond MAX_FRAME."""
+    (length,) = _LENGTH.unpack(header)
+    if length > MAX_FRAME:
+        raise ValueError(f"a frame announces {length} bytes; the limit is {MAX_FRAME}")
+    return length

@@ -1,0 +1,125 @@
+"""The small endpoints: models, tokens, health, version, metrics."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.tokenizer import token_strings
+from jaxserve.types import InvalidRequestError
+from server.chat import encode_chat
+from server.openapi import openapi_document
+from server.schemas import Conversation, DetokenizeRequest, TokenizeRequest
+from server.state import ServerState, read_body, state_of, to_json
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
+
+
+async def list_models(http: Request) -> Response:
+    """GET /v1/models."""
+    return _json({"object": "list", "data": [_card(state_of(http))]})
+
+
+async def get_model(http: Request) -> Response:
+    """GET /v1/models/{name}."""
+    state = state_of(http)
+    state.check_model(http.path_params["name"])
+    return _json(_card(state))
+
+
+def _card(state: ServerState) -> dict[str, Any]:
+    info = state.client.info
+    return {
+        "id": state.settings.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "jaxserve",
+        "root": state.settings.model_name,
+        "parent": None,
+        "max_model_len": None if info is None else info.max_model_len,
+    }
+
+
+async def tokenize(http: Request) -> Response:
+    """POST /tokenize: token ids of a prompt, or of messages as the chat endpoint would render them."""
+    state = state_of(http)
+    body = await read_body(http, _tokenize_decoder)
+    state.check_model(body.model)
+    tokenizer, info = state.require_ready()
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        (ids,) = await state.encode([body.prompt], special)
+    else:
+        chat = Conversation(
+            messages=body.messages or [],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=bool(body.add_special_tokens),
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        ids = await state.off_loop(lambda: encode_chat(tokenizer, chat))
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = token_strings(tokenizer, ids)
+    return _json(answer)
+
+
+async def detokenize(http: Request) -> Response:
+    """POST /detokenize: the text of token ids, special ones included."""
+    state = state_of(http)
+    body = await read_body(http, _detokenize_decoder)
+    state.check_model(body.model)
+    tokenizer, info = state.require_ready()
+    if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= info.vocab_size):
+        raise InvalidRequestError(f"tokens must be ids between 0 and {info.vocab_size - 1}", "tokens")
+    text = await state.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return _json({"prompt": text})
+
+
+async def health(http: Request) -> Response:
+    """GET /health: 200 as long as the engine is not dead, also while it loads."""
+    client = state_of(http).client
+    return _json({"status": "dead", "reason": client.error}, 503) if client.is_dead else _json({"status": "ok"})
+
+
+async def ready(http: Request) -> Response:
+    """GET /ready: 200 when requests are served, 503 while loading, draining or dead."""
+    state = state_of(http)
+    if state.is_ready:
+        return _json({"status": "ready"})
+    status = "dead" if state.client.is_dead else "draining" if state.draining else "loading"
+    return _json({"status": status}, 503)
+
+
+async def version(http: Request) -> Response:
+    """GET /version."""
+    return _json({"version": _version()})
+
+
+async def metrics(http: Request) -> Response:
+    """GET /metrics, in Prometheus's text format."""
+    text = state_of(http).metrics.render()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def openapi(http: Request) -> Response:
+    """GET /openapi.json."""
+    return _json(openapi_document(_version()))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("jaxserve")
+    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        return "unknown"

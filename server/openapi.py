@@ -1,0 +1,43 @@
+"""The OpenAPI description of the endpoints; bodies are described from the types that decode them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+_POSTS = {
+    "/v1/completions": (CompletionRequest, "Continue a prompt"),
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation"),
+    "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
+    "/detokenize": (DetokenizeRequest, "Text of token ids"),
+}
+_GETS = {
+    "/v1/models": "The models that are served",
+    "/health": "Whether the server is alive",
+    "/ready": "Whether requests are served",
+    "/version": "The server's version",
+    "/metrics": "Prometheus metrics",
+    "/openapi.json": "This document",
+}
+
+
+def openapi_document(version: str) -> dict[str, Any]:
+    """The document of /openapi.json."""
+    types = [body for body, _ in _POSTS.values()]
+    references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    answers = {"200": {"description": "The answer"}, "default": {"description": "An error, in OpenAI's shape"}}
+    paths: dict[str, Any] = {
+        path: {"get": {"summary": summary, "responses": answers}} for path, summary in _GETS.items()
+    }
+    for (path, (_, summary)), reference in zip(_POSTS.items(), references, strict=True):
+        body = {"required": True, "content": {"application/json": {"schema": reference}}}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": answers}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxserve", "version": version},
+        "paths": paths,
+        "components": {"schemas": components},
+    }

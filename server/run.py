@@ -1,0 +1,208 @@
+"""Starts a server: the port, the engine process, the HTTP front; and stops it in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from jaxserve.config import EngineConfig
+from jaxserve.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.types import EngineDeadError
+from server.app import build_app
+from server.bridge import DEFAULT_ENGINE
+from server.client import EngineClient
+from server.engine_process import Launch
+from server.metrics import Metrics
+from server.state import ServerSettings, ServerState
+
+log = logging.getLogger("jaxserve.server")
+
+_FLUSH_SECONDS = 5  # for last answers to be written, and for the engine to exit, once nothing runs any more
+
+
+def serve(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    served_model_name: str | None = None,
+    api_keys: Sequence[str] = (),
+    drain_seconds: float = 30.0,
+    cors_origins: Sequence[str] = (),
+    metrics_prefix: str = "jaxserve",
+    max_body_bytes: int = 32 * 2**20,
+    max_connections: int = 4096,
+    access_log: bool = False,
+    engine_class: str = DEFAULT_ENGINE,
+) -> int:
+    """Serves until a signal ends it; returns the process's exit code.
+
+    The port is bound before anything is loaded. /health answers at once, /ready turns 200 when the engine has loaded.
+    SIGTERM or SIGINT: new requests get 503, running ones may go on for `drain_seconds`, the rest ends with an error; a
+    second signal exits at once. Has to run in the main thread. `port` 0 takes a free one; `served_model_name` defaults
+    to `config.model`. 1 is returned when the port is taken or the engine does not come up.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        listener = bind(host, port)
+    except OSError as error:
+        print(f"jaxserve: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    settings = ServerSettings(
+        model_name=served_model_name or config.model,
+        api_keys=tuple(api_keys),
+        max_body_bytes=max_body_bytes,
+        cors_origins=tuple(cors_origins),
+        metrics_prefix=metrics_prefix,
+        drain_seconds=drain_seconds,
+    )
+    state = ServerState(settings, EngineClient(), Metrics(settings.model_name, metrics_prefix))
+    uvicorn_config = uvicorn.Config(
+        build_app(state),
+        lifespan="off",
+        ws="none",
+        access_log=access_log,
+        server_header=False,
+        limit_concurrency=max_connections,
+        timeout_keep_alive=65,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+    )
+    with listener, EngineProcess(config, engine_class) as engine:
+        server = _Server(uvicorn_config, state, engine, Path(config.model))
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        print(f"jaxserve: {server.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError when the address is taken or is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+class EngineProcess:
+    """The engine's process and the folder of its socket; both end with the context."""
+
+    def __init__(self, config: EngineConfig, engine_class: str):
+        self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # mode 0700: no one else may connect
+        self.socket_path = os.path.join(self._folder, "engine.sock")
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "server.engine_process"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        launch = msgspec.json.encode(Launch.of(config, self.socket_path, engine_class))
+        assert self._process.stdin is not None
+        self._process.stdin.write(launch + b"\n")
+        self._process.stdin.flush()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._process.wait(_FLUSH_SECONDS if exception[0] is None else 0)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our way of starting and stopping.
+
+    Attributes:
+      failure: why the server could not start; None where it did.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, engine: EngineProcess, model: Path):
+        super().__init__(config)
+        self.failure: str | None = None
+        self._state = state
+        self._engine = engine
+        self._model = model
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task] = set()  # keeps them alive
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves HTTP at once, while the engine loads."""
+        self._loop = asyncio.get_running_loop()
+        self._spawn(self._load())
+        await super().serve(sockets)
+        for task in self._tasks:
+            task.cancel()
+        if not self._state.client.is_ready:
+            self._engine.kill()  # it still loads, and would not hear us before it has
+        await self._state.client.close(drain=True)
+        self._state.pool.shutdown(wait=False, cancel_futures=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second exits at once."""
+        if self._stopping or self._loop is None:
+            self._engine.kill()
+            os._exit(1)
+        self._stopping = True
+        self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load(self) -> None:
+        """Brings up the engine and the tokenizer, side by side where the model's folder is known already."""
+        state = self._state
+        state.client.on_stats = state.metrics.on_stats
+        try:
+            early: asyncio.Future[Tokenizer] | None = None
+            if self._model.is_dir():
+                early = asyncio.ensure_future(state.off_loop(lambda: load_tokenizer(self._model)))
+            await state.client.connect(self._engine.socket_path, self._engine.runs)
+            info = await state.client.wait_ready()
+            state.metrics.on_ready(info)
+            state.tokenizer = await (early or state.off_loop(lambda: load_tokenizer(info.model_folder)))
+        except (EngineDeadError, ValueError, OSError) as error:
+            self.failure = str(error)
+            self.should_exit = True
+            return
+        log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
+
+    async def _drain(self) -> None:
+        """Lets running requests end within the time set, ends the others with an error, then stops the server."""
+        state = self._state
+        state.draining = True
+        log.info("stopping: %d requests may go on for %g s", state.client.num_streams, state.settings.drain_seconds)
+        await self._until_idle(state.settings.drain_seconds)
+        state.client.fail_streams("the server is shutting down")
+        await self._until_idle(_FLUSH_SECONDS)
+        self.should_exit = True
+
+    async def _until_idle(self, seconds: float) -> None:
+        assert self._loop is not None
+        deadline = self._loop.time() + seconds
+        while self._state.client.num_streams and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)

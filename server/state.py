@@ -1,0 +1,155 @@
+"""What the handlers of one front share, and the settings it was started with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.types import InvalidRequestError
+from server.client import EngineClient
+from server.errors import APIError, unavailable
+from server.messages import Ready
+from server.metrics import Metrics
+
+T = TypeVar("T")
+
+_INLINE_CHARACTERS = 2000  # texts up to this long are tokenized on the event loop; longer ones would hold it up
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What the operator chooses for the front.
+
+    Attributes:
+      model_name: what clients call the model; also the `model_name` label of the metrics.
+      api_keys: accepted keys; none leaves the server open.
+      max_body_bytes: longest request body.
+      cors_origins: origins that browsers may call from; none by default.
+      metrics_prefix: begins the names of the metrics.
+      drain_seconds: how long running requests may go on after the first signal to stop.
+    """
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 2**20
+    cors_origins: tuple[str, ...] = ()
+    metrics_prefix: str = "jaxserve"
+    drain_seconds: float = 30.0
+
+
+@dataclass
+class ServerState:
+    """One front: its connection to the engine, its tokenizer once loaded, its metrics."""
+
+    settings: ServerSettings
+    client: EngineClient
+    metrics: Metrics
+    tokenizer: Tokenizer | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="text"))
+
+    @property
+    def is_ready(self) -> bool:
+        return self.client.is_ready and self.tokenizer is not None and not self.draining
+
+    def require_ready(self) -> tuple[Tokenizer, Ready]:
+        """The tokenizer and the engine's facts; raises APIError (503) when no new request can be served."""
+        if self.client.is_dead:
+            raise unavailable(f"the engine is gone: {self.client.error}", "engine_unavailable")
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if self.tokenizer is None or self.client.info is None:
+            raise unavailable("the model is still loading", "loading")
+        return self.tokenizer, self.client.info
+
+    def check_model(self, name: str | None) -> None:
+        """Raises APIError (404) for a model that is not served here."""
+        if name is not None and name != self.settings.model_name:
+            raise APIError(
+                404,
+                f"the model {name[:256]!r} does not exist; this server has {self.settings.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """`work()` in a thread, so that the event loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+    async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text."""
+        tokenizer, _ = self.require_ready()
+
+        def work() -> list[list[int]]:
+            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
+        return work() if sum(map(len, texts)) <= _INLINE_CHARACTERS else await self.off_loop(work)
+
+
+def state_of(request: Request) -> ServerState:
+    return request.app.state.server
+
+
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The request's JSON body as the decoder's type. Raises APIError (400) for anything else."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+    try:
+        return decoder.decode(await request.body())
+    except msgspec.ValidationError as error:
+        raise APIError(400, str(error), param=_field_of(str(error))) from None
+    except msgspec.DecodeError as error:
+        raise APIError(400, f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise APIError(400, "the body is nested too deeply") from None
+
+
+def _field_of(message: str) -> str | None:
+    """The top-level field that a validation message of msgspec points to (`… - at `$.name[0]``)."""
+    _, found, path = message.rpartition("`$.")
+    if found:
+        return path.rstrip("`").split(".")[0].split("[")[0]
+    _, found, rest = message.partition("missing required field `")
+    return rest.partition("`")[0] if found else None
+
+
+def fit_prompt(ids: list[int], info: Ready, truncate: int | None, param: str, max_tokens: int | None) -> list[int]:
+    """The prompt cut to its last `truncate` tokens (-1: to what leaves room for output), checked against the model.
+
+    Raises InvalidRequestError for an empty or too long prompt and for ids outside the vocabulary.
+    """
+    if truncate is not None:
+        room = max(1, info.max_model_len - max(1, min(max_tokens or 1, info.max_model_len - 1)))
+        ids = ids[-(room if truncate == -1 else truncate) :]
+    if not ids:
+        raise InvalidRequestError("the prompt is empty; it must hold at least one token", param)
+    if len(ids) >= info.max_model_len:
+        raise InvalidRequestError(
+            f"This model's maximum context length is {info.max_model_len} tokens, and your prompt has {len(ids)}. "
+            "Please shorten the prompt: at least one token must be left for the output.",
+            param,
+            "context_length_exceeded",
+        )
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        raise InvalidRequestError(f"{param} holds token ids outside 0 to {info.vocab_size - 1}", param)
+    return ids
+
+
+def room_for(max_tokens: int | None, num_prompt_tokens: int, info: Ready) -> int:
+    """max_tokens clamped to what the context leaves; None asks for all of it."""
+    room = info.max_model_len - num_prompt_tokens
+    return room if max_tokens is None else min(max_tokens, room)
+
+
+def to_json(value: Any) -> bytes:
+    return msgspec.json.encode(value)

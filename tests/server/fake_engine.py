@@ -1,0 +1,129 @@
+"""Stand-ins for the engine, chosen by `engine_class`: they repeat the prompt, token after token, without a model."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.types import EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate, TokenLogprob
+
+
+class ParrotEngine:
+    """Completion i of a prompt p continues with p[0], p[1], …, p[0], … and then stops by its max_tokens or stop tokens.
+
+    Every token has log-probability -0.5 and the alternatives 10 (-0.25), the token itself (-0.5), 11 (-inf).
+    """
+
+    step_seconds = 0.0
+
+    def __init__(self, config: EngineConfig):
+        self.model_folder = Path(config.model)
+        path = self.model_folder / "config.json"
+        self.vocab_size = json.loads(path.read_text())["vocab_size"] if path.is_file() else 1000
+        self.max_model_len = config.max_model_len or 256
+        self.eos_token_ids = (0, 2)
+        self._config = config
+        self._running: dict[tuple[str, int], tuple[Request, int]] = {}
+        self._stats = EngineStats(pages_total=100)
+
+    @classmethod
+    def load(cls, config: EngineConfig):
+        return cls(config)
+
+    def compile(self) -> None:
+        pass
+
+    def add_request(self, request: Request) -> None:
+        if len(request.prompt_token_ids) >= self.max_model_len:
+            raise InvalidRequestError("too long for the engine", "prompt", "context_length_exceeded")
+        if self._config.max_waiting is not None and len(self._running) >= self._config.max_waiting:
+            raise QueueFullError("too many requests")
+        for index in range(request.params.n):
+            self._running[request.request_id, index] = (request, 0)
+        self._stats.prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        for key in list(self._running):
+            if key[0] == request_id and index in (None, key[1]):
+                del self._running[key]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[SequenceUpdate]:
+        time.sleep(self.step_seconds)
+        self._stats.steps += 1
+        return [self._advance(key) for key in list(self._running)]
+
+    def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
+        request, done = self._running[key]
+        prompt, params = request.prompt_token_ids, request.params
+        update = SequenceUpdate(*key, token_ids=[], num_cached_tokens=1)
+        if params.prompt_logprobs is not None and done == 0 and key[1] == 0:
+            update.prompt_logprobs = [None, *(self._logprob(token, params.prompt_logprobs) for token in prompt[1:])]
+        if params.max_tokens != 0:
+            token = prompt[done % len(prompt)]
+            done += 1
+            update.token_ids = [token]
+            self._stats.generation_tokens += 1
+            if params.logprobs is not None:
+                update.logprobs = [self._logprob(token, params.logprobs)]
+            if done > params.min_tokens:
+                if token in self.eos_token_ids and not params.ignore_eos:
+                    update.finish_reason = "stop"
+                elif token in params.stop_token_ids:
+                    update.finish_reason, update.stop_token = "stop", token
+        if update.finish_reason is None and done >= (
+            self.max_model_len if params.max_tokens is None else params.max_tokens
+        ):
+            update.finish_reason = "length"
+        self._running[key] = (request, done)
+        if update.finish_reason is not None:
+            del self._running[key]
+        return update
+
+    def _logprob(self, token: int, count: int) -> TokenLogprob:
+        return TokenLogprob(token, -0.5, 2, [(10, -0.25), (token, -0.5), (11, float("-inf"))][:count])
+
+    def stats(self) -> EngineStats:
+        self._stats.num_running = len(self._running)
+        self._stats.pages_used = len(self._running)
+        return self._stats
+
+
+class SlowEngine(ParrotEngine):
+    """20 ms a step."""
+
+    step_seconds = 0.02
+
+
+class SlowLoadingEngine(ParrotEngine):
+    @classmethod
+    def load(cls, config: EngineConfig):
+        time.sleep(2.0)
+        return cls(config)
+
+
+class BrokenConfigEngine(ParrotEngine):
+    @classmethod
+    def load(cls, config: EngineConfig):
+        raise ConfigError("max_model_len of 5 is too small; set it to 10 or more")
+
+
+class FailingEngine(ParrotEngine):
+    """Fails at the tenth token of anything; refuses prompts of three tokens with an unexpected exception."""
+
+    step_seconds = 0.01
+
+    def add_request(self, request: Request) -> None:
+        if len(request.prompt_token_ids) == 3:
+            raise KeyError("unexpected")
+        super().add_request(request)
+
+    def step(self) -> list[SequenceUpdate]:
+        if any(done >= 9 for _, done in self._running.values()):
+            raise RuntimeError("device lost")
+        return super().step()

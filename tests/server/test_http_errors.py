@@ -1,0 +1,117 @@
+"""What is refused, how, and what is ignored: row "Errors" and row "Ranges" of the API."""
+
+from __future__ import annotations
+
+import pytest
+
+MODEL = "test-model"
+
+
+def refused(http, path: str, status: int = 400, **body) -> dict:
+    response = http.post(path, json=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("temperature", {"temperature": 2.5}),
+        ("temperature", {"temperature": "hot"}),
+        ("top_p", {"top_p": 0}),
+        ("top_k", {"top_k": -2}),
+        ("min_p", {"min_p": 1.5}),
+        ("n", {"n": 0}),
+        ("n", {"n": 129}),
+        ("max_tokens", {"max_tokens": -1}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 10**30}),
+        ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
+        ("stop", {"stop": ""}),
+        ("stop", {"stop": ["a"] * 5}),
+        ("stop", {"stop": "x" * 2000}),
+        ("stop_token_ids", {"stop_token_ids": [10**6]}),
+        ("logprobs", {"logprobs": 21}),
+        ("logprobs", {"logprobs": -1}),
+        ("logit_bias", {"logit_bias": {"x": 1}}),
+        ("logit_bias", {"logit_bias": {"999999": 1}}),
+        ("logit_bias", {"logit_bias": {str(i): 1 for i in range(600)}}),
+        ("seed", {"seed": 2**70}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("best_of", {"best_of": 3}),
+        ("suffix", {"suffix": "end"}),
+        ("use_beam_search", {"use_beam_search": True}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("bad_words", {"bad_words": ["x"]}),
+        ("prompt", {"prompt": []}),
+        ("prompt", {"prompt": ["a", 1]}),
+        ("prompt", {"prompt": [[1], []]}),
+        ("prompt", {"prompt": [10**6]}),
+        ("prompt", {"prompt": [-1]}),
+        ("prompt", {"prompt": ["a"] * 1025}),
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": {"a": 1}}),
+        ("cache_salt", {"cache_salt": ""}),
+        ("request_id", {"request_id": "a b"}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 0}),
+    ],
+)
+def test_bad_completion_fields(http, param, fields):
+    error = refused(http, "/v1/completions", **{"model": MODEL, "prompt": "Hi", **fields})
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("messages", {"messages": []}),
+        ("messages", {"messages": [{"role": "user"}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+        ("messages", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
+        ("logprobs", {"logprobs": 3}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("chat_template", {"chat_template": "{{ 1 }}"}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"messages": "x"}}),
+        ("max_completion_tokens", {"max_completion_tokens": 0}),
+        ("continue_final_message", {"continue_final_message": True}),
+    ],
+)
+def test_bad_chat_fields(http, param, fields):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    assert refused(http, "/v1/chat/completions", **body)["param"] == param
+
+
+def test_harmless_and_unknown_fields_are_ignored(http):
+    body = {
+        "model": MODEL, "prompt": "Hi", "max_tokens": 1, "user": "u", "metadata": {"a": "b"}, "store": True,
+        "best_of": 1, "suffix": None, "a_field_of_next_year": [1, 2], "tools": [], "response_format": {"type": "text"},
+    }  # fmt: skip
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_bad_requests_in_general(http):
+    assert refused(http, "/v1/completions", status=404, model="other", prompt="Hi")["code"] == "model_not_found"
+    assert refused(http, "/v1/completions", model=MODEL)["param"] == "prompt"
+    assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"
+    assert http.get("/v1/completions").status_code == 405
+    for content, kind in (
+        (b"{", "application/json"),
+        (b'{"prompt": "\\ud800"}', "application/json"),
+        (b"{}", "text/plain"),
+    ):
+        response = http.post("/v1/completions", content=content, headers={"content-type": kind})
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    for content in (b'{"temperature": NaN}', b'{"temperature": 1e999}', b"[" * 10**5, b'{"suffix":' + b"[" * 10**5):
+        response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+
+
+def test_error_before_the_first_token_of_a_stream_has_its_status(http):
+    assert refused(http, "/v1/completions", model=MODEL, prompt=[5] * 300, stream=True)["param"] == "prompt"

@@ -1,0 +1,105 @@
+"""Tokenizer: exact bytes, special tokens, chat templates and generation defaults."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers_for_tests as kinds
+
+from jaxserve import tokenizer as module
+from jaxserve.tokenizer import GenerationDefaults, load_tokenizer, token_strings
+from jaxserve.types import InvalidRequestError
+
+TEXTS = ["Hello world", " two  spaces", "naïve café 😀👍🏽", "你好世界\n", "a\tb <|im_end|> c <tool>d"]
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    return kinds.byte_level()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_of_byte_level_tokens_add_up_to_the_text(byte_level, text):
+    ids = byte_level.encode(text)
+    assert b"".join(map(byte_level.token_bytes, ids)).decode() == text
+    assert byte_level.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("text", ["Hello world", "the dog é😀", "x  y"])
+def test_bytes_of_sentencepiece_tokens_add_up_to_the_text(text):
+    tokenizer = kinds.sentencepiece_like()
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == " " + text
+    assert tokenizer.decode(ids) == text
+
+
+def test_bytes_of_word_pieces_and_unknown_ids():
+    tokenizer = kinds.word_pieces()
+    assert tokenizer.token_bytes(3) == b"ld"
+    assert tokenizer.token_bytes(10_000) == b""
+
+
+def test_token_strings_write_broken_characters_as_bytes(byte_level):
+    ids = byte_level.encode("é")
+    if len(ids) == 1:
+        ids = byte_level.encode("\u0107")
+    assert token_strings(byte_level, ids)[0].startswith("bytes:\\xc")
+
+
+def test_no_second_bos():
+    tokenizer = kinds.byte_level(bos=True)
+    assert tokenizer.encode("Hello")[0] == tokenizer.bos_token_id
+    assert tokenizer.encode("<|im_start|>Hello").count(tokenizer.bos_token_id) == 1
+    assert tokenizer.encode("<|im_start|>Hello", add_special_tokens=False).count(tokenizer.bos_token_id) == 1
+
+
+def test_chat_template(byte_level):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = byte_level.render_chat(messages)
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    continued = byte_level.render_chat(
+        [*messages, {"role": "assistant", "content": "Well"}], continue_final_message=True
+    )
+    assert continued.endswith("<|im_start|>assistant\nWell")
+
+
+def test_template_errors_are_the_requests_fault(byte_level):
+    with pytest.raises(InvalidRequestError, match="no clowns"):
+        byte_level.render_chat([{"role": "clown", "content": "Hi"}])
+    with pytest.raises(InvalidRequestError, match="at least one message"):
+        byte_level.render_chat([])
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        kinds.byte_level(chat_template=None).render_chat([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ messages.__class__.__base__.__subclasses__() }}"],
+)
+def test_template_runs_in_the_immutable_sandbox(template):
+    tokenizer = kinds.byte_level(chat_template=template)
+    with pytest.raises(InvalidRequestError, match="refused"):
+        tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_endless_template_is_stopped(monkeypatch):
+    monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match="did not finish"):
+        kinds.byte_level(chat_template=loops).render_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_load(tmp_path):
+    kinds.save_byte_level(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_token_ids == (0, 2)
+    assert {0, 1, 2} <= tokenizer.special_ids
+    assert tokenizer.generation_defaults == GenerationDefaults(temperature=0.5, top_k=7, eos_token_ids=(0, 2))
+    assert tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
+
+
+def test_load_says_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ValueError, match=r"generation_config\.json"):
+        GenerationDefaults.load(tmp_path)
