@@ -11,6 +11,7 @@ arXiv:1805.02867), in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from jax import lax
 
 ROWS = 8  # decode rows per block
 TILE = 64  # query tokens per tile of a prompt
-KV_BLOCK = 256  # cached tokens per step of the running softmax
+KV_BLOCK = 128  # cached tokens per step of the running softmax
 MASKED = -1e30  # finite, so that a row that sees nothing stays finite
 
 
@@ -31,14 +32,14 @@ class Softmax(NamedTuple):
     total: jax.Array
     values: jax.Array
 
-    def update(self, scores: jax.Array, weigh) -> Softmax:
-        """Adds scores [..., keys]; `weigh` turns probabilities [..., keys] into weighted values [..., head_dim]."""
-        peak = jnp.maximum(self.peak, scores.max(-1))
+    def update(self, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array], axis: int) -> Softmax:
+        """Adds scores with keys along `axis`; `weigh` turns probabilities of their shape into weighted values."""
+        peak = jnp.maximum(self.peak, scores.max(axis))
         keep = jnp.exp(self.peak - peak)
-        probabilities = jnp.where(scores > MASKED / 2, jnp.exp(scores - peak[..., None]), 0.0)
+        probabilities = jnp.where(scores > MASKED / 2, jnp.exp(scores - jnp.expand_dims(peak, axis)), 0.0)
         return Softmax(
             peak,
-            self.total * keep + probabilities.sum(-1),
+            self.total * keep + probabilities.sum(axis),
             self.values * keep[..., None] + weigh(probabilities),
         )
 
@@ -111,7 +112,7 @@ def _block_tokens(pages: jax.Array, block_tables: jax.Array) -> int:
 
 
 def _decode_rows(q, pages, block_tables, kv_len, num_decodes, *, scale, window):
-    """Row r's single query is token r. Multiply-reduce instead of matmul: one query a head is no matrix."""
+    """Row r's single query is token r."""
     rows, head_dim = min(ROWS, block_tables.shape[0], q.shape[0]), q.shape[-1]
     tokens = _block_tokens(pages, block_tables)
 
@@ -126,10 +127,11 @@ def _decode_rows(q, pages, block_tables, kv_len, num_decodes, *, scale, window):
         def kv_block(block, state):
             k, v, position = _gather(pages, table, block)
             seen = (position < length[:, None]) & (position >= oldest[:, None])
-            scores = jnp.einsum("rkgd,rskd->rkgs", query, k.astype(jnp.float32))
-            scores = jnp.where(seen[:, None, None], scores, MASKED)
-            v = jnp.where(seen[:, :, None, None], v.astype(jnp.float32), 0.0)
-            return state.update(scores, lambda p: jnp.einsum("rkgs,rskd->rkgd", p, v))
+            seen = seen[:, :, None, None]
+            scores = jnp.einsum("rkgd,rskd->rskg", query, k.astype(jnp.float32))
+            v = jnp.where(seen, v.astype(jnp.float32), 0.0)
+            scores = jnp.where(seen, scores, MASKED)
+            return state.update(scores, lambda p: jnp.einsum("rskg,rskd->rkgd", p, v), axis=1)
 
         first = jnp.min(jnp.where(length > 0, oldest, jnp.iinfo(jnp.int32).max)) // tokens
         last = (jnp.max(length) + tokens - 1) // tokens
@@ -166,7 +168,8 @@ def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, *, s
                 seen &= position > where[:, None] - window
             scores = jnp.einsum("tkgd,skd->kgts", query, k.astype(jnp.float32))
             v = jnp.where((position < kv_len[row])[:, None, None], v.astype(jnp.float32), 0.0)
-            return state.update(jnp.where(seen, scores, MASKED), lambda p: jnp.einsum("kgts,skd->kgtd", p, v))
+            scores = jnp.where(seen, scores, MASKED)
+            return state.update(scores, lambda p: jnp.einsum("kgts,skd->kgtd", p, v), axis=-1)
 
         shape = (q.shape[1], q.shape[2], tile)
         state = lax.fori_loop(oldest // tokens, newest // tokens + 1, kv_block, Softmax.empty(shape, head_dim))

@@ -1,117 +1,15 @@
-"""Servers in processes of their own, on free ports."""
+"""Servers that several tests share."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 import tokenizers_for_tests as kinds
-
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-DEMO = ROOT / "checkpoints" / "demo"
-
-
-@dataclass
-class ServerUnderTest:
-    """A running server process."""
-
-    process: subprocess.Popen
-    port: int
-    model: str
-    log: Path
-    clients: list[httpx.Client] = field(default_factory=list)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def http(self, **options) -> httpx.Client:
-        client = httpx.Client(base_url=self.url, timeout=30, **options)
-        self.clients.append(client)
-        return client
-
-    def openai(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30, **options)
-
-    def openai_async(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
-
-    def wait_ready(self, seconds: float = 60) -> None:
-        wait_until(lambda: self.status("/ready") == 200 or self.process.poll() is not None, seconds)
-        assert self.process.poll() is None, self.log.read_text()
-
-    def status(self, path: str) -> int | None:
-        try:
-            return httpx.get(self.url + path, timeout=5).status_code
-        except httpx.HTTPError:
-            return None
-
-    def metric(self, name: str) -> float:
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            if line.startswith(f"jaxserve:{name}{{"):
-                return float(line.rsplit(" ", 1)[1])
-        raise KeyError(name)
-
-    def stop(self, seconds: float = 20) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        for client in self.clients:
-            client.close()
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-
-
-def wait_until(condition, seconds: float = 10, message: str = "") -> None:
-    """Polls `condition` until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, message or "timed out"
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-@contextlib.contextmanager
-def running_server(folder: Path, log: Path, *, engine: str | None, ready: bool = True, config=None, **serve):
-    port = serve.setdefault("port", free_port())
-    serve.setdefault("served_model_name", "test-model")
-    if engine is not None:
-        serve["engine_class"] = f"fake_engine:{engine}"
-    options = {"config": {"model": str(folder), **(config or {})}, "serve": serve}
-    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "launch.py"), json.dumps(options)],
-            env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    server = ServerUnderTest(process, port, serve["served_model_name"], log)
-    try:
-        if ready:
-            server.wait_ready(seconds=240 if engine is None else 60)
-        yield server
-    finally:
-        server.stop()
+from serving import DEMO, ServerUnderTest, free_port, running_server
 
 
 @pytest.fixture(scope="session")

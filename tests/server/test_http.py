@@ -8,7 +8,7 @@ import json
 import httpx
 import openai
 import pytest
-from conftest import wait_until
+from serving import wait_until
 
 MODEL = "test-model"
 

@@ -11,7 +11,7 @@ import time
 import httpx
 import openai
 import pytest
-from conftest import wait_until
+from serving import wait_until
 
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
 
