@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,16 +22,24 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
     """
     if model == DEMO and not Path(model).is_dir():
         return Path(__file__).parent / DEMO
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if model and os.path.isdir(path):
         return path.resolve()
-    if path.exists():
+    if model and os.path.exists(path):
         raise CheckpointError(f"{model} is a file; give the folder that holds config.json and the .safetensors files")
     if not _HUB_ID.match(model):
         raise CheckpointError(
             f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo'"
         )
     return _download(model, [pattern for pattern in _FILES if weights or pattern != "*.safetensors"])
+
+
+def local_folder(model: str) -> Path | None:
+    """The model's folder where it is known without asking the hub."""
+    try:
+        return resolve_model(model) if model == DEMO or not _HUB_ID.match(model) or Path(model).is_dir() else None
+    except CheckpointError:
+        return None
 
 
 def _download(model: str, patterns: list[str]) -> Path:
@@ -50,6 +59,8 @@ def list_models(folders: Iterable[Path] = ()) -> list[tuple[str, Path]]:
 
     found = [(DEMO, Path(__file__).parent / DEMO)]
     for folder in folders:
+        if not folder.is_dir():
+            raise CheckpointError(f"no such folder: {folder}")
         found += [(str(path.parent), path.parent) for path in sorted(folder.glob("**/config.json"))]
     try:
         repos = scan_cache_dir().repos

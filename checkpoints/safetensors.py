@@ -1,7 +1,8 @@
 """Reading safetensors files: every length and offset is checked before it is used.
 
 Format: https://huggingface.co/docs/safetensors: 8 bytes little-endian header length, a JSON header of
-name -> {dtype, shape, data_offsets}, then the tensors' bytes back to back.
+name -> {dtype, shape, data_offsets}, then the tensors' bytes back to back: they tile the rest of the file, without
+holes or overlaps.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from checkpoints.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**56
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -27,10 +29,15 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "C64": np.dtype(np.complex64),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
     "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
@@ -77,22 +84,47 @@ class TensorInfo:
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one file. Raises CheckpointError when anything about the file does not add up."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{path} is not a complete safetensors file: its header claims {length} bytes, the file has {size}"
-            )
-        raw = file.read(length)
     try:
-        header = json.loads(raw)
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path} is not a complete safetensors file: its header claims {length} bytes, the file has {size}"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        header = json.loads(raw.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header must be a JSON object")
     header.pop("__metadata__", None)
-    return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    tensors = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    _check_tiling(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} stands there twice")
+    return made
+
+
+def _check_tiling(path: Path, tensors: dict[str, TensorInfo], begin: int, size: int) -> None:
+    """Each byte from `begin` on must belong to exactly one tensor."""
+    at, before = begin, "the header"
+    for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
+        if tensor.start != at:
+            what = "overlaps" if tensor.start < at else "leaves a hole after"
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} {what} {before}")
+        at, before = tensor.start + tensor.nbytes, repr(tensor.name)
+    if at != size:
+        raise CheckpointError(f"{path}: {size - at} bytes after {before} belong to no tensor")
 
 
 def _tensor(path: Path, name: str, entry: object, base: int, size: int) -> TensorInfo:
@@ -104,7 +136,7 @@ def _tensor(path: Path, name: str, entry: object, base: int, size: int) -> Tenso
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise refuse(f"has dtype {dtype!r}; supported are {', '.join(DTYPES)}")
-    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(x for x in shape if x) > MAX_ELEMENTS:
         raise refuse(f"has an invalid shape {shape!r}")
     if not _is_sizes(offsets) or len(offsets) != 2:
         raise refuse(f"has invalid data_offsets {offsets!r}")
@@ -122,10 +154,12 @@ def _is_sizes(value: object) -> bool:
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of a model folder: of `model.safetensors.index.json`'s files if there is one, else of all files."""
-    index = folder / "model.safetensors.index.json"
+    """All tensors of a model folder: of `model.safetensors`, or of its index's files, or else of all files."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         paths = _indexed_files(folder, index)
+    elif single.exists():  # files beside it hold adapters, or the same weights under other names
+        paths = [single]
     else:
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -149,11 +183,11 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names a file outside its folder: {name!r}")
-        if not (folder / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r:.200}, which is no .safetensors file of its folder")
+        if not os.path.isfile(folder / name):
             raise CheckpointError(f"{index} names {name}, which is missing")
     return sorted(folder / name for name in names)

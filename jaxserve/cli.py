@@ -26,7 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("jaxserve").setLevel(logging.DEBUG if args.verbose else logging.INFO)
     try:
         return args.run(args)
-    except (ValueError, OSError) as error:  # ConfigError, CheckpointError and InvalidRequestError among them
+    except (ValueError, OSError, RuntimeError) as error:
+        # ConfigError, CheckpointError, InvalidRequestError, and what JAX says of missing or exhausted devices
+        if args.verbose:
+            raise
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -101,7 +104,7 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="longest prompt and output together, in tokens; None: the model's own limit")  # fmt: skip
     flag("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="most sequences in one step")
     flag("--max-num-batched-tokens", field="max_num_batched_tokens", type=int, metavar="TOKENS",
-         help="most tokens in one step, prompt chunks and decodes together; None: 2048, or 8192 on large GPUs")  # fmt: skip
+         help="most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs")  # fmt: skip
     flag("--max-waiting", field="max_waiting", type=int, metavar="N",
          help="most requests in the queue, beyond which new ones get 503; None: no limit")  # fmt: skip
     flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",
@@ -172,17 +175,20 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    llm = _load_llm(args)
+    llm, params = _load_llm(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    deltas = llm.stream(prompt, params)
     print(prompt, end="", flush=True)
-    for delta in llm.stream(prompt, _sampling(args, llm)):
+    for delta in deltas:
         print(delta.text, end="", flush=True)
     print()
     return 0
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    llm = _load_llm(args)
+    from jaxserve.types import InvalidRequestError
+
+    llm, params = _load_llm(args)
     opening = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(opening)
     if sys.stdin.isatty():
@@ -195,7 +201,11 @@ def run_chat(args: argparse.Namespace) -> int:
             continue
         if line:
             messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(llm, messages, _sampling(args, llm))})
+            try:
+                messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+            except InvalidRequestError as error:  # a conversation that is too long, say, can begin anew
+                print(f"jaxserve: {error}", file=sys.stderr)
+                messages.pop()
     return 0
 
 
@@ -244,15 +254,18 @@ def run_models(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_llm(args: argparse.Namespace) -> Any:
-    from jaxserve.llm import LLM
-
-    return LLM(**engine_config(args).__dict__)
-
-
-def _sampling(args: argparse.Namespace, llm: Any) -> Any:
+def _load_llm(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and the SamplingParams; mistakes in the flags are found before anything is loaded."""
     import msgspec
+
+    from jaxserve.types import SamplingParams
 
     given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "seed": args.sampling_seed}
     given = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(llm.default_params(), max_tokens=args.max_tokens, stop=tuple(args.stop), **given)
+    given |= {"max_tokens": args.max_tokens, "stop": tuple(args.stop)}
+    SamplingParams(**given)
+    config = engine_config(args)
+    from jaxserve.llm import LLM
+
+    llm = LLM(**config.__dict__)
+    return llm, msgspec.structs.replace(llm.default_params(), **given)

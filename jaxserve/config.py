@@ -26,7 +26,7 @@ class EngineConfig:
       page_size: tokens per KV page.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
-        the memory that is available at start, and at most 4 GiB of cache unless kv_pages says otherwise.
+        the memory that is available at start, and at most 1 GiB of cache unless kv_pages says otherwise.
       tensor_parallel_size: devices that share each layer.
       async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
       prefix_caching: reuse KV pages of equal prompt prefixes.
@@ -58,11 +58,15 @@ class EngineConfig:
             ("tensor_parallel_size", 1, 2**16),
         ):
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name} must be between {low} and {high}, got {value}")
+            if value is None and type(self).__dataclass_fields__[name].default is None:
+                continue
+            if type(value) is not int or not low <= value <= high:
+                raise ConfigError(f"{name} must be between {low} and {high}, got {value!r}")
         if self.page_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
-        if not 0.05 <= self.memory_utilization <= 1.0:
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        if type(self.memory_utilization) not in (int, float) or not 0.05 <= self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization must be in [0.05, 1.0], got {self.memory_utilization}")
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),

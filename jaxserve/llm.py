@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.detokenizer import ChoiceDelta, OutputProcessor
 from jaxserve.engine import Engine
 from jaxserve.tokenizer import load_tokenizer
-from jaxserve.types import FinishReason, InvalidRequestError, Request, SamplingParams, TokenLogprob
+from jaxserve.types import (
+    FinishReason,
+    InvalidRequestError,
+    Request,
+    SamplingParams,
+    SequenceUpdate,
+    TokenLogprob,
+)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
@@ -51,6 +61,29 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
+def _token_ids(value: Any) -> list[int] | None:
+    """`value` as plain integers, of whatever integer type they were; None when it is no sequence of these."""
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
+        return None
+    if any(isinstance(token, bool) or not hasattr(token, "__index__") for token in value):
+        return None
+    try:
+        return [operator.index(token) for token in value]
+    except TypeError:  # arrays of more than one element have an __index__ that refuses
+        return None
+
+
+def _prompt_list(prompts: Any) -> Sequence[Prompt]:
+    """A list of prompts; a single prompt becomes a list of one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r:.80}", "prompt")
+    if len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
 class LLM:
     """A model to generate with, in this process.
 
@@ -62,6 +95,8 @@ class LLM:
         self.engine = Engine.load(EngineConfig(model=str(model), **config))
         self.tokenizer = load_tokenizer(self.engine.model_folder)
         self._ids = (f"offline-{i}" for i in itertools.count())
+        # Request id -> where its updates go: a stream may be open while something else is generated.
+        self._inboxes: dict[str, deque[SequenceUpdate]] = {}
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, with 16 new tokens."""
@@ -82,9 +117,7 @@ class LLM:
         One SamplingParams serves all prompts, or there is one for each. Results are in the order of the prompts.
         Raises InvalidRequestError, naming the prompt's place, before anything runs.
         """
-        if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        requests, texts = self._requests(prompts, sampling_params)  # type: ignore[arg-type]
+        requests, texts = self._requests(_prompt_list(prompts), sampling_params)
         processors = {request.request_id: OutputProcessor(self.tokenizer, request) for request in requests}
         choices = {(r.request_id, i): ChoiceDelta(index=i) for r in requests for i in range(r.params.n)}
         with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not progress) as bar:
@@ -106,20 +139,30 @@ class LLM:
 
         A conversation is a list of {"role": ..., "content": ...}; `template` goes to the chat template.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self.tokenizer.render_chat(one, **template) for one in conversations]  # type: ignore[arg-type]
-        prompts = [
-            {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
-            for text in texts
-        ]
+        if not isinstance(messages, Sequence) or (messages and isinstance(messages[0], Mapping)):
+            messages = [messages]  # type: ignore[assignment]
+        prompts: list[Prompt] = []
+        for place, conversation in enumerate(messages):
+            try:
+                text = self._render(conversation, template)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"conversation {place}: {error}", error.param, error.code) from None
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[ChoiceDelta]:
-        """Continues one prompt, yielding its text as it comes. Leaving early aborts it."""
-        requests, _ = self._requests([prompt], params)
-        processor = OutputProcessor(self.tokenizer, requests[0])
-        for _, delta in self._run(requests, {requests[0].request_id: processor}):
-            yield delta
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[ChoiceDelta, None, None]:
+        """Continues one prompt, yielding its text as it comes. Leaving early (closing the iterator) aborts it."""
+        requests, _ = self._requests([prompt], params)  # here, so that a mistake is reported before the first step
+        processors = {requests[0].request_id: OutputProcessor(self.tokenizer, requests[0])}
+        return (delta for _, delta in self._run(requests, processors))
+
+    def _render(self, conversation: Any, template: Mapping[str, Any]) -> str:
+        messages = conversation if isinstance(conversation, Sequence) else ()
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            what = f'a list of {{"role": ..., "content": ...}}, got {conversation!r:.80}'
+            raise InvalidRequestError(f"a conversation must be {what}", "messages")
+        return self.tokenizer.render_chat(messages, **template)
 
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -131,10 +174,12 @@ class LLM:
             raise InvalidRequestError(f"{len(prompts)} prompts, but {len(each)} sampling parameters", "sampling_params")
         requests, texts = [], []
         for place, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            text, ids = self._encode(prompt)
-            own = self.tokenizer.with_eos(own, self.engine.eos_token_ids)
-            request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
             try:
+                if not isinstance(own, SamplingParams):
+                    raise InvalidRequestError(f"expected SamplingParams, got {own!r:.80}", "sampling_params")
+                text, ids = self._encode(prompt)
+                own = self.tokenizer.with_eos(own, self.engine.eos_token_ids)
+                request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
                 self.engine.check_request(request)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {place}: {error}", error.param, error.code) from None
@@ -145,13 +190,14 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
+        text: Any = None
+        ids: Any = prompt
         if isinstance(prompt, Mapping):
-            if (ids := prompt.get("prompt_token_ids")) is not None:
-                return prompt.get("prompt"), list(ids)
-            if isinstance(prompt.get("prompt"), str):
-                return self._encode(prompt["prompt"])
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-            return None, list(prompt)
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is None and isinstance(text, str):
+                return self._encode(text)
+        if (tokens := _token_ids(ids)) is not None and (text is None or isinstance(text, str)):
+            return text, tokens
         raise InvalidRequestError(
             f"a prompt must be a string, a list of token ids, or a dict with one of these, got {prompt!r:.80}", "prompt"
         )
@@ -160,12 +206,17 @@ class LLM:
         self, requests: list[Request], processors: dict[str, OutputProcessor], bar: tqdm | None = None
     ) -> Iterator[tuple[str, ChoiceDelta]]:
         """Feeds the requests to the engine and yields what they gain until all have ended."""
-        for request in requests:
-            self.engine.add_request(request)
+        inbox: deque[SequenceUpdate] = deque()
+        self._inboxes |= dict.fromkeys(processors, inbox)
         running = set(processors)
         try:
+            for request in requests:
+                self.engine.add_request(request)
             while running:
-                for update in self.engine.step():
+                if not inbox:
+                    self._step()
+                while inbox:
+                    update = inbox.popleft()
                     processor = processors[update.request_id]
                     delta = processor.process(update)
                     if delta is None:
@@ -180,6 +231,13 @@ class LLM:
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
+            for request_id in processors:
+                del self._inboxes[request_id]
+
+    def _step(self) -> None:
+        for update in self.engine.step():
+            if (inbox := self._inboxes.get(update.request_id)) is not None:
+                inbox.append(update)
 
     def _output(
         self,

@@ -38,9 +38,11 @@ def plan(config: EngineConfig, model: ModelConfig, decoder: Decoder, params: Any
     if pages - 1 < longest:
         fits = max(pages - 1, 0) * config.page_size
         if config.max_model_len is not None or fits < min(max_model_len, 2 * config.page_size):
+            shorter = f"lower --max-model-len to {fits} or less, or " if fits else ""
+            larger = "give more memory" if config.kv_pages is None else "raise --kv-pages, of which one is kept free"
             raise ConfigError(
                 f"a request of max_model_len {max_model_len} tokens needs {longest} KV pages of {config.page_size}, "
-                f"but only {max(pages - 1, 0)} fit; lower --max-model-len to {fits} or less, or give more memory"
+                f"but only {max(pages - 1, 0)} fit; {shorter}{larger}"
             )
         log.warning(
             "max_model_len lowered from the model's %d to %d tokens, which fit the KV cache", max_model_len, fits
@@ -66,7 +68,8 @@ def _budget(config: EngineConfig, params: Any, mesh: Mesh) -> int:
 
 
 def _available_host_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    meminfo = Path("/proc/meminfo")  # of Linux alone
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 4 * CPU_CACHE_BYTES

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from checkpoints.hub import local_folder
 from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import EngineDeadError
@@ -81,7 +82,7 @@ def serve(
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     with listener, EngineProcess(config, engine_class) as engine:
-        server = _Server(uvicorn_config, state, engine, Path(config.model))
+        server = _Server(uvicorn_config, state, engine, local_folder(config.model))
         server.run(sockets=[listener])
     if server.failure is not None:
         print(f"jaxserve: {server.failure}", file=sys.stderr)
@@ -138,7 +139,7 @@ class _Server(uvicorn.Server):
       failure: why the server could not start; None where it did.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, engine: EngineProcess, model: Path):
+    def __init__(self, config: uvicorn.Config, state: ServerState, engine: EngineProcess, model: Path | None):
         super().__init__(config)
         self.failure: str | None = None
         self._state = state
@@ -179,8 +180,8 @@ class _Server(uvicorn.Server):
         state.client.on_stats = state.metrics.on_stats
         try:
             early: asyncio.Future[Tokenizer] | None = None
-            if self._model.is_dir():
-                early = asyncio.ensure_future(state.off_loop(lambda: load_tokenizer(self._model)))
+            if (folder := self._model) is not None:
+                early = asyncio.ensure_future(state.off_loop(lambda: load_tokenizer(folder)))
             await state.client.connect(self._engine.socket_path, self._engine.runs)
             info = await state.client.wait_ready()
             state.metrics.on_ready(info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,14 @@ class RopeConfig:
     attention_factor: float = 1.0
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        if self.theta <= 1:
+            raise ConfigError(f"rope_theta must be above 1, got {self.theta}")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ConfigError(
+                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -58,27 +67,14 @@ class ModelConfig:
     dtype: str = "float32"  # of the checkpoint
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_position",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-                raise ConfigError(f"config.json: {name} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"config.json: {self.num_heads} attention heads are no multiple of {self.num_kv_heads} key-value heads"
+                f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"config.json: head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even and positive for rotary positions, got {self.head_dim}")
         if len(self.windows) not in (0, self.num_layers):
-            raise ConfigError(f"config.json: {len(self.windows)} layer types for {self.num_layers} layers")
+            raise ConfigError(f"layer_types has {len(self.windows)} entries, num_hidden_layers is {self.num_layers}")
 
     @property
     def group_size(self) -> int:
@@ -88,6 +84,34 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
+
+def _count(most: int, least: int = 1) -> tuple[str, Callable[[Any], bool]]:
+    return f"an integer from {least} to {most}", lambda value: type(value) is int and least <= value <= most
+
+
+# What may stand in a config for each key that is read, also inside rope_scaling and rope_parameters.
+_SIZE, _HEADS, _LAYERS, _LENGTH = _count(2**24), _count(2**12), _count(2**12), _count(2**30)
+_POSITIVE = "a positive number", lambda value: type(value) in (int, float) and 0 < value < 1e30
+_NUMBER = "a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e30
+_FLAG = "true or false", lambda value: type(value) is bool
+_TEXT = "a string", lambda value: type(value) is str
+_TEXTS = "a list of strings", lambda value: type(value) is list and all(type(x) is str for x in value)
+_OBJECT = "a JSON object", lambda value: type(value) is dict
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "architectures": _TEXTS,
+    "layer_types": _TEXTS,
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), _SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _HEADS),
+    "num_hidden_layers": _LAYERS,
+    "max_window_layers": _count(2**12, least=0),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"), _POSITIVE),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), _NUMBER),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate"), _FLAG),
+    **dict.fromkeys(("hidden_act", "torch_dtype", "dtype", "rope_type", "type"), _TEXT),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _OBJECT),
+}
 
 # Keys of a Hugging Face config that do not change what a decoder computes at inference.
 HARMLESS = frozenset(
@@ -159,7 +183,9 @@ class HFConfig:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{folder} holds no config.json: not a model folder in Hugging Face format") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
@@ -168,14 +194,25 @@ class HFConfig:
     _REQUIRED = object()
 
     def take(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The value of `key`; null counts as absent, as in transformers."""
+        """The value of `key`; null counts as absent, as in transformers. Raises ConfigError for what KINDS forbids."""
         self._taken.add(key)
         value = self.values.get(key)
         if value is not None:
+            self._check(key, value)
             return value
         if default is self._REQUIRED:
             raise ConfigError(f"{self.source} has no {key!r}, which this architecture needs")
         return default
+
+    def _check(self, key: str, value: Any) -> None:
+        if key in KINDS:
+            what, allows = KINDS[key]
+            if not allows(value):
+                raise ConfigError(f"{self.source}: {key} must be {what}, got {value!r:.80}")
+        if isinstance(value, dict):
+            for inner, setting in value.items():
+                if setting is not None:
+                    self._check(inner, setting)
 
     def expect(self, key: str, *allowed: Any) -> None:
         """The key must be absent, null or one of `allowed`: anything else changes the maths in a way not built here."""
@@ -202,6 +239,6 @@ def take_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = tuple(value) if isinstance(value, list) else (value,)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
+        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r:.80}")
     return ids

@@ -31,7 +31,7 @@ def read_model(folder: Path) -> ModelConfig:
     if path.exists():
         try:
             extra = take_token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is not a valid generation config: {error}") from None
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
     return config

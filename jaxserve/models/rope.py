@@ -20,7 +20,7 @@ from jaxserve.models.config import HFConfig, RopeConfig
 _SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
-def read_rope(hf: HFConfig, head_dim: int, max_position: int) -> RopeConfig:
+def read_rope(hf: HFConfig, max_position: int) -> RopeConfig:
     """RopeConfig from either style of config.json: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
     theta = hf.take("rope_theta", None)
     parameters = hf.take("rope_parameters", None)

@@ -19,6 +19,9 @@ import openai
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 DEMO = ROOT / "checkpoints" / "demo"
+# The real engine with a pool so small that sequences are preempted under load. All tests use the same settings, so
+# that the compiled programs are made once.
+SMALL = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 256, "kv_pages": 40}
 
 
 @dataclass

@@ -6,11 +6,9 @@ import asyncio
 import random
 
 import pytest
-from serving import DEMO, running_server, wait_until
+from serving import DEMO, SMALL, running_server, wait_until
 
 MODEL = "test-model"
-# A pool small enough that sequences are preempted under this load.
-CONFIG = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 256, "kv_pages": 80}
 PROMPTS = [
     "def fibonacci(n):\n",
     "import os\nimport sys\n\n\nclass Reader:\n",
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with running_server(DEMO, log, engine=None, config=CONFIG) as server:
+    with running_server(DEMO, log, engine=None, config=SMALL) as server:
         yield server
 
 
@@ -39,7 +37,7 @@ def options(i: int) -> dict:
         {"temperature": 0, "stop": ["\n\n", "self"], "logit_bias": {"13": -5}},
         {"temperature": 0.7, "seed": i, "extra_body": {"top_k": 20, "ignore_eos": True, "repetition_penalty": 1.2}},
     )
-    return {"max_tokens": 8 + (i * 7) % 40, **kinds[i % len(kinds)]}
+    return {"max_tokens": 8 + (i * 7) % 24, **kinds[i % len(kinds)]}
 
 
 async def answer(client, i: int, stream: bool) -> list[str]:
@@ -65,7 +63,7 @@ async def answer(client, i: int, stream: bool) -> list[str]:
 
 async def leave_midway(client, i: int) -> None:
     stream = await client.completions.create(
-        model=MODEL, prompt=PROMPTS[i % 4], stream=True, max_tokens=200, extra_body={"ignore_eos": True}, n=1 + i % 3
+        model=MODEL, prompt=PROMPTS[i % 4], stream=True, max_tokens=100, extra_body={"ignore_eos": True}, n=1 + i % 3
     )
     async for _ in stream:
         break

@@ -6,10 +6,9 @@ import asyncio
 
 import httpx
 import pytest
-from serving import DEMO, running_server, wait_until
+from serving import DEMO, SMALL, running_server, wait_until
 
 MODEL = "test-model"
-SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "kv_pages": 64}
 
 pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is missing")
 

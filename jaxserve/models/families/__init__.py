@@ -44,6 +44,13 @@ def find_family(hf: HFConfig) -> Family:
 
 
 def read_model_config(hf: HFConfig) -> ModelConfig:
-    config = find_family(hf).read_config(hf)
+    """Raises ConfigError that names the file and the key."""
+    family = find_family(hf)
+    try:
+        config = family.read_config(hf)
+    except ConfigError as error:
+        if str(error).startswith(hf.source):
+            raise
+        raise ConfigError(f"{hf.source}: {error}") from None
     hf.finish()
     return config

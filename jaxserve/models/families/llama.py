@@ -48,7 +48,7 @@ def read_shared(hf: HFConfig) -> dict[str, Any]:
         "head_dim": head_dim,
         "intermediate_size": hf.take("intermediate_size"),
         "norm_eps": float(hf.take("rms_norm_eps", 1e-6)),
-        "rope": read_rope(hf, head_dim, max_position),
+        "rope": read_rope(hf, max_position),
         "max_position": max_position,
         "activation": ACTIVATIONS[hf.take("hidden_act", "silu")],
         "tie_embeddings": bool(hf.take("tie_word_embeddings", False)),

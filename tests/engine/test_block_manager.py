@@ -1,0 +1,317 @@
+"""The block manager against a gold model that keeps everything in plain dicts and lists and searches them."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.block_manager import BlockManager, page_hash, root_hash
+
+PAGE = 2
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # two tokens only, so that prefixes meet often
+SALTS = st.sampled_from([None, "a", "b"])
+
+
+def hashes_of(salt: str | None, tokens: list[int]) -> list[bytes]:
+    """Hashes of the full pages of `tokens`."""
+    keys, parent = [], root_hash(salt)
+    for start in range(0, len(tokens) - PAGE + 1, PAGE):
+        parent = page_hash(parent, tokens[start : start + PAGE])
+        keys.append(parent)
+    return keys
+
+
+@dataclass
+class Owner:
+    salt: str | None
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+
+    def prefix(self, index: int) -> tuple:
+        """All that determines the content of pages[index]."""
+        return (self.salt, *self.tokens[: (index + 1) * PAGE])
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Owners with tokens come, grow, fork and go. The gold model knows what every page holds and who last let it go."""
+
+    @initialize(num_pages=st.integers(2, 12), prefix_caching=st.sampled_from([True, True, True, False]))
+    def create(self, num_pages, prefix_caching):
+        self.blocks = BlockManager(num_pages, PAGE, prefix_caching=prefix_caching)
+        self.everything = set(range(1, num_pages))
+        self.owners: list[Owner] = []
+        self.content: dict[int, tuple] = {}  # page -> prefix that was written there last
+        self.cached: dict[tuple, int] = {}  # prefix -> the page it is found at
+        self.idle: list[int] = []  # cached and nobody's, in the order in which they were let go
+
+    # The gold model
+
+    def owned(self) -> set[int]:
+        return {page for owner in self.owners for page in owner.pages}
+
+    def expect_allocated(self, pages: list[int]) -> None:
+        """Pages without content go first, then the cached ones, oldest first. Called before anyone owns them."""
+        blank = self.everything - self.owned() - set(self.idle)
+        count = min(len(pages), len(blank))
+        assert set(pages[:count]) <= blank
+        assert pages[count:] == self.idle[: len(pages) - count]
+        assert len(set(pages)) == len(pages)
+        for page in pages[count:]:
+            self.idle.remove(page)
+            del self.cached[self.content.pop(page)]
+
+    def let_go(self, pages: list[int]) -> None:
+        """Called after their owner dropped them."""
+        for page in reversed(pages):
+            if page not in self.owned() and page in self.cached.values():
+                self.idle.append(page)
+
+    def write(self, owner: Owner, first: int) -> None:
+        """Fills the owner's pages from index `first` on, and offers the full ones to the cache."""
+        keys = hashes_of(owner.salt, owner.tokens)
+        for index in range(first, len(owner.pages)):
+            page = owner.pages[index]
+            assert self.blocks.is_writable(page), "a page that others can see would be overwritten"
+            self.content[page] = owner.prefix(index)
+            if index < len(keys):
+                self.blocks.register(page, keys[index])
+                if self.blocks.prefix_caching:
+                    self.cached.setdefault(owner.prefix(index), page)
+
+    def pick(self, data) -> Owner:
+        return self.owners[data.draw(st.integers(0, len(self.owners) - 1), label="owner")]
+
+    # Operations
+
+    @rule(salt=SALTS, tokens=TOKENS)
+    def start(self, salt, tokens):
+        """A prompt: takes what is cached, allocates the rest, writes it."""
+        owner = Owner(salt, tokens)
+        found = self.blocks.match(hashes_of(salt, tokens))
+        prefixes = [owner.prefix(i) for i in range(len(tokens) // PAGE)]
+        expected = [self.cached[prefix] for prefix in itertools.takewhile(self.cached.__contains__, prefixes)]
+        assert found == expected
+        for index, page in enumerate(found):
+            assert self.content[page] == owner.prefix(index), "a hit on a page with other tokens"
+        assert self.blocks.count_evictable(found) == len(set(found) & set(self.idle))
+        missing = self.blocks.pages_for(len(tokens)) - len(found)
+        if missing > self.blocks.num_available - self.blocks.count_evictable(found):
+            return
+        self.blocks.share(found)
+        owner.pages = list(found)
+        self.idle = [page for page in self.idle if page not in found]
+        self.owners.append(owner)
+        new = self.blocks.allocate(missing)
+        self.expect_allocated(new)
+        owner.pages += new
+        self.write(owner, len(found))
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def grow(self, data, token):
+        """One more token, in a new page or in the last one, which may have to be copied first."""
+        owner = self.pick(data)
+        index = len(owner.tokens) // PAGE
+        if index == len(owner.pages):
+            if not self.blocks.num_available:
+                return
+            new = self.blocks.allocate(1)
+            self.expect_allocated(new)
+            owner.pages += new
+        elif not self.copy_if_needed(owner, index):
+            return
+        owner.tokens.append(token)
+        self.write(owner, index)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def overwrite(self, data):
+        """Writes a page again that may be shared or cached, as a fork does that computes its prompt's last token."""
+        owner = self.pick(data)
+        index = data.draw(st.integers(0, len(owner.pages) - 1), label="index")
+        if self.copy_if_needed(owner, index):
+            page = owner.pages[index]
+            self.content[page] = owner.prefix(index)
+
+    def copy_if_needed(self, owner: Owner, index: int) -> bool:
+        page = owner.pages[index]
+        owners = sum(other.pages.count(page) for other in self.owners)
+        writable = owners == 1 and page not in self.cached.values()
+        assert self.blocks.is_writable(page) is writable
+        if writable:
+            return True
+        if not self.blocks.num_available:
+            return False
+        old, new = self.blocks.make_writable(owner.pages, index)
+        assert old == page
+        assert owner.pages[index] == new
+        owner.pages[index] = old
+        self.expect_allocated([new])
+        owner.pages[index] = new
+        self.let_go([old])
+        self.content[new] = self.content[old]
+        return True
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def fork(self, data, count):
+        parent = self.pick(data)
+        child = Owner(parent.salt, parent.tokens[: count * PAGE], parent.pages[:count])
+        self.blocks.share(child.pages)
+        self.owners.append(child)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def free(self, data):
+        owner = self.pick(data)
+        self.blocks.free(owner.pages)
+        self.owners.remove(owner)
+        self.let_go(owner.pages)
+
+    @rule()
+    def reset(self):
+        self.blocks.reset_prefix_cache()
+        self.cached.clear()
+        self.idle.clear()
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "blocks"):
+            return
+        self.blocks.check_integrity([owner.pages for owner in self.owners])
+        assert self.blocks.num_used == len(self.owned())
+        assert self.blocks.num_available == len(self.everything) - len(self.owned())
+        assert self.blocks.capacity == len(self.everything)
+
+    def teardown(self):
+        for owner in getattr(self, "owners", []):
+            self.blocks.free(owner.pages)
+        if hasattr(self, "blocks"):
+            self.blocks.check_integrity()
+            assert self.blocks.num_available == self.blocks.capacity
+            assert sorted(self.blocks.allocate(self.blocks.capacity)) == sorted(self.everything)
+
+
+BlockManagerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestBlockManager = BlockManagerMachine.TestCase
+
+
+def cached_owner(blocks: BlockManager, tokens: list[int], salt: str | None = None) -> list[int]:
+    """Pages of an owner whose full pages are in the cache."""
+    pages = blocks.allocate(blocks.pages_for(len(tokens)))
+    for page, key in zip(pages, hashes_of(salt, tokens), strict=False):
+        blocks.register(page, key)
+    return pages
+
+
+def test_the_null_page_is_never_handed_out():
+    blocks = BlockManager(9, PAGE)
+    assert sorted(blocks.allocate(8)) == list(range(1, 9))
+    assert blocks.num_available == 0
+    with pytest.raises(AssertionError, match="1 pages asked for, 0 available"):
+        blocks.allocate(1)
+
+
+def test_the_least_recently_used_goes_first_and_its_tail_before_its_head():
+    blocks = BlockManager(7, PAGE)
+    old, new = cached_owner(blocks, [0, 0, 0, 0, 0, 0]), cached_owner(blocks, [1, 1, 1, 1, 1, 1])
+    blocks.free(old)
+    blocks.free(new)
+    assert blocks.allocate(6) == [*reversed(old), *reversed(new)]
+
+
+def test_use_makes_young_again():
+    blocks = BlockManager(5, PAGE)
+    one, two = cached_owner(blocks, [0, 0, 0, 0]), cached_owner(blocks, [1, 1, 1, 1])
+    blocks.free(one)
+    blocks.free(two)
+    hit = blocks.match(hashes_of(None, [0, 0, 0, 0]))
+    assert hit == one
+    blocks.share(hit)
+    blocks.free(hit)
+    assert blocks.allocate(4) == [*reversed(two), *reversed(one)]
+
+
+def test_blank_pages_go_before_cached_ones():
+    blocks = BlockManager(5, PAGE)
+    cached, blank = cached_owner(blocks, [0, 0, 0, 0]), blocks.allocate(2)
+    blocks.free(cached)
+    blocks.free(blank)
+    assert set(blocks.allocate(2)) == set(blank)
+    assert blocks.match(hashes_of(None, [0, 0, 0, 0])) == cached
+
+
+def test_what_lost_its_head_is_not_found():
+    blocks = BlockManager(4, PAGE)
+    head, tail = cached_owner(blocks, [0, 0, 0, 0])
+    blocks.free([head])  # the tail stays in use
+    others = blocks.allocate(2)
+    assert head in others
+    assert blocks.match(hashes_of(None, [0, 0, 0, 0])) == []
+    blocks.check_integrity([[tail], others])
+
+
+def test_the_first_page_with_a_content_stays_the_one_that_is_found():
+    blocks = BlockManager(5, PAGE)
+    first, second = cached_owner(blocks, [0, 0]), cached_owner(blocks, [0, 0])
+    assert blocks.match(hashes_of(None, [0, 0])) == first
+    blocks.free(second)
+    assert blocks.match(hashes_of(None, [0, 0])) == first
+    blocks.free(first)
+    assert blocks.num_available == 4
+
+
+def test_freeing_twice_is_an_error():
+    blocks = BlockManager(3, PAGE)
+    pages = blocks.allocate(1)
+    blocks.free(pages)
+    with pytest.raises(AssertionError, match="freed twice"):
+        blocks.free(pages)
+
+
+def test_check_integrity_notices():
+    blocks = BlockManager(4, PAGE)
+    pages = blocks.allocate(2)
+    blocks.check_integrity([pages])
+    for owners in ([], [pages[:1]], [pages, pages[:1]], [[*pages, 3]]):
+        with pytest.raises(AssertionError):
+            blocks.check_integrity(owners)
+
+
+# Hashes
+
+
+def test_roots_differ_between_salts_and_adapters():
+    fields = [None, "", "a", "b", "ab", "\1a", "\0", "\1"]
+    roots = {root_hash(salt, adapter) for salt in fields for adapter in fields}
+    assert len(roots) == len(fields) ** 2
+    assert root_hash("a") == root_hash("a", None)
+    assert {len(root) for root in roots} == {32}
+
+
+def test_fields_of_a_root_are_framed_by_their_lengths():
+    """Nothing that one field holds can look like the border between two."""
+    framed = (2).to_bytes(8, "little").decode() + "\1b"
+    for border in ("\1b", framed):
+        assert root_hash("a" + border) != root_hash("a", "b")
+        assert root_hash("a" + border, "c") != root_hash("a", "b" + border)
+
+
+def test_a_page_hash_stands_for_the_whole_prefix():
+    root = root_hash(None)
+    one, other = page_hash(root, [1, 2]), page_hash(root, [2, 1])
+    chains = [one, other, page_hash(one, [1, 2]), page_hash(other, [1, 2]), page_hash(root, [1, 2, 1, 2])]
+    assert len(set(chains)) == len(chains)
+    assert page_hash(root, (1, 2)) == one
+    assert page_hash(root, [1, 256]) != page_hash(root, [257, 0])
+
+
+def test_another_salt_finds_nothing():
+    blocks = BlockManager(9, PAGE)
+    pages = cached_owner(blocks, [1, 2, 3, 4], salt="mine")
+    assert blocks.match(hashes_of("mine", [1, 2, 3, 4, 5, 6])) == pages
+    for salt in (None, "", "yours"):
+        assert blocks.match(hashes_of(salt, [1, 2, 3, 4])) == []

@@ -1,0 +1,241 @@
+"""The XLA reference of paged attention against float64 NumPy. What no row owns is poisoned with NaN.
+
+The shape of the arrays is fixed per configuration, so that each compiles once or twice; what a batch holds is random.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention.reference import KV_BLOCK, TILE, paged_attention
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True)
+class Config:
+    page_size: int = 16
+    head_dim: int = 64
+    group: int = 4
+    kv_heads: int = 2
+    window: int | None = None
+    dtype: str = "float32"
+    tokens: int = 96
+    rows: int = 9  # one more than the kernel takes at once
+    max_pages: int = 24
+
+    def __str__(self) -> str:
+        window = f"-window{self.window}" if self.window else ""
+        return f"page{self.page_size}-dim{self.head_dim}-group{self.group}{window}-{self.dtype}-table{self.max_pages}"
+
+
+CONFIGS = [
+    Config(),
+    Config(page_size=8, head_dim=80, group=1, max_pages=40),  # 320 tokens: more than one block of keys, no multiple
+    Config(page_size=64, head_dim=96, group=7, kv_heads=1, max_pages=7),  # 448
+    Config(page_size=16, head_dim=128, group=1, kv_heads=3, dtype="bfloat16", max_pages=33),
+    Config(page_size=64, head_dim=256, group=4, kv_heads=1, max_pages=3),  # a table narrower than a block of keys
+    Config(page_size=8, head_dim=64, group=7, kv_heads=1, max_pages=5, dtype="bfloat16", tokens=40),
+    Config(page_size=16, head_dim=80, group=4, window=5, max_pages=40),
+    Config(page_size=8, head_dim=128, group=1, window=KV_BLOCK + 1, max_pages=80),
+    Config(page_size=64, head_dim=64, group=7, kv_heads=1, window=70, max_pages=9, dtype="bfloat16"),
+    Config(tokens=7, rows=3, max_pages=20),  # fewer tokens than a tile, fewer rows than a block
+]
+
+
+@dataclass
+class Batch:
+    """Host arrays as the kernel takes them, and each row's own keys and values in float64."""
+
+    q: np.ndarray
+    pages: np.ndarray
+    tables: np.ndarray
+    q_len: list[int]
+    kv_len: list[int]
+    num_decodes: int
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+    def q_start(self, rows: int) -> np.ndarray:
+        starts = np.cumsum([0, *self.q_len])
+        return np.append(starts, np.full(rows + 1 - len(starts), starts[-1])).astype(np.int32)
+
+
+def make_batch(config: Config, rows: list[tuple[int, int]], seed: int) -> Batch:
+    """rows: (new tokens, cached tokens with the new ones); those of one token first are the decodes."""
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[config.dtype]
+    assert sum(new for new, _ in rows) <= config.tokens
+    assert len(rows) <= config.rows
+    num_decodes = next((i for i, (new, _) in enumerate(rows) if new != 1), len(rows))
+    needed = [-(-length // config.page_size) for _, length in rows]
+    num_pages = sum(needed) + 5
+    owned = rng.permutation(np.arange(1, num_pages)).tolist()  # page 0 is nobody's
+    pages = np.full((num_pages, config.page_size, 2, config.kv_heads, config.head_dim), np.nan, dtype)
+    # Entries beyond a row's pages are stale: they point at pages of others, at poisoned ones, or nowhere.
+    tables = rng.integers(0, num_pages, (config.rows, config.max_pages)).astype(np.int32)
+    keys, values = [], []
+    for i, (_, length) in enumerate(rows):
+        kv = rng.standard_normal((length, 2, config.kv_heads, config.head_dim)).astype(dtype)
+        mine = [owned.pop() for _ in range(needed[i])]
+        tables[i, : len(mine)] = mine
+        for position in range(length):
+            pages[mine[position // config.page_size], position % config.page_size] = kv[position]
+        keys.append(kv[:, 0].astype(np.float64))
+        values.append(kv[:, 1].astype(np.float64))
+    q = rng.standard_normal((config.tokens, config.kv_heads, config.group, config.head_dim)).astype(dtype)
+    return Batch(q, pages, tables, [n for n, _ in rows], [n for _, n in rows], num_decodes, keys, values)
+
+
+def gold(config: Config, batch: Batch, scale: float) -> np.ndarray:
+    """Each real token's attention over its row's keys, one token and head at a time."""
+    out = []
+    for row, (new, length) in enumerate(zip(batch.q_len, batch.kv_len, strict=True)):
+        for position in range(length - new, length):
+            first = 0 if config.window is None else max(0, position + 1 - config.window)
+            q = batch.q[len(out)].astype(np.float64)
+            scores = np.einsum("kgd,skd->kgs", q, batch.keys[row][first : position + 1]) * scale
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            out.append(np.einsum("kgs,skd->kgd", weights, batch.values[row][first : position + 1]))
+    return np.stack(out)
+
+
+def run(config: Config, batch: Batch, scale: float, *, decode_only: bool = False) -> np.ndarray:
+    kv_len = np.zeros(config.rows, np.int32)
+    kv_len[: len(batch.kv_len)] = batch.kv_len
+    pages = np.full((config.rows * config.max_pages + 6, *batch.pages.shape[1:]), np.nan, batch.pages.dtype)
+    pages[: len(batch.pages)] = batch.pages
+    out = paged_attention(
+        jnp.asarray(batch.q),
+        jnp.asarray(pages),
+        jnp.asarray(batch.tables),
+        jnp.asarray(batch.q_start(config.rows)),
+        jnp.asarray(kv_len),
+        jnp.asarray(batch.num_decodes, jnp.int32),
+        scale=scale,
+        window=config.window,
+        decode_only=decode_only,
+    )
+    assert out.dtype == batch.q.dtype
+    return np.asarray(out).astype(np.float64)
+
+
+def check(config: Config, rows: list[tuple[int, int]], seed: int = 0, *, decode_only: bool = False) -> None:
+    batch = make_batch(config, rows, seed)
+    scale = config.head_dim**-0.5
+    out = run(config, batch, scale, decode_only=decode_only)
+    assert np.isfinite(out).all(), "padding too must be finite"
+    expected = gold(config, batch, scale)
+    np.testing.assert_allclose(out[: len(expected)], expected, rtol=0, atol=TOLERANCE[config.dtype])
+
+
+def random_rows(config: Config, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """Decodes, then chunks of prompts; lengths near the borders of pages and blocks more often than not."""
+    limit = config.page_size * config.max_pages
+    borders = np.array([1, config.page_size, TILE, KV_BLOCK, limit])
+
+    def length() -> int:
+        near = int(rng.choice(borders)) + int(rng.integers(-1, 2))
+        return min(max(near if rng.random() < 0.6 else int(rng.integers(1, limit + 1)), 1), limit)
+
+    count = int(rng.integers(1, config.rows + 1))
+    rows = [(1, length()) for _ in range(int(rng.integers(0, count + 1)))]
+    room = config.tokens - len(rows)
+    while len(rows) < count and room > 0:
+        total = length()
+        new = min(total, room, int(rng.integers(1, config.tokens + 1)))
+        rows.append((new, total))
+        room -= new
+    decodes = sum(new == 1 for new, _ in rows)
+    return sorted(rows, key=lambda row: row[0] > 1) if decodes else rows
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_mixed_batches(config):
+    rng = np.random.default_rng(config.head_dim + config.page_size)
+    for seed in range(12):
+        check(config, random_rows(config, rng), seed)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_decode_steps(config):
+    rng = np.random.default_rng(config.head_dim + config.page_size)
+    config = Config(**{**config.__dict__, "tokens": config.rows})
+    limit = config.page_size * config.max_pages
+    for count in (1, config.rows - 1, config.rows):
+        rows = [(1, int(n)) for n in rng.integers(1, limit + 1, count)]
+        rows[0] = (1, [1, config.page_size, limit][count % 3])
+        check(config, rows, count, decode_only=True)
+
+
+CASES = {
+    "one token": [(1, 1)],
+    "a whole prompt": [(96, 96)],
+    "a tile and one more": [(TILE + 1, TILE + 1)],
+    "two tiles' border": [(TILE, TILE), (32, 32)],
+    "prompts of a page": [(16, 16), (16, 16), (15, 15), (17, 17)],
+    "a late chunk": [(40, 384)],
+    "a chunk over the border of a block": [(20, KV_BLOCK + 10)],
+    "a chunk that begins at a block": [(10, KV_BLOCK + 10)],
+    "decodes before prompts": [(1, 300), (1, 1), (1, 16), (1, 17), (50, 60), (30, 30)],
+    "as many decodes as a block has rows": [(1, 10 + i) for i in range(8)] + [(80, 100)],
+    "one more": [(1, 10 + i) for i in range(9)],
+    "an empty row between": [(1, 20), (5, 5), (0, 0), (7, 30)],
+    "empty rows first": [(0, 0), (0, 0), (7, 30)],
+    "an empty row with a cache": [(5, 5), (0, 40), (6, 6)],
+    "prompts of one token behind longer ones": [(3, 3), (1, 1), (1, 50)],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_borders(name):
+    check(CONFIGS[0], CASES[name])
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 255, 256, 10_000])
+def test_windows(window):
+    config = Config(window=window)
+    check(config, [(1, 300), (1, 16), (1, 1), (1, 384), (60, 380), (30, 30)])
+
+
+def test_an_empty_batch_is_finite():
+    batch = make_batch(CONFIGS[0], [(0, 0)], 0)
+    assert np.isfinite(run(CONFIGS[0], batch, 1.0)).all()
+    assert np.isfinite(run(CONFIGS[0], batch, 1.0, decode_only=True)).all()
+
+
+def test_large_scores_do_not_overflow():
+    batch = make_batch(CONFIGS[0], [(1, 300), (50, 330)], 0)
+    out = run(CONFIGS[0], batch, 100.0)  # scores of thousands: the softmax picks one key
+    expected = gold(CONFIGS[0], batch, 100.0)
+    np.testing.assert_allclose(out[: len(expected)], expected, atol=1e-2)
+
+
+def test_a_row_s_result_does_not_depend_on_its_neighbours():
+    alone = make_batch(CONFIGS[0], [(1, 100)], 3)
+    together = make_batch(CONFIGS[0], [(1, 100), (1, 384), (50, 300)], 3)
+    together.q[0] = alone.q[0]
+    together.pages[together.tables[0, :7]] = alone.pages[alone.tables[0, :7]]
+    np.testing.assert_array_equal(run(CONFIGS[0], alone, 0.1)[0], run(CONFIGS[0], together, 0.1)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_write_kv(dtype):
+    rng = np.random.default_rng(0)
+    before = rng.standard_normal((7, 8, 2, 3, 16)).astype(DTYPES[dtype])
+    k, v = rng.standard_normal((2, 10, 3, 16)).astype(np.float32)
+    slots = np.array([*rng.permutation(np.arange(8, 56))[:8], 0, 0], np.int32)  # the last two are padding
+    after = np.asarray(jax.jit(write_kv)(jnp.asarray(before), jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)))
+    expected = before.copy()
+    for i, slot in enumerate(slots[:8]):
+        expected[slot // 8, slot % 8] = np.stack([k[i], v[i]]).astype(DTYPES[dtype])
+    assert after.dtype == before.dtype
+    np.testing.assert_array_equal(after[1:], expected[1:])
+    np.testing.assert_array_equal(after[0, 1:], expected[0, 1:])  # padding writes at the null page's first place only

@@ -1,0 +1,304 @@
+"""The command line, as a user meets it: help, a run from end to end, and one clear line for every mistake."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.cli import main
+from jaxserve.config import EngineConfig
+from jaxserve.steps import StepShape
+
+ROOT = Path(__file__).parent.parent
+CASE = "qwen3_tied"
+SMALL = ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--max-model-len", "256", "--kv-pages", "32"]
+GREEDY = ["--temperature", "0", "--max-tokens", "12"]
+COMMANDS = ["serve", "generate", "chat", "batch", "models"]
+
+
+def run(*arguments):
+    """The command as a process: (exit code, standard output, standard error without progress bars)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxserve", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = [line for line in re.split(r"[\r\n]", done.stderr) if line and not line.startswith("loading weights")]
+    return done.returncode, done.stdout, [line for line in lines if not line.startswith(("INFO", "WARNING"))]
+
+
+@pytest.fixture
+def call(capsys):
+    """A function that runs a command in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def refused(call, monkeypatch):
+    """A function that runs a command which must fail with one line, before any model is loaded; returns the line."""
+
+    def load(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("jaxserve.engine.Engine.load", load)
+
+    def refused(*arguments):
+        code, out, err = call(*arguments)
+        assert (code, out) == (1, "")
+        assert err.startswith("jaxserve: ")
+        assert err.count("\n") == 1
+        return err
+
+    return refused
+
+
+# Help
+
+
+def test_help_lists_the_commands(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    assert all(f"    {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(call, command):
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert out.startswith(f"usage: jaxserve {command}")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "batch"])
+def test_help_states_units_and_defaults(call, command):
+    text = " ".join(call(command, "--help")[1].split())
+    assert "--max-model-len TOKENS longest prompt and output together, in tokens; None: the model's own limit" in text
+    assert re.search(r"--max-num-seqs N most sequences in one step \(default: 256\)", text)
+    assert re.search(r"--memory-utilization FRACTION, --gpu-memory-utilization FRACTION of device memory.*0\.9\)", text)
+    assert re.search(r"--kv-pages PAGES .*in pages", text)
+    assert "--tensor-parallel-size DEVICES, -tp DEVICES" in text
+
+
+def test_every_setting_of_the_engine_has_a_flag(call):
+    flags = set(re.findall(r"--(?:no-)?([a-z-]+)", call("serve", "--help")[1]))
+    fields = {name.replace("_", "-") for name in EngineConfig.__dataclass_fields__} - {"model"}
+    assert fields <= flags
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys, jaxserve.cli as c; c.make_parser(); assert not {'jax', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def test_version(call):
+    assert re.fullmatch(r"jaxserve \d\S*\n", call("--version")[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["paint"], "invalid choice: 'paint'"),
+        (["generate", "demo"], "the following arguments are required: prompt"),
+        (
+            ["generate", "demo", "x", "--page-size", "many"],
+            "argument --page-size/--block-size: invalid int value: 'many'",
+        ),
+        (["generate", "demo", "x", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["generate", "demo", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["batch", "a", "b"], "the following arguments are required: --model"),
+    ],
+)
+def test_usage(call, arguments, message):
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: jaxserve")
+    assert message in err
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--page-size", "17"], "page_size must be 8, 16, 32, 64, 128 or 256 tokens, got 17"),
+        (["--max-model-len", "0"], "max_model_len must be between 1 and"),
+        (["--memory-utilization", "90"], "memory_utilization must be in [0.05, 1.0], got 90.0"),
+        (["-tp", "0"], "tensor_parallel_size must be between 1 and"),
+        (["--temperature", "9"], "temperature must be in [0.0, 2.0], got 9.0"),
+        (["--temperature", "nan"], "temperature must be a finite number"),
+        (["--top-p", "0"], "top_p must be in (0.0, 1.0], got 0.0"),
+        (["--max-tokens", "-1"], "max_tokens must be between 0 and"),
+        (["--stop", ""], "stop must hold non-empty strings"),
+        (["--stop", "a"] * 5, "stop has 5 strings; at most 4 are allowed"),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "demo", "x"], ["chat", "demo"]], ids=["generate", "chat"])
+def test_bad_values(refused, command, flags, message):
+    assert message in refused(*command, *flags)
+
+
+def test_unknown_models(monkeypatch, call, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    file = tmp_path / "file"
+    file.touch()
+    for model, message in {
+        "nowhere": "no such model: 'nowhere' is neither an existing folder, nor a hub id like 'org/name', nor 'demo'",
+        "./nowhere": "no such model: './nowhere'",
+        "~nobody/else/model": "no such model: '~nobody/else/model'",
+        "": "no such model: ''",
+        "x" * 5000: "no such model",
+        file: f"{file} is a file; give the folder that holds config.json",
+        tmp_path: f"{tmp_path} holds no config.json: not a model folder in Hugging Face format",
+    }.items():
+        code, out, err = call("generate", model, "x")
+        assert (code, out) == (1, "")
+        assert err.startswith(f"jaxserve: {message}")
+
+
+def test_a_hub_id_without_the_hub():
+    code, out, (*_, line) = run("generate", "some-org/no-such-model", "x")
+    assert (code, out) == (1, "")
+    assert "no-such-model" in line
+
+
+@pytest.fixture
+def broken(model_folders, tmp_path):
+    return shutil.copytree(model_folders(CASE), tmp_path / "broken")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", lambda raw: raw[:5000], "it is truncated"),
+        ("model.safetensors", lambda raw: b"\xff" * 100, "is not a complete safetensors file"),
+        ("model.safetensors", None, "holds no .safetensors files"),
+        ("config.json", lambda raw: raw[:50], "config.json is not valid JSON"),
+        ("config.json", None, "holds no config.json"),
+        (
+            "config.json",
+            lambda raw: raw.replace(b"Qwen3", b"Quern"),
+            "architectures=['QuernForCausalLM'] is not supported",
+        ),
+        ("config.json", lambda raw: raw.replace(b"128", b"96"), "but config.json asks for"),
+        ("generation_config.json", lambda raw: b"{", "generation_config.json is not a valid generation config"),
+        ("tokenizer.json", None, "no usable tokenizer in"),
+    ],
+)
+def test_damaged_models(broken, call, name, damage, message):
+    raw = (broken / name).read_bytes()
+    (broken / name).unlink()
+    if damage is not None:
+        (broken / name).write_bytes(damage(raw))
+    code, out, err = call("generate", broken, "x", *SMALL)
+    assert (code, out) == (1, "")
+    lines = [line for line in re.split(r"[\r\n]", err) if line and not line.startswith("loading weights")]
+    assert len(lines) == 1 or name == "tokenizer.json"
+    assert lines[0].startswith("jaxserve: ")
+    assert message in lines[0]
+
+
+def test_damage_is_one_line_without_a_traceback(broken):
+    (broken / "model.safetensors").write_bytes(b"\xff" * 100)
+    code, out, errors = run("chat", broken, *SMALL)
+    assert (code, out, len(errors)) == (1, "", 1)
+    assert errors[0].startswith(f"jaxserve: {broken / 'model.safetensors'} is not a complete safetensors file")
+
+
+# Runs
+
+
+def test_generate(model_folders):
+    folder = model_folders(CASE)
+    code, out, errors = run("generate", folder, "in the beginning", *GREEDY, *SMALL)
+    assert (code, errors) == (0, [])
+    assert out.startswith("in the beginning")
+    assert len(out.strip()) > len("in the beginning") + 4
+
+
+@pytest.fixture(scope="module")
+def small_llm(model_folders):
+    llm = LLM(model_folders(CASE), max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256, kv_pages=32)
+    llm.engine.shapes = [StepShape.of(n, 1, 16, decode_only=n == 1) for n in (64, 1)]
+    return llm
+
+
+@pytest.fixture
+def say(small_llm, call, monkeypatch):
+    """A function that runs a command with `stdin` as its input, on a model that is loaded already."""
+    monkeypatch.setattr("jaxserve.llm.LLM", lambda **config: small_llm)
+
+    def say(*arguments, stdin):
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        return call(*arguments)
+
+    return say
+
+
+def test_generate_reads_standard_input(say, small_llm):
+    code, out, err = say("generate", "x", "-", *GREEDY, stdin="in the beginning")
+    (result,) = small_llm.generate("in the beginning", SamplingParams(temperature=0, max_tokens=12), progress=False)
+    assert (code, out, err) == (0, f"in the beginning{result.outputs[0].text}\n", "")
+
+
+def test_generate_refuses_an_empty_prompt(say):
+    error = "jaxserve: prompt 0: the prompt is empty; it must have at least one token\n"
+    assert say("generate", "x", "-", stdin="") == (1, "", error)
+
+
+def test_chat(say):
+    """Answers depend on what was said before, until /reset; a message that is too long is refused, and that is all."""
+    said = ["hello", "hello", "/reset", "", "hello", "x y " * 300, "hello", "/exit", "never read"]
+    code, out, err = say("chat", "x", *GREEDY, "--stop", "\n", stdin="\n".join(said))
+    assert code == 0
+    first, second, third, fourth, end = out.split("\n")
+    assert first == third != second == fourth
+    assert end == ""
+    assert "maximum context length is 256 tokens" in err
+    assert err.count("\n") == 1
+
+
+def test_chat_with_a_system_message(say):
+    """It stands before the first message, also after /reset; the conversation ends with its input."""
+    stdin = "hello\n/reset\nhello\n"
+    code, out, err = say("chat", "x", "--system", "be brief", *GREEDY, "--stop", "\n", stdin=stdin)
+    first, second, end = out.split("\n")
+    assert (code, end, err) == (0, "", "")
+    assert first == second
+    assert first not in say("chat", "x", *GREEDY, "--stop", "\n", stdin=stdin)[1]
+
+
+def test_models(model_folders, call, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    good = shutil.copytree(model_folders(CASE), tmp_path / "good")
+    bad = tmp_path / "deep" / "bad"
+    bad.mkdir(parents=True)
+    (bad / "config.json").write_text(json.dumps({"architectures": ["Unheard"]}))
+    code, out, err = call("models", tmp_path)
+    assert (code, err) == (0, "")
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert lines[str(good)].endswith("qwen3, 2 layers, hidden 128, 512 tokens")
+    assert "cannot be served: " in lines[str(bad)]
+    assert "architectures=['Unheard'] is not supported" in lines[str(bad)]
+    assert lines["demo"].split()[1] == "llama,"
+    assert "LlamaForCausalLM" in lines["llama"]
+    assert call("models", tmp_path / "nowhere") == (1, "", f"jaxserve: no such folder: {tmp_path / 'nowhere'}\n")
