@@ -29,6 +29,7 @@ class EngineConfig:
         the memory that is available at start, and at most 1 GiB of cache unless kv_pages says otherwise.
       tensor_parallel_size: devices that share each layer.
       async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
+      forbid_compile: after `Engine.compile`, a step that would have to compile is an error instead of a stall.
       prefix_caching: reuse KV pages of equal prompt prefixes.
       seed: of dummy weights, and of requests that bring no seed of their own.
     """
@@ -45,6 +46,7 @@ class EngineConfig:
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
     async_scheduling: bool = True
+    forbid_compile: bool = False
     prefix_caching: bool = True
     seed: int = 0
 

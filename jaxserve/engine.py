@@ -93,6 +93,7 @@ class Engine:
         """Compiles every executable that serving can need; without it they are compiled as they are met."""
         start = time.perf_counter()
         self.runner.compile(self.shapes)
+        self.runner.frozen = self.config.forbid_compile
         log.info("compiled %d executables in %.1f s", self.runner.num_executables, time.perf_counter() - start)
 
     # Requests

@@ -45,6 +45,7 @@ class ModelRunner:
         self.slots = jax.jit(make_slots, out_shardings=replicated(mesh))()
         self.cache = layout.create(mesh)
         self.compile_seconds = 0.0
+        self.frozen = False  # nothing may be compiled any more
         self._executables: dict[Any, Callable] = {}
         self._lock = threading.Lock()
 
@@ -123,7 +124,11 @@ class ModelRunner:
 
     def _get(self, name: Any) -> Callable:
         found = self._executables.get(name)
-        return found if found is not None else self._compile(name)
+        if found is not None:
+            return found
+        if self.frozen:
+            raise RuntimeError(f"{name} was not compiled before the engine was ready")
+        return self._compile(name)
 
     def _compile(self, name: Any) -> Callable:
         start = time.perf_counter()

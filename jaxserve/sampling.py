@@ -119,7 +119,7 @@ def _greedy(logits: jax.Array, params: RowParams, position: jax.Array) -> jax.Ar
 
 def _draw(logits: jax.Array, params: RowParams, position: jax.Array) -> jax.Array:
     """Gumbel-max sampling: argmax(logits / temperature + noise); rows at temperature 0 take the argmax alone."""
-    hot = params.temperature > 0
+    hot = params.temperature >= 1e-5  # below it logits could overflow, and the result is greedy anyway
     scaled = logits / jnp.where(hot, params.temperature, 1.0)[:, None]
     filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
     scaled = lax.cond(jnp.any(filtered & hot), _filter, lambda x, _: x, scaled, params)

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tokenizers_for_tests as kinds
-from serving import DEMO, ServerUnderTest, free_port, running_server
+from serving import DEMO, SMALL, ServerUnderTest, free_port, running_server
 
 
 @pytest.fixture(scope="session")
@@ -52,4 +52,12 @@ def slow(tiny_model_folder, tmp_path_factory) -> Iterator[ServerUnderTest]:
     """The same at 20 ms a token."""
     log = tmp_path_factory.mktemp("log") / "server.log"
     with running_server(tiny_model_folder, log, engine="SlowEngine", config={"max_model_len": 2048}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory) -> Iterator[ServerUnderTest]:
+    """The real engine on the bundled model."""
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with running_server(DEMO, log, engine=None, config=SMALL) as server:
         yield server

@@ -21,7 +21,13 @@ ROOT = HERE.parent.parent
 DEMO = ROOT / "checkpoints" / "demo"
 # The real engine with a pool so small that sequences are preempted under load. All tests use the same settings, so
 # that the compiled programs are made once.
-SMALL = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 256, "kv_pages": 40}
+SMALL = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 256,
+    "kv_pages": 40,
+    "forbid_compile": True,
+}
 
 
 @dataclass

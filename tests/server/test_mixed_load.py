@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from serving import DEMO, SMALL, running_server, wait_until
+from serving import DEMO, wait_until
 
 MODEL = "test-model"
 PROMPTS = [
@@ -19,13 +19,6 @@ LEAVERS = 20
 TOTAL = 200
 
 pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is missing")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with running_server(DEMO, log, engine=None, config=SMALL) as server:
-        yield server
 
 
 def options(i: int) -> dict:
@@ -70,9 +63,9 @@ async def leave_midway(client, i: int) -> None:
     await stream.close()
 
 
-def test_mixed_requests(server):
+def test_mixed_requests(demo_server):
     async def run() -> tuple[list[list[str]], list[list[str]]]:
-        async with server.openai_async(timeout=240) as client:
+        async with demo_server.openai_async(timeout=240) as client:
             work = [leave_midway(client, i) for i in range(LEAVERS)]
             work += [answer(client, i, stream=i % 3 != 0) for i in range(TOTAL - LEAVERS)]
             order = list(range(TOTAL))
@@ -86,7 +79,7 @@ def test_mixed_requests(server):
     assert len(crowded) == TOTAL - LEAVERS
     assert crowded[::9] == alone, "an answer depends on what ran beside it, or on being streamed"
     assert any(any(texts) for texts in crowded)
-    wait_until(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0)
-    assert server.metric("kv_cache_usage_perc") == 0
-    assert server.metric("num_preemptions_total") > 0, "the load was meant to exhaust the pages"
-    assert server.status("/health") == 200
+    wait_until(lambda: demo_server.metric("num_requests_running") == demo_server.metric("num_requests_waiting") == 0)
+    assert demo_server.metric("kv_cache_usage_perc") == 0
+    assert demo_server.metric("num_preemptions_total") > 0, "the load was meant to exhaust the pages"
+    assert demo_server.status("/health") == 200

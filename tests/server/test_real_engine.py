@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 import pytest
-from serving import DEMO, SMALL, running_server, wait_until
+from serving import DEMO, wait_until
 
 MODEL = "test-model"
 
@@ -14,15 +14,8 @@ pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with running_server(DEMO, log, engine=None, config=SMALL) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return server.openai()
+def client(demo_server):
+    return demo_server.openai()
 
 
 def complete(client, prompt="def add(a, b):\n", **options):
@@ -37,12 +30,12 @@ def test_streamed_and_whole_answers_are_the_same(client):
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_answers_do_not_depend_on_company(server, client):
+def test_answers_do_not_depend_on_company(demo_server, client):
     prompts = [f"class Thing{i}:\n    def __init__(self" for i in range(12)]
     alone = [complete(client, prompt=prompt).choices[0].text for prompt in prompts]
 
     async def together() -> list[str]:
-        async with server.openai_async() as busy:
+        async with demo_server.openai_async() as busy:
             answers = await asyncio.gather(
                 *(busy.completions.create(model=MODEL, prompt=p, max_tokens=24, temperature=0) for p in prompts)
             )
@@ -97,25 +90,27 @@ def test_length_limit_of_the_context(client):
     assert (result.usage.completion_tokens, result.choices[0].finish_reason) == (6, "length")
 
 
-def test_leaving_frees_the_pages(server):
+def test_leaving_frees_the_pages(demo_server):
     body = {"model": MODEL, "prompt": "x", "max_tokens": 200, "n": 4, "ignore_eos": True, "stream": True}
-    with server.http().stream("POST", "/v1/completions", json=body) as response:
+    with demo_server.http().stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-    wait_until(lambda: server.metric("num_requests_running") == server.metric("kv_cache_usage_perc") == 0, seconds=5)
+    wait_until(
+        lambda: demo_server.metric("num_requests_running") == demo_server.metric("kv_cache_usage_perc") == 0, seconds=5
+    )
 
 
-def test_nothing_compiles_after_readiness(server, client):
-    before = server.metric("compilations_total")
+def test_nothing_compiles_after_readiness(demo_server, client):
+    before = demo_server.metric("compilations_total")
     complete(client, temperature=0.7, top_p=0.9, n=2, logprobs=2, presence_penalty=0.5, logit_bias={"40": 5})
     complete(client, prompt=["a" * 50, "b", "c" * 200], max_tokens=40, extra_body={"prompt_logprobs": 1, "min_p": 0.1})
-    wait_until(lambda: server.metric("num_requests_running") == 0)
-    assert server.metric("compilations_total") == before
+    wait_until(lambda: demo_server.metric("num_requests_running") == 0)
+    assert demo_server.metric("compilations_total") == before
 
 
-def test_many_streams_at_once(server):
+def test_many_streams_at_once(demo_server):
     async def run() -> list[int]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=demo_server.url, timeout=120) as http:
 
             async def one(i: int) -> int:
                 body = {"model": MODEL, "prompt": [40 + i], "max_tokens": 10, "ignore_eos": True, "stream": True}
