@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="JSON lines, one answer a request as it ends; a file from an interrupted run is continued",
     )
     batch.add_argument(
-        "--model", required=True, help="folder, hub id, or 'demo'; the requests' own model name is ignored"
+        "--model", help="folder, hub id, or 'demo'; None: the one that the requests name (otherwise that is ignored)"
     )
     _add_engine_flags(batch)
 
@@ -232,8 +232,9 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
 
 
 def run_batch(args: argparse.Namespace) -> int:
-    from server.batch import answer_file
+    from server.batch import answer_file, model_of
 
+    args.model = args.model or model_of(args.input)
     return answer_file(engine_config(args), args.input, args.output)
 
 

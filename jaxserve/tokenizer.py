@@ -194,17 +194,40 @@ class Tokenizer:
             raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Loads the tokenizer in a model's folder. Raises ValueError, naming the folder, when there is none that works."""
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def load_tokenizer(folder: str | Path, *, placeholder: bool = False) -> Tokenizer:
+    """Loads the tokenizer in a model's folder. Raises ValueError, naming the folder, when there is none that works.
+
+    With `placeholder`, a folder that has none at all (a config for dummy weights, say) gets one byte per token.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that torch is missing, which nobody needs
     from transformers import AutoTokenizer
 
     folder = Path(folder)
+    if placeholder and not any((folder / name).exists() for name in _FILES):
+        return _placeholder(folder)
     try:
         hf_tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # many kinds, from many parsers
         raise ValueError(f"no usable tokenizer in {folder}: {error}") from error
     return Tokenizer(hf_tokenizer, GenerationDefaults.load(folder))
+
+
+def _placeholder(folder: Path) -> Tokenizer:
+    """Bytes as the first 256 tokens; the rest of the vocabulary decodes to "<id>"."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocab = {char: value for char, value in _byte_level_alphabet().items() if value < size}
+    vocab |= {f"<{i}>": i for i in range(len(vocab), size)}
+    backend = Backend(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), GenerationDefaults.load(folder))
 
 
 def _decoder_steps(backend: Any) -> list[dict[str, Any]]:

@@ -104,6 +104,15 @@ def read_lines(source: Path) -> Iterator[BatchLine]:
             yield line
 
 
+def model_of(source: Path) -> str:
+    """The model that all requests of a file name. Raises BatchError when they name none, or several."""
+    names = {line.body.get("model") for line in read_lines(source)}
+    if len(names) == 1 and isinstance(name := names.pop(), str):
+        return name
+    listed = ", ".join(sorted(map(repr, names))[:5]) or "none"
+    raise BatchError(f"{source}: the requests must name one model, or --model must; they name {listed}")
+
+
 def check_input(source: Path) -> set[str]:
     """Reads the whole input once; returns its custom_ids. Raises BatchError before anything is loaded."""
     seen: set[str] = set()
@@ -149,11 +158,12 @@ async def _answer_all(
     config: EngineConfig, engine: EngineProcess, source: Path, output: BinaryIO, left: set[str]
 ) -> None:
     client = EngineClient()
+    dummy = config.load_format == "dummy"
     state = ServerState(ServerSettings(model_name=_MODEL), client, Metrics(_MODEL, "jaxserve"))
     try:
         await client.connect(engine.socket_path, engine.runs)
         info = await client.wait_ready()
-        state.tokenizer = await state.off_loop(lambda: load_tokenizer(info.model_folder))
+        state.tokenizer = await state.off_loop(lambda: load_tokenizer(info.model_folder, placeholder=dummy))
         app = build_app(state)
         places = asyncio.Semaphore(_AHEAD * config.max_num_seqs)
         with tqdm(total=len(left), desc="answering", unit="request") as bar:

@@ -82,7 +82,7 @@ def serve(
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     with listener, EngineProcess(config, engine_class) as engine:
-        server = _Server(uvicorn_config, state, engine, local_folder(config.model))
+        server = _Server(uvicorn_config, state, engine, config)
         server.run(sockets=[listener])
     if server.failure is not None:
         print(f"jaxserve: {server.failure}", file=sys.stderr)
@@ -139,12 +139,12 @@ class _Server(uvicorn.Server):
       failure: why the server could not start; None where it did.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, engine: EngineProcess, model: Path | None):
+    def __init__(self, config: uvicorn.Config, state: ServerState, engine: EngineProcess, settings: EngineConfig):
         super().__init__(config)
         self.failure: str | None = None
         self._state = state
         self._engine = engine
-        self._model = model
+        self._settings = settings
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task] = set()  # keeps them alive
@@ -180,17 +180,20 @@ class _Server(uvicorn.Server):
         state.client.on_stats = state.metrics.on_stats
         try:
             early: asyncio.Future[Tokenizer] | None = None
-            if (folder := self._model) is not None:
-                early = asyncio.ensure_future(state.off_loop(lambda: load_tokenizer(folder)))
+            if (folder := local_folder(self._settings.model)) is not None:
+                early = asyncio.ensure_future(state.off_loop(lambda: self._tokenizer(folder)))
             await state.client.connect(self._engine.socket_path, self._engine.runs)
             info = await state.client.wait_ready()
             state.metrics.on_ready(info)
-            state.tokenizer = await (early or state.off_loop(lambda: load_tokenizer(info.model_folder)))
+            state.tokenizer = await (early or state.off_loop(lambda: self._tokenizer(Path(info.model_folder))))
         except (EngineDeadError, ValueError, OSError) as error:
             self.failure = str(error)
             self.should_exit = True
             return
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
+
+    def _tokenizer(self, folder: Path) -> Tokenizer:
+        return load_tokenizer(folder, placeholder=self._settings.load_format == "dummy")
 
     async def _drain(self) -> None:
         """Lets running requests end within the time set, ends the others with an error, then stops the server."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.cli import main
+from server.batch import BatchError, model_of
 
 ROOT = Path(__file__).parent.parent
 CASE = "llama3_gqa"
@@ -249,3 +250,18 @@ def test_an_empty_batch(tmp_path, capsys):
     source = write_lines(tmp_path / "in.jsonl", [])
     assert main(["batch", str(source), str(tmp_path / "out.jsonl"), "--model", "demo"]) == 0
     assert "all 0 requests are answered" in capsys.readouterr().err
+
+
+def test_model_named_by_the_requests(tmp_path):
+    source = tmp_path / "in.jsonl"
+
+    def write(*models):
+        lines = [{"custom_id": str(i), "url": "/v1/completions", "body": {"model": m}} for i, m in enumerate(models)]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write("demo", "demo")
+    assert model_of(source) == "demo"
+    for models in (("demo", "other"), (None, None)):
+        write(*models)
+        with pytest.raises(BatchError, match="--model"):
+            model_of(source)

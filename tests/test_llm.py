@@ -7,9 +7,11 @@ import shutil
 import msgspec
 import numpy as np
 import pytest
+import tiny_models
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.steps import StepShape
+from jaxserve.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
 
 CASE = "qwen2_tied"  # its generation_config.json recommends temperature 0.7, top_k 20 and top_p 0.8
@@ -351,3 +353,14 @@ def test_models_that_cannot_be_loaded(tmp_path, model_folders):
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         LLM(folder)
+
+
+def test_dummy_weights_need_only_a_config(tmp_path):
+    config = tiny_models.CASES["llama3_gqa"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    llm = LLM(str(tmp_path), load_format="dummy", kv_pages=20, max_model_len=128)
+    (output,) = llm.generate("né", SamplingParams(max_tokens=3, ignore_eos=True), progress=False)
+    assert output.prompt_token_ids == list("né".encode())
+    assert len(output.outputs[0].token_ids) == 3
+    with pytest.raises(ValueError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,123 @@
+"""Host work per step: schedule, pack, dispatch, commit, with a device step that does nothing.
+
+The step has the number of arguments of a real model (32 layers), so that its dispatch costs what a real one does;
+only its arithmetic is left out. Prints the median and the 99th percentile of each part over the steady decode of N
+sequences.
+
+  python benchmarks/host.py                  256, 512, 1024 and 2048 running sequences
+  python benchmarks/host.py --running 256 --json host.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve import steps
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.sampling import Sampled
+from jaxserve.types import MAX_LOGPROBS, Request, SamplingParams
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+}
+PROMPT, WARMUP, STEPS = 64, 20, 400
+
+
+def null_step(params, cache, slots, packed, *, model, shape, mesh) -> steps.StepResult:
+    """Takes and gives what a step does; the token is a function of the batch, so that nothing is folded away."""
+    tokens = packed[: shape.rows] % 1000 + 7
+    scores = jnp.zeros((shape.rows, 2 + 2 * MAX_LOGPROBS), jnp.int32)
+    hidden = None if shape.decode_only else jnp.zeros((shape.tokens, MODEL["hidden_size"]), model.dtype)
+    return steps.StepResult(Sampled(tokens, scores), hidden, cache, slots)
+
+
+def make_engine(running: int) -> Engine:
+    steps.run_step = null_step
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        config = EngineConfig(
+            model=folder,
+            load_format="dummy",
+            max_num_seqs=running,
+            max_num_batched_tokens=2 * running,
+            kv_pages=running * (PROMPT + STEPS + 100) // 16,
+            prefix_caching=True,
+        )
+        engine = Engine.load(config, progress=False)
+    engine.shapes = [  # an accelerator's: every decode in one batch
+        steps.StepShape.of(running, running, 16, decode_only=True),
+        steps.StepShape.of(2 * running, running, 16, decode_only=False),
+    ]
+    return engine
+
+
+def measure(running: int) -> dict[str, list[float]]:
+    """Seconds of each part of each step in the steady state."""
+    engine = make_engine(running)
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=WARMUP + STEPS + 60, ignore_eos=True)
+    for i in range(running):
+        prompt = rng.integers(8, 1000, PROMPT).tolist()
+        engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
+    while len(engine.scheduler.running) < running or engine.scheduler.running[-1].num_outputs < WARMUP:
+        engine.step()
+    clock = time.perf_counter
+    parts: dict[str, list[float]] = {"schedule": [], "dispatch": [], "commit": [], "step": []}
+    for _ in range(STEPS):
+        start = clock()
+        plan = engine.scheduler.schedule()
+        scheduled = clock()
+        engine.flights.append(engine.dispatch(plan))
+        dispatched = clock()
+        jax.block_until_ready(engine.flights[0].sampled)  # the device's part, which is nothing
+        ready = clock()
+        updates = engine.commit(engine.flights.popleft())
+        committed = clock()
+        assert len(updates) == running
+        parts["schedule"].append(scheduled - start)
+        parts["dispatch"].append(dispatched - scheduled)
+        parts["commit"].append(committed - ready)
+        parts["step"].append(committed - start - (ready - dispatched))
+    return parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--running", type=int, nargs="*", default=[256, 512, 1024, 2048], help="sequences that decode")
+    parser.add_argument("--json", type=Path, help="write the figures, in microseconds, to this file")
+    args = parser.parse_args()
+    results = {}
+    print(f"{'running':>8} {'part':>10} {'p50 us':>8} {'p99 us':>8}")
+    for running in args.running:
+        parts = measure(running)
+        results[running] = {
+            name: {"p50_us": 1e6 * np.percentile(seconds, 50), "p99_us": 1e6 * np.percentile(seconds, 99)}
+            for name, seconds in parts.items()
+        }
+        for name, figures in results[running].items():
+            print(f"{running:8} {name:>10} {figures['p50_us']:8.0f} {figures['p99_us']:8.0f}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
