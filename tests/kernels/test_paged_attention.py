@@ -199,7 +199,7 @@ def test_borders(name):
     check(CONFIGS[0], CASES[name])
 
 
-@pytest.mark.parametrize("window", [1, 16, 17, 255, 256, 10_000])
+@pytest.mark.parametrize("window", [1, 17, 256, 10_000])
 def test_windows(window):
     config = Config(window=window)
     check(config, [(1, 300), (1, 16), (1, 1), (1, 384), (60, 380), (30, 30)])

@@ -1,0 +1,98 @@
+"""What the compiler made of a step: the cache is updated in place, in every bucket, and temporaries stay small."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from pallas_kernels.kv_write import write_kv
+
+PAGES = 997  # collides with no other dimension
+BUCKETS = range(4)
+UPKEEP = ("set_slots", "count_tokens", "update_tables", "copy_pages")
+
+
+@pytest.fixture(scope="module")
+def make(model_folders):
+    def make(devices: int = 1) -> Engine:
+        config = EngineConfig(
+            model=str(model_folders("llama3_gqa")),
+            max_num_seqs=5,
+            max_num_batched_tokens=48,
+            kv_pages=PAGES,
+            tensor_parallel_size=devices,
+        )
+        return Engine.load(config, progress=False)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine(make):
+    return make()
+
+
+def compile_as_the_runner_does(runner, name):
+    function, donated, arguments, results = runner._signature(name)
+    with jax.default_matmul_precision(runner._precision):
+        return jax.jit(function, donate_argnums=donated, out_shardings=results).lower(*arguments).compile()
+
+
+def device_bytes(tree) -> int:
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def copies(compiled, elements: int) -> list[str]:
+    """Instructions, in fusions too, that copy an array of at least so many elements."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = re.search(r"= \(?\w+\[([\d,]*)\]\S* (?:copy|copy-start|transpose)\(", line)
+        if match and math.prod(map(int, filter(None, match[1].split(",")))) >= elements:
+            found.append(line.strip())
+    return found
+
+
+def check(runner, name, donated) -> None:
+    compiled = compile_as_the_runner_does(runner, name)
+    layer = runner.cache[0].addressable_shards[0].data
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= device_bytes(donated)
+    assert copies(compiled, layer.size // 2) == []
+    assert memory.temp_size_in_bytes < layer.nbytes // 2
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_a_step_updates_cache_and_slots_in_place(engine, bucket):
+    check(engine.runner, engine.shapes[bucket], (engine.runner.cache, engine.runner.slots))
+
+
+def test_these_are_all_buckets(engine):
+    assert len(engine.shapes) == len(BUCKETS)
+    assert engine.shapes[0].rows == 1
+    assert {shape.decode_only for shape in engine.shapes} == {True, False}
+
+
+@pytest.mark.parametrize("name", UPKEEP)
+def test_upkeep_happens_in_place(engine, name):
+    check(engine.runner, name, engine.runner.cache if name == "copy_pages" else engine.runner.slots)
+
+
+def test_a_sharded_step_updates_cache_and_slots_in_place(make):
+    engine = make(devices=2)
+    assert device_bytes(engine.runner.cache) * 2 == sum(pages.nbytes for pages in engine.runner.cache)
+    check(engine.runner, engine.shapes[0], (engine.runner.cache, engine.runner.slots))
+
+
+def test_a_copy_would_be_found():
+    """The same write into an array that is not donated has to copy it, and the search above sees that."""
+    pages = jnp.zeros((PAGES, 16, 2, 2, 16))
+    new, slots = jnp.zeros((3, 2, 16)), jnp.arange(3)
+    for donated in (True, False):
+        jitted = jax.jit(write_kv, donate_argnums=(0,) if donated else ())
+        compiled = jitted.lower(pages, new, new, slots).compile()
+        assert (copies(compiled, pages.size) == []) is donated
+        assert (compiled.memory_analysis().alias_size_in_bytes >= pages.nbytes) is donated

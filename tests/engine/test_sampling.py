@@ -1,0 +1,449 @@
+"""Sampling against float64 NumPy: what is kept, what is drawn, and that nobody's neighbours matter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.logprobs import read_scores
+from jaxserve.sampling import EXCLUDED, RowParams, Sampled, TokenCounts, _filter, sample, score_tokens
+from jaxserve.slots import (
+    SLOTS_PER_CALL,
+    TOKENS_PER_CALL,
+    count_tokens,
+    create_slots,
+    encode_slot,
+    padding_slot,
+    set_slots,
+)
+from jaxserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, SamplingParams
+
+ROWS = SLOTS_PER_CALL
+VOCAB = 50
+GREEDY = SamplingParams(temperature=0.0)
+
+jit_sample = jax.jit(sample)
+jit_filter = jax.jit(_filter)
+jit_set_slots = jax.jit(set_slots)
+jit_count_tokens = jax.jit(count_tokens)
+
+
+def slots_of(params: list[SamplingParams], vocab: int = VOCAB, *, seeds=None, stop_ids=None, prompt_lens=None):
+    """Slots 0, 1, … with these parameters, written the way the engine writes them."""
+    seeds = seeds or [p.seed or 0 for p in params]
+    stop_ids, prompt_lens = stop_ids or [()] * len(params), prompt_lens or [0] * len(params)
+    slots = create_slots(len(params), 1, vocab)
+    rows = [encode_slot(i, *each) for i, each in enumerate(zip(params, seeds, stop_ids, prompt_lens, strict=True))]
+    for at in range(0, len(rows), SLOTS_PER_CALL):
+        some = rows[at : at + SLOTS_PER_CALL]
+        padding = [padding_slot(len(params))] * (SLOTS_PER_CALL - len(some))
+        slots = jit_set_slots(slots, jnp.asarray(np.stack(some + padding)))
+    return slots
+
+
+def draw(logits, params: list[SamplingParams], *, position=None, **options) -> Sampled:
+    logits = jnp.asarray(np.asarray(logits, np.float32))
+    slots = slots_of(params, logits.shape[1], **options)
+    index = jnp.arange(len(params), dtype=jnp.int32)
+    position = jnp.zeros(len(params), jnp.int32) if position is None else jnp.asarray(position, jnp.int32)
+    row_params = jax.tree.map(lambda x: x[:-1], slots.params)
+    return jit_sample(logits, row_params, TokenCounts(slots.counts, slots.in_prompt, index), position)
+
+
+def row_params(count: int, **fields) -> RowParams:
+    """Parameters that change nothing, but for the given arrays."""
+    plain = jax.tree.map(lambda x: x[:-1], create_slots(count, 1, 1).params)
+    return plain._replace(**{name: jnp.asarray(value) for name, value in fields.items()})
+
+
+# Filters
+
+
+def check_kept(logits: np.ndarray, kept: np.ndarray, top_k: int, top_p: float, min_p: float) -> None:
+    """Whether `kept` is what the definitions say, in float64. Sums of float32 may round over the edge of top_p."""
+    x = logits.astype(np.float64)
+    rounding = 1e-5
+    candidates = np.ones(len(x), bool)
+    if 0 < top_k < len(x):
+        candidates = x >= np.sort(x)[-top_k]  # ties with the k-th stay
+    weights = np.where(candidates, np.exp(x - x.max()), 0.0)
+    probabilities = weights / weights.sum()
+    assert kept.any()
+    assert not (kept & ~candidates).any(), "kept beyond top_k"
+    lowest = x[kept].min()
+    assert (kept == (x >= lowest)).all(), "a token was kept while a more likely or equally likely one was dropped"
+    likely = probabilities >= min_p * probabilities.max() * (1 - rounding)
+    surely = probabilities >= min_p * probabilities.max() * (1 + rounding)
+    assert not (kept & ~likely).any(), "kept below min_p"
+    if top_p >= 1:
+        assert not (candidates & surely & ~kept).any(), "dropped without reason"
+        return
+    mass_above = probabilities[x > lowest].sum()
+    assert mass_above < top_p + rounding, "more was kept than top_p asks for"
+    enough = probabilities[kept].sum() >= top_p - rounding
+    dropped = candidates & surely & ~kept
+    assert enough or not dropped.any(), "less was kept than top_p asks for"
+
+
+@st.composite
+def filter_rows(draw_):
+    """ROWS rows of logits of one of a few vocabulary sizes, with a filter each."""
+    vocab = draw_(st.sampled_from([1, 2, 7, 129, 2000]))
+    rng = np.random.default_rng(draw_(st.integers(0, 2**32)))
+    logits = np.empty((ROWS, vocab), np.float32)
+    for row in logits:
+        kind = draw_(st.sampled_from(["normal", "ties", "equal", "huge", "tiny", "peaked", "excluded", "signed zeros"]))
+        row[:] = rng.standard_normal(vocab) * 3
+        if kind == "ties":
+            row[:] = np.round(row)
+        elif kind == "equal":
+            row[:] = row[0]
+        elif kind == "huge":
+            row *= 1e30
+        elif kind == "tiny":
+            row *= 1e-30
+        elif kind == "peaked":
+            row[rng.integers(vocab)] = 80
+        elif kind == "excluded":
+            row[rng.random(vocab) < 0.5] = EXCLUDED
+        elif kind == "signed zeros":
+            row[:] = rng.choice(np.array([0.0, -0.0, 1.0, -1.0], np.float32), vocab)
+    top_k = [draw_(st.sampled_from([0, 0, 1, 2, 5, vocab - 1, vocab, 10**6])) for _ in range(ROWS)]
+    top_p = [draw_(st.sampled_from([1.0, 1.0, 1e-9, 0.1, 0.5, 0.9, 0.999999])) for _ in range(ROWS)]
+    min_p = [draw_(st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.5, 1.0])) for _ in range(ROWS)]
+    return logits, np.maximum(top_k, 0).astype(np.int32), np.float32(top_p), np.float32(min_p)
+
+
+@settings(max_examples=60, deadline=None)
+@given(filter_rows())
+def test_filters_keep_exactly_what_they_should(case):
+    logits, top_k, top_p, min_p = case
+    params = row_params(ROWS, top_k=top_k, top_p=top_p, min_p=min_p)
+    filtered = np.asarray(jit_filter(jnp.asarray(logits), params))
+    for i, row in enumerate(logits):
+        kept = filtered[i] == row
+        assert (filtered[i][~kept] == np.float32(EXCLUDED)).all()
+        allowed = row > np.float32(EXCLUDED)  # what was excluded before has no say
+        if allowed.any():
+            check_kept(row[allowed], kept[allowed], int(top_k[i]), float(top_p[i]), float(min_p[i]))
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 1}, [4]),
+        ({"top_k": 3}, [2, 3, 4]),
+        ({"top_k": 100}, [0, 1, 2, 3, 4]),
+        ({"top_k": -1}, [0, 1, 2, 3, 4]),
+        ({"top_p": 1e-6}, [4]),
+        ({"top_p": 0.45}, [3, 4]),
+        ({"top_p": 0.72}, [2, 3, 4]),
+        ({"min_p": 0.4}, [2, 3, 4]),
+        ({"min_p": 1.0}, [4]),
+        ({"top_k": 3, "top_p": 0.75}, [3, 4]),  # top_p counts what top_k left: 0.4 + 0.3 of 0.9
+        ({"top_k": 2, "min_p": 0.2}, [3, 4]),
+    ],
+)
+def test_filters_through_sampling(params, kept):
+    """Over many positions, exactly the kept tokens come up."""
+    rows = 400
+    probabilities = [0.04, 0.06, 0.2, 0.3, 0.4]
+    logits = np.tile(np.log(probabilities), (rows, 1))
+    tokens = draw(logits, [SamplingParams(**params)] * rows, position=np.arange(rows)).tokens
+    assert sorted(set(np.asarray(tokens).tolist())) == kept
+
+
+# Penalties, bias, stops: seen through the greedy choice and, to the last digit, through a probe
+
+
+def modified(logits: np.ndarray, params: SamplingParams, counts: np.ndarray, in_prompt: np.ndarray) -> np.ndarray:
+    """What penalties and bias make of one row's logits, in float64."""
+    x = logits.astype(np.float64)
+    seen = in_prompt | (counts > 0)
+    x = np.where(seen, np.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty), x)
+    x = x - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    for token, bias in (params.logit_bias or {}).items():
+        x[token] += bias
+    return x
+
+
+PENALTIES = st.builds(
+    SamplingParams,
+    temperature=st.just(0.0),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 5.0]),
+    presence_penalty=st.sampled_from([0.0, -2.0, 0.5, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, -1.0, 0.3, 2.0]),
+    logit_bias=st.one_of(st.none(), st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=5)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PENALTIES, min_size=ROWS, max_size=ROWS), st.integers(0, 2**32))
+def test_penalties_and_bias(params, seed):
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((ROWS, VOCAB)) * 4).astype(np.float32)
+    sequences = [rng.integers(0, VOCAB, rng.integers(1, 40)).tolist() for _ in range(ROWS)]
+    prompt_lens = [int(rng.integers(0, len(tokens) + 1)) for tokens in sequences]
+    slots = slots_of(params)
+    for i, (tokens, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
+        slots = jit_count_tokens(slots, count_buffer(i, tokens, prompt_len))
+    # Rows in another order than slots.
+    order = rng.permutation(ROWS).astype(np.int32)
+    seen = TokenCounts(slots.counts, slots.in_prompt, jnp.asarray(order))
+    row_params = jax.tree.map(lambda x: x[order], slots.params)
+    tokens = np.asarray(jit_sample(jnp.asarray(logits), row_params, seen, jnp.zeros(ROWS, jnp.int32)).tokens)
+    for row, slot in enumerate(order):
+        prompt, output = sequences[slot][: prompt_lens[slot]], sequences[slot][prompt_lens[slot] :]
+        counts, in_prompt = np.bincount(output, minlength=VOCAB), np.isin(np.arange(VOCAB), prompt)
+        expected = modified(logits[row], params[slot], counts, in_prompt)
+        assert expected[tokens[row]] >= expected.max() - 1e-4
+
+
+def count_buffer(slot: int, tokens: list[int], prompt_len: int) -> jax.Array:
+    packed = np.zeros(3 + TOKENS_PER_CALL, np.int32)
+    packed[:3] = slot, len(tokens), prompt_len
+    packed[3 : 3 + len(tokens)] = tokens
+    return jnp.asarray(packed)
+
+
+def test_bias_of_a_whole_request_counts():
+    bias = {token: 100.0 if token == 7 else -50.0 for token in range(MAX_LOGIT_BIAS)}
+    logits = np.zeros((2, 600))
+    logits[:, 599] = 60
+    tokens = draw(logits, [SamplingParams(temperature=0.0, logit_bias=bias), GREEDY]).tokens
+    assert np.asarray(tokens).tolist() == [7, 599]
+
+
+def test_no_stop_token_before_min_tokens():
+    """Position p is output number p - prompt_len."""
+    prompt_len, least, stops = 10, 3, tuple(range(MAX_STOP_TOKENS))
+    positions = np.arange(10, 16)
+    logits = np.zeros((6, VOCAB))
+    logits[:, :MAX_STOP_TOKENS] = 50 + np.arange(MAX_STOP_TOKENS)
+    logits[:, 40] = 1
+    for temperature in (0.0, 0.01):
+        params = SamplingParams(temperature=temperature, min_tokens=least, max_tokens=100)
+        tokens = draw(
+            logits, [params] * 6, position=positions, stop_ids=[stops] * 6, prompt_lens=[prompt_len] * 6
+        ).tokens
+        last = MAX_STOP_TOKENS - 1
+        assert np.asarray(tokens).tolist() == [40, 40, 40, last, last, last]
+
+
+def test_stops_are_masked_even_against_the_strongest_bias():
+    params = SamplingParams(temperature=0.0, min_tokens=1, logit_bias={3: 100.0})
+    tokens = draw(np.zeros((1, VOCAB)), [params], stop_ids=[(3,)], prompt_lens=[5], position=[5]).tokens
+    assert tokens[0] != 3
+
+
+def test_without_min_tokens_stops_are_free():
+    logits = np.zeros((1, VOCAB))
+    logits[0, 3] = 5
+    assert draw(logits, [GREEDY], stop_ids=[(3,)], prompt_lens=[5], position=[5]).tokens[0] == 3
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("vocab", [1, 5, MAX_LOGPROBS, 500])
+def test_log_probabilities(vocab):
+    rng = np.random.default_rng(vocab)
+    logits = (rng.standard_normal((ROWS, vocab)) * 5).astype(np.float32)
+    logits[0] = 0  # all equal: every rank is 1
+    if vocab > 2:
+        logits[1, :2] = logits[1].max() + 1  # a tie at the top
+    tokens = rng.integers(0, vocab, ROWS).astype(np.int32)
+    packed = np.asarray(jax.jit(score_tokens)(jnp.asarray(logits), jnp.asarray(tokens)))
+    assert packed.shape == (ROWS, 2 + 2 * MAX_LOGPROBS)
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) + exact.max(1, keepdims=True)
+    for i, token in enumerate(tokens):
+        for count in (0, 1, MAX_LOGPROBS):
+            scores = read_scores(packed[i], int(token), count)
+            assert scores.token_id == token
+            np.testing.assert_allclose(scores.logprob, exact[i, token], atol=1e-5)
+            assert scores.rank == 1 + (logits[i] > logits[i, token]).sum()
+            assert len(scores.top) == min(count, vocab)
+            ids = [entry for entry, _ in scores.top]
+            assert len(set(ids)) == len(ids)
+            np.testing.assert_array_equal(logits[i][ids], np.sort(logits[i])[::-1][: len(ids)])
+            np.testing.assert_allclose([value for _, value in scores.top], exact[i, ids], atol=1e-5)
+
+
+def test_log_probabilities_are_of_the_raw_distribution():
+    """Before temperature, filters, penalties, bias and stops; rows that did not ask do not change those that did."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((2, VOCAB)).astype(np.float32)
+    params = SamplingParams(temperature=1.7, top_k=3, logit_bias={4: 100.0}, repetition_penalty=3.0, logprobs=5)
+    sampled = draw(logits, [params, GREEDY])
+    exact = logits[0] - np.log(np.exp(logits[0]).sum())
+    scores = read_scores(np.asarray(sampled.scores)[0], int(sampled.tokens[0]), 5)
+    assert int(sampled.tokens[0]) == 4
+    np.testing.assert_allclose(scores.logprob, exact[4], atol=1e-5)
+    assert not np.asarray(draw(logits, [GREEDY, GREEDY]).scores).any()
+
+
+# Randomness
+
+
+def chi_square_is_plausible(tokens: np.ndarray, probabilities: np.ndarray) -> bool:
+    """p > 1e-4, by the Wilson-Hilferty approximation; expected counts are all above 20."""
+    expected = probabilities * len(tokens)
+    assert expected.min() > 20
+    statistic = ((np.bincount(tokens, minlength=len(probabilities)) - expected) ** 2 / expected).sum()
+    degrees = len(probabilities) - 1
+    z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / np.sqrt(2 / (9 * degrees))
+    return z < 3.72
+
+
+DRAWS = 4096
+
+
+@pytest.mark.parametrize("varied", ["positions", "seeds", "high words of seeds", "both"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_follow_the_distribution(varied, temperature):
+    rng = np.random.default_rng(5)
+    logits = np.linspace(-1.5, 1.5, 12)
+    probabilities = np.exp(logits / temperature)
+    probabilities /= probabilities.sum()
+    index = np.arange(DRAWS)
+    position = {"positions": index, "both": rng.permutation(DRAWS)}.get(varied, np.full(DRAWS, 17))
+    seeds = {"seeds": index, "both": index * 7919, "high words of seeds": index << 32}.get(varied, np.full(DRAWS, 3))
+    words = np.stack([seeds >> 32, seeds & 0xFFFFFFFF], axis=1).astype(np.uint32)
+    params = row_params(DRAWS, temperature=np.full(DRAWS, temperature, np.float32), seed=words)
+    none_seen = TokenCounts(jnp.zeros((1, 12), jnp.int32), jnp.zeros((1, 12), bool), jnp.zeros(DRAWS, jnp.int32))
+    batch = jnp.asarray(np.tile(logits, (DRAWS, 1)).astype(np.float32))
+    tokens = [
+        np.asarray(jit_sample(batch, params, none_seen, jnp.asarray(position + DRAWS * block, jnp.int32)).tokens)
+        for block in range(5)
+    ]
+    assert chi_square_is_plausible(np.concatenate(tokens), probabilities)
+    # Neighbouring positions or seeds are independent: pairs follow the product.
+    pairs = np.concatenate([block[:-1] // 4 * 3 + block[1:] // 4 for block in tokens])
+    thirds = probabilities.reshape(3, 4).sum(1)
+    assert chi_square_is_plausible(pairs, np.outer(thirds, thirds).reshape(-1))
+
+
+def test_a_row_does_not_depend_on_its_place_or_neighbours():
+    rng = np.random.default_rng(2)
+    logits = rng.standard_normal((ROWS, VOCAB)).astype(np.float32)
+    params = [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.8, top_k=9, seed=2),
+        SamplingParams(temperature=1.2, top_p=0.8, seed=3),
+        SamplingParams(temperature=1.0, min_p=0.1, seed=4, logprobs=3),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.5, logit_bias={3: 2.0}, seed=5),
+        SamplingParams(temperature=1.0, presence_penalty=1.0, seed=6),
+        SamplingParams(temperature=1.0, min_tokens=9, seed=7),
+    ]
+    position = np.arange(ROWS) * 3
+    stops = [(1, 2)] * ROWS
+    together = np.asarray(draw(logits, params, position=position, stop_ids=stops).tokens)
+    for order in (rng.permutation(ROWS), rng.permutation(ROWS)):
+        moved = draw(logits[order], [params[i] for i in order], position=position[order], stop_ids=stops).tokens
+        np.testing.assert_array_equal(np.asarray(moved), together[order])
+    for i in range(ROWS):
+        alone = draw(logits[i : i + 1], [params[i]], position=position[i : i + 1], stop_ids=stops[:1]).tokens
+        assert alone[0] == together[i]
+
+
+def test_seed_and_position_fix_the_draw():
+    rows = 64
+    logits = np.zeros((rows, 2000))
+    params = [SamplingParams(seed=11)] * rows
+    one = np.asarray(draw(logits, params, position=np.arange(rows)).tokens)
+    again = np.asarray(draw(logits, params, position=np.arange(rows)).tokens)
+    other = np.asarray(draw(logits, [SamplingParams(seed=12)] * rows, position=np.arange(rows)).tokens)
+    np.testing.assert_array_equal(one, again)
+    assert len(set(one.tolist())) > rows * 0.8
+    assert (one == other).mean() < 0.1
+    assert len(set(np.asarray(draw(logits, params).tokens).tolist())) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 1e-5, 1e-20, 1e-37, 1e-40])
+def test_a_vanishing_temperature_is_greedy(temperature):
+    logits = np.tile(np.linspace(-40.0, 40.0, VOCAB), (4, 1))
+    logits[:, [3, 20]] = 50.0, 55.0
+    params = [
+        SamplingParams(temperature=temperature, **filters)
+        for filters in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1})
+    ]
+    assert np.asarray(draw(logits, params, position=np.arange(4)).tokens).tolist() == [20] * 4
+
+
+# Slots
+
+
+def test_slots_hold_what_was_encoded():
+    params = [
+        SamplingParams(
+            temperature=0.3, top_p=0.25, min_p=0.5, repetition_penalty=1.5, presence_penalty=-0.5,
+            frequency_penalty=0.75, top_k=2**31 - 1, min_tokens=4, logprobs=0, logit_bias={5: 1.5, 2: -100.0},
+        ),
+        SamplingParams(temperature=0.0, top_k=-1),
+    ]  # fmt: skip
+    seeds = [2**64 - 2, -MAX_SEED - 1]
+    slots = slots_of(params, seeds=seeds, stop_ids=[(9, 8), tuple(range(MAX_STOP_TOKENS))], prompt_lens=[7, 3])
+    held = jax.tree.map(np.asarray, slots.params)
+    for name, field in (
+        ("temperature", "temperature"), ("top_p", "top_p"), ("min_p", "min_p"), ("repetition", "repetition_penalty"),
+        ("presence", "presence_penalty"), ("frequency", "frequency_penalty"),
+    ):  # fmt: skip
+        assert getattr(held, name)[:2].tolist() == [np.float32(getattr(p, field)) for p in params]
+    assert held.top_k[:2].tolist() == [2**31 - 1, 0]
+    assert held.seed[:2].tolist() == [[2**32 - 1, 2**32 - 2], [2**31, 0]]
+    assert held.no_stop_before[:2].tolist() == [11, 0]
+    assert held.logprobs[:2].tolist() == [True, False]
+    assert held.stop_ids[0].tolist() == [9, 8] + [-1] * (MAX_STOP_TOKENS - 2)
+    assert held.stop_ids[1].tolist() == list(range(MAX_STOP_TOKENS))
+    assert held.bias_ids[0, :3].tolist() == [5, 2, -1]
+    assert held.bias[0, :3].tolist() == [1.5, -100.0, 0.0]
+    assert (held.bias_ids[1] == -1).all()
+
+
+@pytest.mark.parametrize("min_tokens", [2**31 - 1, 2**31 - 8])
+def test_the_largest_min_tokens_can_be_encoded(min_tokens):
+    """A request may ask for more tokens than there is room for; it is cut off by its length, not by an overflow."""
+    params = SamplingParams(temperature=0.0, min_tokens=min_tokens, max_tokens=None)
+    slots = slots_of([params], prompt_lens=[100])
+    assert int(slots.params.no_stop_before[0]) >= 2**30
+
+
+def test_a_slot_is_taken_over_whole():
+    """Nothing of the one who had it before is left; the other slots stay as they were."""
+    full = SamplingParams(
+        top_k=3, logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), presence_penalty=1.0, min_tokens=5, max_tokens=9
+    )
+    slots = slots_of([full] * 3, stop_ids=[tuple(range(MAX_STOP_TOKENS))] * 3, seeds=[5] * 3)
+    rows = [encode_slot(1, GREEDY, 0, (), 4)] + [padding_slot(3)] * (SLOTS_PER_CALL - 1)
+    after = jit_set_slots(slots, jnp.asarray(np.stack(rows)))
+    plain = slots_of([GREEDY] * 3, prompt_lens=[4] * 3)
+
+    def compare(now, before, fresh):
+        np.testing.assert_array_equal(now[1], fresh[1])
+        np.testing.assert_array_equal(now[0], before[0])
+        np.testing.assert_array_equal(now[2], before[2])
+
+    jax.tree.map(compare, after.params, slots.params, plain.params)
+
+
+def test_counting_tokens():
+    penal = SamplingParams(presence_penalty=1.0)
+    slots = slots_of([penal, penal])
+    slots = jit_count_tokens(slots, count_buffer(0, [1, 1, 2, 3, 3, 3, 0], 3))
+    slots = jit_count_tokens(slots, count_buffer(0, [3, 4], 0))
+    slots = jit_count_tokens(slots, count_buffer(1, [7] * TOKENS_PER_CALL, TOKENS_PER_CALL))
+    counts, in_prompt = np.asarray(slots.counts), np.asarray(slots.in_prompt)
+    assert {t: n for t, n in enumerate(counts[0].tolist()) if n} == {0: 1, 3: 4, 4: 1}
+    assert np.flatnonzero(in_prompt[0]).tolist() == [1, 2]
+    assert not counts[1:].any()
+    assert np.flatnonzero(in_prompt[1]).tolist() == [7]
+    # Who takes the slot next counts from zero; a padding row clears nobody.
+    rows = [encode_slot(0, penal, 0, (), 0)] + [padding_slot(2)] * (SLOTS_PER_CALL - 1)
+    slots = jit_set_slots(slots, jnp.asarray(np.stack(rows)))
+    assert not np.asarray(slots.counts)[0].any()
+    assert not np.asarray(slots.in_prompt)[0].any()
+    assert np.flatnonzero(np.asarray(slots.in_prompt)[1]).tolist() == [7]
