@@ -221,7 +221,7 @@ class Engine:
             stop_token=stopped_by,
             logprobs=logprobs,
             prompt_logprobs=seq.prompt_scores if first and params.prompt_logprobs is not None else None,
-            num_cached_tokens=seq.num_cached,
+            num_cached_tokens=seq.num_cached or 0,
         )
 
     def stats(self) -> EngineStats:

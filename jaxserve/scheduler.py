@@ -96,9 +96,14 @@ class Scheduler:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drops one completion of a request, or all of it; what is unknown or finished is left alone."""
         for seq in list(self._by_request.get(request_id, ())):
-            if index is None or seq.index == index:
-                seq.forks_left = 0
+            if index is None:
+                seq.unforked = []
                 self._finish(seq)
+            elif index == seq.index:
+                self._fork(seq, share=False)
+                self._finish(seq)
+            elif index in seq.unforked:
+                seq.unforked.remove(index)
 
     def _wait(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
@@ -224,7 +229,7 @@ class Scheduler:
         seq.pages = cached
         seq.num_registered = len(cached)
         seq.num_computed = len(cached) * self.blocks.page_size
-        if seq.num_outputs == 0 and seq.index == 0:
+        if seq.num_cached is None and seq.index == 0:
             seq.num_cached = seq.num_computed
             self.prefix_queries += seq.prompt_len
             self.prefix_hits += seq.num_computed
@@ -251,7 +256,7 @@ class Scheduler:
             elif seq.max_tokens == 0 and row.end == seq.prompt_len:
                 reason = "length"
             self._register(seq, row.end)
-            if seq.forks_left and seq.num_outputs == 1:
+            if seq.unforked and seq.num_outputs == 1:
                 self._fork(seq)
             if reason is not None:
                 self._finish(seq)
@@ -274,12 +279,12 @@ class Scheduler:
             self.blocks.register(seq.pages[i], hashes[i])
         seq.num_registered = full
 
-    def _fork(self, seq: Sequence) -> None:
-        """The prompt is computed: its other completions start from the same pages."""
-        for index in range(1, seq.forks_left + 1):
+    def _fork(self, seq: Sequence, *, share: bool = True) -> None:
+        """Starts the request's other completions, from the same pages where the prompt is computed (`share`)."""
+        for index in seq.unforked:
             child = seq.fork(index, child_seed(seq.seed, index))
             self._by_request[seq.request.request_id].append(child)
-            if seq.pages and self._free_slots:
+            if share and seq.pages and self._free_slots:
                 child.num_computed = seq.prompt_len - 1
                 child.pages = seq.pages[: self.blocks.pages_for(child.num_computed)]
                 child.num_registered = child.num_computed // self.blocks.page_size
@@ -287,7 +292,7 @@ class Scheduler:
                 self._place(child)
             else:
                 self._wait(child)
-        seq.forks_left = 0
+        seq.unforked = []
 
     def check_integrity(self) -> None:
         """Asserts the invariants between sequences, slots and pages."""

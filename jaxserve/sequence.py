@@ -41,10 +41,11 @@ class Sequence:
         self.status = Status.WAITING
         self.num_computed = 0
         self.pending = 0
-        self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
         self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
-        self.forks_left = request.params.n - 1 if index == 0 else 0
+        # Siblings that begin when this one, the 0-th, has computed the prompt.
+        self.unforked = list(range(1, request.params.n)) if index == 0 else []
 
         self.slot = NO_SLOT
         self.pages: list[int] = []

@@ -79,7 +79,7 @@ def encode_slot(slot: int, params: SamplingParams, seed: int, stop_ids: tuple[in
     row[_HEADER - 5 : _HEADER] = (
         max(params.top_k, 0),
         *seed_words,
-        prompt_len + params.min_tokens if params.min_tokens else 0,
+        min(prompt_len + params.min_tokens, 2**31 - 1) if params.min_tokens else 0,
         params.logprobs is not None,
     )
     stops = row[_HEADER : _HEADER + MAX_STOP_TOKENS]

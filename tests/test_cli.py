@@ -124,7 +124,7 @@ def test_version(call):
         ),
         (["generate", "demo", "x", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["generate", "demo", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
-        (["batch", "a", "b"], "the following arguments are required: --model"),
+        (["batch", "a"], "the following arguments are required: output"),
     ],
 )
 def test_usage(call, arguments, message):

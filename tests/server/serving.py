@@ -25,7 +25,7 @@ SMALL = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 128,
     "max_model_len": 256,
-    "kv_pages": 40,
+    "kv_pages": 26,
     "forbid_compile": True,
 }
 
