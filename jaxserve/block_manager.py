@@ -24,7 +24,7 @@ def root_hash(salt: str | None, adapter: str | None = None) -> bytes:
     """Start of a hash chain. Chains of another salt or adapter never meet."""
     digest = hashlib.sha256()
     for field in (salt, adapter):
-        data = b"" if field is None else b"\1" + field.encode()
+        data = b"" if field is None else b"\1" + field.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()
 

@@ -270,9 +270,10 @@ class Scheduler:
         return "length" if seq.num_outputs >= seq.max_tokens else None
 
     def _register(self, seq: Sequence, computed: int) -> None:
-        """Offers pages that are now full to the prefix cache; a preempted sequence has none to offer."""
+        """Offers pages that are now full to the prefix cache."""
         full = computed // self.blocks.page_size
-        if not self.blocks.prefix_caching or full <= seq.num_registered or full > len(seq.pages):
+        stale = computed > seq.num_computed  # it was preempted since, and has other pages now, if any
+        if not self.blocks.prefix_caching or full <= seq.num_registered or stale:
             return
         hashes = seq.page_hashes(full, self.blocks.page_size)
         for i in range(seq.num_registered, full):

@@ -167,7 +167,8 @@ def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, *, s
             if window:
                 seen &= position > where[:, None] - window
             scores = jnp.einsum("tkgd,skd->kgts", query, k.astype(jnp.float32))
-            v = jnp.where((position < kv_len[row])[:, None, None], v.astype(jnp.float32), 0.0)
+            owned = (position < kv_len[row]) & (position >= oldest)
+            v = jnp.where(owned[:, None, None], v.astype(jnp.float32), 0.0)
             scores = jnp.where(seen, scores, MASKED)
             return state.update(scores, lambda p: jnp.einsum("kgts,skd->kgtd", p, v), axis=-1)
 

@@ -279,6 +279,7 @@ class Simulation:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
+        assert set(self.scheduler._placed) <= set(self.scheduler.running)
         self._scribble()
         assert self.scheduler.num_waiting == sum(seq.status is Status.WAITING for _, seq in self.scheduler._waiting)
 
@@ -370,11 +371,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort_request(self, data):
         self.simulation.abort(data.draw(st.sampled_from(sorted(self.simulation.jobs))))
 
-    @precondition(lambda self: self.simulation.outputs)
+    @precondition(lambda self: self.simulation.jobs)
     @rule(data=st.data())
     def abort_completion(self, data):
-        """As a front does that has found a stop string in what the completion said so far."""
-        self.simulation.abort(*data.draw(st.sampled_from(sorted(self.simulation.outputs))))
+        """Whether it runs, waits, is over, or was not made yet."""
+        name = data.draw(st.sampled_from(sorted(self.simulation.jobs)))
+        self.simulation.abort(name, data.draw(st.integers(0, self.simulation.jobs[name].request.params.n - 1)))
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
@@ -500,19 +502,16 @@ def test_every_decode_fits_in_a_step_whatever_the_budget():
 def test_a_part_of_the_pages_is_kept_for_those_that_run():
     """One page in a hundred is not given to newcomers, unless nobody runs."""
     simulation = Simulation(num_pages=301, page_size=1, budget=1000, prefix_caching=False)
-    one = simulation.add([0] * 100, max_tokens=1)  # finishes at once, and takes one step
+    alone = simulation.add([0] * 300, max_tokens=0)
     simulation.step()
-    assert simulation.reasons[one, 0] == "length"
-    first = simulation.add([0] * 300, max_tokens=0)  # all there are: nobody runs
-    simulation.step()
-    assert simulation.reasons[first, 0] == "length"
-    runner = simulation.add([0] * 100, max_tokens=100)
-    simulation.step()
-    too_large = simulation.add([1] * 198, max_tokens=1)  # 199 are free once the runner has its next
+    assert simulation.reasons[alone, 0] == "length"
+    runner = simulation.add([0] * 100, max_tokens=9)
+    simulation.step()  # 199 pages are left once the runner has its next; 3 of them are kept
+    large = simulation.add([1] * 197, max_tokens=3)
     simulation.step()
     assert running(simulation) == [runner]
-    simulation.abort(too_large)
-    fits = simulation.add([1] * 190, max_tokens=5)
+    simulation.abort(large)
+    fits = simulation.add([1] * 195, max_tokens=3)  # 198 are left
     simulation.step()
     assert running(simulation) == [runner, fits]
     simulation.drain()
