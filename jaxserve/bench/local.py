@@ -1,0 +1,107 @@
+"""The engine in this process: how many tokens a second, and how long one batch takes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxserve.bench.stats import RequestRecord, distribution, latencies
+from jaxserve.config import EngineConfig
+from jaxserve.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from jaxserve.llm import LLM
+
+
+def load(config: EngineConfig, input_len: int, output_len: int) -> LLM:
+    """A model with everything compiled. Raises ValueError where the lengths, in tokens, do not fit."""
+    from jaxserve.llm import LLM
+
+    if input_len < 1 or output_len < 1:
+        raise ValueError(f"the lengths must be at least 1 token, got {input_len} and {output_len}")
+    llm = LLM(**config.__dict__)
+    if input_len + output_len > (limit := llm.engine.max_model_len):
+        raise ValueError(
+            f"{input_len} input and {output_len} output tokens exceed the context of {limit}; ask for fewer, or raise "
+            f"--max-model-len where the model allows it"
+        )
+    llm.engine.compile()
+    return llm
+
+
+def random_ids(random: np.random.Generator, vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """Prompts without a common beginning."""
+    return random.integers(vocab_size, size=(count, length)).tolist()
+
+
+def fixed_length(output_len: int) -> SamplingParams:
+    """Greedy, and exactly so many tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+
+
+def run_offline(config: EngineConfig, num_prompts: int, input_len: int, output_len: int) -> dict[str, Any]:
+    """Throughput of `LLM.generate` over prompts of one length, after a warm-up with one of them."""
+    if num_prompts < 1:
+        raise ValueError(f"there must be at least 1 prompt, got {num_prompts}")
+    llm = load(config, input_len, output_len)
+    warmup, *prompts = random_ids(np.random.default_rng(config.seed), llm.engine.vocab_size, num_prompts + 1, input_len)
+    params = fixed_length(output_len)
+    llm.generate([warmup], params, progress=False)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, progress=False)
+    duration = time.perf_counter() - start
+    generated = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    return {
+        "duration_s": duration,
+        "input_tokens": num_prompts * input_len,
+        "output_tokens": generated,
+        "requests_per_s": num_prompts / duration,
+        "output_tokens_per_s": generated / duration,
+        "total_tokens_per_s": (num_prompts * input_len + generated) / duration,
+    }
+
+
+def run_latency(
+    config: EngineConfig, batch_size: int, input_len: int, output_len: int, iterations: int
+) -> dict[str, Any]:
+    """Latencies of a batch that starts together, with fresh prompts in each iteration; one more is the warm-up."""
+    if not 1 <= batch_size <= config.max_num_seqs or iterations < 1:
+        raise ValueError(
+            f"the batch must have 1 to {config.max_num_seqs} (--max-num-seqs) sequences and there must be at least 1 "
+            f"iteration, got {batch_size} and {iterations}"
+        )
+    engine = load(config, input_len, output_len).engine
+    random = np.random.default_rng(config.seed)
+    batches = [
+        run_batch(engine, random_ids(random, engine.vocab_size, batch_size, input_len), fixed_length(output_len), i)
+        for i in range(iterations + 1)
+    ][1:]
+    durations = [max(record.end for record in batch) for batch in batches]
+    values = latencies([record for batch in batches for record in batch])
+    summary: dict[str, Any] = {f"{name}_ms": distribution(values[name]) for name in ("ttft", "tpot", "itl")}
+    return summary | {
+        "batch_ms": distribution(durations),
+        "output_tokens_per_s": batch_size * output_len / float(np.median(durations)),
+    }
+
+
+def run_batch(engine: Engine, prompts: list[list[int]], params: SamplingParams, number: int) -> list[RequestRecord]:
+    """Runs prompts together, on a clock that starts with them; `number` keeps their ids apart from other batches'."""
+    records = {f"batch-{number}-{i}": RequestRecord(0.0, input_tokens=len(ids)) for i, ids in enumerate(prompts)}
+    clock = time.perf_counter()
+    for name, ids in zip(records, prompts, strict=True):
+        engine.add_request(Request(request_id=name, prompt_token_ids=ids, params=params))
+    while engine.has_work:
+        updates = engine.step()
+        now = time.perf_counter() - clock
+        for update in updates:
+            record = records[update.request_id]
+            if update.token_ids:
+                record.arrivals.append(now)
+                record.output_tokens += len(update.token_ids)
+            if update.finish_reason is not None:
+                record.end = record.last = now
+    return list(records.values())
