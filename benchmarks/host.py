@@ -26,8 +26,8 @@ import numpy as np
 from jaxserve import steps
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.sampling import Sampled
-from jaxserve.types import MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.sampling import SCORE_WORDS, Sampled
+from jaxserve.types import Request, SamplingParams
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,8 +44,8 @@ PROMPT, WARMUP, STEPS = 64, 20, 400
 
 def null_step(params, cache, slots, packed, *, model, shape, mesh) -> steps.StepResult:
     """Takes and gives what a step does; the token is a function of the batch, so that nothing is folded away."""
-    tokens = packed[: shape.rows] % 1000 + 7
-    scores = jnp.zeros((shape.rows, 2 + 2 * MAX_LOGPROBS), jnp.int32)
+    tokens = jnp.tile(packed[: shape.rows] % 1000 + 7, (shape.max_steps, 1))
+    scores = jnp.zeros((shape.max_steps, shape.rows, SCORE_WORDS), jnp.int32)
     hidden = None if shape.decode_only else jnp.zeros((shape.tokens, MODEL["hidden_size"]), model.dtype)
     return steps.StepResult(Sampled(tokens, scores), hidden, cache, slots)
 
@@ -61,6 +61,7 @@ def make_engine(running: int) -> Engine:
             max_num_batched_tokens=2 * running,
             kv_pages=running * (PROMPT + STEPS + 100) // 16,
             prefix_caching=True,
+            decode_steps=1,
         )
         engine = Engine.load(config, progress=False)
     engine.shapes = [  # an accelerator's: every decode in one batch
@@ -78,7 +79,7 @@ def measure(running: int) -> dict[str, list[float]]:
     for i in range(running):
         prompt = rng.integers(8, 1000, PROMPT).tolist()
         engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
-    while len(engine.scheduler.running) < running or engine.scheduler.running[-1].num_outputs < WARMUP:
+    while len(engine.scheduler.running) < running or engine.scheduler.running.last.num_outputs < WARMUP:
         engine.step()
     clock = time.perf_counter
     parts: dict[str, list[float]] = {"schedule": [], "dispatch": [], "commit": [], "step": []}
@@ -88,7 +89,7 @@ def measure(running: int) -> dict[str, list[float]]:
         scheduled = clock()
         engine.flights.append(engine.dispatch(plan))
         dispatched = clock()
-        jax.block_until_ready(engine.flights[0].sampled)  # the device's part, which is nothing
+        jax.block_until_ready(engine.flights[0].drawn)  # the device's part, which is nothing
         ready = clock()
         updates = engine.commit(engine.flights.popleft())
         committed = clock()

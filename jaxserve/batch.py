@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.scheduler import Scheduled
+from jaxserve.running import Rows
 from jaxserve.steps import StepShape
 
 
@@ -16,11 +16,11 @@ class Batch:
     """Rows that one call of a compiled step advances; those of one token first."""
 
     shape: StepShape
-    rows: list[Scheduled]
+    rows: Rows
 
 
 def step_shapes(platform: str, max_num_seqs: int, max_tokens: int, page_size: int) -> list[StepShape]:
-    """The buckets of an engine, the smaller first within each kind.
+    """The buckets of an engine, those of decodes first, the smaller first within each kind.
 
     A plan larger than the largest bucket runs as several batches. On CPU that costs nothing from a few rows on, because
     the arithmetic dominates, so there are few buckets, which compile fast; accelerators read all weights for each
@@ -46,76 +46,77 @@ def _powers(first: int, last: int, factor: int) -> Iterable[int]:
     yield last
 
 
-def split(rows: list[Scheduled], shapes: list[StepShape]) -> Iterator[Batch]:
+def split(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
     """Cuts a plan's rows into batches that fit the buckets; a prompt's chunk may go on in the next batch.
 
     Rows of one token go through decode buckets where there are any, alone: they do not pay for a prompt's padding.
     """
     decode_shapes = [shape for shape in shapes if shape.decode_only]
     mixed_shapes = [shape for shape in shapes if not shape.decode_only]
-    decodes = [row for row in rows if decode_shapes and row.count == 1 and not row.scores_prompt]
-    if decodes:
+    decodes = (rows.count == 1) & ~rows.scores_prompt & bool(decode_shapes)
+    if decodes.any():
+        index = np.flatnonzero(decodes)
         most = decode_shapes[-1].rows
-        for at in range(0, len(decodes), most):
-            some = decodes[at : at + most]
+        for at in range(0, len(index), most):
+            some = rows if len(rows) <= most and decodes.all() else rows.take(index[at : at + most])
             yield Batch(next(shape for shape in decode_shapes if shape.rows >= len(some)), some)
-        rows = [row for row in rows if row.count > 1 or row.scores_prompt]
-    largest = mixed_shapes[-1]
-    batch: list[Scheduled] = []
-    room = largest.tokens
-    for row in rows:
-        while row.count:
-            piece, row = _cut(row, room)
-            batch.append(piece)
-            room -= piece.count
-            if room == 0 or len(batch) == largest.rows:
-                yield _mixed(batch, mixed_shapes)
-                batch, room = [], largest.tokens
-    if batch:
-        yield _mixed(batch, mixed_shapes)
+    if not decodes.all():
+        yield from _split_mixed(rows.take(np.flatnonzero(~decodes)), mixed_shapes)
 
 
-def _cut(row: Scheduled, count: int) -> tuple[Scheduled, Scheduled]:
-    """The row's first `count` tokens, and what is left of it (maybe nothing)."""
-    if row.count <= count:
-        return row, Scheduled(row.seq, row.end, 0, False)
-    return Scheduled(row.seq, row.start, count, False), Scheduled(
-        row.seq, row.start + count, row.count - count, row.samples
-    )
+def _split_mixed(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
+    """Fills batch after batch with as many tokens and rows as the largest bucket holds."""
+    most = shapes[-1]
+    whole, first, count = [], [], []  # of each piece: its row, its first token in that row, its tokens
+    room = most.tokens
+    for i, left in enumerate(rows.count.tolist()):
+        at = 0
+        while left:
+            piece = min(left, room)
+            whole.append(i)
+            first.append(at)
+            count.append(piece)
+            at, left, room = at + piece, left - piece, room - piece
+            if room == 0 or len(whole) == most.rows:
+                yield _mixed(rows, whole, first, count, shapes)
+                whole, first, count, room = [], [], [], most.tokens
+    if whole:
+        yield _mixed(rows, whole, first, count, shapes)
 
 
-def _mixed(rows: list[Scheduled], shapes: list[StepShape]) -> Batch:
-    tokens = sum(row.count for row in rows)
-    shape = next(shape for shape in shapes if shape.tokens >= tokens and shape.rows >= len(rows))
-    return Batch(shape, sorted(rows, key=lambda row: row.count > 1))
+def _mixed(rows: Rows, whole: list[int], first: list[int], count: list[int], shapes: list[StepShape]) -> Batch:
+    """A batch of pieces of rows, those of one token first; a row's last piece draws its tokens."""
+    order = np.argsort(np.asarray(count) > 1, kind="stable")
+    pieces = rows.take(np.asarray(whole)[order])
+    pieces.start, end = pieces.start + np.asarray(first, np.int32)[order], pieces.end
+    pieces.count = np.asarray(count, np.int32)[order]
+    pieces.draws = np.where(pieces.end == end, pieces.draws, 0)
+    tokens = sum(count)
+    return Batch(next(shape for shape in shapes if shape.tokens >= tokens and shape.rows >= len(whole)), pieces)
 
 
-def pack(batch: Batch, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """The step's buffer, int32 [shape.words], and block-table entries that did not fit in it, int32 [3, any]."""
+def pack(batch: Batch, table_updates: np.ndarray, num_slots: int) -> np.ndarray:
+    """The step's buffer, int32 [shape.words]. `table_updates`: int32 [3, up to shape.table_updates]."""
     shape, rows = batch.shape, batch.rows
     packed = np.zeros(shape.words, np.int32)
     field = {name: packed[at : at + size] for name, (at, size) in shape.fields().items()}
     field["slot"][:] = num_slots
     field["update_slot"][:] = num_slots
 
-    updates: list[tuple[int, int, int]] = []
-    at = 0
-    for i, row in enumerate(rows):
-        seq = row.seq
-        known = seq.tokens[row.start : row.end]
-        field["tokens"][at : at + row.count] = known if len(known) == row.count else -1
-        field["q_start"][i] = at
-        field["kv_len"][i] = row.end
-        field["slot"][i] = seq.slot
-        field["sampled"][i] = row.samples
-        at += row.count
-        updates.extend((seq.slot, index, seq.pages[index]) for index in range(seq.pages_sent, len(seq.pages)))
-        seq.pages_sent = len(seq.pages)
-    field["q_start"][len(rows) :] = at
-    field["num_decodes"][0] = sum(row.count == 1 for row in rows)
-
-    table = np.asarray(updates, np.int32).reshape(-1, 3).T
-    fits = min(table.shape[1], shape.table_updates)
-    for name, column in zip(("update_slot", "update_index", "update_page"), table, strict=True):
-        field[name][:fits] = column[len(column) - fits :]
-    return packed, table[:, : table.shape[1] - fits]
+    n = len(rows)
+    q_end = np.cumsum(rows.count)
+    field["q_start"][1 : n + 1] = q_end
+    field["q_start"][n + 1 :] = q_end[-1]
+    field["kv_len"][:n] = rows.end
+    field["slot"][:n] = rows.slot
+    field["draws"][:n] = rows.draws
+    field["steps"][0] = max(rows.draws.max(), 1)
+    field["num_decodes"][0] = np.count_nonzero(rows.count == 1)
+    tokens = field["tokens"]
+    tokens[: q_end[-1]] = -1  # only the device knows them, unless we do
+    for seq, start, count, at in zip(rows.seqs, rows.start.tolist(), rows.count.tolist(), q_end.tolist(), strict=True):
+        if start < len(seq.tokens):
+            tokens[at - count : at] = seq.tokens[start : start + count]
+    for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
+        field[name][: len(column)] = column
+    return packed

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Any, overload
 
 import numpy as np
 
@@ -60,7 +61,12 @@ class BlockManager:
     def num_used(self) -> int:
         return self.capacity - self.num_available
 
-    def pages_for(self, tokens: int) -> int:
+    @overload
+    def pages_for(self, tokens: int) -> int: ...
+    @overload
+    def pages_for(self, tokens: np.ndarray) -> np.ndarray: ...
+    def pages_for(self, tokens: Any) -> Any:
+        """Pages that hold so many tokens; a number or an array of them."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_STEPS = 16  # tokens that a decoding row can draw in one call of a compiled step
+
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message names what was given, what is allowed and what to change."""
@@ -29,6 +31,9 @@ class EngineConfig:
         the memory that is available at start, and at most 1 GiB of cache unless kv_pages says otherwise.
       tensor_parallel_size: devices that share each layer.
       async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
+      decode_steps: most tokens that a decoding sequence draws in one call of the devices, where no prompt is computed
+        and nothing waits; 1 to 16. The loop runs on the devices; answers do not depend on it.
+      latency_goal_ms: such a call takes no longer than this while a client streams, and four times as long otherwise.
       forbid_compile: after `Engine.compile`, a step that would have to compile is an error instead of a stall.
       prefix_caching: reuse KV pages of equal prompt prefixes.
       seed: of dummy weights, and of requests that bring no seed of their own.
@@ -46,6 +51,8 @@ class EngineConfig:
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
     async_scheduling: bool = True
+    decode_steps: int = 16
+    latency_goal_ms: float = 10.0
     forbid_compile: bool = False
     prefix_caching: bool = True
     seed: int = 0
@@ -58,6 +65,7 @@ class EngineConfig:
             ("max_waiting", 1, 2**31),
             ("kv_pages", 2, 2**31 - 1),
             ("tensor_parallel_size", 1, 2**16),
+            ("decode_steps", 1, MAX_STEPS),
         ):
             value = getattr(self, name)
             if value is None and type(self).__dataclass_fields__[name].default is None:
@@ -70,6 +78,8 @@ class EngineConfig:
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if type(self.memory_utilization) not in (int, float) or not 0.05 <= self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization must be in [0.05, 1.0], got {self.memory_utilization}")
+        if type(self.latency_goal_ms) not in (int, float) or not 0 <= self.latency_goal_ms <= 60_000:
+            raise ConfigError(f"latency_goal_ms must be in [0, 60000], got {self.latency_goal_ms!r}")
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("load_format", ("auto", "dummy")),

@@ -24,8 +24,9 @@ from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model
 from jaxserve.runner import ModelRunner
+from jaxserve.running import Rows
 from jaxserve.sampling import Sampled
-from jaxserve.scheduler import Progress, Scheduled, Scheduler, StepPlan
+from jaxserve.scheduler import Progress, Scheduler, StepPlan
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
 from jaxserve.types import (
@@ -44,9 +45,11 @@ log = logging.getLogger(__name__)
 class Flight:
     """A step that was dispatched and not committed yet, in one or more batches."""
 
-    rows: list[Scheduled]
-    sampled: list[tuple[Sampled, int]]  # of each batch, and how many of its rows are real
+    rows: list[Rows]
+    drawn: list[Sampled]
     prompt_scores: list[PromptScores]
+    steps: int  # tokens that a row may have drawn
+    dispatched: float  # time.perf_counter()
 
 
 class Engine:
@@ -69,6 +72,8 @@ class Engine:
         self.flights: deque[Flight] = deque()
         self.counters = EngineStats(pages_total=self.blocks.capacity)
         self._arrivals = 0
+        self._step_seconds = 1.0  # of late, per token of a row
+        self._last_commit = 0.0
         self._seeds = np.random.default_rng(config.seed)
 
     @classmethod
@@ -159,24 +164,34 @@ class Engine:
         With asynchronous scheduling the devices run the step that is dispatched here while the host takes in the one
         before: its tokens come back with the next call.
         """
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._steps_per_call())
         if plan is not None:
             self.flights.append(self.dispatch(plan))
         ahead = 1 if plan is not None and self.config.async_scheduling else 0
         return self.commit(self.flights.popleft()) if len(self.flights) > ahead else []
 
+    def _steps_per_call(self) -> int:
+        """How many tokens a row may draw in the next call: few enough that clients see them, and newcomers begin,
+        within the latency goal; four times the goal where nobody watches."""
+        if not self.shapes[0].decode_only:
+            return 1
+        goal = self.config.latency_goal_ms / 1000 * (1 if self.scheduler.num_streaming else 4)
+        return max(1, min(self.config.decode_steps, int(goal / self._step_seconds)))
+
     def dispatch(self, plan: StepPlan) -> Flight:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
-        flight = Flight([], [], [])
+        flight = Flight([], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
+        updates = plan.table_updates
         for batch in split(plan.rows, self.shapes):
-            packed, overflow = pack(batch, self.config.max_num_seqs)
-            self.runner.update_tables(overflow)
-            sampled, hidden = self.runner.step(batch.shape, packed)
-            sampled.tokens.copy_to_host_async()
-            flight.rows += batch.rows
-            flight.sampled.append((sampled, len(batch.rows)))
+            room = batch.shape.table_updates
+            self.runner.update_tables(updates[:, room:])
+            drawn, hidden = self.runner.step(batch.shape, pack(batch, updates[:, :room], self.config.max_num_seqs))
+            updates = updates[:, :0]  # the first batch took them all
+            drawn.tokens.copy_to_host_async()
+            flight.rows.append(batch.rows)
+            flight.drawn.append(drawn)
             flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
         self.counters.steps += 1
         return flight
@@ -192,37 +207,38 @@ class Engine:
 
     def commit(self, flight: Flight) -> list[SequenceUpdate]:
         """Waits for a step's tokens, takes them in and says what they mean for each request."""
-        tokens = [token for sampled, count in flight.sampled for token in np.asarray(sampled.tokens)[:count].tolist()]
+        updates = []
+        tokens = [np.asarray(drawn.tokens) for drawn in flight.drawn]
+        self._time_step(flight)
         for prompt_scores in flight.prompt_scores:
             prompt_scores.finish()
-        progress = self.scheduler.commit(flight.rows, tokens)
-        wants_logprobs = any(p.token is not None and p.seq.params.logprobs is not None for p in progress)
-        scores = np.concatenate([np.asarray(s.scores)[:n] for s, n in flight.sampled]) if wants_logprobs else None
-        updates = [update for p in progress if (update := self._update(p, scores)) is not None]
+        for rows, drawn, ids in zip(flight.rows, flight.drawn, tokens, strict=True):
+            progress = self.scheduler.commit(rows, ids[: flight.steps, : len(rows)].T)
+            updates += [self._update(p, drawn.scores) for p in progress]
         return updates
 
-    def _update(self, progress: Progress, scores: np.ndarray | None) -> SequenceUpdate | None:
-        seq, token, reason = progress.seq, progress.token, progress.finish_reason
-        if token is None and reason is None:
-            return None
-        params = seq.params
-        logprobs = None
-        if scores is not None and token is not None and params.logprobs is not None:
-            logprobs = [read_scores(scores[progress.row], token, params.logprobs)]
-        stopped_by = token if reason == "stop" and token not in self.eos_token_ids else None
-        first = seq.num_outputs <= 1 and seq.index == 0
-        self.counters.generation_tokens += token is not None
-        self.counters.prompt_tokens += seq.prompt_len if first else 0
-        return SequenceUpdate(
-            request_id=seq.request.request_id,
-            index=seq.index,
-            token_ids=[] if token is None else [token],
-            finish_reason=reason,
-            stop_token=stopped_by,
-            logprobs=logprobs,
-            prompt_logprobs=seq.prompt_scores if first and params.prompt_logprobs is not None else None,
-            num_cached_tokens=seq.num_cached or 0,
-        )
+    def _time_step(self, flight: Flight) -> None:
+        """Follows how long the devices take per token of a row: they began when the step before ended, or later."""
+        now = time.perf_counter()
+        seconds = (now - max(flight.dispatched, self._last_commit)) / flight.steps
+        self._step_seconds += 0.3 * (seconds - self._step_seconds)
+        self._last_commit = now
+
+    def _update(self, progress: Progress, scores: jax.Array) -> SequenceUpdate:
+        seq, tokens, reason = progress.seq, progress.tokens, progress.finish_reason
+        self.counters.generation_tokens += len(tokens)
+        update = SequenceUpdate(seq.request.request_id, seq.index, tokens, reason)
+        if reason == "stop" and tokens[-1] not in self.eos_token_ids:
+            update.stop_token = tokens[-1]
+        if (count := seq.params.logprobs) is not None:
+            rows = np.asarray(scores)[: len(tokens), progress.row]
+            update.logprobs = [read_scores(row, token, count) for row, token in zip(rows, tokens, strict=True)]
+        if seq.index == 0 and seq.num_outputs == len(tokens):  # its first
+            self.counters.prompt_tokens += seq.prompt_len
+            update.num_cached_tokens = seq.num_cached or 0
+            if seq.params.prompt_logprobs is not None:
+                update.prompt_logprobs = seq.prompt_scores
+        return update
 
     def stats(self) -> EngineStats:
         """A snapshot: gauges as they stand, counters since start."""

@@ -154,6 +154,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[ChoiceDelta, None, None]:
         """Continues one prompt, yielding its text as it comes. Leaving early (closing the iterator) aborts it."""
         requests, _ = self._requests([prompt], params)  # here, so that a mistake is reported before the first step
+        requests[0].streams = True
         processors = {requests[0].request_id: OutputProcessor(self.tokenizer, requests[0])}
         return (delta for _, delta in self._run(requests, processors))
 

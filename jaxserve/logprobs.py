@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxserve.runner import ModelRunner
-from jaxserve.scheduler import Scheduled
+from jaxserve.running import Rows
 from jaxserve.sequence import Sequence
 from jaxserve.types import MAX_LOGPROBS, TokenLogprob
 
@@ -32,22 +32,21 @@ class PromptScores:
     packed: list[jax.Array]
 
     @classmethod
-    def start(cls, rows: list[Scheduled], hidden: jax.Array | None, runner: ModelRunner) -> list[PromptScores]:
+    def start(cls, rows: Rows, hidden: jax.Array | None, runner: ModelRunner) -> list[PromptScores]:
         """Dispatches the scoring of every prompt chunk in a batch that asks for it.
 
         The hidden state at a position scores the token after it; what a preemption computes again is not scored twice.
         """
-        started, at = [], 0
-        for row in rows:
-            seq, offset = row.seq, at
-            at += row.count
-            if not row.scores_prompt:
-                continue
+        started = []
+        for i in np.flatnonzero(rows.scores_prompt).tolist():
             assert hidden is not None, "a step that scores prompts must keep its hidden states"
-            first, end = max(row.start, seq.num_scored), min(row.end, seq.prompt_len - 1)
+            seq, start, end = rows.seqs[i], int(rows.start[i]), int(rows.end[i])
+            first, end = max(start, seq.num_scored), min(end, seq.prompt_len - 1)
+            if first >= end:
+                continue
             tokens = seq.tokens[first + 1 : end + 1]
-            places = np.arange(first, end, dtype=np.int32) - row.start + offset
-            packed = runner.score_prompt(hidden, places, np.asarray(tokens, np.int32))
+            offset = int(rows.count[:i].sum()) - start
+            packed = runner.score_prompt(hidden, np.arange(first, end, dtype=np.int32) + offset, np.asarray(tokens))
             seq.num_scored = end
             started.append(cls(seq, first + 1, tokens, packed))
         return started

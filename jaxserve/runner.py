@@ -55,7 +55,7 @@ class ModelRunner:
         """Runs one step over int32 [shape.words]; see `steps.run_step`."""
         result = self._get(shape)(self.params, self.cache, self.slots, packed)
         self.cache, self.slots = result.cache, result.slots
-        return result.sampled, result.hidden
+        return result.drawn, result.hidden
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
         """Writes the sampling parameters of slots; rows as from `encode_slot`."""

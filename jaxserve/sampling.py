@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxserve.types import MAX_LOGPROBS
 
+SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
 EXCLUDED = -1e30  # finite: a row that excludes everything still samples something
 
 
@@ -39,7 +40,7 @@ class RowParams(NamedTuple):
 class Sampled(NamedTuple):
     """tokens int32 [rows]; the rest is zero unless some row asked for log-probabilities.
 
-    `scores` int32 [rows, 2 + 2 * MAX_LOGPROBS] packs, as bits, the sampled token's log-probability and rank, then the
+    `scores` int32 [rows, SCORE_WORDS] packs, as bits, the sampled token's log-probability and rank, then the
     ids and log-probabilities of the most likely tokens: one array, so that the host fetches one buffer.
     """
 
@@ -88,7 +89,7 @@ def score_tokens(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _no_scores(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jnp.zeros((logits.shape[0], 2 + 2 * MAX_LOGPROBS), jnp.int32)
+    return jnp.zeros((logits.shape[0], SCORE_WORDS), jnp.int32)
 
 
 def _penalize(logits: jax.Array, params: RowParams, seen: TokenCounts) -> jax.Array:

@@ -5,72 +5,60 @@ newcomers, all in order of (priority, arrival). When pages run out, the last in 
 freed, and it waits to be computed again; its tokens come out the same.
 
 `schedule` may be called again before `commit` of the plans before it (steps in flight): it counts tokens that only the
-device knows yet as `pending`.
+device knows yet.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
 
 from jaxserve.block_manager import BlockManager
+from jaxserve.running import Rows, Running
 from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
 from jaxserve.types import FinishReason
 
 
 @dataclass(slots=True)
-class Scheduled:
-    """One row of a step: `count` tokens of a sequence from `start` on; `samples` if its next token is drawn."""
-
-    seq: Sequence
-    start: int
-    count: int
-    samples: bool
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Hidden states of this row give log-probabilities of prompt tokens that are asked for."""
-        seq = self.seq
-        wanted = seq.params.prompt_logprobs is not None and seq.index == 0
-        return wanted and max(self.start, seq.num_scored) < min(self.end, seq.prompt_len - 1)
-
-
-@dataclass(slots=True)
 class StepPlan:
-    """Rows of a step; pages to copy and slots to fill before it runs."""
+    """Rows of a step, and what must be done before it runs.
 
-    rows: list[Scheduled]
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    placed: list[Sequence] = field(default_factory=list)
+    Attributes:
+      rows: those that decode first.
+      copies: pages to copy, (source, target) each.
+      placed: sequences whose slots are to be filled.
+      table_updates: int32 [3, any], block-table entries that are new: (slot, index, page).
+    """
+
+    rows: Rows
+    copies: list[tuple[int, int]]
+    placed: list[Sequence]
+    table_updates: np.ndarray
 
 
-@dataclass(slots=True)
-class Progress:
+class Progress(msgspec.Struct, gc=False):
     """What one step did for one sequence; `row` is its place among the rows that ran."""
 
     row: int
     seq: Sequence
-    token: int | None
+    tokens: list[int]
     finish_reason: FinishReason | None
 
 
 class Scheduler:
-    """Sequences in, plans out, results back in. Knows no arrays and no device."""
+    """Sequences in, plans out, results back in. Knows no device."""
 
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int):
         self.blocks = blocks
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
-        self.running: list[Sequence] = []  # by order
+        self.running = Running(max_num_seqs, blocks.page_size)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; finished ones are skipped lazily
         self._num_waiting = 0
         self._by_request: dict[str, list[Sequence]] = {}
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._placed: dict[Sequence, None] = {}  # got a slot that no plan has filled yet
+        self.num_streaming = 0  # requests that a client reads as they come
         self._watermark = blocks.capacity // 100
         self.num_preemptions = 0
         self.prefix_queries = 0
@@ -90,7 +78,8 @@ class Scheduler:
         return request_id in self._by_request
 
     def add(self, seq: Sequence) -> None:
-        self._by_request.setdefault(seq.request.request_id, []).append(seq)
+        self._by_request[seq.request.request_id] = [seq]
+        self.num_streaming += seq.request.streams
         self._wait(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -110,19 +99,11 @@ class Scheduler:
         heapq.heappush(self._waiting, (seq.order, seq))
         self._num_waiting += 1
 
-    def _place(self, seq: Sequence) -> None:
-        seq.status = Status.RUNNING
-        seq.slot = self._free_slots.pop()
-        self._placed[seq] = None
-        insort(self.running, seq, key=lambda s: s.order)
-
     def _displace(self, seq: Sequence) -> None:
         """Takes pages and slot from a running sequence."""
-        self.running.remove(seq)
-        self._placed.pop(seq, None)
-        self._free_slots.append(seq.slot)
+        self.running.displace(seq)
         self.blocks.free(seq.pages)
-        seq.slot, seq.pages, seq.pages_sent, seq.num_registered = NO_SLOT, [], 0, 0
+        seq.pages = []
 
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
@@ -134,183 +115,243 @@ class Scheduler:
         siblings.remove(seq)
         if not siblings:
             del self._by_request[seq.request.request_id]
+            self.num_streaming -= seq.request.streams
 
     def _preempt(self, seq: Sequence) -> None:
         self._displace(seq)
-        seq.num_computed = 0
         self._wait(seq)
         self.num_preemptions += 1
 
     # Schedule
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now."""
-        plan: dict[Sequence, Scheduled] = {}
-        copies: dict[Sequence, list[tuple[int, int]]] = {}
-        budget = self.max_num_batched_tokens
+    def schedule(self, steps: int = 1) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
+        draw up to `steps` tokens."""
         preemptions = self.num_preemptions
-        for decoding in (True, False):
-            for seq in list(self.running):
-                if seq.is_decoding is decoding and seq.status is Status.RUNNING and not (seq.exhausted and seq.pending):
-                    budget += self._extend(seq, budget, plan, copies)
-        if self.num_preemptions == preemptions:
-            while budget > 0 and (newcomer := self._next_admissible()):
-                self._admit(newcomer)
-                budget += self._extend(newcomer, budget, plan, copies)
-        if not plan:
+        steps = 1 if self._num_waiting else steps
+        rows = self._choose(steps)
+        while self._missing_pages(rows) > self.blocks.num_available:
+            if len(rows) and rows.draws.max() > 1:
+                steps = 1
+            else:
+                self._preempt(self.running.last)
+            rows = self._choose(steps)
+        copies = self._give_pages(rows)
+        if self._num_waiting and self.num_preemptions == preemptions:
+            rows = rows.extend(self._admit_newcomers(self.max_num_batched_tokens - int(rows.count.sum())))
+        if not len(rows):
             return None
-        rows = list(plan.values())
-        placed = [seq for seq in self._placed if seq in plan]
-        for seq in placed:
-            del self._placed[seq]
-        for row in rows:
-            row.seq.num_computed = row.end
-            row.seq.pending += row.samples
-        return StepPlan(rows, [pair for seq in plan for pair in copies.get(seq, ())], placed)
+        running, slot = self.running, rows.slot
+        running.computed[slot] = rows.reach
+        running.total[slot] += rows.draws
+        placed = running.seqs[slot[running.is_new[slot]]].tolist()
+        running.is_new[slot] = False
+        return StepPlan(rows, copies, placed, self._table_updates(slot))
 
-    def _extend(self, seq: Sequence, budget: int, plan: dict, copies: dict) -> int:
-        """Plans the next tokens of a running sequence, preempting from the end until its pages are there; returns the
-        change of the budget. `plan` and `copies` lose what is preempted."""
-        count = min(seq.total_len - seq.num_computed, budget)
-        if count <= 0:
-            return 0
-        gained = 0
-        start, end = seq.num_computed, seq.num_computed + count
-        first = start // self.blocks.page_size
-        while True:
-            missing = self.blocks.pages_for(end) - len(seq.pages)
-            shared = [i for i in range(first, len(seq.pages)) if not self.blocks.is_writable(seq.pages[i])]
-            if max(missing, 0) + len(shared) <= self.blocks.num_available:
-                break
-            victim = self.running[-1]
-            if (dropped := plan.pop(victim, None)) is not None:
-                gained += dropped.count
-            copies.pop(victim, None)
-            self._preempt(victim)
-            if victim is seq:
-                return gained
-        for index in shared:
-            copies.setdefault(seq, []).append(self.blocks.make_writable(seq.pages, index))
-            seq.pages_sent = min(seq.pages_sent, index)
-        seq.pages.extend(self.blocks.allocate(max(missing, 0)))
-        plan[seq] = Scheduled(seq, start, count, samples=end == seq.total_len and seq.max_tokens > 0)
-        return gained - count
+    def _choose(self, steps: int) -> Rows:
+        """The next tokens of the running sequences: those that decode first, then prompts as far as the budget goes."""
+        running, slots = self.running, self.running.slots
+        total = running.total[slots]
+        left, spare = total - running.computed[slots], running.limit[slots] - total
+        decodes = (left == 1) & (spare > 0)
+        prompts = (left > 0) & ~decodes & (running.known[slots] == total)
+        if not prompts.any():
+            chosen = slots[decodes]
+            return self._rows(chosen, np.ones_like(chosen), np.minimum(spare[decodes], steps))
+        left, spare = left[prompts], spare[prompts]
+        budget = self.max_num_batched_tokens - np.count_nonzero(decodes)
+        count = np.clip(budget - (np.cumsum(left, dtype=np.int32) - left), 0, left)
+        draws = ((count == left) & (spare > 0)).astype(np.int32)
+        some = count > 0
+        ones = np.ones(np.count_nonzero(decodes), np.int32)
+        return self._rows(
+            np.concatenate([slots[decodes], slots[prompts][some]]),
+            np.concatenate([ones, count[some]]),
+            np.concatenate([ones, draws[some]]),
+        )
+
+    def _rows(self, slots: np.ndarray, count: np.ndarray, draws: np.ndarray) -> Rows:
+        running = self.running
+        start = running.computed[slots]
+        return Rows(running.seqs[slots].tolist(), slots, start, count, draws, start < running.scored_until[slots])
+
+    def _missing_pages(self, rows: Rows) -> int:
+        """Pages that the rows need beyond their own: to grow, and for copies of pages that others share."""
+        grown = self.blocks.pages_for(rows.reach) - self.running.num_pages[rows.slot]
+        return int(np.maximum(grown, 0).sum()) + len(self._shared_pages(rows))
+
+    def _shared_pages(self, rows: Rows) -> list[tuple[Sequence, int]]:
+        """Pages that rows would write to but must not: (sequence, index in its pages)."""
+        shared = []
+        for i in np.flatnonzero(self.running.may_share[rows.slot]).tolist():
+            seq, index = rows.seqs[i], int(rows.start[i]) // self.blocks.page_size
+            if index < len(seq.pages) and not self.blocks.is_writable(seq.pages[index]):
+                shared.append((seq, index))
+        return shared
+
+    def _give_pages(self, rows: Rows) -> list[tuple[int, int]]:
+        """Gives each row the pages that it writes to; returns copies to make, (source, target) each."""
+        running, copies = self.running, []
+        for seq, index in self._shared_pages(rows):
+            if not self.blocks.is_writable(seq.pages[index]):  # the last of its owners may keep it
+                copies.append(self.blocks.make_writable(seq.pages, index))
+                running.num_sent[seq.slot] = min(running.num_sent[seq.slot], index)
+        running.may_share[rows.slot] = False
+        needed = self.blocks.pages_for(rows.reach)
+        for i in np.flatnonzero(needed > running.num_pages[rows.slot]).tolist():
+            pages = rows.seqs[i].pages
+            pages += self.blocks.allocate(int(needed[i]) - len(pages))
+            running.num_pages[rows.slot[i]] = needed[i]
+        return copies
+
+    def _table_updates(self, slots: np.ndarray) -> np.ndarray:
+        running, updates = self.running, []
+        for slot in slots[running.num_sent[slots] < running.num_pages[slots]].tolist():
+            pages, sent = running.seqs[slot].pages, int(running.num_sent[slot])
+            updates += [(slot, index, pages[index]) for index in range(sent, len(pages))]
+            running.num_sent[slot] = len(pages)
+        return np.asarray(updates, np.int32).reshape(-1, 3).T
+
+    # Admission
+
+    def _admit_newcomers(self, budget: int) -> Rows:
+        """Places waiting sequences, in order, as long as tokens of the budget, slots and pages are left."""
+        slots, counts, draws = [], [], []
+        while budget > 0 and (seq := self._next_admissible()):
+            left = self._admit(seq, budget)
+            slots.append(seq.slot)
+            counts.append(min(left, budget))
+            draws.append(left <= budget and seq.max_tokens > 0)
+            budget -= counts[-1]
+        return self._rows(np.asarray(slots, np.int32), np.asarray(counts, np.int32), np.asarray(draws, np.int32))
 
     def _next_admissible(self) -> Sequence | None:
         """The first waiting sequence, if a slot and pages for all its known tokens are free."""
         while self._waiting and self._waiting[0][1].status is not Status.WAITING:
             heapq.heappop(self._waiting)
-        if not self._waiting or not self._free_slots:
+        if not self._waiting or not self.running.has_free_slot:
             return None
         seq = self._waiting[0][1]
-        if seq.pending:  # preempted with a step in flight: its last token is not known yet
+        if seq.owed:  # preempted with a step in flight: its last token is not known yet
             return None
         cached = self._match(seq)
         available = self.blocks.num_available - self.blocks.count_evictable(cached)
-        needed = self.blocks.pages_for(seq.total_len) - len(cached)
-        return seq if needed + (self._watermark if self.running else 0) <= available else None
+        needed = self.blocks.pages_for(len(seq.tokens)) - len(cached)
+        return seq if needed + (self._watermark if len(self.running) else 0) <= available else None
 
     def _match(self, seq: Sequence) -> list[int]:
         """Cached pages that the sequence can start from; at least its last token is always computed."""
-        if not self.blocks.prefix_caching or self._scores_prompt(seq):
+        if not self.blocks.prefix_caching or seq.scores_prompt:
             return []
         full = (len(seq.tokens) - 1) // self.blocks.page_size
         return self.blocks.match(seq.page_hashes(full, self.blocks.page_size))
 
-    @staticmethod
-    def _scores_prompt(seq: Sequence) -> bool:
-        return seq.params.prompt_logprobs is not None and seq.index == 0 and seq.num_scored < seq.prompt_len - 1
-
-    def _admit(self, seq: Sequence) -> None:
+    def _admit(self, seq: Sequence, budget: int) -> int:
+        """Gives the first that waits a slot, and pages for up to `budget` of the tokens that it has to compute, whose
+        number it returns."""
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
-        cached = self._match(seq)
-        self.blocks.share(cached)
-        seq.pages = cached
-        seq.num_registered = len(cached)
-        seq.num_computed = len(cached) * self.blocks.page_size
+        seq.pages = self._match(seq)
+        self.blocks.share(seq.pages)
+        computed = len(seq.pages) * self.blocks.page_size
         if seq.num_cached is None and seq.index == 0:
-            seq.num_cached = seq.num_computed
+            seq.num_cached = computed
             self.prefix_queries += seq.prompt_len
-            self.prefix_hits += seq.num_computed
-        self._place(seq)
+            self.prefix_hits += computed
+        left = len(seq.tokens) - computed
+        seq.pages += self.blocks.allocate(self.blocks.pages_for(computed + min(left, budget)) - len(seq.pages))
+        self.running.place(seq, computed)
+        return left
 
     # Commit
 
-    def commit(self, rows: list[Scheduled], tokens: list[int]) -> list[Progress]:
-        """Takes in the tokens that a plan's rows sampled; returns what became of each sequence still wanted.
+    def commit(self, rows: Rows, tokens: np.ndarray) -> list[Progress]:
+        """Takes in the tokens that a plan's rows drew; returns what became of each sequence that has news.
 
-        `rows` are the plan's, in any order and possibly cut into consecutive pieces.
+        `rows` are the plan's, in any order and possibly cut into consecutive pieces. tokens: int32 [rows, most draws];
+        -1 where a row drew none, because it was not to or had reached its end.
         """
+        running, slot = self.running, rows.slot
+        drawn = np.count_nonzero(tokens >= 0, axis=1)
+        held = slot == np.fromiter((seq.slot for seq in rows.seqs), np.int32, len(rows))
+        known = running.known[slot] + drawn
+        known_now = held & (drawn > 0)
+        running.known[slot[known_now]] = known[known_now]
+
+        # The few rows that need more than their tokens appended.
+        last = tokens[np.arange(len(rows)), drawn - 1]
+        ended = (drawn > 0) & ((running.stop_ids[slot] == last[:, None]).any(axis=1) | (known >= running.limit[slot]))
+        ended |= (rows.draws == 0) & (rows.end >= running.limit[slot])  # max_tokens is 0, and the prompt is computed
+        reach = rows.end + np.maximum(drawn - 1, 0)
+        fills = reach // self.blocks.page_size > running.num_registered[slot]
+        special = ended | fills & self.blocks.prefix_caching | running.forks[slot] | ~held
+
+        new = tokens.tolist()
+        if drawn.min() < tokens.shape[1]:
+            new = [ids[:count] for ids, count in zip(new, drawn.tolist(), strict=True)]
         progress = []
-        for index, row in enumerate(rows):
-            seq = row.seq
+        for i, (seq, ids, is_special) in enumerate(zip(rows.seqs, new, special.tolist(), strict=True)):
             if seq.status is Status.FINISHED:
                 continue
-            token, reason = None, None
-            if row.samples:
-                token = tokens[index]
-                seq.pending -= 1
-                seq.tokens.append(token)
-                reason = self._why_finished(seq, token)
-            elif seq.max_tokens == 0 and row.end == seq.prompt_len:
-                reason = "length"
-            self._register(seq, row.end)
-            if seq.unforked and seq.num_outputs == 1:
-                self._fork(seq)
-            if reason is not None:
-                self._finish(seq)
-            progress.append(Progress(index, seq, token, reason))
+            seq.tokens += ids
+            reason = None
+            if is_special:
+                reason = self._settle(seq, ids, bool(ended[i]), int(rows.draws[i]), int(reach[i]))
+            if ids or reason:
+                progress.append(Progress(i, seq, ids, reason))
         return progress
 
-    @staticmethod
-    def _why_finished(seq: Sequence, token: int) -> FinishReason | None:
-        if token in seq.stop_ids:
-            return "stop"
-        return "length" if seq.num_outputs >= seq.max_tokens else None
+    def _settle(self, seq: Sequence, ids: list[int], ended: bool, draws: int, reach: int) -> FinishReason | None:
+        """What a row means beyond its tokens: pages that are full, siblings that may begin, its end."""
+        if seq.status is Status.RUNNING:
+            self._register(seq, reach)
+        else:  # preempted since; the arrays tell of others now
+            seq.owed -= draws
+            ended = bool(ids) and seq.finish_reason is not None
+        if seq.unforked and ids:
+            self._fork(seq)
+        if not ended:
+            return None
+        self._finish(seq)
+        return seq.finish_reason
 
-    def _register(self, seq: Sequence, computed: int) -> None:
+    def _register(self, seq: Sequence, reach: int) -> None:
         """Offers pages that are now full to the prefix cache."""
-        full = computed // self.blocks.page_size
-        stale = computed > seq.num_computed  # it was preempted since, and has other pages now, if any
-        if not self.blocks.prefix_caching or full <= seq.num_registered or stale:
+        running, slot = self.running, seq.slot
+        full, registered = reach // self.blocks.page_size, int(running.num_registered[slot])
+        stale = reach > running.computed[slot]  # it was preempted since, and has other pages now
+        if not self.blocks.prefix_caching or full <= registered or stale:
             return
         hashes = seq.page_hashes(full, self.blocks.page_size)
-        for i in range(seq.num_registered, full):
+        for i in range(registered, full):
             self.blocks.register(seq.pages[i], hashes[i])
-        seq.num_registered = full
+        running.num_registered[slot] = full
 
     def _fork(self, seq: Sequence, *, share: bool = True) -> None:
         """Starts the request's other completions, from the same pages where the prompt is computed (`share`)."""
         for index in seq.unforked:
             child = seq.fork(index, child_seed(seq.seed, index))
             self._by_request[seq.request.request_id].append(child)
-            if share and seq.pages and self._free_slots:
-                child.num_computed = seq.prompt_len - 1
-                child.pages = seq.pages[: self.blocks.pages_for(child.num_computed)]
-                child.num_registered = child.num_computed // self.blocks.page_size
+            if share and seq.pages and self.running.has_free_slot:
+                computed = seq.prompt_len - 1
+                child.pages = seq.pages[: self.blocks.pages_for(computed)]
                 self.blocks.share(child.pages)
-                self._place(child)
+                self.running.place(child, computed)
+                self.running.may_share[seq.slot] = True
             else:
                 self._wait(child)
         seq.unforked = []
+        if seq.status is Status.RUNNING:
+            self.running.forks[seq.slot] = False
 
     def check_integrity(self) -> None:
         """Asserts the invariants between sequences, slots and pages."""
         self.blocks.check_integrity([seq.pages for seq in self.running])
-        slots = [seq.slot for seq in self.running] + self._free_slots
-        assert len(set(slots)) == len(slots)
-        assert self.running == sorted(self.running, key=lambda seq: seq.order)
+        self.running.check_integrity()
         waiting = [seq for _, seq in self._waiting if seq.status is Status.WAITING]
         assert len(waiting) == self._num_waiting
         everyone = [seq for siblings in self._by_request.values() for seq in siblings]
         assert set(map(id, everyone)) == set(map(id, [*self.running, *waiting]))
-        for seq in self.running:
-            assert seq.status is Status.RUNNING
-            assert seq.num_computed <= seq.total_len
-            assert self.blocks.pages_for(seq.num_computed) <= len(seq.pages)
-            assert 0 <= seq.pages_sent <= len(seq.pages)
         for seq in waiting:
             assert not seq.pages
             assert seq.slot == NO_SLOT
-            assert seq.num_computed == 0

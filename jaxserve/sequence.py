@@ -1,4 +1,4 @@
-"""One completion in the making: its tokens, its pages, how far it has been computed."""
+"""One completion in the making: its tokens and its pages. How far it has come while it runs is in `running.Running`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import hashlib
 
 from jaxserve.block_manager import page_hash, root_hash
-from jaxserve.types import Request, TokenLogprob
+from jaxserve.types import FinishReason, Request, TokenLogprob
 
 NO_SLOT = -1
 
@@ -18,12 +18,7 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """Host state of one completion.
-
-    tokens [0, num_computed)            keys and values are in the cache, or will be once the steps in flight have run
-    tokens [num_computed, len(tokens))  known, not computed yet
-    then `pending` tokens               sampled by steps in flight; only the device knows them
-    """
+    """Host state of one completion."""
 
     def __init__(
         self, request: Request, index: int, seed: int, max_tokens: int, stop_ids: frozenset[int], arrival: int
@@ -39,8 +34,6 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.status = Status.WAITING
-        self.num_computed = 0
-        self.pending = 0
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
         self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
@@ -49,28 +42,24 @@ class Sequence:
 
         self.slot = NO_SLOT
         self.pages: list[int] = []
-        self.pages_sent = 0  # entries of `pages` that the device's block table has, or will have
+        self.owed = 0  # while it does not run: tokens that steps still in flight were to draw for it
         self._page_hashes: list[bytes] = []
-        self.num_registered = 0  # leading pages that were offered to the prefix cache
-
-    @property
-    def total_len(self) -> int:
-        """Tokens including those that only the device knows."""
-        return len(self.tokens) + self.pending
 
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def exhausted(self) -> bool:
-        """All the tokens it may have are known or on their way."""
-        return self.total_len - self.prompt_len >= self.max_tokens
+    def scores_prompt(self) -> bool:
+        """Log-probabilities of its prompt are asked for, and some are still to be computed."""
+        return self.params.prompt_logprobs is not None and self.index == 0 and self.num_scored < self.prompt_len - 1
 
     @property
-    def is_decoding(self) -> bool:
-        """One token is left to compute, and it ends what is known."""
-        return self.total_len - self.num_computed == 1
+    def finish_reason(self) -> FinishReason | None:
+        """Why its last token ends it; None if it goes on."""
+        if self.num_outputs and self.tokens[-1] in self.stop_ids:
+            return "stop"
+        return "length" if self.num_outputs >= self.max_tokens else None
 
     def page_hashes(self, count: int, page_size: int) -> list[bytes]:
         """Hashes of the first `count` pages, which must be full of known tokens."""

@@ -23,7 +23,7 @@ TOKENS_PER_CALL = 512  # tokens that one call of `count_tokens` counts
 class SlotState(NamedTuple):
     """Arrays with a leading dimension of num_slots + 1, on every device."""
 
-    last_token: jax.Array  # int32 [slots]
+    last_token: jax.Array  # int32 [slots]; -1 after a stop token: the slot's sequence draws no more
     block_tables: jax.Array  # int32 [slots, max_pages]
     params: RowParams
     counts: jax.Array  # int32 [slots, vocab]: output tokens so far; kept only for sequences with penalties
@@ -118,6 +118,7 @@ def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
     params = jax.tree.map(lambda old, values: old.at[slot].set(values), state.params, new)
     cleared = jnp.where(clear, slot, state.counts.shape[0])  # outside, hence dropped
     return state._replace(
+        last_token=state.last_token.at[slot].set(0),
         params=params,
         counts=state.counts.at[cleared].set(0, mode="drop"),
         in_prompt=state.in_prompt.at[cleared].set(False, mode="drop"),

@@ -1,11 +1,13 @@
 """The functions that run on the devices: one step of the model, and the upkeep around it. Pure; jitted by `runner`.
 
 A step advances a ragged batch: rows of decodes first (one token each), then rows of prompt chunks. All that changes
-from step to step arrives in one packed int32 buffer (`StepShape`); what stays is in the slots.
+from step to step arrives in one packed int32 buffer (`StepShape`); what stays is in the slots. A batch of decodes may
+draw several tokens a row in one call: the loop over them runs on the device (`decode_loop`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.config import MAX_STEPS
 from jaxserve.kv_cache import KVCache
 from jaxserve.mesh import spec
 from jaxserve.models.decoder import Decoder
-from jaxserve.sampling import Sampled, TokenCounts, sample, score_tokens
+from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.slots import SlotState
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention.reference import paged_attention
@@ -31,9 +34,9 @@ class StepShape:
     """A bucket: the padded sizes of one compiled step, and where each field lies in its packed buffer.
 
     Fields, int32: tokens [tokens], -1 for one that only the device knows (the slot's last); q_start [rows + 1]; kv_len
-    [rows], this step's tokens included; slot [rows]; sampled [rows], 1 where the row's last token yields a new one;
-    num_decodes [1]; and block-table entries that are new since the slot's last step, as (slot, index, page) columns
-    [table_updates] each.
+    [rows], this step's tokens included; slot [rows]; draws [rows], how many new tokens the row draws; steps [1], the
+    largest of them, or 1; num_decodes [1]; and new block-table entries, as (slot, index, page) columns [table_updates]
+    each.
     """
 
     tokens: int
@@ -53,7 +56,8 @@ class StepShape:
             "q_start": self.rows + 1,
             "kv_len": self.rows,
             "slot": self.rows,
-            "sampled": self.rows,
+            "draws": self.rows,
+            "steps": 1,
             "num_decodes": 1,
             "update_slot": self.table_updates,
             "update_index": self.table_updates,
@@ -66,6 +70,11 @@ class StepShape:
         return fields
 
     @property
+    def max_steps(self) -> int:
+        """Tokens that a row can draw in one call."""
+        return MAX_STEPS if self.decode_only else 1
+
+    @property
     def words(self) -> int:
         offset, size = self.fields()["update_page"]
         return offset + size
@@ -75,56 +84,113 @@ class StepShape:
 
 
 class StepResult(NamedTuple):
-    sampled: Sampled
+    drawn: Sampled  # tokens [steps, rows], -1 where a row drew none; scores [steps, rows, …]
     hidden: jax.Array | None  # [tokens, hidden] of a mixed step, for prompt log-probabilities
     cache: KVCache
     slots: SlotState
+
+
+class Batch(NamedTuple):
+    """What one pass of the model reads, unpacked from the step's buffer; int32 arrays."""
+
+    tokens: jax.Array  # [tokens]
+    q_start: jax.Array  # [rows + 1]
+    kv_len: jax.Array  # [rows]
+    slot: jax.Array  # [rows]
+    num_decodes: jax.Array
+    writes: jax.Array  # bool [rows]: the row's keys and values are kept
+    draws: jax.Array  # bool [rows]: so is the token that it samples
 
 
 def run_step(
     params, cache: KVCache, slots: SlotState, packed: jax.Array, *, model: Decoder, shape: StepShape, mesh: Mesh
 ) -> StepResult:
     """One step over a batch. `cache` and `slots` are donated; the results replace them."""
-    batch = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields().items()}
-    tables = slots.block_tables.at[batch["update_slot"], batch["update_index"]].set(batch["update_page"])
+    field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields().items()}
+    tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
     slots = slots._replace(block_tables=tables)
+    q_start, slot = field["q_start"], field["slot"]
+    going = slots.last_token[slot] >= 0  # a step in flight may have met a stop token that the host has not seen yet
+    draws = jnp.where(going, field["draws"], 0)
+    writes = (q_start[1:] > q_start[:-1]) & going
+    batch = Batch(field["tokens"], q_start, field["kv_len"], slot, field["num_decodes"][0], writes, draws > 0)
+    forward = partial(_forward, params, model=model, shape=shape, mesh=mesh)
+    if shape.decode_only:
+        return _decode_loop(forward, cache, slots, batch, draws, field["steps"][0])
+    sampled, hidden, cache, slots = forward(cache, slots, batch)
+    tokens = jnp.where(batch.draws, sampled.tokens, -1)
+    return StepResult(Sampled(tokens[None], sampled.scores[None]), replicate(hidden, mesh), cache, slots)
 
+
+def _decode_loop(
+    forward: Callable, cache: KVCache, slots: SlotState, batch: Batch, draws: jax.Array, steps: jax.Array
+) -> StepResult:
+    """Draws up to `draws` [rows] tokens per row, one after the other; a row ends early with a stop token of its own."""
+
+    def draw(i, state):
+        cache, slots, drawn, going = state
+        now = batch._replace(
+            tokens=jnp.where(i == 0, batch.tokens, -1),
+            kv_len=batch.kv_len + jnp.where(going, i, 0),
+            writes=batch.writes & ((i == 0) | going),
+            draws=going,
+        )
+        sampled, _, cache, slots = forward(cache, slots, now)
+        drawn = Sampled(
+            drawn.tokens.at[i].set(jnp.where(going, sampled.tokens, -1)),
+            drawn.scores.at[i].set(sampled.scores),
+        )
+        return cache, slots, drawn, going & (slots.last_token[batch.slot] >= 0) & (i + 1 < draws)
+
+    nothing = Sampled(
+        jnp.full((MAX_STEPS, len(draws)), -1, jnp.int32),
+        jnp.zeros((MAX_STEPS, len(draws), SCORE_WORDS), jnp.int32),
+    )
+    cache, slots, drawn, _ = lax.fori_loop(0, steps, draw, (cache, slots, nothing, draws > 0))
+    return StepResult(drawn, None, cache, slots)
+
+
+def _forward(
+    params, cache: KVCache, slots: SlotState, batch: Batch, *, model: Decoder, shape: StepShape, mesh: Mesh
+) -> tuple[Sampled, jax.Array, KVCache, SlotState]:
+    """One pass of the model over a batch: samples a token per row; hidden states [tokens, hidden] beside them."""
     # Which row each token belongs to, and its position in that row's sequence.
-    q_start, slot, kv_len = batch["q_start"], batch["slot"], batch["kv_len"]
+    q_start, kv_len, slot = batch.q_start, batch.kv_len, batch.slot
     index = jnp.arange(shape.tokens)
     row = (
         index if shape.decode_only else jnp.clip(jnp.searchsorted(q_start, index, side="right") - 1, 0, shape.rows - 1)
     )
     position = jnp.maximum(kv_len[row] - q_start[row + 1] + index, 0)
-    real = index < q_start[-1]
-    tokens = jnp.where(batch["tokens"] < 0, slots.last_token[slot[row]], batch["tokens"])
+    kept = (index < q_start[-1]) & batch.writes[row]
+    tokens = jnp.where(batch.tokens < 0, slots.last_token[slot[row]], batch.tokens)
 
-    row_tables = tables[slot]
+    row_tables = slots.block_tables[slot]
     page_size = cache[0].shape[1]
-    page = row_tables[row, jnp.minimum(position // page_size, tables.shape[1] - 1)]
-    kv_slot = jnp.where(real, page * page_size + position % page_size, 0)
+    page = row_tables[row, jnp.minimum(position // page_size, row_tables.shape[1] - 1)]
+    kv_slot = jnp.where(kept, page * page_size + position % page_size, 0)
 
     cache = list(cache)
     attention = partial(_attention, mesh=mesh, scale=model.config.head_dim**-0.5, decode_only=shape.decode_only)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        where = (kv_slot, row_tables, q_start, kv_len, batch["num_decodes"][0])
+        where = (kv_slot, row_tables, q_start, kv_len, batch.num_decodes)
         out, cache[layer] = attention(q, k, v, cache[layer], *where, window=model.config.window(layer))
         return out
 
-    hidden = model.apply({"params": params}, tokens, position, attend)
+    hidden: Any = model.apply({"params": params}, tokens, position, attend)
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     logits = replicate(model.apply({"params": params}, last, method="logits"), mesh)
     row_params = jax.tree.map(lambda x: x[slot], slots.params)
     sampled = sample(logits, row_params, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
 
-    # Rows that sampled nothing leave their slot alone: their writes go to the slot that nobody owns.
-    kept = jnp.where(batch["sampled"] > 0, slot, slots.last_token.shape[0] - 1)
+    # Rows that draw nothing leave their slot alone: their writes go to the slot that nobody owns.
+    target = jnp.where(batch.draws, slot, slots.last_token.shape[0] - 1)
+    stopped = jnp.any(sampled.tokens[:, None] == row_params.stop_ids, axis=1)
     slots = slots._replace(
-        last_token=slots.last_token.at[kept].set(sampled.tokens),
-        counts=slots.counts.at[kept, sampled.tokens].add(1),
+        last_token=slots.last_token.at[target].set(jnp.where(stopped, -1, sampled.tokens)),
+        counts=slots.counts.at[target, sampled.tokens].add(1),
     )
-    return StepResult(sampled, None if shape.decode_only else replicate(hidden, mesh), cache, slots)
+    return sampled, hidden, cache, slots
 
 
 def score_prompt(params, hidden: jax.Array, packed: jax.Array, *, model: Decoder, mesh: Mesh) -> jax.Array:

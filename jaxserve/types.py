@@ -154,7 +154,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt on its way into the engine.
 
     Lower `priority` values are served first; ties go by arrival. `cache_salt` keeps a request's prefix-cache pages
-    from being shared with requests of another salt.
+    from being shared with requests of another salt. `streams` says that a client reads the tokens as they come.
     """
 
     request_id: str
@@ -162,6 +162,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    streams: bool = False
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -181,7 +182,8 @@ class SequenceUpdate(msgspec.Struct, array_like=True):
 
     `index` says which of the request's n completions. `stop_token` is the stop token id that ended it, when it was not
     one of the model's own end-of-sequence ids; the token that ended it is the last of `token_ids`.
-    `prompt_logprobs`, with the first update of completion 0, has None for the first prompt token.
+    The first update of completion 0 brings `num_cached_tokens`, the prompt's tokens found in the prefix cache, and
+    `prompt_logprobs` if asked for, with None for the first prompt token.
     `error` explains a finish_reason of "error".
     """
 

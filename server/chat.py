@@ -51,7 +51,14 @@ async def _prepare(state: ServerState, body: ChatRequest) -> _Answer:
     )
     params = tokenizer.with_eos(params, info.eos_token_ids)
     params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-    generation = Generation(state, tokenizer, [ids], [params], priority=body.priority or 0, cache_salt=body.cache_salt)
+    generation = Generation(
+        state,
+        tokenizer,
+        [ids], [params],
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        streams=bool(body.stream),
+    )
     return _Answer(state, tokenizer, body, generation)
 
 

@@ -59,7 +59,14 @@ async def _prepare(state: ServerState, body: CompletionRequest) -> _Answer:
     for one in ids:
         room = room_for(max_tokens, len(one), info)
         clamped.append(msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)))
-    generation = Generation(state, tokenizer, ids, clamped, priority=body.priority or 0, cache_salt=body.cache_salt)
+    generation = Generation(
+        state,
+        tokenizer,
+        ids, clamped,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        streams=bool(body.stream),
+    )
     echoes: list[_Echo | None] = [None] * len(ids)
     if body.echo:
         echoes = [_Echo(tokenizer, prompt, one, body) for prompt, one in zip(prompts, ids, strict=True)]

@@ -47,6 +47,7 @@ class Generation:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        streams: bool = False,
     ):
         self._state = state
         self.requests = [
@@ -56,6 +57,7 @@ class Generation:
                 params=own,
                 priority=priority,
                 cache_salt=cache_salt,
+                streams=streams,
             )
             for ids, own in zip(prompts, params, strict=True)
         ]

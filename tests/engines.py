@@ -16,7 +16,7 @@ def make_engine(folder, *, tokens: int = 64, rows: int = 4, decode_steps: bool =
     page_size = engine.config.page_size
     engine.shapes = [StepShape.of(tokens, rows, page_size, decode_only=False)]
     if decode_steps:
-        engine.shapes.append(StepShape.of(rows, rows, page_size, decode_only=True))
+        engine.shapes.insert(0, StepShape.of(rows, rows, page_size, decode_only=True))
     return engine
 
 
@@ -49,7 +49,7 @@ def drain(engine: Engine, *, check: bool = True) -> dict[tuple[str, int], Comple
             completion.prompt_logprobs = completion.prompt_logprobs or update.prompt_logprobs
             completion.finish_reason = update.finish_reason
             completion.stop_token = update.stop_token
-            completion.num_cached = update.num_cached_tokens
+            completion.num_cached += update.num_cached_tokens
         if check:
             engine.scheduler.check_integrity()
     assert not engine.has_work

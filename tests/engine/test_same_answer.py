@@ -63,9 +63,10 @@ def test_when_chunked(model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=8, tokens=16)
     plans = []
     schedule = engine.scheduler.schedule
-    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    engine.scheduler.schedule = lambda steps: plans.append(schedule(steps)) or plans[-1]
     assert tokens(generate(engine, *requests())) == alone
-    longest = [row for plan in plans if plan for row in plan.rows if row.seq.prompt_len == 70 and row.start < 70]
+    rows = [row for plan in plans if plan for row in zip(plan.rows.seqs, plan.rows.start, strict=True)]
+    longest = [start for seq, start in rows if seq.prompt_len == 70 and start < 70]
     assert len(longest) > 6, "the 70-token prompts were not computed in chunks"
 
 

@@ -9,6 +9,7 @@ wrong prefix hit all show at once.
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,12 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxserve.batch import Batch, pack, split
 from jaxserve.block_manager import BlockManager
-from jaxserve.scheduler import Scheduled, Scheduler, StepPlan
+from jaxserve.running import Rows
+from jaxserve.scheduler import Scheduler, StepPlan
 from jaxserve.sequence import Sequence, Status, child_seed
 from jaxserve.steps import StepShape
 from jaxserve.types import Request, SamplingParams
 
 VOCAB = 6
+STEPS = (1, 3, 16)  # tokens that a row may draw in one call
 
 
 def fingerprint(state: int, token: int) -> int:
@@ -70,6 +73,23 @@ class Job:
         return output, "length"
 
 
+class Row(NamedTuple):
+    seq: Sequence
+    start: int
+    count: int
+    draws: int
+    scores_prompt: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+def each(rows: Rows) -> list[Row]:
+    columns = (rows.start, rows.count, rows.draws, rows.scores_prompt)
+    return list(map(Row, rows.seqs, *(column.tolist() for column in columns)))
+
+
 class CountingBlocks(BlockManager):
     evictions = 0
 
@@ -93,9 +113,9 @@ class Simulation:
         self.memory: list[list[object]] = [["never written"] * page_size for _ in range(num_pages)]
         self.tables = [[0] * num_pages for _ in range(max_num_seqs + 1)]
         self.last_token = [-1] * (max_num_seqs + 1)
-        self.slot_params = [(0, 0)] * (max_num_seqs + 1)  # root state, seed
+        self.slot_params = [(0, 0, frozenset())] * (max_num_seqs + 1)  # root state, seed, stop ids
         # The requests.
-        self.flights: deque[tuple[list[Scheduled], list[int]]] = deque()
+        self.flights: deque[list[tuple[Rows, np.ndarray]]] = deque()
         self.jobs: dict[str, Job] = {}
         self.sequences: dict[tuple[str, int], Sequence] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -133,44 +153,46 @@ class Simulation:
 
     # Steps
 
-    def dispatch(self) -> StepPlan | None:
+    def dispatch(self, steps: int = 1) -> StepPlan | None:
         """Schedules a step and runs it; its tokens wait in `flights`."""
         waiting = [seq for _, seq in self.scheduler._waiting if seq.status is Status.WAITING]
         preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule()
-        self._check_schedule(plan, waiting, preemptions)
+        before = {seq: self.left(seq) for seq in self.scheduler.running}
+        plan = self.scheduler.schedule(steps)
+        self._check_schedule(plan, waiting, preemptions, before)
         if plan is not None:
             self.flights.append(self._run(plan))
         self.check()
         return plan
 
     def commit(self) -> None:
-        rows, tokens = self.flights.popleft()
-        for progress in self.scheduler.commit(rows, tokens):
-            seq = progress.seq
-            key = seq.request.request_id, seq.index
-            assert rows[progress.row].seq is seq
-            assert key not in self.reasons, "an update after the last one"
-            assert key not in self.aborted, "an update after an abort"
-            assert self.sequences.setdefault(key, seq) is seq, "a completion was made twice"
-            if progress.token is not None:
-                self.outputs.setdefault(key, []).append(progress.token)
-            if progress.finish_reason is not None:
-                self.reasons[key] = progress.finish_reason
+        for rows, tokens in self.flights.popleft():
+            for progress in self.scheduler.commit(rows, tokens):
+                seq = progress.seq
+                key = seq.request.request_id, seq.index
+                assert rows.seqs[progress.row] is seq
+                assert key not in self.reasons, "an update after the last one"
+                assert key not in self.aborted, "an update after an abort"
+                assert self.sequences.setdefault(key, seq) is seq, "a completion was made twice"
+                assert progress.tokens or progress.finish_reason
+                if progress.tokens:
+                    self.outputs.setdefault(key, []).extend(progress.tokens)
+                if progress.finish_reason is not None:
+                    self.reasons[key] = progress.finish_reason
         self.check()
 
-    def step(self) -> StepPlan | None:
+    def step(self, steps: int = 1) -> StepPlan | None:
         """One step, with nothing in flight before and after."""
         while self.flights:
             self.commit()
-        if (plan := self.dispatch()) is not None:
+        if (plan := self.dispatch(steps)) is not None:
             self.commit()
         return plan
 
-    def overlapped_step(self) -> None:
+    def overlapped_step(self, steps: int = 1) -> None:
         """Dispatches a step before the one in flight is committed."""
         self.events["overlapped"] += bool(self.flights)
-        if (self.dispatch() is None or len(self.flights) == 2) and self.flights:
+        if (self.dispatch(steps) is None or len(self.flights) == 2) and self.flights:
             self.commit()
 
     def drain(self, *, overlapped: bool = False) -> None:
@@ -179,53 +201,78 @@ class Simulation:
             job.request.params.n * (len(job.request.prompt_token_ids) + job.request.params.max_tokens + 2)
             for job in self.jobs.values()
         )
-        for _ in range(2 * work + 2):
+        for i in range(2 * work + 2):
             if not self.scheduler.has_work and not self.flights:
                 break
-            self.overlapped_step() if overlapped else self.step()
+            self.overlapped_step(STEPS[i % 3]) if overlapped else self.step(STEPS[i % 3])
         assert not self.scheduler.has_work, "a request starves"
         self.check_end()
 
     # The device
 
-    def _run(self, plan: StepPlan) -> tuple[list[Scheduled], list[int]]:
-        """Rows in the order in which they ran, and their tokens."""
+    def _run(self, plan: StepPlan) -> list[tuple[Rows, np.ndarray]]:
+        """Rows in the order in which they ran, and the tokens that they drew."""
         for seq in plan.placed:
-            self.slot_params[seq.slot] = root_state(seq.request.cache_salt), child_seed(seq.seed, 0)
+            self.last_token[seq.slot] = 0
+            self.slot_params[seq.slot] = root_state(seq.request.cache_salt), child_seed(seq.seed, 0), seq.stop_ids
         self._copy(plan.copies)
         batches = list(split(plan.rows, self.shapes))
         self.events["cut plans"] += len(batches) > 1
-        tokens = [token for batch in batches for token in self._run_batch(batch)]
-        rows = [row for batch in batches for row in batch.rows]
-        self._check_split(plan, rows)
-        return rows, tokens
+        updates, results = plan.table_updates, []
+        for batch in batches:
+            room = batch.shape.table_updates
+            self._update_tables(updates[:, room:])
+            self.events["overflow"] += updates[:, room:].shape[1]
+            results.append((batch.rows, self._run_batch(batch, updates[:, :room])))
+            updates = updates[:, :0]
+        self._check_split(plan, [row for batch in batches for row in each(batch.rows)])
+        return results
 
-    def _run_batch(self, batch: Batch) -> list[int]:
+    def _update_tables(self, updates) -> None:
+        for slot, index, page in np.asarray(updates).T.tolist():
+            self.tables[slot][index] = page
+
+    def _run_batch(self, batch: Batch, updates: np.ndarray) -> np.ndarray:
         assert batch.shape in self.shapes
-        ones = [row.count == 1 for row in batch.rows]
+        rows = each(batch.rows)
+        ones = [row.count == 1 for row in rows]
         assert ones == sorted(ones, reverse=True), "rows of one token come first"
-        for row in batch.rows:
-            if row.scores_prompt:
+        for row in rows:
+            first, end = max(row.start, row.seq.num_scored), min(row.end, row.seq.prompt_len - 1)
+            if row.seq.scores_prompt and first < end:
+                assert row.scores_prompt, "a row that is wanted for its hidden states does not say so"
+            if row.scores_prompt and first < end:
                 assert not batch.shape.decode_only, "a decode step keeps no hidden states to score"
-                first, end = max(row.start, row.seq.num_scored), min(row.end, row.seq.prompt_len - 1)
                 self.jobs[row.seq.request.request_id].scored += range(first, end)
                 row.seq.num_scored = end
-        packed, overflow = pack(batch, self.max_num_seqs)
+        packed = pack(batch, updates, self.max_num_seqs)
         fields = {name: packed[at : at + size].tolist() for name, (at, size) in batch.shape.fields().items()}
-        updates = (fields["update_slot"], fields["update_index"], fields["update_page"])
-        for slot, index, page in [*overflow.T.tolist(), *zip(*updates, strict=True)]:
-            self.tables[slot][index] = page
-        self.events["overflow"] += overflow.shape[1]
+        self._update_tables([fields["update_slot"], fields["update_index"], fields["update_page"]])
         assert fields["num_decodes"] == [sum(ones)]
-        assert fields["q_start"][len(batch.rows) :] == [sum(row.count for row in batch.rows)] * (
-            batch.shape.rows + 1 - len(batch.rows)
-        )
-        assert set(fields["slot"][len(batch.rows) :]) <= {self.max_num_seqs}
-        written: set[tuple[int, int]] = set()
-        for i in range(len(batch.rows)):
-            self._write_row(fields, i, written)
-        self._scribble()
-        return [self._read_row(fields, i, row.seq) for i, row in enumerate(batch.rows)]
+        assert fields["q_start"][len(rows) :] == [sum(row.count for row in rows)] * (batch.shape.rows + 1 - len(rows))
+        assert set(fields["slot"][len(rows) :]) <= {self.max_num_seqs}
+        (steps,) = fields["steps"]
+        assert 1 <= steps <= batch.shape.max_steps
+        slots = fields["slot"]
+        ended = [self.last_token[slots[i]] < 0 for i in range(len(rows))]
+        self.events["ended on the device"] += sum(ended)
+        going = [fields["draws"][i] > 0 and not ended[i] for i in range(len(rows))]
+        drawn = np.full((len(rows), steps), -1, np.int32)
+        for step in range(steps):
+            written: set[tuple[int, int]] = set()
+            advancing = [i for i in range(len(rows)) if going[i] or (step == 0 and not ended[i])]
+            for i in advancing:
+                self._write_row(fields, i, written, step)
+            self._scribble()
+            for i in advancing:
+                token = self._read_row(fields, i, rows[i].seq, step)
+                if going[i]:
+                    stops = token in self.slot_params[slots[i]][2]
+                    drawn[i, step] = token
+                    self.last_token[slots[i]] = -1 if stops else token
+                    going[i] = not stops and step + 1 < fields["draws"][i]
+        self.events["loops"] += steps > 1
+        return drawn
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         """All are read before any is written; one after the other must give the same, as there may be many."""
@@ -235,31 +282,28 @@ class Simulation:
         assert [self.memory[target] for _, target in pairs] == expected, "copies overlap"
         self.events["copies"] += len(pairs)
 
-    def _write_row(self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]]) -> None:
-        (first, last), slot, length = batch["q_start"][i : i + 2], batch["slot"][i], batch["kv_len"][i]
+    def _write_row(self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]], step: int) -> None:
+        (first, last), slot, length = batch["q_start"][i : i + 2], batch["slot"][i], batch["kv_len"][i] + step
         state = self._read(slot, length - (last - first) - 1)
         for at in range(first, last):
             position = length - last + at
             token = batch["tokens"][at]
-            if token < 0:
+            if token < 0 or step > 0:
                 token = self.last_token[slot]
-                self.events["unknown tokens"] += 1
+                self.events["unknown tokens"] += step == 0
             page, offset = self._place(slot, position)
             assert page != 0, "a real token would be written to the null page"
             assert (page, offset) not in written, "two rows write to the same place"
             written.add((page, offset))
             state = self.memory[page][offset] = fingerprint(state, token)
 
-    def _read_row(self, batch: dict[str, list[int]], i: int, seq: Sequence) -> int:
+    def _read_row(self, batch: dict[str, list[int]], i: int, seq: Sequence, step: int) -> int:
         """Looks at all that the row can attend to; returns the token that follows."""
-        slot, length = batch["slot"][i], batch["kv_len"][i]
+        slot, length = batch["slot"][i], batch["kv_len"][i] + step
         seen = [self._read(slot, position) for position in range(length)]
         states = self.jobs[seq.request.request_id].trace(seq.index)[1]
         assert seen == states[:length], f"{seq.request.request_id}[{seq.index}] reads what is not its own"
-        token = next_token(seen[-1], self.slot_params[slot][1])
-        if batch["sampled"][i]:
-            self.last_token[slot] = token
-        return token
+        return next_token(seen[-1], self.slot_params[slot][1])
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         return self.tables[slot][position // self.blocks.page_size], position % self.blocks.page_size
@@ -279,40 +323,50 @@ class Simulation:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
-        assert set(self.scheduler._placed) <= set(self.scheduler.running)
         self._scribble()
         assert self.scheduler.num_waiting == sum(seq.status is Status.WAITING for _, seq in self.scheduler._waiting)
 
-    def _check_schedule(self, plan: StepPlan | None, waiting: list[Sequence], preemptions: int) -> None:
-        rows = plan.rows if plan else []
-        scheduled = [row.seq for row in rows]
+    def left(self, seq: Sequence) -> int:
+        """Tokens that a running sequence has to compute; 0 where that has to wait for a step in flight."""
+        running, slot = self.scheduler.running, seq.slot
+        if running.total[slot] > running.known[slot] and running.total[slot] == running.limit[slot]:
+            return 0
+        return int(running.total[slot] - running.computed[slot])
+
+    def _check_schedule(self, plan: StepPlan | None, waiting: list[Sequence], preemptions: int, before: dict) -> None:
+        """`before`: what was left to compute of the running sequences."""
+        rows = each(plan.rows) if plan else []
+        scheduled = {row.seq: row for row in rows}
         if plan is not None:
             assert rows
             assert sum(row.count for row in rows) <= self.budget
             assert len(rows) <= self.max_num_seqs
             assert all(row.count > 0 for row in rows)
-            assert len(set(scheduled)) == len(scheduled)
+            assert len(scheduled) == len(rows)
+            limits = {row.seq: row.seq.prompt_len + row.seq.max_tokens for row in rows}
+            assert all(row.end + row.draws <= limits[row.seq] for row in rows)
+            looped = any(row.draws > 1 for row in rows)
+            assert not looped or not waiting, "newcomers wait for a loop to end"
         for seq in self.scheduler.running:
-            idle = seq.num_computed == seq.total_len or (seq.exhausted and seq.pending)
             full = sum(row.count for row in rows) == self.budget
-            assert seq in scheduled or idle or full, "a running sequence was left out for no reason"
-            assert seq in scheduled or not seq.is_decoding or idle, "a decoding sequence was left out"
+            assert seq in scheduled or full or before.get(seq) == 0, "a running sequence was left out for no reason"
+            assert seq in scheduled or before[seq] != 1, "a decoding sequence was left out"
         admitted = [seq for seq in waiting if seq.status is Status.RUNNING]
         left = [seq for seq in waiting if seq.status is Status.WAITING]
         assert all(a.order < b.order for a in admitted for b in left), "admission out of order"
         self.events["preemptions"] += self.scheduler.num_preemptions - preemptions
-        self.events["chunks"] += any(row.count > 1 and row.end < row.seq.total_len for row in rows)
+        self.events["chunks"] += any(row.count > 1 and row.draws == 0 for row in rows)
 
     @staticmethod
-    def _check_split(plan: StepPlan, rows: list[Scheduled]) -> None:
+    def _check_split(plan: StepPlan, rows: list[Row]) -> None:
         """The pieces that ran make up the plan."""
         assert all(row.count > 0 for row in rows)
-        for whole in plan.rows:
+        for whole in each(plan.rows):
             pieces = [row for row in rows if row.seq is whole.seq]
             assert [piece.start for piece in pieces] == [whole.start, *(piece.end for piece in pieces[:-1])]
             assert pieces[-1].end == whole.end
-            assert [piece.samples for piece in pieces] == [False] * (len(pieces) - 1) + [whole.samples]
-        assert {row.seq for row in rows} == {row.seq for row in plan.rows}
+            assert [piece.draws for piece in pieces] == [0] * (len(pieces) - 1) + [whole.draws]
+        assert {row.seq for row in rows} == set(plan.rows.seqs)
 
     def check_end(self) -> None:
         assert not self.flights
@@ -378,15 +432,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.simulation.jobs)))
         self.simulation.abort(name, data.draw(st.integers(0, self.simulation.jobs[name].request.params.n - 1)))
 
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps):
-        for _ in range(steps):
-            self.simulation.step()
+    @rule(times=st.integers(1, 6), steps=st.sampled_from(STEPS))
+    def step(self, times, steps):
+        for _ in range(times):
+            self.simulation.step(steps)
 
-    @rule(steps=st.integers(1, 6))
-    def overlapped_step(self, steps):
-        for _ in range(steps):
-            self.simulation.overlapped_step()
+    @rule(times=st.integers(1, 6), steps=st.sampled_from(STEPS))
+    def overlapped_step(self, times, steps):
+        for _ in range(times):
+            self.simulation.overlapped_step(steps)
 
     @precondition(lambda self: self.simulation.flights)
     @rule()
@@ -432,8 +486,8 @@ def test_under_pressure(overlapped):
                 salt=["a", None][rng.integers(2)],
                 scored=bool(rng.random() < 0.2),
             )
-            for _ in range(rng.integers(0, 12)):
-                simulation.overlapped_step() if overlapped else simulation.step()
+            for steps in rng.choice(STEPS, rng.integers(0, 12)).tolist():
+                simulation.overlapped_step(steps) if overlapped else simulation.step(steps)
         simulation.drain(overlapped=overlapped)
         events += simulation.events
     least = {
@@ -444,9 +498,10 @@ def test_under_pressure(overlapped):
         "chunks": 50,
         "overflow": 10,
         "cut plans": 100,
+        "loops": 100,
     }
     if overlapped:
-        least |= {"overlapped": 100, "unknown tokens": 500}
+        least |= {"overlapped": 100, "unknown tokens": 500, "ended on the device": 50}
     assert {name: n for name, n in least.items() if events[name] < n} == {}, events
 
 
@@ -455,7 +510,7 @@ def test_under_pressure(overlapped):
 
 def planned(plan: StepPlan) -> dict[str, int]:
     """Tokens of each request in a plan."""
-    return {row.seq.request.request_id: row.count for row in plan.rows}
+    return {row.seq.request.request_id: row.count for row in each(plan.rows)}
 
 
 def running(simulation: Simulation) -> list[str]:
@@ -561,7 +616,7 @@ def test_completions_of_one_prompt_share_its_pages(prompt_len, n):
     simulation = Simulation(page_size=4, max_num_seqs=n, budget=64)
     name = simulation.add([*range(prompt_len)], n=n, max_tokens=8)
     simulation.step()
-    sequences = simulation.scheduler.running
+    sequences = list(simulation.scheduler.running)
     assert len(sequences) == n
     full = (prompt_len - 1) // 4
     assert len({tuple(seq.pages[:full]) for seq in sequences}) == 1
@@ -618,7 +673,7 @@ def test_an_aborted_request_s_id_may_be_used_again_with_a_step_in_flight():
     simulation = Simulation()
     name = simulation.add([1, 2, 3], max_tokens=8)
     simulation.dispatch()
-    old = simulation.flights[0][0][0].seq
+    old = simulation.flights[0][0][0].seqs[0]
     simulation.abort(name)
     simulation.aborted.clear()
     simulation.scheduler.add(Sequence(old.request, 0, old.seed, old.max_tokens, old.stop_ids, 99))
@@ -642,9 +697,9 @@ def test_pages_of_a_prefix_are_found_but_never_all_of_a_prompt():
     for other, hit in ((prompt, 4), ([*prompt, 3], 8), (prompt[:4], 0), ([1, 2, 3, 4, 0, 0, 0, 0, 0], 4)):
         simulation.add(other, max_tokens=1)
         plan = simulation.step()
-        assert [(row.start, row.seq.num_cached) for row in plan.rows] == [(hit, hit)]
+        assert [(row.start, row.seq.num_cached) for row in each(plan.rows)] == [(hit, hit)]
     simulation.add([*prompt, 3], max_tokens=1, salt="other")
-    assert simulation.step().rows[0].seq.num_cached == 0
+    assert simulation.step().rows.seqs[0].num_cached == 0
     assert simulation.scheduler.prefix_hits == 4 + 8 + 4
     assert simulation.scheduler.prefix_queries == 8 + 8 + 9 + 4 + 9 + 9
 
@@ -658,7 +713,7 @@ def test_what_a_preempted_prompt_computed_itself_is_no_prefix_hit():
     seqs = set()
     while simulation.scheduler.has_work:
         plan = simulation.step()
-        seqs |= {row.seq for row in plan.rows if row.seq.request.request_id == long}
+        seqs |= {seq for seq in plan.rows.seqs if seq.request.request_id == long}
     (seq,) = seqs
     assert simulation.scheduler.num_preemptions > 0, "this test needs the long prompt to be preempted half-way"
     assert seq.num_cached == 0
@@ -670,7 +725,7 @@ def test_max_tokens_0_only_computes_the_prompt():
     simulation = Simulation(budget=4, max_num_seqs=2)
     name = simulation.add([1, 2, 3, 4, 5, 0, 1], max_tokens=0, scored=True)
     plan = simulation.step()
-    assert not any(row.samples for row in plan.rows)
+    assert not plan.rows.draws.any()
     simulation.drain()
     assert simulation.reasons == {(name, 0): "length"}
     assert simulation.outputs == {}

@@ -1,0 +1,272 @@
+"""The engines: each is started for a load, warmed up, measured and stopped, and tells why it cannot where it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxserve.bench import startup
+from jaxserve.bench.client import Client
+from jaxserve.bench.prompts import Prompt
+from jaxserve.bench.serve import Sender, Target, first_model, run_load
+from jaxserve.bench.stats import RequestRecord
+from peers.model import tokens_of
+
+HERE = Path(__file__).resolve().parent
+START_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class PeerLoad:
+    """What an engine is asked: lists of token ids, `concurrency` at a time (the check alone).
+
+    Attributes:
+      model: the folder in Hugging Face format; the same weights as GGUF lie beside it.
+      threads: how many an engine may use, where it has to be told.
+      output_len, warmup_len, check_len: tokens asked for each of `prompts`, `warmup` and `check`.
+      check: prompts whose greedy answers are compared between engines; may be empty.
+    """
+
+    model: Path
+    threads: int
+    concurrency: int
+    output_len: int
+    prompts: list[list[int]]
+    warmup: list[list[int]]
+    check: list[list[int]] = field(default_factory=list)
+    warmup_len: int = 16
+    check_len: int = 64
+
+    @property
+    def gguf(self) -> Path:
+        return self.model.with_suffix(".gguf")
+
+
+@dataclass
+class Outcome:
+    """What an engine made of a load.
+
+    Attributes:
+      check: the greedy tokens of each check prompt.
+      gaps: how much likelier, in nats, each of those tokens was than the runner-up, where the engine says.
+      seconds: from the start of the process to the end of the measurement.
+    """
+
+    records: list[RequestRecord]
+    check: list[list[int]]
+    gaps: list[list[float]] = field(default_factory=list)
+    versions: str = ""
+    seconds: float = 0.0
+
+
+class EngineFailed(RuntimeError):  # noqa: N818
+    """An engine did not start, or did not answer."""
+
+
+class PeerEngine(Protocol):
+    """An engine by the name that the table gives it."""
+
+    name: str
+
+    def absent(self) -> str | None:
+        """None if it is on this machine, else the reason why not."""
+
+    def measure(self, load: PeerLoad) -> Outcome:
+        """Raises EngineFailed."""
+
+
+# Servers
+
+
+@dataclass(frozen=True)
+class Jaxserve:
+    """Ours, over HTTP, with what its defaults are; `flags` are added to `jaxserve serve`."""
+
+    flags: Sequence[str] = ()
+    name: str = "jaxserve"
+
+    def absent(self) -> str | None:
+        return None
+
+    def measure(self, load: PeerLoad) -> Outcome:
+        port = startup._free_port()
+        root = str(HERE.parent.parent)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        command = [sys.executable, "-m", "jaxserve", "serve", str(load.model), "--port", str(port), *self.flags]
+        with _server(command, env, port, "/ready"):
+            return asyncio.run(_drive(port, load, gaps=True))
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """llama.cpp's server, one slot for each request under way, float32 throughout."""
+
+    server: Path | None
+    gguf_python: str | None
+    flash: str = "off"
+    flags: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        return "llama.cpp" + (", flash attention" if self.flash == "on" else "")
+
+    def absent(self) -> str | None:
+        if self.server is None:
+            return "no path given with --llama-server"
+        if not os.access(self.server, os.X_OK):
+            return f"{self.server} is no program"
+        if self.gguf_python is None:
+            return "no Python given with --gguf-python to write the model as GGUF"
+        if _run([self.gguf_python, "-c", "import gguf, safetensors"]).returncode:
+            return f"{self.gguf_python} has no gguf and safetensors to write the model"
+        return None
+
+    def measure(self, load: PeerLoad) -> Outcome:
+        self._write_model(load)
+        port = startup._free_port()
+        longest = max(len(p) for p in [*load.prompts, *load.check]) + max(load.output_len, load.check_len)
+        slot = -(-longest // 256) * 256 if longest % 256 else longest
+        settings: dict[str, Any] = {
+            "-m": load.gguf,
+            "--port": port,
+            "-t": load.threads,
+            "-tb": load.threads,
+            "-np": load.concurrency,
+            "-c": load.concurrency * slot,
+            "-ctk": "f32",
+            "-ctv": "f32",
+            "-fa": self.flash,
+            "--cache-ram": 0,  # nothing is asked twice
+        }
+        command = [str(self.server), *(str(part) for pair in settings.items() for part in pair), *self.flags]
+        with _server(command, dict(os.environ), port, "/health"):
+            outcome = asyncio.run(_drive(port, load, gaps=False))
+        outcome.versions = _run([str(self.server), "--version"]).stdout.split("\n")[0]
+        return outcome
+
+    def _write_model(self, load: PeerLoad) -> None:
+        config = load.model / "config.json"
+        if load.gguf.is_file() and load.gguf.stat().st_mtime > config.stat().st_mtime:
+            return
+        assert self.gguf_python is not None
+        run = _run([self.gguf_python, str(HERE / "write_gguf.py"), str(load.model), str(load.gguf)])
+        if run.returncode:
+            load.gguf.unlink(missing_ok=True)
+            raise EngineFailed(f"the model could not be written as GGUF: {_end(run.stdout)}")
+
+
+@contextlib.contextmanager
+def _server(command: Sequence[str], env: dict[str, str], port: int, ready: str) -> Iterator[None]:
+    """A server that is ready, and stopped at the end."""
+    with startup._process(command, env) as (process, log):
+        deadline = time.monotonic() + START_SECONDS
+        while startup._status(port, ready) != 200:
+            if process.poll() is not None:
+                raise EngineFailed(f"the server ended before it was ready: {_end(log.text())}")
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"the server was not ready within {START_SECONDS:g} s")
+            time.sleep(0.05)
+        yield
+
+
+async def _drive(port: int, load: PeerLoad, *, gaps: bool) -> Outcome:
+    """Warm-up, check and load on the server at `port`; `gaps` asks for those, in a form that only ours has."""
+    with contextlib.closing(Client(f"http://127.0.0.1:{port}")) as client:
+        target = Target(url=client.url, model=await first_model(client), ignore_eos=True)
+        sender = Sender(target, client)
+
+        async def run(prompts: Sequence[list[int]], output_len: int) -> list[RequestRecord]:
+            bodies = [target.body(Prompt(prompt, output_len)) for prompt in prompts]
+            clock = time.perf_counter()
+            records = await run_load(
+                lambda i: sender.send(bodies[i], clock, len(prompts[i])), [0.0] * len(bodies), load.concurrency
+            )
+            if error := next((record.error for record in records if record.error), None):
+                raise EngineFailed(f"a request failed: {error}")
+            return records
+
+        await run(load.warmup, load.warmup_len)
+        answers = [await _greedy(client, target, prompt, load.check_len, gaps) for prompt in load.check]
+        records = await run(load.prompts, load.output_len)
+    return Outcome(records, [tokens for tokens, _ in answers], [each for _, each in answers])
+
+
+async def _greedy(
+    client: Client, target: Target, prompt: list[int], output_len: int, gaps: bool
+) -> tuple[list[int], list[float]]:
+    """The greedy answer, and with `gaps` how far each token was ahead of the next, in nats."""
+    body: dict[str, Any] = {"model": target.model, "prompt": prompt, "max_tokens": output_len, "temperature": 0}
+    body |= {"ignore_eos": True} | ({"logprobs": 2} if gaps else {})
+    response = await client.request("POST", target.path, json.dumps(body).encode())
+    if response.status != 200:
+        raise EngineFailed(f"HTTP {response.status}: {_end(response.body.decode(errors='replace'))}")
+    choice = json.loads(response.body)["choices"][0]
+    ahead = []
+    for top in choice["logprobs"]["top_logprobs"] if gaps else ():
+        best, second = sorted(top.values(), reverse=True)[:2]
+        ahead.append(best - second)
+    return tokens_of(choice["text"]), ahead
+
+
+# Libraries
+
+
+@dataclass(frozen=True)
+class Transformers:
+    """transformers in another Python, without HTTP. `kind` is static (batches) or continuous."""
+
+    python: str | None
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"transformers, {self.kind} batching"
+
+    def absent(self) -> str | None:
+        if self.python is None:
+            return "no Python given with --torch-python"
+        needs = "import torch; from transformers import ContinuousBatchingConfig"
+        if not Path(self.python).is_file():
+            return f"there is no {self.python}"
+        run = _run([self.python, "-c", needs])
+        return f"{self.python} cannot be used: {_end(run.stdout)}" if run.returncode else None
+
+    def measure(self, load: PeerLoad) -> Outcome:
+        with tempfile.TemporaryDirectory() as folder:
+            request, result = Path(folder, "load.json"), Path(folder, "result.json")
+            request.write_text(json.dumps(asdict(load) | {"model": str(load.model)}))
+            run = _run([str(self.python), str(HERE / "torch_engine.py"), self.kind, str(request), str(result)])
+            if run.returncode or not result.is_file():
+                raise EngineFailed(f"the process ended: {_end(run.stdout)}")
+            document = json.loads(result.read_text())
+        records = [
+            RequestRecord(
+                start=row["start"],
+                end=row["end"],
+                input_tokens=len(prompt),
+                output_tokens=len(row["arrivals"]),
+                arrivals=row["arrivals"],
+                last=row["arrivals"][-1],
+            )
+            for row, prompt in zip(document["requests"], load.prompts, strict=True)
+        ]
+        return Outcome(records, document["check"], versions=document["versions"])
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _end(text: str) -> str:
+    """The last lines of an output."""
+    return "\n".join(text.rstrip().splitlines()[-5:])

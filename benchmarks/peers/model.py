@@ -1,0 +1,121 @@
+"""The model that all engines are given: random weights of one shape, with a tokenizer that hides nothing.
+
+Every token's text is a space and the token's number, so that the tokens of a greedy answer can be read off its text,
+whichever server sent it. Token 0 stands for everything special; its embedding is zero, so that with tied embeddings
+its logit is zero too, and no greedy answer ever holds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2048,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def parameters(config: Mapping[str, Any]) -> int:
+    """How many numbers the model has."""
+    return sum(int(np.prod(shape)) for _, shape in _tensors(config))
+
+
+def make_model(folder: Path, config: Mapping[str, Any] = SHAPE) -> Path:
+    """Writes the model into `folder`, unless it is there already; returns the folder.
+
+    `config` is a Llama's config.json with tied embeddings, in float32.
+    """
+    text = json.dumps(dict(config), indent=1)
+    path = folder / "config.json"
+    if path.is_file() and path.read_text() == text:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    save_file(_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder, config["vocab_size"])
+    path.write_text(text)  # last: it says that the rest is whole
+    return folder
+
+
+def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes [out, in], as in Hugging Face's files."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    yield "model.norm.weight", (hidden,)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield f"{layer}.self_attn.q_proj.weight", (queries, hidden)
+        yield f"{layer}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{layer}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, queries)
+        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+
+
+def _weights(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Norms of ones, the rest normal; layers twice as strong as when training starts, so that they are heard."""
+    rng = np.random.default_rng(0)
+    weights = {}
+    for name, shape in _tensors(config):
+        if len(shape) == 1:
+            weights[name] = np.ones(shape, np.float32)
+            continue
+        scale = 0.02 if "embed" in name else 2 / np.sqrt(shape[1])
+        weights[name] = np.float32(scale) * rng.standard_normal(shape, np.float32)
+    weights["model.embed_tokens.weight"][0] = 0
+    return weights
+
+
+def token_texts(vocab_size: int) -> list[str]:
+    """Each token as a byte-level BPE writes it; `Ġ` is a space."""
+    width = len(str(vocab_size - 1))
+    return ["<special>", *(f"Ġ{i:0{width}}" for i in range(1, vocab_size))]
+
+
+def tokens_of(text: str) -> list[int]:
+    """The tokens that an answer's text stands for."""
+    return [int(word) for word in text.split()]
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    texts = token_texts(vocab_size)
+    tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[], unk_token=texts[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(texts[0], special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": texts[0],
+        "eos_token": texts[0],
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
