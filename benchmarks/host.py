@@ -79,7 +79,7 @@ def measure(running: int) -> dict[str, list[float]]:
     for i in range(running):
         prompt = rng.integers(8, 1000, PROMPT).tolist()
         engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
-    while len(engine.scheduler.running) < running or engine.scheduler.running.last.num_outputs < WARMUP:
+    while len(engine.scheduler.running) < running or engine.scheduler.running.known.min() < PROMPT + WARMUP:
         engine.step()
     clock = time.perf_counter
     parts: dict[str, list[float]] = {"schedule": [], "dispatch": [], "commit": [], "step": []}

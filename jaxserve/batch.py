@@ -95,11 +95,15 @@ def _mixed(rows: Rows, whole: list[int], first: list[int], count: list[int], sha
     return Batch(next(shape for shape in shapes if shape.tokens >= tokens and shape.rows >= len(whole)), pieces)
 
 
-def pack(batch: Batch, table_updates: np.ndarray, num_slots: int) -> np.ndarray:
-    """The step's buffer, int32 [shape.words]. `table_updates`: int32 [3, up to shape.table_updates]."""
-    shape, rows = batch.shape, batch.rows
+def pack(batch: Batch, known: np.ndarray, table_updates: np.ndarray) -> np.ndarray:
+    """The step's buffer, int32 [shape.words].
+
+    known: int32 [slots, max_len], the tokens of each slot as far as the host knows them (`Running.tokens`).
+    table_updates: int32 [3, up to shape.table_updates].
+    """
+    shape, rows, num_slots = batch.shape, batch.rows, len(known)
     packed = np.zeros(shape.words, np.int32)
-    field = {name: packed[at : at + size] for name, (at, size) in shape.fields().items()}
+    field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
     field["slot"][:] = num_slots
     field["update_slot"][:] = num_slots
 
@@ -112,11 +116,9 @@ def pack(batch: Batch, table_updates: np.ndarray, num_slots: int) -> np.ndarray:
     field["draws"][:n] = rows.draws
     field["steps"][0] = max(rows.draws.max(), 1)
     field["num_decodes"][0] = np.count_nonzero(rows.count == 1)
-    tokens = field["tokens"]
-    tokens[: q_end[-1]] = -1  # only the device knows them, unless we do
-    for seq, start, count, at in zip(rows.seqs, rows.start.tolist(), rows.count.tolist(), q_end.tolist(), strict=True):
-        if start < len(seq.tokens):
-            tokens[at - count : at] = seq.tokens[start : start + count]
+    row = np.repeat(np.arange(n), rows.count)
+    position = rows.end[row] - q_end[row] + np.arange(len(row))
+    field["tokens"][: len(row)] = np.where(rows.is_known[row], known[rows.slot[row], position], -1)
     for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
         field[name][: len(column)] = column
     return packed

@@ -30,7 +30,7 @@ def root_hash(salt: str | None, adapter: str | None = None) -> bytes:
     return digest.digest()
 
 
-def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+def page_hash(parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
     """Hash of a full page: sha256 over its parent's hash and its tokens, so that it stands for the whole prefix."""
     return hashlib.sha256(parent + np.asarray(tokens, np.int32).tobytes()).digest()
 

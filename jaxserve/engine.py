@@ -26,7 +26,7 @@ from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Rows
 from jaxserve.sampling import Sampled
-from jaxserve.scheduler import Progress, Scheduler, StepPlan
+from jaxserve.scheduler import Notable, Scheduler, StepPlan
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
 from jaxserve.types import (
@@ -35,7 +35,7 @@ from jaxserve.types import (
     InvalidRequestError,
     QueueFullError,
     Request,
-    SequenceUpdate,
+    StepOutput,
 )
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,12 @@ class Engine:
         max_tokens = max_batched_tokens(config)
         layout = runner.layout
         self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max_tokens)
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+            max_model_len=max_model_len,
+        )
         platform = runner.mesh.devices.flat[0].platform
         limit = self.scheduler.max_num_batched_tokens
         self.shapes = step_shapes(platform, config.max_num_seqs, limit, layout.page_size)
@@ -158,7 +163,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self.flights)
 
-    def step(self) -> list[SequenceUpdate]:
+    def step(self) -> StepOutput:
         """Advances the batch by one step; returns what a step added to each completion.
 
         With asynchronous scheduling the devices run the step that is dispatched here while the host takes in the one
@@ -168,7 +173,7 @@ class Engine:
         if plan is not None:
             self.flights.append(self.dispatch(plan))
         ahead = 1 if plan is not None and self.config.async_scheduling else 0
-        return self.commit(self.flights.popleft()) if len(self.flights) > ahead else []
+        return self.commit(self.flights.popleft()) if len(self.flights) > ahead else StepOutput()
 
     def _steps_per_call(self) -> int:
         """How many tokens a row may draw in the next call: few enough that clients see them, and newcomers begin,
@@ -187,7 +192,7 @@ class Engine:
         for batch in split(plan.rows, self.shapes):
             room = batch.shape.table_updates
             self.runner.update_tables(updates[:, room:])
-            drawn, hidden = self.runner.step(batch.shape, pack(batch, updates[:, :room], self.config.max_num_seqs))
+            drawn, hidden = self.runner.step(batch.shape, pack(batch, self.scheduler.running.tokens, updates[:, :room]))
             updates = updates[:, :0]  # the first batch took them all
             drawn.tokens.copy_to_host_async()
             flight.rows.append(batch.rows)
@@ -205,17 +210,20 @@ class Engine:
             if seq.params.has_penalties:
                 self.runner.count_tokens(seq.slot, seq.tokens, seq.prompt_len)
 
-    def commit(self, flight: Flight) -> list[SequenceUpdate]:
+    def commit(self, flight: Flight) -> StepOutput:
         """Waits for a step's tokens, takes them in and says what they mean for each request."""
-        updates = []
+        output = StepOutput([], [], [], [])
         tokens = [np.asarray(drawn.tokens) for drawn in flight.drawn]
         self._time_step(flight)
         for prompt_scores in flight.prompt_scores:
             prompt_scores.finish()
         for rows, drawn, ids in zip(flight.rows, flight.drawn, tokens, strict=True):
-            progress = self.scheduler.commit(rows, ids[: flight.steps, : len(rows)].T)
-            updates += [self._update(p, drawn.scores) for p in progress]
-        return updates
+            part, notable = self.scheduler.commit(rows, ids[: flight.steps, : len(rows)].T)
+            for one in notable:
+                self._annotate(one, drawn.scores)
+            output.extend(part)
+        self.counters.generation_tokens += flight.steps * len(output.tokens)
+        return output
 
     def _time_step(self, flight: Flight) -> None:
         """Follows how long the devices take per token of a row: they began when the step before ended, or later."""
@@ -224,21 +232,21 @@ class Engine:
         self._step_seconds += 0.3 * (seconds - self._step_seconds)
         self._last_commit = now
 
-    def _update(self, progress: Progress, scores: jax.Array) -> SequenceUpdate:
-        seq, tokens, reason = progress.seq, progress.tokens, progress.finish_reason
+    def _annotate(self, notable: Notable, scores: jax.Array) -> None:
+        """Adds to an update what it has to say beyond its tokens."""
+        update, seq, row, is_first = notable
+        tokens = update.token_ids
         self.counters.generation_tokens += len(tokens)
-        update = SequenceUpdate(seq.request.request_id, seq.index, tokens, reason)
-        if reason == "stop" and tokens[-1] not in self.eos_token_ids:
+        if update.finish_reason == "stop" and tokens[-1] not in self.eos_token_ids:
             update.stop_token = tokens[-1]
         if (count := seq.params.logprobs) is not None:
-            rows = np.asarray(scores)[: len(tokens), progress.row]
+            rows = np.asarray(scores)[: len(tokens), row]
             update.logprobs = [read_scores(row, token, count) for row, token in zip(rows, tokens, strict=True)]
-        if seq.index == 0 and seq.num_outputs == len(tokens):  # its first
+        if is_first and seq.index == 0:
             self.counters.prompt_tokens += seq.prompt_len
             update.num_cached_tokens = seq.num_cached or 0
             if seq.params.prompt_logprobs is not None:
                 update.prompt_logprobs = seq.prompt_scores
-        return update
 
     def stats(self) -> EngineStats:
         """A snapshot: gauges as they stand, counters since start."""

@@ -41,6 +41,8 @@ class ModelRunner:
 
     def __init__(self, model: Decoder, params: Any, mesh: Mesh, layout: CacheLayout, num_slots: int, max_pages: int):
         self.model, self.params, self.mesh, self.layout, self.num_slots = model, params, mesh, layout, num_slots
+        # Executables take the parameters as a flat list: flattening nested dicts would cost 60 us a call.
+        self._leaves, self._structure = jax.tree.flatten(params)
         make_slots = partial(create_slots, num_slots, max_pages, model.config.vocab_size)
         self.slots = jax.jit(make_slots, out_shardings=replicated(mesh))()
         self.cache = layout.create(mesh)
@@ -53,7 +55,7 @@ class ModelRunner:
 
     def step(self, shape: StepShape, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """Runs one step over int32 [shape.words]; see `steps.run_step`."""
-        result = self._get(shape)(self.params, self.cache, self.slots, packed)
+        result = self._get(shape)(self._leaves, self.cache, self.slots, packed)
         self.cache, self.slots = result.cache, result.slots
         return result.drawn, result.hidden
 
@@ -98,7 +100,7 @@ class ModelRunner:
             packed = np.zeros((2, SCORED_ROWS), np.int32)
             some = slice(at, at + SCORED_ROWS)
             packed[:, : len(rows[some])] = rows[some], targets[some]
-            results.append(self._get(("score_prompt", hidden.shape[0]))(self.params, hidden, packed))
+            results.append(self._get(("score_prompt", hidden.shape[0]))(self._leaves, hidden, packed))
         return results
 
     # Compilation
@@ -158,18 +160,21 @@ class ModelRunner:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
         everywhere = replicated(self.mesh)
-        slots, cache, params = abstract(self.slots), abstract(self.cache), abstract(self.params)
+        def with_params(function):
+            return lambda leaves, *rest: function(jax.tree.unflatten(self._structure, leaves), *rest)
+
+        slots, cache, params = abstract(self.slots), abstract(self.cache), abstract(self._leaves)
         cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_layers
         if isinstance(name, StepShape):
             step = partial(steps.run_step, model=self.model, shape=name, mesh=self.mesh)
             results: Any = (everywhere, everywhere, cache_sharding, everywhere)  # of StepResult's fields
             results = steps.StepResult(*results)
-            return step, (1, 2), (params, cache, slots, host(name.words)), results
+            return with_params(step), (1, 2), (params, cache, slots, host(name.words)), results
         if isinstance(name, tuple):
             shape = (name[1], self.model.config.hidden_size)
             hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)
             score = partial(steps.score_prompt, model=self.model, mesh=self.mesh)
-            return score, (), (params, hidden, host(2, SCORED_ROWS)), everywhere
+            return with_params(score), (), (params, hidden, host(2, SCORED_ROWS)), everywhere
         functions: dict[str, tuple[Callable, tuple, Any]] = {
             "set_slots": (set_slots, (slots, host(SLOTS_PER_CALL, SLOT_WORDS)), everywhere),
             "count_tokens": (count_tokens, (slots, host(3 + TOKENS_PER_CALL)), everywhere),

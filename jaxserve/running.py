@@ -21,10 +21,11 @@ class Rows:
     """
 
     seqs: list[Sequence]
-    slot: np.ndarray  # int32 [rows], as all that follow but the last
+    slot: np.ndarray  # int32 [rows], as the next three
     start: np.ndarray
     count: np.ndarray
     draws: np.ndarray
+    is_known: np.ndarray  # bool: the host knows the tokens; else the device does, from the step before
     scores_prompt: np.ndarray  # bool: the hidden states are wanted, for log-probabilities of the prompt
 
     def __len__(self) -> int:
@@ -50,11 +51,14 @@ class Rows:
         return Rows([self.seqs[i] for i in index.tolist()], *(column[index] for column in self._columns()))
 
     def _columns(self) -> tuple[np.ndarray, ...]:
-        return self.slot, self.start, self.count, self.draws, self.scores_prompt
+        return self.slot, self.start, self.count, self.draws, self.is_known, self.scores_prompt
 
 
 class Running:
     """Sequences that have a slot, and their numbers, int32 [slots]. A number means nothing while its slot is free.
+
+    The tokens of a running sequence are here, not in the sequence: `tokens`, int32 [slots, max_len], of which the first
+    `known` count. (Memory that is never touched costs nothing.)
 
     computed  tokens whose keys and values are in the cache, or will be once the steps in flight have run
     known     tokens that the host knows
@@ -62,12 +66,15 @@ class Running:
     limit     prompt and all the output it may have: total <= limit
     """
 
-    def __init__(self, max_num_seqs: int, page_size: int):
+    def __init__(self, max_num_seqs: int, page_size: int, max_len: int):
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
 
         self.page_size = page_size
         self.seqs = np.full(max_num_seqs, None, object)
+        self.request_ids = np.full(max_num_seqs, "", object)
+        self.indices = numbers()
+        self.tokens = np.zeros((max_num_seqs, max_len), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
         self.num_pages = numbers()
         self.num_sent = numbers()  # pages that the device's block table has, or will have
@@ -76,7 +83,7 @@ class Running:
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), -1, np.int32)
         self.is_new = np.zeros(max_num_seqs, bool)  # the device's slot is not filled yet
         self.may_share = np.zeros(max_num_seqs, bool)  # the page that it writes to next may have other owners
-        self.forks = np.zeros(max_num_seqs, bool)  # siblings wait for its first token
+        self.is_notable = np.zeros(max_num_seqs, bool)  # its next update says more than its tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._ordered: list[Sequence] = []
         self._slots: np.ndarray | None = None
@@ -109,7 +116,8 @@ class Running:
         seq.status = Status.RUNNING
         insort(self._ordered, seq, key=lambda s: s.order)
         self._slots = None
-        self.seqs[slot] = seq
+        self.seqs[slot], self.request_ids[slot], self.indices[slot] = seq, seq.request_id, seq.index
+        self.tokens[slot, : len(seq.tokens)] = seq.tokens
         self.computed[slot] = computed
         self.known[slot] = self.total[slot] = len(seq.tokens)
         self.limit[slot] = seq.prompt_len + seq.max_tokens
@@ -120,11 +128,12 @@ class Running:
         self.stop_ids[slot, : len(seq.stop_ids)] = list(seq.stop_ids)
         self.is_new[slot] = True
         self.may_share[slot] = computed % self.page_size > 0
-        self.forks[slot] = bool(seq.unforked)
+        self.is_notable[slot] = seq.params.logprobs is not None or not seq.num_outputs
 
     def displace(self, seq: Sequence) -> None:
         """Takes the slot away; what steps in flight draw is owed to the sequence."""
         slot, seq.slot = seq.slot, NO_SLOT
+        seq.tokens = self.tokens[slot, : self.known[slot]].tolist()
         seq.owed = int(self.total[slot] - self.known[slot])
         self._ordered.remove(seq)
         self._slots = None
@@ -140,8 +149,7 @@ class Running:
             slot = seq.slot
             assert seq.status is Status.RUNNING
             assert self.seqs[slot] is seq
-            assert self.known[slot] == len(seq.tokens)
-            assert self.known[slot] <= self.total[slot] <= self.limit[slot]
+            assert seq.prompt_len <= self.known[slot] <= self.total[slot] <= self.limit[slot]
             assert self.computed[slot] <= self.total[slot]
             assert self.computed[slot] <= len(seq.pages) * self.page_size
             assert self.num_pages[slot] == len(seq.pages)

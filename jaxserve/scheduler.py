@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from jaxserve.block_manager import BlockManager
 from jaxserve.running import Rows, Running
 from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
-from jaxserve.types import FinishReason
+from jaxserve.types import SequenceUpdate, StepOutput
 
 
 @dataclass(slots=True)
@@ -39,22 +39,22 @@ class StepPlan:
     table_updates: np.ndarray
 
 
-class Progress(msgspec.Struct, gc=False):
-    """What one step did for one sequence; `row` is its place among the rows that ran."""
+class Notable(NamedTuple):
+    """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities."""
 
-    row: int
+    update: SequenceUpdate
     seq: Sequence
-    tokens: list[int]
-    finish_reason: FinishReason | None
+    row: int  # its place among the rows that ran
+    is_first: bool
 
 
 class Scheduler:
     """Sequences in, plans out, results back in. Knows no device."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int):
         self.blocks = blocks
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
-        self.running = Running(max_num_seqs, blocks.page_size)
+        self.running = Running(max_num_seqs, blocks.page_size, max_model_len)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; finished ones are skipped lazily
         self._num_waiting = 0
         self._by_request: dict[str, list[Sequence]] = {}
@@ -78,7 +78,7 @@ class Scheduler:
         return request_id in self._by_request
 
     def add(self, seq: Sequence) -> None:
-        self._by_request[seq.request.request_id] = [seq]
+        self._by_request[seq.request_id] = [seq]
         self.num_streaming += seq.request.streams
         self._wait(seq)
 
@@ -111,10 +111,10 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self._num_waiting -= 1  # its place in the heap goes when it is met
         seq.status = Status.FINISHED
-        siblings = self._by_request[seq.request.request_id]
+        siblings = self._by_request[seq.request_id]
         siblings.remove(seq)
         if not siblings:
-            del self._by_request[seq.request.request_id]
+            del self._by_request[seq.request_id]
             self.num_streaming -= seq.request.streams
 
     def _preempt(self, seq: Sequence) -> None:
@@ -173,7 +173,8 @@ class Scheduler:
     def _rows(self, slots: np.ndarray, count: np.ndarray, draws: np.ndarray) -> Rows:
         running = self.running
         start = running.computed[slots]
-        return Rows(running.seqs[slots].tolist(), slots, start, count, draws, start < running.scored_until[slots])
+        is_known, scores_prompt = start < running.known[slots], start < running.scored_until[slots]
+        return Rows(running.seqs[slots].tolist(), slots, start, count, draws, is_known, scores_prompt)
 
     def _missing_pages(self, rows: Rows) -> int:
         """Pages that the rows need beyond their own: to grow, and for copies of pages that others share."""
@@ -244,7 +245,7 @@ class Scheduler:
         if not self.blocks.prefix_caching or seq.scores_prompt:
             return []
         full = (len(seq.tokens) - 1) // self.blocks.page_size
-        return self.blocks.match(seq.page_hashes(full, self.blocks.page_size))
+        return self.blocks.match(seq.page_hashes(seq.tokens, full, self.blocks.page_size))
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Gives the first that waits a slot, and pages for up to `budget` of the tokens that it has to compute, whose
@@ -265,65 +266,75 @@ class Scheduler:
 
     # Commit
 
-    def commit(self, rows: Rows, tokens: np.ndarray) -> list[Progress]:
-        """Takes in the tokens that a plan's rows drew; returns what became of each sequence that has news.
+    def commit(self, rows: Rows, tokens: np.ndarray) -> tuple[StepOutput, list[Notable]]:
+        """Takes in the tokens that a plan's rows drew; returns what there is to say of each sequence that has news.
 
         `rows` are the plan's, in any order and possibly cut into consecutive pieces. tokens: int32 [rows, most draws];
         -1 where a row drew none, because it was not to or had reached its end.
         """
         running, slot = self.running, rows.slot
-        drawn = np.count_nonzero(tokens >= 0, axis=1)
         held = slot == np.fromiter((seq.slot for seq in rows.seqs), np.int32, len(rows))
-        known = running.known[slot] + drawn
-        known_now = held & (drawn > 0)
-        running.known[slot[known_now]] = known[known_now]
+        row, step = np.nonzero((tokens >= 0) & held[:, None])
+        known = running.known[slot]
+        running.tokens[slot[row], known[row] + step] = tokens[row, step]
+        drawn = np.count_nonzero(tokens >= 0, axis=1)
+        known += drawn
+        gained = held & (drawn > 0)
+        running.known[slot[gained]] = known[gained]
 
-        # The few rows that need more than their tokens appended.
-        last = tokens[np.arange(len(rows)), drawn - 1]
-        ended = (drawn > 0) & ((running.stop_ids[slot] == last[:, None]).any(axis=1) | (known >= running.limit[slot]))
-        ended |= (rows.draws == 0) & (rows.end >= running.limit[slot])  # max_tokens is 0, and the prompt is computed
         reach = rows.end + np.maximum(drawn - 1, 0)
-        fills = reach // self.blocks.page_size > running.num_registered[slot]
-        special = ended | fills & self.blocks.prefix_caching | running.forks[slot] | ~held
+        if self.blocks.prefix_caching:
+            full = reach // self.blocks.page_size
+            for i in np.flatnonzero(held & (full > running.num_registered[slot])).tolist():
+                self._register(rows.seqs[i], int(reach[i]), int(full[i]))
 
-        new = tokens.tolist()
-        if drawn.min() < tokens.shape[1]:
-            new = [ids[:count] for ids, count in zip(new, drawn.tolist(), strict=True)]
-        progress = []
-        for i, (seq, ids, is_special) in enumerate(zip(rows.seqs, new, special.tolist(), strict=True)):
-            if seq.status is Status.FINISHED:
-                continue
+        # The few rows that mean more than their tokens.
+        last = tokens[np.arange(len(rows)), drawn - 1]
+        ended = (running.stop_ids[slot] == last[:, None]).any(axis=1) | (known >= running.limit[slot])
+        ended &= (drawn > 0) | ((rows.draws == 0) & (rows.end >= running.limit[slot]))  # the latter: max_tokens is 0
+        special = ended | running.is_notable[slot] | ~gained
+        if not special.any():
+            return self._plain_output(slot, tokens), []
+        output, notable = self._plain_output(slot[~special], tokens[~special]), []
+        for i in np.flatnonzero(special).tolist():
+            ids = tokens[i, : drawn[i]].tolist()
+            if (one := self._settle(rows.seqs[i], ids, i, int(rows.draws[i]), bool(ended[i]))) is not None:
+                output.updates.append(one.update)
+                notable.append(one)
+        return output, notable
+
+    def _plain_output(self, slot: np.ndarray, tokens: np.ndarray) -> StepOutput:
+        running = self.running
+        return StepOutput(running.request_ids[slot].tolist(), running.indices[slot].tolist(), tokens.tolist(), [])
+
+    def _settle(self, seq: Sequence, ids: list[int], row: int, draws: int, ended: bool) -> Notable | None:
+        """Takes in a row that means more than its tokens: siblings that may begin, the end, a preemption meanwhile."""
+        if seq.status is Status.FINISHED:
+            return None
+        if seq.status is Status.WAITING:  # preempted since; the arrays tell of others now
             seq.tokens += ids
-            reason = None
-            if is_special:
-                reason = self._settle(seq, ids, bool(ended[i]), int(rows.draws[i]), int(reach[i]))
-            if ids or reason:
-                progress.append(Progress(i, seq, ids, reason))
-        return progress
-
-    def _settle(self, seq: Sequence, ids: list[int], ended: bool, draws: int, reach: int) -> FinishReason | None:
-        """What a row means beyond its tokens: pages that are full, siblings that may begin, its end."""
-        if seq.status is Status.RUNNING:
-            self._register(seq, reach)
-        else:  # preempted since; the arrays tell of others now
             seq.owed -= draws
             ended = bool(ids) and seq.finish_reason is not None
-        if seq.unforked and ids:
+            is_first = seq.num_outputs == len(ids)
+        else:
+            is_first = self.running.known[seq.slot] == seq.prompt_len + len(ids)
+            self.running.is_notable[seq.slot] = seq.params.logprobs is not None or not ids
+        if ids:
             self._fork(seq)
-        if not ended:
+        if ended:
+            self._finish(seq)
+        elif not ids:
             return None
-        self._finish(seq)
-        return seq.finish_reason
+        reason = seq.finish_reason if ended else None
+        return Notable(SequenceUpdate(seq.request_id, seq.index, ids, reason), seq, row, bool(is_first))
 
-    def _register(self, seq: Sequence, reach: int) -> None:
-        """Offers pages that are now full to the prefix cache."""
+    def _register(self, seq: Sequence, reach: int, full: int) -> None:
+        """Offers pages to the prefix cache: `full` leading ones are, now that `reach` tokens are computed."""
         running, slot = self.running, seq.slot
-        full, registered = reach // self.blocks.page_size, int(running.num_registered[slot])
-        stale = reach > running.computed[slot]  # it was preempted since, and has other pages now
-        if not self.blocks.prefix_caching or full <= registered or stale:
-            return
-        hashes = seq.page_hashes(full, self.blocks.page_size)
-        for i in range(registered, full):
+        if reach > running.computed[slot]:
+            return  # it was preempted since, and has other pages now
+        hashes = seq.page_hashes(running.tokens[slot], full, self.blocks.page_size)
+        for i in range(int(running.num_registered[slot]), full):
             self.blocks.register(seq.pages[i], hashes[i])
         running.num_registered[slot] = full
 
@@ -331,7 +342,7 @@ class Scheduler:
         """Starts the request's other completions, from the same pages where the prompt is computed (`share`)."""
         for index in seq.unforked:
             child = seq.fork(index, child_seed(seq.seed, index))
-            self._by_request[seq.request.request_id].append(child)
+            self._by_request[seq.request_id].append(child)
             if share and seq.pages and self.running.has_free_slot:
                 computed = seq.prompt_len - 1
                 child.pages = seq.pages[: self.blocks.pages_for(computed)]
@@ -341,8 +352,6 @@ class Scheduler:
             else:
                 self._wait(child)
         seq.unforked = []
-        if seq.status is Status.RUNNING:
-            self.running.forks[seq.slot] = False
 
     def check_integrity(self) -> None:
         """Asserts the invariants between sequences, slots and pages."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import hashlib
 
+import numpy as np
+
 from jaxserve.block_manager import page_hash, root_hash
 from jaxserve.types import FinishReason, Request, TokenLogprob
 
@@ -24,6 +26,7 @@ class Sequence:
         self, request: Request, index: int, seed: int, max_tokens: int, stop_ids: frozenset[int], arrival: int
     ):
         self.request = request
+        self.request_id = request.request_id
         self.index = index  # which of the request's n completions
         self.seed = seed
         self.params = request.params
@@ -31,7 +34,7 @@ class Sequence:
         self.stop_ids = stop_ids
         self.order = (request.priority, arrival, index)  # lower is served first
 
-        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.tokens: list[int] = list(request.prompt_token_ids)  # while it runs: as they were when it got its slot
         self.prompt_len = len(self.tokens)
         self.status = Status.WAITING
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
@@ -47,6 +50,7 @@ class Sequence:
 
     @property
     def num_outputs(self) -> int:
+        """Output tokens, of a sequence that does not run."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -56,18 +60,18 @@ class Sequence:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why its last token ends it; None if it goes on."""
+        """Why its last token ends it, None if it goes on; of a sequence that does not run."""
         if self.num_outputs and self.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if self.num_outputs >= self.max_tokens else None
 
-    def page_hashes(self, count: int, page_size: int) -> list[bytes]:
-        """Hashes of the first `count` pages, which must be full of known tokens."""
+    def page_hashes(self, tokens: list[int] | np.ndarray, count: int, page_size: int) -> list[bytes]:
+        """Hashes of the first `count` pages, which must be full of `tokens`, this sequence's."""
         hashes = self._page_hashes
         while len(hashes) < count:
             parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
             start = len(hashes) * page_size
-            hashes.append(page_hash(parent, self.tokens[start : start + page_size]))
+            hashes.append(page_hash(parent, tokens[start : start + page_size]))
         return hashes[:count]
 
     def fork(self, index: int, seed: int) -> Sequence:

@@ -25,7 +25,7 @@ class SlotState(NamedTuple):
 
     last_token: jax.Array  # int32 [slots]; -1 after a stop token: the slot's sequence draws no more
     block_tables: jax.Array  # int32 [slots, max_pages]
-    params: RowParams
+    params: jax.Array  # int32 [slots, SLOT_WORDS], as from `encode_slot`
     counts: jax.Array  # int32 [slots, vocab]: output tokens so far; kept only for sequences with penalties
     in_prompt: jax.Array  # bool [slots, vocab]; likewise
 
@@ -37,26 +37,12 @@ SLOT_WORDS = _HEADER + MAX_STOP_TOKENS + 2 * MAX_LOGIT_BIAS
 
 def create_slots(num_slots: int, max_pages: int, vocab_size: int) -> SlotState:
     rows = num_slots + 1
-
-    def full(value, dtype, *shape):
-        return jnp.full((rows, *shape), value, dtype)
-
-    params = RowParams(
-        **{name: full(1.0 if name in ("top_p", "repetition") else 0.0, jnp.float32) for name in _FLOATS},
-        top_k=full(0, jnp.int32),
-        seed=full(0, jnp.uint32, 2),
-        no_stop_before=full(0, jnp.int32),
-        stop_ids=full(-1, jnp.int32, MAX_STOP_TOKENS),
-        bias_ids=full(-1, jnp.int32, MAX_LOGIT_BIAS),
-        bias=full(0.0, jnp.float32, MAX_LOGIT_BIAS),
-        logprobs=full(False, jnp.bool_),
-    )
     return SlotState(
-        last_token=full(0, jnp.int32),
-        block_tables=full(0, jnp.int32, max_pages),
-        params=params,
-        counts=full(0, jnp.int32, vocab_size),
-        in_prompt=full(False, jnp.bool_, vocab_size),
+        last_token=jnp.zeros(rows, jnp.int32),
+        block_tables=jnp.zeros((rows, max_pages), jnp.int32),
+        params=jnp.tile(padding_slot(num_slots), (rows, 1)),
+        counts=jnp.zeros((rows, vocab_size), jnp.int32),
+        in_prompt=jnp.zeros((rows, vocab_size), jnp.bool_),
     )
 
 
@@ -99,13 +85,12 @@ def padding_slot(num_slots: int) -> np.ndarray:
     return encode_slot(num_slots, SamplingParams(temperature=0.0), 0, (), 0)
 
 
-def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
-    """Writes the slots encoded in `rows`, int32 [SLOTS_PER_CALL, SLOT_WORDS]; those with penalties count from zero."""
-    slot, clear = rows[:, 0], rows[:, 1] > 0
+def decode_slots(rows: jax.Array) -> RowParams:
+    """What `encode_slot` packed, of int32 [rows, SLOT_WORDS]."""
     floats = lax.bitcast_convert_type(rows[:, 3 : 3 + len(_FLOATS)], jnp.float32)
     ints = rows[:, _HEADER - 5 : _HEADER]
     stops, bias_ids, bias = jnp.split(rows[:, _HEADER:], [MAX_STOP_TOKENS, MAX_STOP_TOKENS + MAX_LOGIT_BIAS], axis=1)
-    new = RowParams(
+    return RowParams(
         **{name: floats[:, i] for i, name in enumerate(_FLOATS)},
         top_k=ints[:, 0],
         seed=lax.bitcast_convert_type(ints[:, 1:3], jnp.uint32),
@@ -115,11 +100,15 @@ def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
         bias=lax.bitcast_convert_type(bias, jnp.float32),
         logprobs=ints[:, 4] > 0,
     )
-    params = jax.tree.map(lambda old, values: old.at[slot].set(values), state.params, new)
+
+
+def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
+    """Writes the slots encoded in `rows`, int32 [SLOTS_PER_CALL, SLOT_WORDS]; those with penalties count from zero."""
+    slot, clear = rows[:, 0], rows[:, 1] > 0
     cleared = jnp.where(clear, slot, state.counts.shape[0])  # outside, hence dropped
     return state._replace(
         last_token=state.last_token.at[slot].set(0),
-        params=params,
+        params=state.params.at[slot].set(rows),
         counts=state.counts.at[cleared].set(0, mode="drop"),
         in_prompt=state.in_prompt.at[cleared].set(False, mode="drop"),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jaxserve.kv_cache import KVCache
 from jaxserve.mesh import spec
 from jaxserve.models.decoder import Decoder
 from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
-from jaxserve.slots import SlotState
+from jaxserve.slots import SlotState, decode_slots
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention.reference import paged_attention
 
@@ -49,6 +49,7 @@ class StepShape:
         """A bucket with room for the block-table entries that so many tokens add by themselves."""
         return cls(tokens, rows, rows + tokens // page_size, decode_only)
 
+    @cached_property
     def fields(self) -> dict[str, tuple[int, int]]:
         """Name -> (offset, length) in the packed buffer."""
         sizes = {
@@ -76,7 +77,7 @@ class StepShape:
 
     @property
     def words(self) -> int:
-        offset, size = self.fields()["update_page"]
+        offset, size = self.fields["update_page"]
         return offset + size
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ def run_step(
     params, cache: KVCache, slots: SlotState, packed: jax.Array, *, model: Decoder, shape: StepShape, mesh: Mesh
 ) -> StepResult:
     """One step over a batch. `cache` and `slots` are donated; the results replace them."""
-    field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields().items()}
+    field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
     tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
     slots = slots._replace(block_tables=tables)
     q_start, slot = field["q_start"], field["slot"]
@@ -180,7 +181,7 @@ def _forward(
     hidden: Any = model.apply({"params": params}, tokens, position, attend)
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     logits = replicate(model.apply({"params": params}, last, method="logits"), mesh)
-    row_params = jax.tree.map(lambda x: x[slot], slots.params)
+    row_params = decode_slots(slots.params[slot])
     sampled = sample(logits, row_params, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
 
     # Rows that draw nothing leave their slot alone: their writes go to the slot that nobody owns.

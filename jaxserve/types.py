@@ -6,6 +6,7 @@ Everything here is plain data and crosses the process boundary as msgpack (see `
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -177,7 +178,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     top: list[tuple[int, float]]
 
 
-class SequenceUpdate(msgspec.Struct, array_like=True):
+class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     """What one engine step added to one completion.
 
     `index` says which of the request's n completions. `stop_token` is the stop token id that ended it, when it was not
@@ -196,6 +197,45 @@ class SequenceUpdate(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+
+
+class StepOutput(msgspec.Struct, array_like=True, gc=False):
+    """What one engine step added to the completions that run; iterating over it gives all of it as SequenceUpdates.
+
+    Most completions gain tokens and have nothing else to say: these are columns, request id, index and tokens of each,
+    so that hundreds of them cost little. The others are `updates`.
+    """
+
+    request_ids: list[str] = []
+    indices: list[int] = []
+    tokens: list[list[int]] = []
+    updates: list[SequenceUpdate] = []
+
+    def __len__(self) -> int:
+        return len(self.request_ids) + len(self.updates)
+
+    def __iter__(self) -> Iterator[SequenceUpdate]:
+        yield from map(SequenceUpdate, self.request_ids, self.indices, self.tokens)
+        yield from self.updates
+
+    def of(self, prefix: str) -> StepOutput:
+        """What concerns requests whose ids begin like this, with the ids cut short by it."""
+        mine = [i for i, request_id in enumerate(self.request_ids) if request_id.startswith(prefix)]
+        updates = [update for update in self.updates if update.request_id.startswith(prefix)]
+        for update in updates:
+            update.request_id = update.request_id.removeprefix(prefix)
+        return StepOutput(
+            [self.request_ids[i].removeprefix(prefix) for i in mine],
+            [self.indices[i] for i in mine],
+            [self.tokens[i] for i in mine],
+            updates,
+        )
+
+    def extend(self, other: StepOutput) -> None:
+        self.request_ids += other.request_ids
+        self.indices += other.indices
+        self.tokens += other.tokens
+        self.updates += other.updates
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.types import EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate
+from jaxserve.types import EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 from server.messages import (
     INTERNAL_ERROR,
     LENGTH_BYTES,
@@ -56,7 +56,7 @@ class EngineLike(Protocol):
     def compile(self) -> None: ...
     def add_request(self, request: Request) -> None: ...
     def abort(self, request_id: str, index: int | None = None) -> None: ...
-    def step(self) -> list[SequenceUpdate]: ...
+    def step(self) -> StepOutput: ...
     @property
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
@@ -250,26 +250,23 @@ class EngineServer:
             log.exception("a request could not be added")
             front.send(Rejected(own_id, f"the engine could not take the request: {error}", code=INTERNAL_ERROR))
 
-    def _deliver(self, updates: list[SequenceUpdate]) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         """One message to each front that is concerned."""
-        per_front: dict[int, list[SequenceUpdate]] = {}
-        for update in updates:
-            number, _, update.request_id = update.request_id.partition("/")
-            per_front.setdefault(int(number), []).append(update)
-        for front_number, mine in per_front.items():
-            front = self._fronts.get(front_number)
-            if front is None:
-                continue
-            for update in mine:
+        with self._fronts_lock:
+            fronts = list(self._fronts.values())
+        for front in fronts:
+            mine = output.of(f"{front.number}/")
+            for update in mine.updates:
                 if update.finish_reason is not None:
                     _forget(front, update.request_id, update.index)
-            _send_updates(front, mine)
+            if len(mine):
+                _send_output(front, mine)
 
     def _send_stats(self, engine: EngineLike) -> None:
         stats = engine.stats()
         with self._fronts_lock:
             for front in self._fronts.values():
-                front.send(Update([], stats))
+                front.send(Update(StepOutput(), stats))
         self._stats_due = time.monotonic() + STATS_SECONDS if engine.has_work else None
 
 
@@ -280,17 +277,20 @@ def _forget(front: _Front, request_id: str, index: int | None) -> None:
         front.running.pop(request_id, None)
 
 
-def _send_updates(front: _Front, updates: list[SequenceUpdate]) -> None:
-    """Sends updates in one frame, or in halves where they do not fit; what fits in no frame ends with an error."""
+def _send_output(front: _Front, output: StepOutput) -> None:
+    """Sends it in one frame, or in halves where it does not fit; an update that fits in no frame ends with an error."""
     try:
-        front.send(Update(updates))
+        front.send(Update(output))
     except ValueError as error:
+        updates = list(output)
         if len(updates) == 1:
             lost = updates[0]
-            front.send(Update([SequenceUpdate(lost.request_id, lost.index, [], "error", error=str(error))]))
+            updates = [SequenceUpdate(lost.request_id, lost.index, [], "error", error=str(error))]
+            front.send(Update(StepOutput(updates=updates)))
         else:
-            _send_updates(front, updates[: len(updates) // 2])
-            _send_updates(front, updates[len(updates) // 2 :])
+            half = len(updates) // 2
+            _send_output(front, StepOutput(updates=updates[:half]))
+            _send_output(front, StepOutput(updates=updates[half:]))
 
 
 def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAULT_ENGINE) -> int:

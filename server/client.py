@@ -145,8 +145,8 @@ class EngineClient:
 
     def _handle(self, message: Ready | Update | Rejected | Failed) -> None:
         match message:
-            case Update(updates, stats):
-                for update in updates:
+            case Update(output, stats):
+                for update in output:
                     if (stream := self._streams.get(update.request_id)) is not None:
                         stream.put(update)
                 if stats is not None:

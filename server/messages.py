@@ -9,7 +9,7 @@ import struct
 
 import msgspec
 
-from jaxserve.types import EngineStats, Request, SequenceUpdate
+from jaxserve.types import EngineStats, Request, StepOutput
 
 MAX_FRAME = 128 * 2**20  # bytes; a longer frame is refused by both sides
 LENGTH_BYTES = 4
@@ -51,7 +51,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
 
 
 class Update(msgspec.Struct, tag="update"):
-    updates: list[SequenceUpdate]
+    output: StepOutput
     stats: EngineStats | None = None
 
 

@@ -14,6 +14,7 @@ from jaxserve.slots import (
     TOKENS_PER_CALL,
     count_tokens,
     create_slots,
+    decode_slots,
     encode_slot,
     padding_slot,
     set_slots,
@@ -48,13 +49,13 @@ def draw(logits, params: list[SamplingParams], *, position=None, **options) -> S
     slots = slots_of(params, logits.shape[1], **options)
     index = jnp.arange(len(params), dtype=jnp.int32)
     position = jnp.zeros(len(params), jnp.int32) if position is None else jnp.asarray(position, jnp.int32)
-    row_params = jax.tree.map(lambda x: x[:-1], slots.params)
+    row_params = decode_slots(slots.params[:-1])
     return jit_sample(logits, row_params, TokenCounts(slots.counts, slots.in_prompt, index), position)
 
 
 def row_params(count: int, **fields) -> RowParams:
     """Parameters that change nothing, but for the given arrays."""
-    plain = jax.tree.map(lambda x: x[:-1], create_slots(count, 1, 1).params)
+    plain = decode_slots(create_slots(count, 1, 1).params[:-1])
     return plain._replace(**{name: jnp.asarray(value) for name, value in fields.items()})
 
 
@@ -192,7 +193,7 @@ def test_penalties_and_bias(params, seed):
     # Rows in another order than slots.
     order = rng.permutation(ROWS).astype(np.int32)
     seen = TokenCounts(slots.counts, slots.in_prompt, jnp.asarray(order))
-    row_params = jax.tree.map(lambda x: x[order], slots.params)
+    row_params = decode_slots(slots.params[order])
     tokens = np.asarray(jit_sample(jnp.asarray(logits), row_params, seen, jnp.zeros(ROWS, jnp.int32)).tokens)
     for row, slot in enumerate(order):
         prompt, output = sequences[slot][: prompt_lens[slot]], sequences[slot][prompt_lens[slot] :]
@@ -387,7 +388,7 @@ def test_slots_hold_what_was_encoded():
     ]  # fmt: skip
     seeds = [2**64 - 2, -MAX_SEED - 1]
     slots = slots_of(params, seeds=seeds, stop_ids=[(9, 8), tuple(range(MAX_STOP_TOKENS))], prompt_lens=[7, 3])
-    held = jax.tree.map(np.asarray, slots.params)
+    held = jax.tree.map(np.asarray, decode_slots(slots.params))
     for name, field in (
         ("temperature", "temperature"), ("top_p", "top_p"), ("min_p", "min_p"), ("repetition", "repetition_penalty"),
         ("presence", "presence_penalty"), ("frequency", "frequency_penalty"),
@@ -409,7 +410,7 @@ def test_the_largest_min_tokens_can_be_encoded(min_tokens):
     """A request may ask for more tokens than there is room for; it is cut off by its length, not by an overflow."""
     params = SamplingParams(temperature=0.0, min_tokens=min_tokens, max_tokens=None)
     slots = slots_of([params], prompt_lens=[100])
-    assert int(slots.params.no_stop_before[0]) >= 2**30
+    assert int(decode_slots(slots.params).no_stop_before[0]) >= 2**30
 
 
 def test_a_slot_is_taken_over_whole():
@@ -427,7 +428,7 @@ def test_a_slot_is_taken_over_whole():
         np.testing.assert_array_equal(now[0], before[0])
         np.testing.assert_array_equal(now[2], before[2])
 
-    jax.tree.map(compare, after.params, slots.params, plain.params)
+    jax.tree.map(compare, *(decode_slots(state.params) for state in (after, slots, plain)))
 
 
 def test_counting_tokens():

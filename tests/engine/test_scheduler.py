@@ -103,7 +103,9 @@ class Simulation:
 
     def __init__(self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True):
         self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=prefix_caching)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=self.longest
+        )
         self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
         half = -(-max_num_seqs // 2)  # buckets below the engine's limits, so that plans are cut into several batches
         decodes = [StepShape(rows, rows, rows, decode_only=True) for rows in (1, half)]
@@ -167,18 +169,22 @@ class Simulation:
 
     def commit(self) -> None:
         for rows, tokens in self.flights.popleft():
-            for progress in self.scheduler.commit(rows, tokens):
-                seq = progress.seq
-                key = seq.request.request_id, seq.index
-                assert rows.seqs[progress.row] is seq
+            output, notable = self.scheduler.commit(rows, tokens)
+            assert [one.update for one in notable] == output.updates
+            assert all(rows.seqs[one.row] is one.seq for one in notable)
+            for update in output:
+                key = update.request_id, update.index
                 assert key not in self.reasons, "an update after the last one"
                 assert key not in self.aborted, "an update after an abort"
-                assert self.sequences.setdefault(key, seq) is seq, "a completion was made twice"
-                assert progress.tokens or progress.finish_reason
-                if progress.tokens:
-                    self.outputs.setdefault(key, []).extend(progress.tokens)
-                if progress.finish_reason is not None:
-                    self.reasons[key] = progress.finish_reason
+                assert update.token_ids or update.finish_reason
+                if key not in self.outputs or update.finish_reason:
+                    (one,) = (one for one in notable if one.update is update)
+                    assert self.sequences.setdefault(key, one.seq) is one.seq, "a completion was made twice"
+                    assert one.is_first is (key not in self.outputs)
+                if update.token_ids:
+                    self.outputs.setdefault(key, []).extend(update.token_ids)
+                if update.finish_reason is not None:
+                    self.reasons[key] = update.finish_reason
         self.check()
 
     def step(self, steps: int = 1) -> StepPlan | None:
@@ -245,8 +251,8 @@ class Simulation:
                 assert not batch.shape.decode_only, "a decode step keeps no hidden states to score"
                 self.jobs[row.seq.request.request_id].scored += range(first, end)
                 row.seq.num_scored = end
-        packed = pack(batch, updates, self.max_num_seqs)
-        fields = {name: packed[at : at + size].tolist() for name, (at, size) in batch.shape.fields().items()}
+        packed = pack(batch, self.scheduler.running.tokens, updates)
+        fields = {name: packed[at : at + size].tolist() for name, (at, size) in batch.shape.fields.items()}
         self._update_tables([fields["update_slot"], fields["update_index"], fields["update_page"]])
         assert fields["num_decodes"] == [sum(ones)]
         assert fields["q_start"][len(rows) :] == [sum(row.count for row in rows)] * (batch.shape.rows + 1 - len(rows))

@@ -7,7 +7,15 @@ import time
 from pathlib import Path
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.types import EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate, TokenLogprob
+from jaxserve.types import (
+    EngineStats,
+    InvalidRequestError,
+    QueueFullError,
+    Request,
+    SequenceUpdate,
+    StepOutput,
+    TokenLogprob,
+)
 
 
 class ParrotEngine:
@@ -53,10 +61,10 @@ class ParrotEngine:
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def step(self) -> list[SequenceUpdate]:
+    def step(self) -> StepOutput:
         time.sleep(self.step_seconds)
         self._stats.steps += 1
-        return [self._advance(key) for key in list(self._running)]
+        return StepOutput(updates=[self._advance(key) for key in list(self._running)])
 
     def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
         request, done = self._running[key]
@@ -123,7 +131,7 @@ class FailingEngine(ParrotEngine):
             raise KeyError("unexpected")
         super().add_request(request)
 
-    def step(self) -> list[SequenceUpdate]:
+    def step(self) -> StepOutput:
         if any(done >= 9 for _, done in self._running.values()):
             raise RuntimeError("device lost")
         return super().step()

@@ -11,7 +11,7 @@ import pytest
 from fake_engine import ParrotEngine, SlowEngine
 
 from jaxserve.config import EngineConfig
-from jaxserve.types import EngineDeadError, InvalidRequestError, Request, SamplingParams, SequenceUpdate
+from jaxserve.types import EngineDeadError, InvalidRequestError, Request, SamplingParams, SequenceUpdate, StepOutput
 from server import bridge, messages
 from server.bridge import EngineServer
 from server.client import EngineClient
@@ -173,8 +173,8 @@ def test_frames_are_bounded(monkeypatch):
 
     updates = [SequenceUpdate("r", i, [70_000] * 100) for i in range(5)]
     updates.append(SequenceUpdate("r", 5, [70_000] * 1000))
-    bridge._send_updates(Front(), updates)
-    received = [update for message in sent for update in message.updates]
+    bridge._send_output(Front(), StepOutput(updates=updates))
+    received = [update for message in sent for update in message.output]
     assert [update.index for update in received] == [0, 1, 2, 3, 4, 5]
     assert all(len(update.token_ids) == 100 for update in received[:5])
     assert received[5].finish_reason == "error"
