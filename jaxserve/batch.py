@@ -27,7 +27,7 @@ def step_shapes(platform: str, max_num_seqs: int, max_tokens: int, page_size: in
     batch, so theirs go up to the engine's limits.
     """
     if platform == "cpu":
-        decodes, mixed = {1, 8, 32}, {(32, 8), (256, 32)}
+        decodes, mixed = {1, 8, 32}, {(64, 32), (256, 32)}
     else:
         decodes = set(_powers(1, max_num_seqs, 2))
         mixed = {(tokens, tokens) for tokens in _powers(16, max_tokens, 4)}
@@ -35,6 +35,15 @@ def step_shapes(platform: str, max_num_seqs: int, max_tokens: int, page_size: in
     mixed = {(min(tokens, max_tokens), min(rows, max_num_seqs)) for tokens, rows in mixed}
     return [StepShape.of(rows, rows, page_size, decode_only=True) for rows in sorted(decodes)] + [
         StepShape.of(tokens, rows, page_size, decode_only=False) for tokens, rows in sorted(mixed)
+    ]
+
+
+def largest_shapes(shapes: list[StepShape]) -> list[StepShape]:
+    """Of each kind the largest: those that need the most memory."""
+    return [
+        max(some, key=lambda s: s.tokens)
+        for kind in (True, False)
+        if (some := [s for s in shapes if s.decode_only is kind])
     ]
 
 
@@ -49,11 +58,14 @@ def _powers(first: int, last: int, factor: int) -> Iterable[int]:
 def split(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
     """Cuts a plan's rows into batches that fit the buckets; a prompt's chunk may go on in the next batch.
 
-    Rows of one token go through decode buckets where there are any, alone: they do not pay for a prompt's padding.
+    Rows of one token go through decode buckets where there are any, unless they fill a place that would be padding
+    beside the prompts.
     """
     decode_shapes = [shape for shape in shapes if shape.decode_only]
     mixed_shapes = [shape for shape in shapes if not shape.decode_only]
     decodes = (rows.count == 1) & ~rows.scores_prompt & bool(decode_shapes)
+    if decodes.any() and not decodes.all() and _fit_together(rows, decodes, decode_shapes, mixed_shapes):
+        decodes = np.zeros_like(decodes)
     if decodes.any():
         index = np.flatnonzero(decodes)
         most = decode_shapes[-1].rows
@@ -62,6 +74,21 @@ def split(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
             yield Batch(next(shape for shape in decode_shapes if shape.rows >= len(some)), some)
     if not decodes.all():
         yield from _split_mixed(rows.take(np.flatnonzero(~decodes)), mixed_shapes)
+
+
+def _fit_together(
+    rows: Rows, decodes: np.ndarray, decode_shapes: list[StepShape], mixed_shapes: list[StepShape]
+) -> bool:
+    """One batch of all rows costs no more tokens, padding included, than decodes and prompts apart."""
+    tokens, alone = int(rows.count.sum()), int(np.count_nonzero(decodes))
+    together = _fitting(mixed_shapes, tokens, len(rows))
+    one, other = _fitting(decode_shapes, alone, alone), _fitting(mixed_shapes, tokens - alone, len(rows) - alone)
+    return bool(together and (not one or not other or together.tokens <= one.tokens + other.tokens))
+
+
+def _fitting(shapes: list[StepShape], tokens: int, rows: int) -> StepShape | None:
+    """The first bucket that is large enough."""
+    return next((shape for shape in shapes if shape.tokens >= tokens and shape.rows >= rows), None)
 
 
 def _split_mixed(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:

@@ -24,6 +24,8 @@ class EngineConfig:
       max_num_seqs: most sequences in one step.
       max_num_batched_tokens: most tokens in one step (prompt chunks and decodes together); None is 2048, or 8192 on
         GPUs with 60 GB and more.
+      prefill_chunk: most tokens in a step that goes on with a prompt while others decode, theirs included where
+        possible, so that they do not stall; None is 64 on CPU, elsewhere no such limit.
       max_waiting: most requests waiting for a place before new ones are turned away; None is no limit.
       page_size: tokens per KV page.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
@@ -45,6 +47,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
+    prefill_chunk: int | None = None
     max_waiting: int | None = None
     page_size: int = 16
     kv_pages: int | None = None
@@ -62,6 +65,7 @@ class EngineConfig:
             ("max_model_len", 1, 2**24),
             ("max_num_seqs", 1, 2**16),
             ("max_num_batched_tokens", 1, 2**20),
+            ("prefill_chunk", 1, 2**20),
             ("max_waiting", 1, 2**31),
             ("kv_pages", 2, 2**31 - 1),
             ("tensor_parallel_size", 1, 2**16),

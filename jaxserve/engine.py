@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from checkpoints.hub import resolve_model
 from jaxserve import memory
-from jaxserve.batch import pack, split, step_shapes
+from jaxserve.batch import largest_shapes, pack, split, step_shapes
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import enable_compile_cache
 from jaxserve.config import EngineConfig
@@ -29,6 +30,7 @@ from jaxserve.sampling import Sampled
 from jaxserve.scheduler import Notable, Scheduler, StepPlan
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
+from jaxserve.steps import StepShape
 from jaxserve.types import (
     MAX_STOP_TOKENS,
     EngineStats,
@@ -39,6 +41,8 @@ from jaxserve.types import (
 )
 
 log = logging.getLogger(__name__)
+
+CPU_PREFILL_CHUNK = 64  # there, a step takes as long as it has tokens
 
 
 @dataclass
@@ -55,25 +59,33 @@ class Flight:
 class Engine:
     """One model on one mesh. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, runner: ModelRunner, folder: Path, max_model_len: int):
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        runner: ModelRunner,
+        folder: Path,
+        max_model_len: int,
+        shapes: list[StepShape],
+        budget: memory.Budget,
+    ):
         self.config, self.model, self.runner = config, model, runner
+        self.shapes, self.budget = shapes, budget
         self.model_folder = folder
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.dtype = runner.layout.dtype.name
-        max_tokens = max_batched_tokens(config)
         layout = runner.layout
+        self.dtype = layout.dtype.name
         self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
+        platform = runner.mesh.devices.flat[0].platform
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_tokens,
+            max_num_batched_tokens=max_batched_tokens(config),
+            prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if platform == "cpu" else None),
             max_model_len=max_model_len,
         )
-        platform = runner.mesh.devices.flat[0].platform
-        limit = self.scheduler.max_num_batched_tokens
-        self.shapes = step_shapes(platform, config.max_num_seqs, limit, layout.page_size)
         self.flights: deque[Flight] = deque()
         self.counters = EngineStats(pages_total=self.blocks.capacity)
         self._arrivals = 0
@@ -89,22 +101,52 @@ class Engine:
         folder = resolve_model(config.model, weights=config.load_format != "dummy")
         model = read_model(folder)
         mesh = make_mesh(config.tensor_parallel_size, devices)
-        dtype = compute_dtype(config, model, mesh.devices.flat[0].platform)
+        device = mesh.devices.flat[0]
+        dtype = compute_dtype(config, model, device.platform)
+        longest = memory.max_model_len(config, model)
         decoder = make_decoder(model, mesh.size, dtype)
         params = make_params(decoder, folder, mesh, config, progress=progress)
-        max_model_len, pages = memory.plan(config, model, decoder, params, mesh)
-        layout = CacheLayout.of(model, decoder.kv_heads, pages, config.page_size, dtype)
-        max_pages = -(-max_model_len // config.page_size)
-        runner = ModelRunner(decoder, params, mesh, layout, config.max_num_seqs, max_pages)
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
-        return cls(config, model, runner, folder, max_model_len)
+
+        runner = ModelRunner(decoder, params, mesh, config.max_num_seqs)
+        tokens = max(max_batched_tokens(config), config.max_num_seqs)
+        shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size)
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, dtype)
+
+        def set_pages(pages: int, max_len: int) -> None:
+            runner.plan(replace(one_page, num_pages=pages), -(-max_len // config.page_size))
+
+        def temporaries(pages: int) -> int:
+            set_pages(pages, longest)
+            return runner.temporaries(largest_shapes(shapes))
+
+        set_pages(1, longest)
+        budget = memory.budget(config, device, mesh.size, runner.weight_bytes, runner.slot_bytes)
+        probe = None if device.platform == "cpu" else temporaries
+        pages, max_len = memory.plan_pages(config, longest, one_page.page_bytes // mesh.size, budget, probe)
+        if (pages, max_len) != (runner.layout.num_pages, longest):
+            set_pages(pages, max_len)
+        runner.allocate()
+        log.info(
+            "KV cache: %d pages of %d tokens (%s), %d tokens; longest request %d tokens",
+            pages, config.page_size, memory.size(pages * one_page.page_bytes), (pages - 1) * config.page_size, max_len,
+        )  # fmt: skip
+        return cls(config, model, runner, folder, max_len, shapes, budget)
 
     def compile(self) -> None:
-        """Compiles every executable that serving can need; without it they are compiled as they are met."""
+        """Compiles every executable that serving can need; without it they are compiled as they are met.
+
+        Raises ConfigError when the compiler says that the steps need more memory than is left.
+        """
         start = time.perf_counter()
         self.runner.compile(self.shapes)
         self.runner.frozen = self.config.forbid_compile
         log.info("compiled %d executables in %.1f s", self.runner.num_executables, time.perf_counter() - start)
+        temporaries, cache = self.runner.temporaries(self.shapes), self.runner.cache_bytes
+        log.info("%s", self.budget.describe(temporaries, cache))
+        self.budget.check(temporaries, cache)
+        gc.collect()
+        gc.freeze()  # what is here stays: the garbage collector need not look at it again while we serve
 
     # Requests
 

@@ -1,70 +1,126 @@
-"""How many pages the KV cache gets."""
+"""How the memory of a device is shared out: weights, what a compiled step needs, and the rest for KV pages."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.kv_cache import CacheLayout
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30  # default on CPU, where the memory is shared with everything else
-RESERVE_BYTES = 2**30  # per accelerator: context, temporaries of a step, collectives
+RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
+POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX takes so much of a GPU's memory at start
 
 
-def plan(config: EngineConfig, model: ModelConfig, decoder: Decoder, params: Any, mesh: Mesh) -> tuple[int, int]:
-    """(max_model_len, pages of the KV cache). Raises ConfigError when they do not fit each other or the devices."""
+def claim_device_memory(utilization: float) -> None:
+    """Lets JAX's pool on GPUs be as large as we may use. To be called before JAX first looks for devices."""
+    os.environ.setdefault(POOL_FRACTION, str(utilization))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of one device."""
+
+    total: int  # what it has; on CPU what was free before the weights came
+    utilization: float  # the share of it that may be used
+    weights: int
+    slots: int
+    reserve: int
+    most_cache: int | None  # no more than this for pages, whatever is left
+
+    def left(self, temporaries: int) -> int:
+        """For pages, beside the temporaries of the largest compiled step."""
+        left = int(self.total * self.utilization) - self.weights - self.slots - self.reserve - temporaries
+        return left if self.most_cache is None else min(left, self.most_cache)
+
+    def describe(self, temporaries: int, cache: int) -> str:
+        """The arithmetic, in words."""
+        used = self.weights + self.slots + temporaries + self.reserve + cache
+        return (
+            f"memory per device: {size(self.total)} x {self.utilization:g} = "
+            f"{size(self.total * self.utilization)}; weights {size(self.weights)} + slots {size(self.slots)} + "
+            f"temporaries of the largest step {size(temporaries)} + reserve {size(self.reserve)} + "
+            f"KV cache {size(cache)} = {size(used)}"
+        )
+
+    def check(self, temporaries: int, cache: int) -> None:
+        """Raises ConfigError when all of it together is more than may be used."""
+        if self.weights + self.slots + temporaries + self.reserve + cache > self.total * self.utilization:
+            raise ConfigError(
+                f"the model does not fit: {self.describe(temporaries, cache)}. Lower --kv-pages, --max-num-seqs or "
+                "--max-num-batched-tokens, or raise --memory-utilization"
+            )
+
+
+def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int, slots: int) -> Budget:
+    """The budget of each of `devices` equal devices, which hold `weights` and `slots` bytes each already.
+
+    Raises ConfigError where a device does not tell how much memory it has and kv_pages is not set either.
+    """
+    if device.platform == "cpu":
+        total = _available_host_bytes() // devices + weights + slots
+        return Budget(total, config.memory_utilization, weights, slots, 0, CPU_CACHE_BYTES // devices)
+    total = (device.memory_stats() or {}).get("bytes_limit", 0)
+    if not total and config.kv_pages is None:
+        raise ConfigError(f"{device.device_kind} does not tell its memory size: set --kv-pages")
+    utilization = config.memory_utilization
+    if device.platform == "gpu":  # the limit is that of JAX's pool, which is itself a fraction of the memory
+        pool = float(os.environ.get(POOL_FRACTION, 0.75))
+        total, utilization = int(total / pool), min(utilization, pool)
+    return Budget(total or 2**62, utilization, weights, slots, RESERVE_BYTES, None)
+
+
+def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Longest request in tokens that the settings and the model allow. Raises ConfigError when they contradict."""
     limit = model.max_position
     if model.rope.scaling in ("linear", "yarn", "dynamic"):
         limit = max(limit, int(model.rope.original_max_position * model.rope.factor))
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len {config.max_model_len} is beyond the model's own limit of {limit} tokens")
-    max_model_len = config.max_model_len or limit
-    page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, decoder.dtype)
-    page_bytes = page.page_bytes // mesh.size
-    longest = -(-max_model_len // config.page_size)  # pages of one request of full length
+    return config.max_model_len or limit
+
+
+def plan_pages(
+    config: EngineConfig, longest: int, page_bytes: int, budget: Budget, temporaries: Callable[[int], int] | None
+) -> tuple[int, int]:
+    """(pages of the KV cache, longest request in tokens that fits them).
+
+    Args:
+      longest: of a request, in tokens, as far as the model and the settings go.
+      page_bytes: of a page on one device.
+      temporaries: bytes that the largest step needs beside so many pages, as its compiler says. None: they are not
+        asked for before the pages are chosen (on CPU, where compiling costs more than the memory matters).
+
+    Raises ConfigError when not even one request fits.
+    """
+    pages_of_longest = -(-longest // config.page_size)
     pages = config.kv_pages
     if pages is None:
-        useful = longest * config.max_num_seqs + 1
-        pages = min(useful, _budget(config, params, mesh) // page_bytes)
-    if pages - 1 < longest:
-        fits = max(pages - 1, 0) * config.page_size
-        if config.max_model_len is not None or fits < min(max_model_len, 2 * config.page_size):
-            shorter = f"lower --max-model-len to {fits} or less, or " if fits else ""
-            larger = "give more memory" if config.kv_pages is None else "raise --kv-pages, of which one is kept free"
-            raise ConfigError(
-                f"a request of max_model_len {max_model_len} tokens needs {longest} KV pages of {config.page_size}, "
-                f"but only {max(pages - 1, 0)} fit; {shorter}{larger}"
-            )
-        log.warning(
-            "max_model_len lowered from the model's %d to %d tokens, which fit the KV cache", max_model_len, fits
+        useful = pages_of_longest * config.max_num_seqs + 1
+        pages = min(useful, max(budget.left(0), 0) // page_bytes)
+        if temporaries is not None and pages > 1:
+            # The temporaries hardly depend on the number of pages, so the second answer is right for the first's.
+            pages = min(useful, max(budget.left(temporaries(pages)), 0) // page_bytes)
+    if pages - 1 >= pages_of_longest:
+        return pages, longest
+    fits = max(pages - 1, 0) * config.page_size
+    if config.max_model_len is not None or fits < min(longest, 2 * config.page_size):
+        shorter = f"lower --max-model-len to {fits} or less, or " if fits else ""
+        larger = "give more memory" if config.kv_pages is None else "raise --kv-pages, of which one is kept free"
+        raise ConfigError(
+            f"a request of max_model_len {longest} tokens needs {pages_of_longest} KV pages of {config.page_size}, "
+            f"but only {max(pages - 1, 0)} fit; {shorter}{larger}"
         )
-        max_model_len = fits
-    log.info(
-        "KV cache: %d pages of %d tokens (%s), %d tokens; longest request %d tokens",
-        pages, config.page_size, _size(pages * page_bytes * mesh.size), (pages - 1) * config.page_size, max_model_len,
-    )  # fmt: skip
-    return max_model_len, pages
-
-
-def _budget(config: EngineConfig, params: Any, mesh: Mesh) -> int:
-    """Bytes per device for the cache."""
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
-        return min(CPU_CACHE_BYTES, int(_available_host_bytes() * config.memory_utilization)) // mesh.size
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        raise ConfigError(f"{device.device_kind} does not tell its memory size: set --kv-pages")
-    weights = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
-    return int(stats["bytes_limit"] * config.memory_utilization) - weights - RESERVE_BYTES
+    log.warning("max_model_len lowered from the model's %d to %d tokens, which fit the KV cache", longest, fits)
+    return pages, fits
 
 
 def _available_host_bytes() -> int:
@@ -75,9 +131,10 @@ def _available_host_bytes() -> int:
     return 4 * CPU_CACHE_BYTES
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
+def size(count: float) -> str:
+    """Bytes, readable."""
+    for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}"
         count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{count:.2f} GiB"

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from jaxserve import steps
-from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, copy_pages
+from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, KVCache, copy_pages
 from jaxserve.mesh import replicated
 from jaxserve.models.decoder import Decoder
 from jaxserve.sampling import Sampled
@@ -24,6 +25,7 @@ from jaxserve.slots import (
     SLOT_WORDS,
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
+    SlotState,
     count_tokens,
     create_slots,
     padding_slot,
@@ -39,17 +41,43 @@ TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
 class ModelRunner:
     """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits."""
 
-    def __init__(self, model: Decoder, params: Any, mesh: Mesh, layout: CacheLayout, num_slots: int, max_pages: int):
-        self.model, self.params, self.mesh, self.layout, self.num_slots = model, params, mesh, layout, num_slots
+    def __init__(self, model: Decoder, params: Any, mesh: Mesh, num_slots: int):
+        self.model, self.params, self.mesh, self.num_slots = model, params, mesh, num_slots
         # Executables take the parameters as a flat list: flattening nested dicts would cost 60 us a call.
         self._leaves, self._structure = jax.tree.flatten(params)
-        make_slots = partial(create_slots, num_slots, max_pages, model.config.vocab_size)
-        self.slots = jax.jit(make_slots, out_shardings=replicated(mesh))()
-        self.cache = layout.create(mesh)
+        self.layout: CacheLayout
+        self.slots: SlotState
+        self.cache: KVCache
         self.compile_seconds = 0.0
         self.frozen = False  # nothing may be compiled any more
-        self._executables: dict[Any, Callable] = {}
+        self._executables: dict[Any, Compiled] = {}
         self._lock = threading.Lock()
+
+    def plan(self, layout: CacheLayout, max_pages: int) -> None:
+        """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""
+        self.layout = layout
+        self._make_slots = partial(create_slots, self.num_slots, max_pages, self.model.config.vocab_size)
+        self._executables.clear()
+
+    def allocate(self) -> None:
+        """Makes the cache and the slots."""
+        self.slots = jax.jit(self._make_slots, out_shardings=replicated(self.mesh))()
+        self.cache = self.layout.create(self.mesh)
+
+    @property
+    def weight_bytes(self) -> int:
+        """On each device."""
+        return sum(_device_bytes(x) for x in self._leaves)
+
+    @property
+    def slot_bytes(self) -> int:
+        """On each device."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(self._make_slots)))
+
+    @property
+    def cache_bytes(self) -> int:
+        """On each device."""
+        return sum(_device_bytes(x) for x in self.cache)
 
     # Dispatch
 
@@ -109,6 +137,11 @@ class ModelRunner:
     def num_executables(self) -> int:
         return len(self._executables)
 
+    def temporaries(self, names: Iterable[Any]) -> int:
+        """Bytes per device that the largest of these executables needs while it runs, its code included."""
+        figures: list[Any] = [self._get(name).memory_analysis() for name in names]
+        return max(f.temp_size_in_bytes for f in figures) + sum(f.generated_code_size_in_bytes for f in figures)
+
     def compile(self, shapes: Iterable[StepShape], threads: int = 2) -> None:
         """Compiles all that serving can need: the steps of these buckets and the upkeep around them."""
         shapes = list(shapes)
@@ -124,7 +157,7 @@ class ModelRunner:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 
-    def _get(self, name: Any) -> Callable:
+    def _get(self, name: Any) -> Compiled:
         found = self._executables.get(name)
         if found is not None:
             return found
@@ -132,7 +165,7 @@ class ModelRunner:
             raise RuntimeError(f"{name} was not compiled before the engine was ready")
         return self._compile(name)
 
-    def _compile(self, name: Any) -> Callable:
+    def _compile(self, name: Any) -> Compiled:
         start = time.perf_counter()
         function, donated, arguments, results = self._signature(name)
         with jax.default_matmul_precision(self._precision):
@@ -153,17 +186,20 @@ class ModelRunner:
     def _signature(self, name: Any) -> tuple[Callable, tuple[int, ...], tuple, Any]:
         """Function, donated arguments, abstract arguments and shardings of the results of an executable."""
 
-        def abstract(tree):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
         def host(*shape):
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
         everywhere = replicated(self.mesh)
+
         def with_params(function):
             return lambda leaves, *rest: function(jax.tree.unflatten(self._structure, leaves), *rest)
 
-        slots, cache, params = abstract(self.slots), abstract(self.cache), abstract(self._leaves)
+        def on_all_devices(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+
+        slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
+        cache = self.layout.abstract(self.mesh)
+        params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._leaves]
         cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_layers
         if isinstance(name, StepShape):
             step = partial(steps.run_step, model=self.model, shape=name, mesh=self.mesh)
@@ -183,3 +219,7 @@ class ModelRunner:
         }
         function, arguments, results = functions[name]
         return function, (0,), arguments, results
+
+
+def _device_bytes(x: jax.Array) -> int:
+    return x.addressable_shards[0].data.nbytes

@@ -21,7 +21,8 @@ class Rows:
     """
 
     seqs: list[Sequence]
-    slot: np.ndarray  # int32 [rows], as the next three
+    slot: np.ndarray  # int32 [rows], as the next four
+    tenure: np.ndarray  # of the slot, when the step was planned
     start: np.ndarray
     count: np.ndarray
     draws: np.ndarray
@@ -51,7 +52,7 @@ class Rows:
         return Rows([self.seqs[i] for i in index.tolist()], *(column[index] for column in self._columns()))
 
     def _columns(self) -> tuple[np.ndarray, ...]:
-        return self.slot, self.start, self.count, self.draws, self.is_known, self.scores_prompt
+        return self.slot, self.tenure, self.start, self.count, self.draws, self.is_known, self.scores_prompt
 
 
 class Running:
@@ -74,6 +75,7 @@ class Running:
         self.seqs = np.full(max_num_seqs, None, object)
         self.request_ids = np.full(max_num_seqs, "", object)
         self.indices = numbers()
+        self.tenure = numbers()  # counts those who have had the slot: tells whether one has it still
         self.tokens = np.zeros((max_num_seqs, max_len), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
         self.num_pages = numbers()
@@ -81,6 +83,7 @@ class Running:
         self.num_registered = numbers()  # leading pages that were offered to the prefix cache
         self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), -1, np.int32)
+        self.most_stops = 1  # columns of stop_ids that were ever used
         self.is_new = np.zeros(max_num_seqs, bool)  # the device's slot is not filled yet
         self.may_share = np.zeros(max_num_seqs, bool)  # the page that it writes to next may have other owners
         self.is_notable = np.zeros(max_num_seqs, bool)  # its next update says more than its tokens
@@ -126,6 +129,7 @@ class Running:
         self.scored_until[slot] = seq.prompt_len - 1 if seq.scores_prompt else 0
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(seq.stop_ids)] = list(seq.stop_ids)
+        self.most_stops = max(self.most_stops, len(seq.stop_ids))
         self.is_new[slot] = True
         self.may_share[slot] = computed % self.page_size > 0
         self.is_notable[slot] = seq.params.logprobs is not None or not seq.num_outputs
@@ -138,6 +142,7 @@ class Running:
         self._ordered.remove(seq)
         self._slots = None
         self.seqs[slot] = None
+        self.tenure[slot] += 1
         self._free.append(slot)
 
     def check_integrity(self) -> None:

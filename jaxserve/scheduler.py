@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -51,8 +52,17 @@ class Notable(NamedTuple):
 class Scheduler:
     """Sequences in, plans out, results back in. Knows no device."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int):
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefill_chunk: int | None = None,
+    ):
         self.blocks = blocks
+        self._prefill_chunk = prefill_chunk
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
         self.running = Running(max_num_seqs, blocks.page_size, max_model_len)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; finished ones are skipped lazily
@@ -138,7 +148,9 @@ class Scheduler:
             rows = self._choose(steps)
         copies = self._give_pages(rows)
         if self._num_waiting and self.num_preemptions == preemptions:
-            rows = rows.extend(self._admit_newcomers(self.max_num_batched_tokens - int(rows.count.sum())))
+            decodes = int(np.count_nonzero(rows.count == 1))
+            budget = self._prompt_budget(decodes) - (int(rows.count.sum()) - decodes)
+            rows = rows.extend(self._admit_newcomers(budget))
         if not len(rows):
             return None
         running, slot = self.running, rows.slot
@@ -159,7 +171,7 @@ class Scheduler:
             chosen = slots[decodes]
             return self._rows(chosen, np.ones_like(chosen), np.minimum(spare[decodes], steps))
         left, spare = left[prompts], spare[prompts]
-        budget = self.max_num_batched_tokens - np.count_nonzero(decodes)
+        budget = self._prompt_budget(int(np.count_nonzero(decodes)))
         count = np.clip(budget - (np.cumsum(left, dtype=np.int32) - left), 0, left)
         draws = ((count == left) & (spare > 0)).astype(np.int32)
         some = count > 0
@@ -170,11 +182,26 @@ class Scheduler:
             np.concatenate([ones, draws[some]]),
         )
 
+    def _prompt_budget(self, decodes: int) -> int:
+        """Tokens of prompts in a step with so many decoding sequences."""
+        budget = self.max_num_batched_tokens - decodes
+        if self._prefill_chunk is None or not decodes:
+            return budget
+        return min(budget, max(self._prefill_chunk - decodes, -(-self._prefill_chunk // 2)))
+
     def _rows(self, slots: np.ndarray, count: np.ndarray, draws: np.ndarray) -> Rows:
         running = self.running
         start = running.computed[slots]
-        is_known, scores_prompt = start < running.known[slots], start < running.scored_until[slots]
-        return Rows(running.seqs[slots].tolist(), slots, start, count, draws, is_known, scores_prompt)
+        return Rows(
+            running.seqs[slots].tolist(),
+            slots,
+            running.tenure[slots],
+            start,
+            count,
+            draws,
+            is_known=start < running.known[slots],
+            scores_prompt=start < running.scored_until[slots],
+        )
 
     def _missing_pages(self, rows: Rows) -> int:
         """Pages that the rows need beyond their own: to grow, and for copies of pages that others share."""
@@ -198,11 +225,13 @@ class Scheduler:
                 copies.append(self.blocks.make_writable(seq.pages, index))
                 running.num_sent[seq.slot] = min(running.num_sent[seq.slot], index)
         running.may_share[rows.slot] = False
-        needed = self.blocks.pages_for(rows.reach)
-        for i in np.flatnonzero(needed > running.num_pages[rows.slot]).tolist():
-            pages = rows.seqs[i].pages
-            pages += self.blocks.allocate(int(needed[i]) - len(pages))
-            running.num_pages[rows.slot[i]] = needed[i]
+        grown = self.blocks.pages_for(rows.reach) - running.num_pages[rows.slot]
+        growing = np.flatnonzero(grown > 0)
+        missing = grown[growing]
+        running.num_pages[rows.slot[growing]] += missing
+        pages = iter(self.blocks.allocate(int(missing.sum())))
+        for i, count in zip(growing.tolist(), missing.tolist(), strict=True):
+            rows.seqs[i].pages += islice(pages, count)
         return copies
 
     def _table_updates(self, slots: np.ndarray) -> np.ndarray:
@@ -245,7 +274,7 @@ class Scheduler:
         if not self.blocks.prefix_caching or seq.scores_prompt:
             return []
         full = (len(seq.tokens) - 1) // self.blocks.page_size
-        return self.blocks.match(seq.page_hashes(seq.tokens, full, self.blocks.page_size))
+        return self.blocks.match(seq.page_hashes(seq.tokens, full, self.blocks.page_size)[:full])
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Gives the first that waits a slot, and pages for up to `budget` of the tokens that it has to compute, whose
@@ -273,11 +302,12 @@ class Scheduler:
         -1 where a row drew none, because it was not to or had reached its end.
         """
         running, slot = self.running, rows.slot
-        held = slot == np.fromiter((seq.slot for seq in rows.seqs), np.int32, len(rows))
-        row, step = np.nonzero((tokens >= 0) & held[:, None])
+        held = running.tenure[slot] == rows.tenure  # the others have lost their slots since
+        is_drawn = tokens >= 0
+        drawn = is_drawn.sum(axis=1)
         known = running.known[slot]
+        row, step = np.nonzero(is_drawn & held[:, None])
         running.tokens[slot[row], known[row] + step] = tokens[row, step]
-        drawn = np.count_nonzero(tokens >= 0, axis=1)
         known += drawn
         gained = held & (drawn > 0)
         running.known[slot[gained]] = known[gained]
@@ -285,12 +315,16 @@ class Scheduler:
         reach = rows.end + np.maximum(drawn - 1, 0)
         if self.blocks.prefix_caching:
             full = reach // self.blocks.page_size
-            for i in np.flatnonzero(held & (full > running.num_registered[slot])).tolist():
-                self._register(rows.seqs[i], int(reach[i]), int(full[i]))
+            mine = held & (reach <= running.computed[slot])  # else it was preempted since, and its pages are others
+            index = np.flatnonzero(mine & (full > running.num_registered[slot]))
+            for i, count in zip(index.tolist(), full[index].tolist(), strict=True):
+                self._register(rows.seqs[i], count)
 
         # The few rows that mean more than their tokens.
         last = tokens[np.arange(len(rows)), drawn - 1]
-        ended = (running.stop_ids[slot] == last[:, None]).any(axis=1) | (known >= running.limit[slot])
+        ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1) | (
+            known >= running.limit[slot]
+        )
         ended &= (drawn > 0) | ((rows.draws == 0) & (rows.end >= running.limit[slot]))  # the latter: max_tokens is 0
         special = ended | running.is_notable[slot] | ~gained
         if not special.any():
@@ -328,11 +362,9 @@ class Scheduler:
         reason = seq.finish_reason if ended else None
         return Notable(SequenceUpdate(seq.request_id, seq.index, ids, reason), seq, row, bool(is_first))
 
-    def _register(self, seq: Sequence, reach: int, full: int) -> None:
-        """Offers pages to the prefix cache: `full` leading ones are, now that `reach` tokens are computed."""
+    def _register(self, seq: Sequence, full: int) -> None:
+        """Offers a running sequence's pages, of which `full` leading ones are full, to the prefix cache."""
         running, slot = self.running, seq.slot
-        if reach > running.computed[slot]:
-            return  # it was preempted since, and has other pages now
         hashes = seq.page_hashes(running.tokens[slot], full, self.blocks.page_size)
         for i in range(int(running.num_registered[slot]), full):
             self.blocks.register(seq.pages[i], hashes[i])

@@ -66,13 +66,13 @@ class Sequence:
         return "length" if self.num_outputs >= self.max_tokens else None
 
     def page_hashes(self, tokens: list[int] | np.ndarray, count: int, page_size: int) -> list[bytes]:
-        """Hashes of the first `count` pages, which must be full of `tokens`, this sequence's."""
+        """Hashes of the first `count` pages, or more; these must be full of `tokens`, which are this sequence's."""
         hashes = self._page_hashes
         while len(hashes) < count:
             parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
             start = len(hashes) * page_size
             hashes.append(page_hash(parent, tokens[start : start + page_size]))
-        return hashes[:count]
+        return hashes
 
     def fork(self, index: int, seed: int) -> Sequence:
         """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""

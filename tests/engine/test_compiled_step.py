@@ -22,7 +22,7 @@ def make(model_folders):
         config = EngineConfig(
             model=str(model_folders("llama3_gqa")),
             max_num_seqs=5,
-            max_num_batched_tokens=48,
+            max_num_batched_tokens=72,
             kv_pages=PAGES,
             tensor_parallel_size=devices,
         )

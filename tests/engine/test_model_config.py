@@ -15,7 +15,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.mesh import make_mesh, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig
 from jaxserve.models.families import families, read_model_config
-from jaxserve.models.load import compute_dtype, make_decoder, read_model
+from jaxserve.models.load import compute_dtype, read_model
 from jaxserve.models.rope import inverse_frequencies
 
 LLAMA_2_7B = """{
@@ -584,8 +584,35 @@ def test_tensor_parallelism_that_does_not(text, size, message):
 
 def plan(model, **options):
     config = EngineConfig(model="x", **options)
-    dtype = compute_dtype(config, model, "cpu")
-    return memory.plan(config, model, make_decoder(model, 1, dtype), {}, make_mesh(1))
+    page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 16 * 4
+    pages, length = memory.plan_pages(config, memory.max_model_len(config, model), page_bytes, BUDGET, None)
+    return length, pages
+
+
+BUDGET = memory.Budget(total=2**40, utilization=0.9, weights=0, slots=0, reserve=0, most_cache=None)
+
+
+def test_pages_are_what_weights_and_the_compiled_steps_leave():
+    """The steps' temporaries are asked for once, with the pages that there would be without any."""
+    budget = memory.Budget(total=1000, utilization=0.9, weights=300, slots=20, reserve=30, most_cache=None)
+    config, asked = EngineConfig(model="x", page_size=16), []
+
+    def temporaries(pages):
+        asked.append(pages)
+        return 150
+
+    assert memory.plan_pages(config, 32, 10, budget, temporaries) == (40, 32)
+    assert asked == [55]
+    budget.check(150, 400)
+    with pytest.raises(ConfigError, match=r"temporaries of the largest step 151 B .* = 901 B. Lower --kv-pages"):
+        budget.check(151, 400)
+    with pytest.raises(ConfigError, match="but only 0 fit; give more memory"):
+        memory.plan_pages(config, 32, 10, budget, lambda pages: 10**9)
+
+
+def test_the_cache_on_cpu_is_bounded():
+    budget = memory.Budget(total=2**40, utilization=0.9, weights=0, slots=0, reserve=0, most_cache=100)
+    assert memory.plan_pages(EngineConfig(model="x"), 32, 10, budget, None) == (10, 32)
 
 
 def test_length_beyond_the_model_s_own():
