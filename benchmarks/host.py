@@ -91,7 +91,8 @@ def measure(running: int) -> dict[str, list[float]]:
         dispatched = clock()
         jax.block_until_ready(engine.flights[0].drawn)  # the device's part, which is nothing
         ready = clock()
-        updates = engine.commit(engine.flights.popleft())
+        flight = engine.flights.popleft()
+        updates = engine.commit(flight, engine.wait(flight))
         committed = clock()
         assert len(updates) == running
         parts["schedule"].append(scheduled - start)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import POOL_FRACTION, EngineConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,6 +110,12 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="most sequences in one step")
     flag("--max-num-batched-tokens", field="max_num_batched_tokens", type=int, metavar="TOKENS",
          help="most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs")  # fmt: skip
+    flag("--prefill-chunk", field="prefill_chunk", type=int, metavar="TOKENS",
+         help="most tokens in a step with a prompt while others decode; None: 64 on CPU, else no limit")  # fmt: skip
+    flag("--decode-steps", field="decode_steps", type=int, metavar="N",
+         help="most tokens that a sequence draws in one call of the devices, where nothing waits")  # fmt: skip
+    flag("--latency-goal-ms", field="latency_goal_ms", type=float, metavar="MS",
+         help="such a call takes no longer while a client streams, and 4 times as long otherwise")  # fmt: skip
     flag("--max-waiting", field="max_waiting", type=int, metavar="N",
          help="most requests in the queue, beyond which new ones get 503; None: no limit")  # fmt: skip
     flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",
@@ -124,6 +130,13 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--load-format", field="load_format", choices=["auto", "dummy"],
          help="auto: read the safetensors; dummy: random weights from config.json alone")  # fmt: skip
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")
+    group.add_argument(
+        "--profile",
+        dest="profile_dir",
+        metavar="DIR",
+        default=None,
+        help="folder for traces of JAX's profiler; serve then has POST /profile?steps=N",
+    )
     group.add_argument("--forbid-compile", action="store_true",
                        help="once ready, fail rather than compile (nothing should; for tests)")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",
@@ -162,7 +175,9 @@ def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(**{name: getattr(args, name) for name in EngineConfig.__dataclass_fields__})
+    config = EngineConfig(**{name: getattr(args, name) for name in EngineConfig.__dataclass_fields__})
+    os.environ.setdefault(POOL_FRACTION, str(config.memory_utilization))  # JAX has not looked for devices yet
+    return config
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment: what JAX takes of a GPU's memory when it starts
 MAX_STEPS = 16  # tokens that a decoding row can draw in one call of a compiled step
 
 
@@ -38,6 +39,7 @@ class EngineConfig:
       latency_goal_ms: such a call takes no longer than this while a client streams, and four times as long otherwise.
       forbid_compile: after `Engine.compile`, a step that would have to compile is an error instead of a stall.
       prefix_caching: reuse KV pages of equal prompt prefixes.
+      profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.
       seed: of dummy weights, and of requests that bring no seed of their own.
     """
 
@@ -58,6 +60,7 @@ class EngineConfig:
     latency_goal_ms: float = 10.0
     forbid_compile: bool = False
     prefix_caching: bool = True
+    profile_dir: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

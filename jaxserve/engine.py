@@ -31,6 +31,7 @@ from jaxserve.scheduler import Notable, Scheduler, StepPlan
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
 from jaxserve.steps import StepShape
+from jaxserve.timeline import Timeline
 from jaxserve.types import (
     MAX_STOP_TOKENS,
     EngineStats,
@@ -87,10 +88,11 @@ class Engine:
             max_model_len=max_model_len,
         )
         self.flights: deque[Flight] = deque()
-        self.counters = EngineStats(pages_total=self.blocks.capacity)
+        self.timeline = Timeline(config.profile_dir)
+        self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
         self._arrivals = 0
         self._step_seconds = 1.0  # of late, per token of a row
-        self._last_commit = 0.0
+        self._last_arrival = 0.0  # when a step's tokens came
         self._seeds = np.random.default_rng(config.seed)
 
     @classmethod
@@ -211,11 +213,20 @@ class Engine:
         With asynchronous scheduling the devices run the step that is dispatched here while the host takes in the one
         before: its tokens come back with the next call.
         """
-        plan = self.scheduler.schedule(self._steps_per_call())
+        self.timeline.begin_step()
+        with self.timeline.phase("schedule"):
+            plan = self.scheduler.schedule(self._steps_per_call())
         if plan is not None:
-            self.flights.append(self.dispatch(plan))
-        ahead = 1 if plan is not None and self.config.async_scheduling else 0
-        return self.commit(self.flights.popleft()) if len(self.flights) > ahead else StepOutput()
+            with self.timeline.phase("upload"):
+                self.flights.append(self.dispatch(plan))
+        output = StepOutput()
+        if len(self.flights) > (1 if plan is not None and self.config.async_scheduling else 0):
+            flight = self.flights.popleft()
+            tokens = self.wait(flight)
+            with self.timeline.phase("commit"):
+                output = self.commit(flight, tokens)
+        self.timeline.end_step()
+        return output
 
     def _steps_per_call(self) -> int:
         """How many tokens a row may draw in the next call: few enough that clients see them, and newcomers begin,
@@ -241,6 +252,7 @@ class Engine:
             flight.drawn.append(drawn)
             flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
         self.counters.steps += 1
+        self.counters.step_tokens.observe(int((plan.rows.reach - plan.rows.start).sum()))
         return flight
 
     def _fill_slots(self, placed: list[Sequence]) -> None:
@@ -252,11 +264,19 @@ class Engine:
             if seq.params.has_penalties:
                 self.runner.count_tokens(seq.slot, seq.tokens, seq.prompt_len)
 
-    def commit(self, flight: Flight) -> StepOutput:
-        """Waits for a step's tokens, takes them in and says what they mean for each request."""
-        output = StepOutput([], [], [], [])
+    def wait(self, flight: Flight) -> list[np.ndarray]:
+        """A step's tokens, of each of its batches; waits until they are here."""
         tokens = [np.asarray(drawn.tokens) for drawn in flight.drawn]
-        self._time_step(flight)
+        now = time.perf_counter()
+        seconds = now - max(flight.dispatched, self._last_arrival)  # it began when the step before ended, or later
+        self.timeline.seconds["device"].observe(seconds)
+        self._step_seconds += 0.3 * (seconds / flight.steps - self._step_seconds)
+        self._last_arrival = now
+        return tokens
+
+    def commit(self, flight: Flight, tokens: list[np.ndarray]) -> StepOutput:
+        """Takes in a step's tokens and says what they mean for each request."""
+        output = StepOutput([], [], [], [])
         for prompt_scores in flight.prompt_scores:
             prompt_scores.finish()
         for rows, drawn, ids in zip(flight.rows, flight.drawn, tokens, strict=True):
@@ -266,13 +286,6 @@ class Engine:
             output.extend(part)
         self.counters.generation_tokens += flight.steps * len(output.tokens)
         return output
-
-    def _time_step(self, flight: Flight) -> None:
-        """Follows how long the devices take per token of a row: they began when the step before ended, or later."""
-        now = time.perf_counter()
-        seconds = (now - max(flight.dispatched, self._last_commit)) / flight.steps
-        self._step_seconds += 0.3 * (seconds - self._step_seconds)
-        self._last_commit = now
 
     def _annotate(self, notable: Notable, scores: jax.Array) -> None:
         """Adds to an update what it has to say beyond its tokens."""
@@ -289,6 +302,17 @@ class Engine:
             update.num_cached_tokens = seq.num_cached or 0
             if seq.params.prompt_logprobs is not None:
                 update.prompt_logprobs = seq.prompt_scores
+
+    def profile(self, steps: int) -> None:
+        """Has JAX's profiler trace the next `steps` steps, into the folder `profile_dir` of the settings.
+
+        Raises InvalidRequestError when there is no such folder, or steps is not in [1, 10000].
+        """
+        if self.config.profile_dir is None:
+            raise InvalidRequestError("profiling is off: start the engine with --profile DIR")
+        if not 1 <= steps <= 10_000:
+            raise InvalidRequestError(f"steps must be between 1 and 10000, got {steps}", "steps")
+        self.timeline.trace(steps)
 
     def stats(self) -> EngineStats:
         """A snapshot: gauges as they stand, counters since start."""

@@ -10,19 +10,13 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config import POOL_FRACTION, ConfigError, EngineConfig
 from jaxserve.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30  # default on CPU, where the memory is shared with everything else
 RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
-POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX takes so much of a GPU's memory at start
-
-
-def claim_device_memory(utilization: float) -> None:
-    """Lets JAX's pool on GPUs be as large as we may use. To be called before JAX first looks for devices."""
-    os.environ.setdefault(POOL_FRACTION, str(utilization))
 
 
 @dataclass(frozen=True)

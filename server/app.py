@@ -29,6 +29,7 @@ _ROUTES = [
     Route("/ready", models.ready),
     Route("/version", models.version),
     Route("/metrics", models.metrics),
+    Route("/profile", models.profile, methods=["POST"]),
     Route("/openapi.json", models.openapi),
 ]
 

@@ -29,6 +29,7 @@ from server.messages import (
     EngineMessage,
     Failed,
     FrontMessage,
+    Profile,
     Ready,
     Rejected,
     Submit,
@@ -60,6 +61,7 @@ class EngineLike(Protocol):
     @property
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    def profile(self, steps: int) -> None: ...
 
 
 class _Front:
@@ -223,6 +225,8 @@ class EngineServer:
                     _forget(front, request_id, index)
                     engine.abort(f"{front.number}/{request_id}", index)
                 self._stats_due = self._stats_due or time.monotonic()
+            case Profile(steps):
+                engine.profile(steps)
             case Drain():
                 self._draining = True
             case None:
@@ -319,6 +323,7 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         eos_token_ids=tuple(engine.eos_token_ids),
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
+        profile_dir=config.profile_dir,
     )
     try:
         server.run(engine, ready)

@@ -54,7 +54,8 @@ async def _prepare(state: ServerState, body: ChatRequest) -> _Answer:
     generation = Generation(
         state,
         tokenizer,
-        [ids], [params],
+        [ids],
+        [params],
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         streams=bool(body.stream),

@@ -14,6 +14,8 @@ from server.messages import (
     Abort,
     Drain,
     Failed,
+    FrontMessage,
+    Profile,
     Ready,
     Rejected,
     Submit,
@@ -129,7 +131,11 @@ class EngineClient:
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
 
-    def _send(self, message: Submit | Abort | Drain) -> None:
+    def profile(self, steps: int) -> None:
+        """Has the engine trace its next steps, which must be 1 to 10000, into its `profile_dir`."""
+        self._send(Profile(steps))
+
+    def _send(self, message: FrontMessage) -> None:
         if self._writer is not None and self.error is None:
             self._writer.write(to_frame(message))
 

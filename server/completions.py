@@ -62,7 +62,8 @@ async def _prepare(state: ServerState, body: CompletionRequest) -> _Answer:
     generation = Generation(
         state,
         tokenizer,
-        ids, clamped,
+        ids,
+        clamped,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         streams=bool(body.stream),

@@ -31,6 +31,12 @@ class Abort(msgspec.Struct, tag="abort"):
     targets: list[tuple[str, int | None]]
 
 
+class Profile(msgspec.Struct, tag="profile"):
+    """Trace the next `steps` steps."""
+
+    steps: int
+
+
 class Drain(msgspec.Struct, tag="drain"):
     """Finish what is there, take nothing new, and exit."""
 
@@ -48,6 +54,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     eos_token_ids: tuple[int, ...]
     page_size: int
     max_num_seqs: int
+    profile_dir: str | None = None
 
 
 class Update(msgspec.Struct, tag="update"):
@@ -70,7 +77,7 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-FrontMessage = Submit | Abort | Drain
+FrontMessage = Submit | Abort | Profile | Drain
 EngineMessage = Ready | Update | Rejected | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import Histogram as ObservedHistogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from jaxserve.types import EngineStats, SamplingParams
+from jaxserve.types import EngineStats, Histogram, SamplingParams
 from server.messages import Ready
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5)) + (1_000_000,)
-_STEP_TOKENS = tuple(2**e for e in range(15))
 _FEW = (1, 2, 5, 10, 20, 50, 100)
 
 _LABELS = ("model_name", "engine")
@@ -57,9 +58,6 @@ class Metrics:
         )
         self.n = self._histogram("request_params_n", "n per request", _FEW)
         self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens per request", _TOKENS)
-        self.step_tokens = self._histogram(
-            "iteration_tokens_total", "Tokens per engine step, averaged between two reports of the engine", _STEP_TOKENS
-        )
         self._success = Counter(
             f"{prefix}:request_success", "Completions ended", (*_LABELS, "finished_reason"), registry=self.registry
         )
@@ -69,8 +67,8 @@ class Metrics:
         self.rejections = rejections.labels(*self._labels)
         self.registry.register(self)  # type: ignore[arg-type]  # see collect
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"{self._prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> ObservedHistogram:
+        histogram = ObservedHistogram(f"{self._prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
         return histogram.labels(*self._labels)
 
     def succeeded(self, reason: str) -> None:
@@ -82,12 +80,6 @@ class Metrics:
 
     def on_stats(self, stats: EngineStats) -> None:
         """Takes the engine's latest statistics."""
-        steps = stats.steps - self._stats.steps
-        if steps > 0:
-            tokens = (stats.prompt_tokens - self._stats.prompt_tokens) + (
-                stats.generation_tokens - self._stats.generation_tokens
-            )
-            self.step_tokens.observe(tokens / steps)
         self._stats = stats
 
     def render(self) -> bytes:
@@ -100,6 +92,11 @@ class Metrics:
         for name, kind, text, field in _FROM_STATS:
             yield self._family(kind, name, text, getattr(stats, field))
         yield self._family("counter", "compile_seconds", "Time spent compiling", stats.compile_seconds)
+        yield self._histogram_family("iteration_tokens_total", "Tokens computed per step", {(): stats.step_tokens})
+        phases: dict[tuple[str, ...], Histogram] = {
+            (phase,): histogram for phase, histogram in stats.step_seconds.items()
+        }
+        yield self._histogram_family("step_seconds", "Host and device time of a step", phases, ("phase",))
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         yield self._family("gauge", "kv_cache_usage_perc", "Fraction of KV pages in use, 0 to 1", used)
         if self._info is not None:
@@ -112,6 +109,17 @@ class Metrics:
     def describe(self) -> Iterable[Metric]:
         """Nothing: names are checked when they are collected."""
         return []
+
+    def _histogram_family(
+        self, name: str, text: str, histograms: dict[tuple[str, ...], Histogram], labels: tuple[str, ...] = ()
+    ) -> Metric:
+        """The engine's own histograms, by the values of further labels."""
+        family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
+        for values, histogram in histograms.items():
+            counts = accumulate(histogram.counts)
+            bounds = (*map(str, histogram.bounds), "+Inf")
+            family.add_metric((*self._labels, *values), list(zip(bounds, counts, strict=True)), histogram.total)
+        return family
 
     def _family(self, kind: str, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily

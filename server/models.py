@@ -12,6 +12,7 @@ from starlette.responses import Response
 from jaxserve.tokenizer import token_strings
 from jaxserve.types import InvalidRequestError
 from server.chat import encode_chat
+from server.errors import APIError
 from server.openapi import openapi_document
 from server.schemas import Conversation, DetokenizeRequest, TokenizeRequest
 from server.state import ServerState, read_body, state_of, to_json
@@ -111,6 +112,20 @@ async def metrics(http: Request) -> Response:
     """GET /metrics, in Prometheus's text format."""
     text = state_of(http).metrics.render()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def profile(http: Request) -> Response:
+    """POST /profile?steps=N: traces the engine's next steps, 10 unless told; only with `--profile DIR`."""
+    state = state_of(http)
+    _, info = state.require_ready()
+    if info.profile_dir is None:
+        raise APIError(404, "profiling is off; start the server with --profile DIR")
+    text = http.query_params.get("steps", "10")
+    steps = int(text) if text.isdecimal() and len(text) < 6 else 0
+    if not 1 <= steps <= 10_000:
+        raise APIError(400, f"steps must be a number from 1 to 10000, got {text[:64]!r}", param="steps")
+    state.client.profile(steps)
+    return _json({"steps": steps, "folder": info.profile_dir})
 
 
 async def openapi(http: Request) -> Response:

@@ -35,6 +35,8 @@ def openapi_document(version: str) -> dict[str, Any]:
     for (path, (_, summary)), reference in zip(_POSTS.items(), references, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": reference}}}
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": answers}}
+    steps = {"name": "steps", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}}
+    paths["/profile"] = {"post": {"summary": "Trace the next steps", "parameters": [steps], "responses": answers}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": version},

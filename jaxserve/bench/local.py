@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,13 @@ def load(config: EngineConfig, input_len: int, output_len: int) -> LLM:
     return llm
 
 
+def traced(folder: str | None) -> contextlib.AbstractContextManager[None]:
+    """JAX's profiler, writing to the folder if there is one."""
+    import jax
+
+    return contextlib.nullcontext() if folder is None else jax.profiler.trace(folder)
+
+
 def random_ids(random: np.random.Generator, vocab_size: int, count: int, length: int) -> list[list[int]]:
     """Prompts without a common beginning."""
     return random.integers(vocab_size, size=(count, length)).tolist()
@@ -51,7 +59,8 @@ def run_offline(config: EngineConfig, num_prompts: int, input_len: int, output_l
     params = fixed_length(output_len)
     llm.generate([warmup], params, progress=False)
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, progress=False)
+    with traced(config.profile_dir):
+        outputs = llm.generate(prompts, params, progress=False)
     duration = time.perf_counter() - start
     generated = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     return {
@@ -75,10 +84,10 @@ def run_latency(
         )
     engine = load(config, input_len, output_len).engine
     random = np.random.default_rng(config.seed)
-    batches = [
-        run_batch(engine, random_ids(random, engine.vocab_size, batch_size, input_len), fixed_length(output_len), i)
-        for i in range(iterations + 1)
-    ][1:]
+    prompts = [random_ids(random, engine.vocab_size, batch_size, input_len) for _ in range(iterations + 1)]
+    run_batch(engine, prompts.pop(), fixed_length(output_len), 0)
+    with traced(config.profile_dir):
+        batches = [run_batch(engine, some, fixed_length(output_len), i) for i, some in enumerate(prompts, start=1)]
     durations = [max(record.end for record in batch) for batch in batches]
     values = latencies([record for batch in batches for record in batch])
     summary: dict[str, Any] = {f"{name}_ms": distribution(values[name]) for name in ("ttft", "tpot", "itl")}

@@ -140,3 +140,51 @@ def test_asynchronous_scheduling_changes_nothing(pages, model_folders, alone):
     )
     assert tokens(generate(engine, *requests())) == alone
     assert not engine.flights
+
+
+@pytest.mark.parametrize("pages", [400, 20])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_several_tokens_per_call_change_nothing(pages, asynchronous, model_folders, alone):
+    """The loop on the device: whatever ends within a call, and however the calls are cut."""
+    engine = make_engine(
+        model_folders(CASE),
+        rows=8,
+        tokens=64,
+        kv_pages=pages,
+        max_model_len=200,
+        async_scheduling=asynchronous,
+        latency_goal_ms=60_000.0,
+    )
+    drawn, dispatch = [], engine.dispatch
+    engine.dispatch = lambda plan: drawn.append(int(plan.rows.draws.max())) or dispatch(plan)
+    assert tokens(generate(engine, *requests())) == alone
+    assert max(drawn) == 16
+    # Stop tokens end a row within a call.
+    stops = [ids[LENGTH // 2] for ids in alone]
+    stopping = [
+        request(f"stop-{one.request_id}", one.prompt_token_ids, **with_stop(one.params, stop))
+        for one, stop in zip(requests(), stops, strict=True)
+    ]
+    results = generate(engine, *stopping)
+    assert tokens(results) == [ids[: ids.index(stop) + 1] for ids, stop in zip(alone, stops, strict=True)]
+    assert {r.finish_reason for r in results} == {"stop"}
+    assert [r.stop_token for r in results] == stops
+
+
+def with_stop(params, token):
+    return {name: getattr(params, name) for name in params.__struct_fields__} | {"stop_token_ids": (token,)}
+
+
+def test_calls_are_short_while_a_client_streams(model_folders):
+    """One token per call where a step takes longer than the latency goal; more where nobody watches."""
+    engine = make_engine(model_folders(CASE), latency_goal_ms=10.0)
+    for streams, step_ms, expected in ((True, 6, 1), (True, 2, 5), (False, 6, 6), (False, 50, 1), (False, 0.1, 16)):
+        one = request("r", PROMPTS[0], max_tokens=4)
+        one.streams = streams
+        engine.add_request(one)
+        engine._step_seconds = step_ms / 1000 * 0.999
+        assert engine._steps_per_call() == expected
+        engine.abort("r")
+    engine.add_request(request("waits", PROMPTS[0], max_tokens=20))
+    engine._step_seconds = 1e-6
+    assert engine.scheduler.schedule(engine._steps_per_call()).rows.draws.tolist() == [1], "a prompt is computed"

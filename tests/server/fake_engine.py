@@ -96,6 +96,9 @@ class ParrotEngine:
     def _logprob(self, token: int, count: int) -> TokenLogprob:
         return TokenLogprob(token, -0.5, 2, [(10, -0.25), (token, -0.5), (11, float("-inf"))][:count])
 
+    def profile(self, steps: int) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         self._stats.num_running = len(self._running)
         self._stats.pages_used = len(self._running)
