@@ -17,7 +17,7 @@ from checkpoints.hub import resolve_model
 from jaxserve import memory
 from jaxserve.batch import largest_shapes, pack, split, step_shapes
 from jaxserve.block_manager import BlockManager
-from jaxserve.compile_cache import enable_compile_cache
+from jaxserve.compile_cache import CompileCounter, enable_compile_cache
 from jaxserve.config import EngineConfig
 from jaxserve.kv_cache import CacheLayout
 from jaxserve.logprobs import PromptScores, read_scores
@@ -90,6 +90,7 @@ class Engine:
         self.flights: deque[Flight] = deque()
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
+        self.programs = CompileCounter()
         self._arrivals = 0
         self._step_seconds = 1.0  # of late, per token of a row
         self._last_arrival = 0.0  # when a step's tokens came
@@ -143,7 +144,8 @@ class Engine:
         start = time.perf_counter()
         self.runner.compile(self.shapes)
         self.runner.frozen = self.config.forbid_compile
-        log.info("compiled %d executables in %.1f s", self.runner.num_executables, time.perf_counter() - start)
+        seconds, hits = time.perf_counter() - start, self.programs.cache_hits
+        log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
         temporaries, cache = self.runner.temporaries(self.shapes), self.runner.cache_bytes
         log.info("%s", self.budget.describe(temporaries, cache))
         self.budget.check(temporaries, cache)
@@ -325,7 +327,8 @@ class Engine:
             prefix_queries=self.scheduler.prefix_queries,
             prefix_hits=self.scheduler.prefix_hits,
             executables=self.runner.num_executables,
-            compilations=self.runner.num_executables,
+            compilations=self.programs.compilations,
+            compile_cache_hits=self.programs.cache_hits,
             compile_seconds=self.runner.compile_seconds,
         )
 

@@ -278,8 +278,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     step_seconds: dict[str, Histogram] = {}  # by phase; see `jaxserve.timeline`
     prompt_tokens: int = 0  # prompt tokens computed or found in the cache
     generation_tokens: int = 0
-    executables: int = 0
-    compilations: int = 0
+    executables: int = 0  # compiled step functions
+    compilations: int = 0  # programs that this process compiled, whatever for
+    compile_cache_hits: int = 0  # programs that it read from the persistent cache instead
     compile_seconds: float = 0.0
 
 

@@ -157,6 +157,7 @@ class EngineServer:
     def run(self, engine: EngineLike, ready: Ready) -> None:
         """The loop: take messages, step, deliver; returns when drained or when the last front has gone."""
         self._announce(ready)
+        self._stats_due = time.monotonic()
         while True:
             self._take_messages(engine)
             if self._draining and not engine.has_work:

@@ -31,7 +31,8 @@ _FROM_STATS = (
     ("prompt_tokens", "counter", "Prompt tokens computed or found in the cache", "prompt_tokens"),
     ("generation_tokens", "counter", "Tokens generated", "generation_tokens"),
     ("executables", "gauge", "Compiled step functions", "executables"),
-    ("compilations", "counter", "Compilations since start", "compilations"),
+    ("compilations", "counter", "Programs compiled since start", "compilations"),
+    ("compilation_cache_hits", "counter", "Programs read from the compilation cache", "compile_cache_hits"),
 )
 
 

@@ -99,7 +99,7 @@ class Jaxserve:
         return None
 
     def measure(self, load: PeerLoad) -> Outcome:
-        port = startup._free_port()
+        port = startup.free_port()
         root = str(HERE.parent.parent)
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, "-m", "jaxserve", "serve", str(load.model), "--port", str(port), *self.flags]
@@ -133,7 +133,7 @@ class LlamaCpp:
 
     def measure(self, load: PeerLoad) -> Outcome:
         self._write_model(load)
-        port = startup._free_port()
+        port = startup.free_port()
         longest = max(len(p) for p in [*load.prompts, *load.check]) + max(load.output_len, load.check_len)
         slot = -(-longest // 256) * 256 if longest % 256 else longest
         settings: dict[str, Any] = {
@@ -168,9 +168,9 @@ class LlamaCpp:
 @contextlib.contextmanager
 def _server(command: Sequence[str], env: dict[str, str], port: int, ready: str) -> Iterator[None]:
     """A server that is ready, and stopped at the end."""
-    with startup._process(command, env) as (process, log):
+    with startup.server_process(command, env) as (process, log):
         deadline = time.monotonic() + START_SECONDS
-        while startup._status(port, ready) != 200:
+        while startup.status(port, ready) != 200:
             if process.poll() is not None:
                 raise EngineFailed(f"the server ended before it was ready: {_end(log.text())}")
             if time.monotonic() > deadline:

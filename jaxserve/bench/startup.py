@@ -79,15 +79,15 @@ def run_startup(config: EngineConfig, *, cold: bool, timeout: float) -> list[Sta
 
 def measure_start(config: EngineConfig, cache: str, env: dict[str, str], timeout: float) -> Start:
     """One start and stop of a server in that environment."""
-    port = _free_port()
+    port = free_port()
     root = str(Path(__file__).resolve().parent.parent.parent)
     env = env | {"PYTHONPATH": os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))}
     command = [sys.executable, "-m", "jaxserve", "serve", config.model, "--port", str(port), *engine_flags(config)]
     start = time.perf_counter()
-    with _process(command, env) as (process, log):
+    with server_process(command, env) as (process, log):
 
         def wait_for(path: str) -> float:
-            while _status(port, path) != 200:
+            while status(port, path) != 200:
                 if process.poll() is not None:
                     raise RuntimeError(f"the server ended before it was ready:\n{log.text(last=10)}")
                 if time.perf_counter() - start > timeout:
@@ -129,7 +129,7 @@ class _Log(threading.Thread):
 
 
 @contextlib.contextmanager
-def _process(command: Sequence[str], env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], _Log]]:
+def server_process(command: Sequence[str], env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], _Log]]:
     """A process that is stopped at the end, and its log."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
@@ -145,7 +145,7 @@ def _process(command: Sequence[str], env: dict[str, str]) -> Iterator[tuple[subp
             process.wait()
 
 
-def _status(port: int, path: str) -> int | None:
+def status(port: int, path: str) -> int | None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)
@@ -156,6 +156,6 @@ def _status(port: int, path: str) -> int | None:
         connection.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]

@@ -59,5 +59,6 @@ def slow(tiny_model_folder, tmp_path_factory) -> Iterator[ServerUnderTest]:
 def demo_server(tmp_path_factory) -> Iterator[ServerUnderTest]:
     """The real engine on the bundled model."""
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with running_server(DEMO, log, engine=None, config=SMALL) as server:
+    config = SMALL | {"profile_dir": str(tmp_path_factory.mktemp("traces"))}
+    with running_server(DEMO, log, engine=None, config=config) as server:
         yield server

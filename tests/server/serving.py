@@ -65,9 +65,10 @@ class ServerUnderTest:
         except httpx.HTTPError:
             return None
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, *values: str) -> float:
+        """The first that has these values among its labels'."""
         for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            if line.startswith(f"jaxserve:{name}{{"):
+            if line.startswith(f"jaxserve:{name}{{") and all(f'="{value}"' in line for value in values):
                 return float(line.rsplit(" ", 1)[1])
         raise KeyError(name)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import pytest
-from serving import DEMO, wait_until
+from serving import DEMO, SMALL, running_server, wait_until
 
 MODEL = "test-model"
 
@@ -121,3 +122,56 @@ def test_many_streams_at_once(demo_server):
             return await asyncio.gather(*(one(i) for i in range(40)))
 
     assert set(asyncio.run(run())) == {200}
+
+
+def test_the_timeline_of_steps(demo_server, client):
+    before = {phase: demo_server.metric("step_seconds_count", phase) for phase in PHASES}
+    complete(client)
+    wait_until(lambda: demo_server.metric("step_seconds_count", "commit") > before["commit"])
+    for phase in PHASES:
+        assert demo_server.metric("step_seconds_count", phase) > before[phase]
+        assert 0 < demo_server.metric("step_seconds_sum", phase) < 1000
+    assert demo_server.metric("step_seconds_bucket", "device", "+Inf") == demo_server.metric(
+        "step_seconds_count", "device"
+    )
+    assert demo_server.metric("iteration_tokens_total_count") > 0
+
+
+PHASES = ("schedule", "upload", "device", "commit")
+
+
+def test_a_trace_of_the_next_steps(demo_server, client):
+    with demo_server.http() as http:
+        answer = http.post("/profile", params={"steps": 3})
+        assert answer.status_code == 200
+        assert answer.json()["steps"] == 3
+        folder = Path(answer.json()["folder"])
+        complete(client, max_tokens=40)
+        wait_until(lambda: any(folder.rglob("*.xplane.pb")), seconds=30)
+        assert all(path.stat().st_size > 1000 for path in folder.rglob("*.xplane.pb"))
+        for wrong in ("0", "10001", "-1", "x"):
+            assert http.post("/profile", params={"steps": wrong}).status_code == 400
+    complete(client)  # the engine goes on
+
+
+def test_no_traces_unless_asked_for(http):
+    answer = http.post("/profile")
+    assert answer.status_code == 404
+    assert "--profile DIR" in answer.json()["error"]["message"]
+
+
+def test_the_next_process_compiles_nothing(tmp_path, monkeypatch):
+    """What one server compiled, the next one reads."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    figures = []
+    for _ in range(2):
+        with running_server(DEMO, tmp_path / "server.log", engine=None, config=SMALL) as server:
+            names = ("executables", "compilations_total", "compilation_cache_hits_total")
+            wait_until(lambda server=server: server.metric("executables") > 0)
+            figures.append({name: server.metric(name) for name in names})
+    cold, warm = figures
+    assert cold["compilation_cache_hits_total"] == 0
+    assert cold["compilations_total"] >= cold["executables"] >= 5
+    assert warm["compilations_total"] == 0
+    assert warm["compilation_cache_hits_total"] == cold["compilations_total"]
