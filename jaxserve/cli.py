@@ -130,13 +130,8 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--load-format", field="load_format", choices=["auto", "dummy"],
          help="auto: read the safetensors; dummy: random weights from config.json alone")  # fmt: skip
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")
-    group.add_argument(
-        "--profile",
-        dest="profile_dir",
-        metavar="DIR",
-        default=None,
-        help="folder for traces of JAX's profiler; serve then has POST /profile?steps=N",
-    )
+    flag("--profile", "--profile-dir", field="profile_dir", metavar="DIR",
+         help="folder for traces of JAX's profiler; serve then has POST /profile?steps=N; None: no traces")  # fmt: skip
     group.add_argument("--forbid-compile", action="store_true",
                        help="once ready, fail rather than compile (nothing should; for tests)")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",
