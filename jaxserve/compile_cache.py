@@ -22,7 +22,7 @@ class CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_duration(self, event: str, seconds: float, **_: object) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
         self.compilations += event == "/jax/core/compile/backend_compile_duration"
 
     def _on_event(self, event: str, **_: object) -> None:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.random import threefry_2x32
 
 from jaxserve.logprobs import read_scores
-from jaxserve.sampling import EXCLUDED, RowParams, Sampled, TokenCounts, _filter, sample, score_tokens
+from jaxserve.sampling import EXCLUDED, RowParams, Sampled, TokenCounts, _filter, sample, score_tokens, threefry
 from jaxserve.slots import (
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
@@ -448,3 +449,11 @@ def test_counting_tokens():
     assert not np.asarray(slots.counts)[0].any()
     assert not np.asarray(slots.in_prompt)[0].any()
     assert np.flatnonzero(np.asarray(slots.in_prompt)[1]).tolist() == [7]
+
+
+def test_the_random_bits_are_those_of_jax():
+    rng = np.random.default_rng(0)
+    key = rng.integers(2**32, size=2, dtype=np.uint32)
+    counter = rng.integers(2**32, size=(2, 100), dtype=np.uint32)
+    ours = threefry(key[0], key[1], *map(jnp.asarray, counter))
+    np.testing.assert_array_equal(np.concatenate(ours), threefry_2x32(key, jnp.asarray(counter.reshape(-1))))
