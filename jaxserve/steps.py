@@ -24,7 +24,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.slots import SlotState, decode_slots
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention.reference import paged_attention
+from pallas_kernels.paged_attention import paged_attention
 
 SCORED_ROWS = 32  # prompt positions that one call of `score_prompt` scores
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm
+from jaxserve.models.layers import MLP, Embedding, Linear, Matmul, RMSNorm, matmul
 from jaxserve.models.rope import apply_rope, rope_angles
 
 
@@ -34,23 +34,36 @@ class Attention(nn.Module):
     layer: int
     kv_heads: int
     dtype: Any
+    matmul: Matmul
 
     @nn.compact
     def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttentionFn) -> jax.Array:
         config, dim = self.config, self.config.head_dim
         group = config.num_heads // self.kv_heads
-        qkv_axes = ("embed", "kv_heads", None, None)
+        qkv_axes = ("kv_heads", None, None, "embed")
         qkv = Linear(
-            (config.hidden_size,), (self.kv_heads, group + 2, dim), qkv_axes, config.qkv_bias, self.dtype, name="qkv"
+            (config.hidden_size,),
+            (self.kv_heads, group + 2, dim),
+            qkv_axes,
+            config.qkv_bias,
+            self.dtype,
+            matmul=self.matmul,
+            name="qkv",
         )(x)
         q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
         if config.qk_norm:
             q = RMSNorm(dim, config.norm_eps, self.dtype, name="q_norm")(q)
             k = RMSNorm(dim, config.norm_eps, self.dtype, name="k_norm")(k)
         out = attend(self.layer, apply_rope(q, *rope), apply_rope(k, *rope), v)
-        out_axes = ("kv_heads", None, None, "embed")
+        out_axes = ("embed", "kv_heads", None, None)
         return Linear(
-            (self.kv_heads, group, dim), (config.hidden_size,), out_axes, config.o_bias, self.dtype, name="out"
+            (self.kv_heads, group, dim),
+            (config.hidden_size,),
+            out_axes,
+            config.o_bias,
+            self.dtype,
+            matmul=self.matmul,
+            name="out",
         )(out)
 
 
@@ -59,6 +72,7 @@ class DecoderLayer(nn.Module):
     layer: int
     kv_heads: int
     dtype: Any
+    matmul: Matmul
 
     @nn.compact
     def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttentionFn) -> jax.Array:
@@ -67,9 +81,15 @@ class DecoderLayer(nn.Module):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, name=name)
 
-        attention = Attention(config, self.layer, self.kv_heads, self.dtype, name="attention")
+        attention = Attention(config, self.layer, self.kv_heads, self.dtype, self.matmul, name="attention")
         mlp = MLP(
-            config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias, self.dtype, name="mlp"
+            config.hidden_size,
+            config.intermediate_size,
+            config.activation,
+            config.mlp_bias,
+            self.dtype,
+            self.matmul,
+            name="mlp",
         )
         x = x + attention(norm("attention_norm")(x), rope, attend)
         return x + mlp(norm("mlp_norm")(x))
@@ -85,15 +105,20 @@ class Decoder(nn.Module):
     kv_heads: int
     vocab_rows: int
     dtype: Any = jnp.float32
+    matmul: Matmul = matmul
 
     def setup(self) -> None:
         config = self.config
-        self.embed = Embedding(self.vocab_rows, config.hidden_size, self.dtype)
-        self.layers = [DecoderLayer(config, i, self.kv_heads, self.dtype) for i in range(config.num_layers)]
+        self.embed = Embedding(self.vocab_rows, config.hidden_size, self.dtype, self.matmul)
+        self.layers = [
+            DecoderLayer(config, i, self.kv_heads, self.dtype, self.matmul) for i in range(config.num_layers)
+        ]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype)
         if not config.tie_embeddings:
-            axes = ("embed", "vocab")
-            self.head = Linear((config.hidden_size,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32)
+            axes = ("vocab", "embed")
+            self.head = Linear(
+                (config.hidden_size,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32, self.matmul
+            )
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: AttentionFn) -> jax.Array:
         """int32 [tokens], int32 [tokens] -> final hidden states [tokens, hidden], normed."""

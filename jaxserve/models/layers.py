@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -23,10 +24,12 @@ def weight(
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 
 
-def linear(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
-    """x [tokens, *in] times kernel [*in, *out] -> float32 [tokens, *out]."""
-    contract = (tuple(range(1, 1 + in_axes)), tuple(range(in_axes)))
-    return jax.lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=jnp.float32)
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out]."""
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 class Linear(nn.Module):
@@ -34,22 +37,24 @@ class Linear(nn.Module):
 
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # logical axes of in_shape + out_shape
+    axes: tuple[str | None, ...]  # logical axes of out_shape + in_shape
     use_bias: bool = False
     dtype: Any = jnp.float32
     out_dtype: Any = None  # of the result; None is the input's
+    matmul: Matmul = matmul
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        n_in = len(self.in_shape)
+        n_in, n_out = len(self.in_shape), len(self.out_shape)
         init = nn.initializers.variance_scaling(
-            1.0, "fan_in", "normal", in_axis=tuple(range(n_in)), out_axis=tuple(range(n_in, len(self.axes)))
+            1.0, "fan_in", "normal", in_axis=tuple(range(n_out, n_out + n_in)), out_axis=tuple(range(n_out))
         )
-        shape = self.in_shape + self.out_shape
+        shape = self.out_shape + self.in_shape
         kernel = weight(self, "kernel", init, self.axes, shape, self.dtype)
-        y = linear(x, kernel, n_in).astype(self.out_dtype or x.dtype)
+        y = self.matmul(x.reshape(-1, math.prod(self.in_shape)), kernel.reshape(-1, math.prod(self.in_shape)))
+        y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
         if self.use_bias:
-            y = y + weight(self, "bias", nn.initializers.zeros, self.axes[n_in:], self.out_shape, self.dtype)
+            y = y + weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
         return y
 
 
@@ -74,6 +79,7 @@ class Embedding(nn.Module):
     vocab_size: int
     hidden_size: int
     dtype: Any = jnp.float32
+    matmul: Matmul = matmul
 
     def setup(self) -> None:
         shape = (self.vocab_size, self.hidden_size)
@@ -84,7 +90,7 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab]."""
-        return jnp.einsum("rh,vh->rv", hidden, self.table, preferred_element_type=jnp.float32)
+        return self.matmul(hidden, self.table)
 
 
 class MLP(nn.Module):
@@ -95,18 +101,22 @@ class MLP(nn.Module):
     activation: str
     use_bias: bool
     dtype: Any = jnp.float32
+    matmul: Matmul = matmul
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        size = self.intermediate_size
         gate_up = Linear(
             (self.hidden_size,),
-            (2, self.intermediate_size),
-            ("embed", None, "mlp"),
+            (size, 2),
+            ("mlp", None, "embed"),
             self.use_bias,
             self.dtype,
+            None,
+            self.matmul,
             name="gate_up",
         )(x)
-        hidden = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+        hidden = ACTIVATIONS[self.activation](gate_up[..., 0]) * gate_up[..., 1]
         return Linear(
-            (self.intermediate_size,), (self.hidden_size,), ("mlp", "embed"), self.use_bias, self.dtype, name="down"
+            (size,), (self.hidden_size,), ("embed", "mlp"), self.use_bias, self.dtype, None, self.matmul, name="down"
         )(hidden)

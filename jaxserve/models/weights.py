@@ -74,7 +74,7 @@ def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
     add("embed/table", [_Source("embed.weight", (vocab, hidden), _whole)])  # rows beyond the vocabulary stay zero
     add("norm/scale", [_Source("norm.weight", (hidden,), _whole)])
     if not config.tie_embeddings:
-        add("head/kernel", [_Source("head.weight", (vocab, hidden), np.transpose)])
+        add("head/kernel", [_Source("head.weight", (vocab, hidden), _whole)])
     for i in range(config.num_layers):
         for path, sources in _layer(model).items():
             add(f"layers_{i}/{path}", sources, i)
@@ -90,10 +90,10 @@ def _layer(model: Decoder) -> dict[str, list[_Source]]:
         "attention/qkv/kernel": _qkv(config, model.kv_heads, "weight", (hidden,)),
         "attention/out/kernel": [_out(config, model.kv_heads)],
         "mlp/gate_up/kernel": [
-            _Source("gate.weight", (width, hidden), lambda t: t[:, 0].T),
-            _Source("up.weight", (width, hidden), lambda t: t[:, 1].T),
+            _Source("gate.weight", (width, hidden), lambda t: t[:, 0]),
+            _Source("up.weight", (width, hidden), lambda t: t[:, 1]),
         ],
-        "mlp/down/kernel": [_Source("down.weight", (hidden, width), np.transpose)],
+        "mlp/down/kernel": [_Source("down.weight", (hidden, width), _whole)],
     }
     if config.qkv_bias:
         layer["attention/qkv/bias"] = _qkv(config, model.kv_heads, "bias", ())
@@ -101,8 +101,8 @@ def _layer(model: Decoder) -> dict[str, list[_Source]]:
         layer["attention/out/bias"] = [_Source("o.bias", (hidden,), _whole)]
     if config.mlp_bias:
         layer["mlp/gate_up/bias"] = [
-            _Source("gate.bias", (width,), lambda t: t[0]),
-            _Source("up.bias", (width,), lambda t: t[1]),
+            _Source("gate.bias", (width,), lambda t: t[:, 0]),
+            _Source("up.bias", (width,), lambda t: t[:, 1]),
         ]
         layer["mlp/down/bias"] = [_Source("down.bias", (hidden,), _whole)]
     if config.qk_norm:
@@ -112,20 +112,16 @@ def _layer(model: Decoder) -> dict[str, list[_Source]]:
 
 
 def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...]) -> list[_Source]:
-    """[*inputs, kv_heads, group + 2, head_dim] from query, key and value; keys and values repeat over kv_heads."""
+    """[kv_heads, group + 2, head_dim, *inputs] from query, key and value; keys and values repeat over kv_heads."""
     group, dim, own = config.num_heads // kv_heads, config.head_dim, config.num_kv_heads
 
-    def to_file_order(view: np.ndarray) -> np.ndarray:
-        return np.moveaxis(view, 0, -1) if inputs else view  # [out, in], as files have it
-
     def query(target: np.ndarray) -> np.ndarray:
-        return to_file_order(target[..., :group, :])
+        return target[:, :group]
 
     def shared(which: int) -> Callable[[np.ndarray], np.ndarray]:
         def view(target: np.ndarray) -> np.ndarray:
-            heads = target[..., which, :]
-            heads = heads.reshape(*heads.shape[:-2], own, kv_heads // own, dim)
-            return to_file_order(heads)
+            heads = target[:, which]
+            return heads.reshape(own, kv_heads // own, *heads.shape[1:])
 
         return view
 
@@ -140,4 +136,4 @@ def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...])
 def _out(config: ModelConfig, kv_heads: int) -> _Source:
     group, dim, hidden = config.num_heads // kv_heads, config.head_dim, config.hidden_size
     shape = (hidden, config.num_heads * dim)
-    return _Source("o.weight", shape, lambda t: np.moveaxis(t, -1, 0), (hidden, kv_heads, group, dim))
+    return _Source("o.weight", shape, _whole, (hidden, kv_heads, group, dim))

@@ -49,11 +49,11 @@ def expected(case, devices):
             for head in range(kv_heads)
         ]
         made = np.asarray(made)  # [kv_heads, group + 2, dim, hidden or 1]
-        return made[..., 0] if kind == "bias" else np.moveaxis(made, -1, 0)
+        return made[..., 0] if kind == "bias" else made
 
     params = {"embed/table": vocab_rows("model.embed_tokens.weight"), "norm/scale": file["model.norm.weight"]}
     if not config["tie_word_embeddings"]:
-        params["head/kernel"] = vocab_rows("lm_head.weight").T
+        params["head/kernel"] = vocab_rows("lm_head.weight")
     for i in range(config["num_hidden_layers"]):
         there, here = f"model.layers.{i}", f"layers_{i}"
         attention, mlp = f"{there}.self_attn", f"{there}.mlp"
@@ -62,9 +62,9 @@ def expected(case, devices):
             f"{here}/attention_norm/scale": file[f"{there}.input_layernorm.weight"],
             f"{here}/mlp_norm/scale": file[f"{there}.post_attention_layernorm.weight"],
             f"{here}/attention/qkv/kernel": qkv(attention, "weight"),
-            f"{here}/attention/out/kernel": file[f"{attention}.o_proj.weight"].T.reshape(kv_heads, group, dim, hidden),
-            f"{here}/mlp/gate_up/kernel": np.stack([gate.T, up.T], axis=1),
-            f"{here}/mlp/down/kernel": file[f"{mlp}.down_proj.weight"].T,
+            f"{here}/attention/out/kernel": file[f"{attention}.o_proj.weight"].reshape(hidden, kv_heads, group, dim),
+            f"{here}/mlp/gate_up/kernel": np.stack([gate, up], axis=1),
+            f"{here}/mlp/down/kernel": file[f"{mlp}.down_proj.weight"],
         }
         if f"{attention}.q_proj.bias" in file:
             params[f"{here}/attention/qkv/bias"] = qkv(attention, "bias")
@@ -73,7 +73,7 @@ def expected(case, devices):
         if f"{mlp}.down_proj.bias" in file:
             gate, up = file[f"{mlp}.gate_proj.bias"], file[f"{mlp}.up_proj.bias"]
             params |= {
-                f"{here}/mlp/gate_up/bias": np.stack([gate, up]),
+                f"{here}/mlp/gate_up/bias": np.stack([gate, up], axis=1),
                 f"{here}/mlp/down/bias": file[f"{mlp}.down_proj.bias"],
             }
         for norm in ("q_norm", "k_norm"):
@@ -113,11 +113,11 @@ def test_each_device_holds_its_share(model_folders):
     params = load(model_folders("tp_gqa"), 8)
     split = {
         "embed/table": 0,
-        "head/kernel": 1,
-        "qkv/kernel": 1,
-        "out/kernel": 0,
-        "gate_up/kernel": 2,
-        "down/kernel": 0,
+        "head/kernel": 0,
+        "qkv/kernel": 0,
+        "out/kernel": 1,
+        "gate_up/kernel": 0,
+        "down/kernel": 1,
     }
     for path, values in params.items():
         axis = next((axis for name, axis in split.items() if path.endswith(name)), None)
@@ -209,7 +209,7 @@ def test_tensors_that_are_no_plain_floats(changed, dtype):
 def test_float64_is_rounded(changed):
     values = dict(tiny_models.tensors(CASE))[DOWN].astype(np.float64) * (1 + 1e-10)
     params = load(changed({DOWN: values}))
-    np.testing.assert_array_equal(np.asarray(params["layers_1/mlp/down/kernel"]), values.T.astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(params["layers_1/mlp/down/kernel"]), values.astype(np.float32))
 
 
 # Memory

@@ -81,7 +81,7 @@ def test_under_tensor_parallelism(devices, model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=8, tokens=128, tensor_parallel_size=devices)
     assert tokens(generate(engine, *requests())) == alone
     kernel = engine.runner.params["layers_0"]["mlp"]["down"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // devices
+    assert kernel.addressable_shards[0].data.shape[1] == kernel.shape[1] // devices
     pages = engine.runner.cache[0]
     assert pages.shape[3] == max(2, devices)
     assert pages.addressable_shards[0].data.shape[3] == max(2, devices) // devices

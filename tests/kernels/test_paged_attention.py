@@ -1,4 +1,4 @@
-"""The XLA reference of paged attention against float64 NumPy. What no row owns is poisoned with NaN.
+"""Paged attention against float64 NumPy. What no row owns is poisoned with NaN.
 
 The shape of the arrays is fixed per configuration, so that each compiles once or twice; what a batch holds is random.
 """
@@ -11,11 +11,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import cpu, paged_attention
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention.reference import KV_BLOCK, TILE, paged_attention
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.reference import KV_BLOCK, TILE
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+@pytest.fixture(autouse=True, params=["reference", "cpu"])
+def attend(request, monkeypatch):
+    """Every test runs with the reference, and with the kernel of this machine where there is one."""
+    if request.param == "cpu" and not cpu.available():
+        pytest.skip("no C++ compiler")
+    chosen = reference if request.param == "reference" else paged_attention
+    monkeypatch.setattr("test_paged_attention.attention", chosen.paged_attention)
+
+
+attention = reference.paged_attention
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,7 @@ def run(config: Config, batch: Batch, scale: float, *, decode_only: bool = False
     kv_len[: len(batch.kv_len)] = batch.kv_len
     pages = np.full((config.rows * config.max_pages + 6, *batch.pages.shape[1:]), np.nan, batch.pages.dtype)
     pages[: len(batch.pages)] = batch.pages
-    out = paged_attention(
+    out = attention(
         jnp.asarray(batch.q),
         jnp.asarray(pages),
         jnp.asarray(batch.tables),

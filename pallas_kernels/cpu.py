@@ -1,0 +1,95 @@
+"""Matmul and paged attention on CPU, in C++ (`cpu_kernels.cc`), where XLA's own are far from the machine's limits.
+
+The source is compiled for the machine at hand by its C++ compiler, once, into the user's cache folder. Without a
+compiler everything runs in plain XLA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("cpu_kernels.cc")
+FLAGS = ["-O2", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
+FUNCTIONS = {"jaxserve_matmul": "Matmul", "jaxserve_paged_attention": "PagedAttention"}
+
+
+def available() -> bool:
+    """Whether the kernels are there; builds and registers them when called first, from whichever thread."""
+    with _building:
+        return jax.default_backend() == "cpu" and _register()
+
+
+_building = threading.Lock()
+
+
+@cache
+def _register() -> bool:
+    try:
+        library = ctypes.CDLL(str(_build()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        log.warning("no CPU kernels, so steps run slower: %s", getattr(error, "stderr", None) or error)
+        return False
+    for target, symbol in FUNCTIONS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    return True
+
+
+def _build() -> Path:
+    """The compiled library, from the cache where it is there. It is named by all that it depends on."""
+    compiler = os.environ.get("CXX", "c++")
+    cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0] if Path("/proc/cpuinfo").exists() else platform.processor()
+    flags = [line for line in cpu.splitlines() if line.startswith(("flags", "Features", "model name"))]
+    key = "\n".join([SOURCE.read_text(), compiler, *FLAGS, jax.__version__, *flags])
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    library = base / f"cpu_kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=base) as folder:
+            built = Path(folder) / "kernels.so"
+            command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            built.replace(library)
+    return library
+
+
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out]; on CPU by the kernel, where it can."""
+
+    def xla(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def native(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.ffi.ffi_call("jaxserve_matmul", jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))(x, w)
+
+    if {x.dtype, w.dtype} != {jnp.dtype("float32")} or not available():
+        return xla(x, w)
+    return jax.lax.platform_dependent(x, w, cpu=native, default=xla)
+
+
+def paged_attention(q, pages, block_tables, q_start, kv_len, *, scale: float, window: int | None) -> jax.Array:
+    """As `reference.paged_attention`, float32."""
+    call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return call(
+        q,
+        pages,
+        block_tables,
+        q_start,
+        kv_len,
+        scale=np.float32(scale),
+        window=np.int64(window or np.iinfo(np.int64).max // 2),
+    )

@@ -1,0 +1,261 @@
+// Matmul and paged attention on CPU, called by XLA through its foreign function interface; float32.
+//
+// How the work is cut over threads does not touch the results: each sum runs in one fixed order.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+
+constexpr int kLanes = 8;
+typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
+
+static inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
+static inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+
+// Runs f(0) .. f(count - 1) on the caller and XLA's threads; returns when all are done. A helper that comes late finds
+// nothing left to do, so that nobody ever waits for a thread to be free.
+template <class F>
+static void parallel_for(ffi::ThreadPool& pool, int64_t count, F f) {
+  struct Progress {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto progress = std::make_shared<Progress>();
+  auto work = [progress, count, f] {
+    for (int64_t i; (i = progress->next.fetch_add(1)) < count; progress->done.fetch_add(1)) f(i);
+  };
+  int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  for (int64_t i = 0; i < helpers; i++) pool.Schedule(decltype(work)(work));
+  work();
+  while (progress->done.load() < count) std::this_thread::yield();
+}
+
+static inline float sum(Vec v) {
+  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+  v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+  return v[0] + v[1];
+}
+
+// y[m, n] = x[m] . w[n] for M rows x [in], contiguous, and N rows w [in], `row` apart: as many sums as the registers
+// hold. The rows of w that follow are fetched into cache meanwhile: a small batch spends its time waiting for them.
+template <int M, int N>
+static void tile(const float* x, const float* w, float* y, int64_t in, int64_t row, int64_t out) {
+  Vec sums[M][N] = {};
+  int64_t k = 0;
+  for (; k + kLanes <= in; k += kLanes) {
+    Vec left[M];
+    for (int m = 0; m < M; m++) left[m] = at(x + m * in + k);
+    for (int n = 0; n < N; n++) {
+      __builtin_prefetch(w + (N + n) * row + k);
+      Vec right = at(w + n * row + k);
+      for (int m = 0; m < M; m++) sums[m][n] += left[m] * right;
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) {
+      float total = sum(sums[m][n]);
+      for (int64_t j = k; j < in; j++) total += x[m * in + j] * w[n * row + j];
+      y[m * out + n] = total;
+    }
+}
+
+// The same for any number of rows x.
+template <int N>
+static void dot(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out) {
+  int64_t m = 0;
+  for (; m + 3 <= rows; m += 3) tile<3, N>(x + m * in, w, y + m * out, in, row, out);
+  if (rows - m == 2) tile<2, N>(x + m * in, w, y + m * out, in, row, out);
+  if (rows - m == 1) tile<1, N>(x + m * in, w, y + m * out, in, row, out);
+}
+
+// Many rows x pay for a transposed copy of w: no sums over lanes, and a tile needs two loads of w for its twelve sums.
+
+constexpr int kPanel = 2 * kLanes, kTall = 6;
+constexpr int64_t kManyRows = 12;
+
+// panel[k, n] = w[n, k] for a block of kLanes x kLanes.
+static void transpose_block(const float* w, int64_t in, float* panel) {
+  Vec a[kLanes], b[kLanes];
+  for (int i = 0; i < kLanes; i++) a[i] = at(w + i * in);
+  for (int i = 0; i < kLanes; i += 2) {
+    b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i = 0; i < kLanes; i++)
+    a[i] = i & 2 ? __builtin_shufflevector(b[i - 2], b[i], 2, 3, 10, 11, 6, 7, 14, 15)
+                 : __builtin_shufflevector(b[i], b[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+  for (int i = 0; i < kLanes; i++)
+    at(panel + i * kPanel) = i & 4 ? __builtin_shufflevector(a[i - 4], a[i], 4, 5, 6, 7, 12, 13, 14, 15)
+                                   : __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+}
+
+static void transpose(const float* w, int64_t in, float* panel) {
+  int64_t k = 0;
+  for (; k + kLanes <= in; k += kLanes)
+    for (int n = 0; n < kPanel; n += kLanes) transpose_block(w + n * in + k, in, panel + k * kPanel + n);
+  for (; k < in; k++)
+    for (int n = 0; n < kPanel; n++) panel[k * kPanel + n] = w[n * in + k];
+}
+
+template <int M>
+static void multiply(const float* x, const float* panel, float* y, int64_t in, int64_t out) {
+  Vec sums[M][2] = {};
+  for (int64_t k = 0; k < in; k++)
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < 2; n++) sums[m][n] += x[m * in + k] * at(panel + k * kPanel + n * kLanes);
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < 2; n++) at(y + m * out + n * kLanes) = sums[m][n];
+}
+
+static void many_rows(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t out) {
+  constexpr decltype(&multiply<1>) of_height[] = {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>};
+  static thread_local std::vector<float> panel;
+  panel.resize(in * kPanel);
+  transpose(w, in, panel.data());
+  for (int64_t tiles = (rows + kTall - 1) / kTall, m = 0; tiles; tiles--) {
+    int64_t height = (rows - m) / tiles;
+    of_height[height - 1](x + m * in, panel.data(), y + m * out, in, out);
+    m += height;
+  }
+}
+
+// y = x w^T for x [tokens, in], w [out, in].
+static ffi::Error matmul(ffi::ThreadPool pool, F32 x, F32 w, ffi::Result<F32> y) {
+  const int64_t tokens = x.dimensions()[0], in = x.dimensions()[1], out = w.dimensions()[0];
+  const float *xs = x.typed_data(), *ws = w.typed_data();
+  float* ys = y->typed_data();
+  constexpr int64_t kPiece = 64;
+  parallel_for(pool, (out + kPiece - 1) / kPiece, [=](int64_t piece) {
+    int64_t n = piece * kPiece, end = std::min(out, n + kPiece);
+    if (tokens >= kManyRows)
+      for (; n + kPanel <= end; n += kPanel) many_rows(xs, ws + n * in, ys + n, tokens, in, out);
+    if (tokens > 1)
+      for (; n + 4 <= end; n += 4) dot<4>(xs, ws + n * in, ys + n, tokens, in, in, out);
+    for (; n < end; n++) dot<1>(xs, ws + n * in, ys + n, tokens, in, in, out);
+  });
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Ret<F32>());
+
+// Paged attention.
+
+// exp(x) for x <= 0, to about 2 units in the last place: 2^round(x / ln 2) times a polynomial of the rest.
+static inline Vec exponential(Vec x) {
+  typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
+  x = x < -87.f ? Vec{} - 87.f : x;
+  Vec n = x * 1.44269504f + 12582912.f;  // the addend leaves no room for a fraction
+  Int power = ((Int)n << 23) + (127 << 23);
+  n -= 12582912.f;
+  Vec r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  Vec p = 1.f + r * (1.f + r * (0.5f + r * (0.166666657f + r * (0.0416664854f + r * (0.00833345205f + r * 0.00139350991f)))));
+  return p * (Vec)power;
+}
+
+struct Pages {
+  const float* data;  // [pages, size, 2 (key, value), heads, dim]
+  int64_t size, heads, dim;
+  int64_t stride() const { return 2 * heads * dim; }  // from a token to the next
+  const float* key(int32_t page, int64_t offset, int64_t head) const {
+    return data + (page * size + offset) * stride() + head * dim;
+  }
+};
+
+// y[m] += sum over s of weights[m, s] * values[s], for M rows y [dim] and `count` rows of values, `row` apart.
+template <int M>
+static void mix(const float* weights, int64_t stride, const float* values, int64_t row, int64_t count, float* y,
+                int64_t dim) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Vec sums[M];
+    for (int m = 0; m < M; m++) sums[m] = at(y + m * dim + d);
+    for (int64_t s = 0; s < count; s++)
+      for (int m = 0; m < M; m++) sums[m] += weights[m * stride + s] * at(values + s * row + d);
+    for (int m = 0; m < M; m++) at(y + m * dim + d) = sums[m];
+  }
+}
+
+static void softmax(float* scores, int64_t first, int64_t end, int64_t padded) {
+  std::fill(scores, scores + first, -INFINITY);
+  std::fill(scores + end, scores + padded, -INFINITY);
+  float peak = *std::max_element(scores + first, scores + end);
+  Vec total = {};
+  for (int64_t s = 0; s < padded; s += kLanes) total += at(scores + s) = exponential(at(scores + s) - peak);
+  float norm = 1 / sum(total);
+  for (int64_t s = 0; s < padded; s += kLanes) at(scores + s) *= norm;
+}
+
+struct Tile {  // query tokens [begin, end) of a row; the first is at `position`
+  int64_t row, begin, end, position;
+};
+constexpr int64_t kTile = 16;
+
+static ffi::Error paged_attention(ffi::ThreadPool pool, F32 q, F32 pages, S32 tables, S32 q_start, S32 kv_len,
+                                  ffi::Result<F32> result, float scale, int64_t window) {
+  auto shape = q.dimensions();
+  const int64_t tokens = shape[0], heads = shape[1], group = shape[2], dim = shape[3];
+  const int64_t rows = kv_len.dimensions()[0], width = tables.dimensions()[1];
+  const int32_t *starts = q_start.typed_data(), *lengths = kv_len.typed_data();
+  const Pages cache{pages.typed_data(), pages.dimensions()[1], heads, dim};
+  const float* in = q.typed_data();
+  float* out = result->typed_data();
+
+  std::vector<Tile> tiles;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t t = starts[row]; t < starts[row + 1]; t += kTile)
+      tiles.push_back({row, t, std::min<int64_t>(t + kTile, starts[row + 1]), lengths[row] - starts[row + 1] + t});
+  std::fill(out + starts[rows] * heads * group * dim, out + tokens * heads * group * dim, 0.f);
+
+  parallel_for(pool, tiles.size() * heads, [&](int64_t i) {
+    const Tile tile = tiles[i / heads];
+    const int64_t head = i % heads, count = (tile.end - tile.begin) * group;
+    const int32_t* table = tables.typed_data() + tile.row * width;
+    // Keys from the page of the oldest that the tile sees; scores [count, padded].
+    const int64_t last = tile.position + tile.end - tile.begin;
+    const int64_t origin = std::max<int64_t>(0, tile.position - window + 1) / cache.size * cache.size;
+    const int64_t padded = (last - origin + kLanes - 1) / kLanes * kLanes;
+    static thread_local std::vector<float> queries, scores, values;
+    queries.resize(count * dim);
+    scores.resize(count * padded);
+    values.assign(count * dim, 0.f);
+    for (int64_t m = 0; m < count; m++) {
+      const float* from = in + (((tile.begin + m / group) * heads + head) * group + m % group) * dim;
+      for (int64_t d = 0; d < dim; d++) queries[m * dim + d] = from[d] * scale;
+    }
+    for (int64_t s = origin; s < last;) {
+      const float* key = cache.key(table[s / cache.size], s % cache.size, head);
+      bool four = s + 4 <= last;
+      (four ? dot<4> : dot<1>)(queries.data(), key, &scores[s - origin], count, dim, cache.stride(), padded);
+      s += four ? 4 : 1;
+    }
+    for (int64_t m = 0; m < count; m++) {
+      int64_t end = tile.position + m / group + 1, first = std::max<int64_t>(0, end - window);
+      softmax(&scores[m * padded], std::max<int64_t>(first - origin, 0), end - origin, padded);
+    }
+    for (int64_t s = origin; s < last; s += cache.size) {
+      const float* value = cache.key(table[s / cache.size], 0, head) + heads * dim;
+      int64_t some = std::min(cache.size, last - s), m = 0;
+      for (; m + 3 <= count; m += 3)
+        mix<3>(&scores[m * padded + s - origin], padded, value, cache.stride(), some, &values[m * dim], dim);
+      for (; m < count; m++)
+        mix<1>(&scores[m * padded + s - origin], padded, value, cache.stride(), some, &values[m * dim], dim);
+    }
+    for (int64_t m = 0; m < count; m++)
+      std::copy_n(&values[m * dim], dim, out + (((tile.begin + m / group) * heads + head) * group + m % group) * dim);
+  });
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
+                                  .Arg<S32>().Ret<F32>().Attr<float>("scale").Attr<int64_t>("window"));

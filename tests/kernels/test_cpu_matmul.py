@@ -1,0 +1,39 @@
+"""The CPU matmul against float64 NumPy, for shapes on both sides of every tile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cpu
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+
+
+def arrays(tokens: int, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(tokens + inputs)
+    x, w = rng.standard_normal((tokens, inputs)), rng.standard_normal((outputs, inputs))
+    return x.astype(np.float32), w.astype(np.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 8, 11, 12, 13, 32, 65])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (8, 16), (13, 70), (64, 129), (768, 80)])
+def test_matmul(tokens, inputs, outputs):
+    x, w = arrays(tokens, inputs, outputs)
+    out = jax.jit(cpu.matmul)(x, w)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, x.astype(np.float64) @ w.T.astype(np.float64), rtol=0, atol=1e-5 * inputs**0.5)
+
+
+@pytest.mark.parametrize("most", [11, 40])
+def test_a_row_s_result_does_not_depend_on_its_neighbours(most):
+    x, w = arrays(most, 768, 160)
+    together = np.asarray(cpu.matmul(jnp.asarray(x), jnp.asarray(w)))
+    for count in range(2 if most < 12 else 12, most):  # one token, and many, add up otherwise
+        np.testing.assert_array_equal(np.asarray(cpu.matmul(jnp.asarray(x[:count]), jnp.asarray(w))), together[:count])
+
+
+def test_it_is_the_kernel_that_runs():
+    x, w = arrays(8, 64, 64)
+    assert "jaxserve_matmul" in jax.jit(cpu.matmul).lower(x, w).compile().as_text()
+    assert "jaxserve_matmul" not in jax.jit(cpu.matmul).lower(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)).as_text()
