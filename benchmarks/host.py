@@ -62,6 +62,7 @@ def make_engine(running: int) -> Engine:
             kv_pages=running * (PROMPT + STEPS + 100) // 16,
             prefix_caching=True,
             decode_steps=1,
+            prefill_chunk=2**20,
         )
         engine = Engine.load(config, progress=False)
     engine.shapes = [  # an accelerator's: every decode in one batch

@@ -13,28 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.slots import RowParams, decode_slots
 from jaxserve.types import MAX_LOGPROBS
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
 EXCLUDED = -1e30  # finite: a row that excludes everything still samples something
-
-
-class RowParams(NamedTuple):
-    """Sampling parameters of the rows of a batch; the fields are SamplingParams', arrays [rows] unless noted."""
-
-    temperature: jax.Array  # 0 is greedy
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    top_k: jax.Array  # 0 is off
-    seed: jax.Array  # uint32 [rows, 2]
-    no_stop_before: jax.Array  # no stop token is sampled for a position (in tokens from the prompt's start) below this
-    stop_ids: jax.Array  # int32 [rows, MAX_STOP_TOKENS], padded with -1
-    bias_ids: jax.Array  # int32 [rows, MAX_LOGIT_BIAS], padded with -1
-    bias: jax.Array  # float32 [rows, MAX_LOGIT_BIAS]
-    logprobs: jax.Array  # bool: this row wants log-probabilities
 
 
 class Sampled(NamedTuple):
@@ -56,18 +39,19 @@ class TokenCounts(NamedTuple):
     slot: jax.Array  # int32 [rows]
 
 
-def sample(logits: jax.Array, params: RowParams, seen: TokenCounts, position: jax.Array) -> Sampled:
+def sample(logits: jax.Array, words: jax.Array, seen: TokenCounts, position: jax.Array) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
-    `position`, int32 [rows], is the position that the sampled token will have; with the seed it fixes the randomness.
+    `words`, int32 [rows, SLOT_WORDS], are the rows' parameters as `encode_slot` packs them; each branch unpacks what it
+    needs, which makes for fewer and smaller programs than a buffer for each field. `position`, int32 [rows], is the
+    position that the sampled token will have; with the seed it fixes the randomness.
     """
-    raw = logits
+    raw, params = logits, decode_slots(words)
     penalized = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
-    logits = lax.cond(jnp.any(penalized), _penalize, lambda x, *_: x, logits, params, seen)
-    logits = lax.cond(jnp.any(params.bias_ids >= 0), _add_bias, lambda x, _: x, logits, params)
-    early = position < params.no_stop_before
-    logits = lax.cond(jnp.any(early), _forbid_stops, lambda x, *_: x, logits, params, early)
-    tokens = lax.cond(jnp.any(params.temperature > 0), _draw, _greedy, logits, params, position)
+    logits = lax.cond(jnp.any(penalized), _penalize, lambda x, *_: x, logits, words, seen)
+    biased = (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
+    logits = lax.cond(jnp.any(biased), _add_bias, lambda x, *_: x, logits, words, position)
+    tokens = lax.cond(jnp.any(params.temperature > 0), _draw, _greedy, logits, words, position)
     scores = lax.cond(jnp.any(params.logprobs), score_tokens, _no_scores, raw, tokens)
     return Sampled(tokens, scores)
 
@@ -92,8 +76,9 @@ def _no_scores(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.zeros((logits.shape[0], SCORE_WORDS), jnp.int32)
 
 
-def _penalize(logits: jax.Array, params: RowParams, seen: TokenCounts) -> jax.Array:
+def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; the others over the output."""
+    params = decode_slots(words)
     repetition = params.repetition[:, None]
     counts = seen.counts[seen.slot]
     repeated = seen.in_prompt[seen.slot] | (counts > 0)
@@ -102,28 +87,29 @@ def _penalize(logits: jax.Array, params: RowParams, seen: TokenCounts) -> jax.Ar
     return logits - params.frequency[:, None] * often - params.presence[:, None] * present
 
 
-def _add_bias(logits: jax.Array, params: RowParams) -> jax.Array:
+def _add_bias(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
+    """Logit bias, and no stop tokens where it is too early for them."""
+    params = decode_slots(words)
+    early = position < params.no_stop_before
+    ids = jnp.concatenate([params.bias_ids, jnp.where(early[:, None], params.stop_ids, -1)], axis=1)
+    bias = jnp.concatenate([params.bias, jnp.full(params.stop_ids.shape, EXCLUDED)], axis=1)
     rows = jnp.arange(logits.shape[0])[:, None]
-    ids = jnp.where(params.bias_ids >= 0, params.bias_ids, logits.shape[1])  # padding falls outside and is dropped
-    return logits.at[rows, ids].add(params.bias, mode="drop")
+    return logits.at[rows, jnp.where(ids >= 0, ids, logits.shape[1])].add(bias, mode="drop")  # -1 falls outside
 
 
-def _forbid_stops(logits: jax.Array, params: RowParams, early: jax.Array) -> jax.Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
-    ids = jnp.where(early[:, None] & (params.stop_ids >= 0), params.stop_ids, logits.shape[1])
-    return logits.at[rows, ids].set(EXCLUDED, mode="drop")
-
-
-def _greedy(logits: jax.Array, params: RowParams, position: jax.Array) -> jax.Array:
+def _greedy(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _draw(logits: jax.Array, params: RowParams, position: jax.Array) -> jax.Array:
+def _draw(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
     """Gumbel-max sampling: argmax(logits / temperature + noise); rows at temperature 0 take the argmax alone."""
+    params = decode_slots(words)
     hot = params.temperature >= 1e-5  # below it logits could overflow, and the result is greedy anyway
     scaled = logits / jnp.where(hot, params.temperature, 1.0)[:, None]
     filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-    scaled = lax.cond(jnp.any(filtered & hot), _filter, lambda x, _: x, scaled, params)
+    scaled = lax.cond(
+        jnp.any(filtered & hot), lambda x, words: _filter(x, decode_slots(words)), lambda x, _: x, scaled, words
+    )
     noise = _gumbel(params.seed, position, logits.shape[1])
     return jnp.argmax(jnp.where(hot[:, None], scaled + noise, logits), axis=-1).astype(jnp.int32)
 

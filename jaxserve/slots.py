@@ -13,11 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.sampling import RowParams
 from jaxserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
 
 SLOTS_PER_CALL = 8  # sequences whose parameters one call of `set_slots` writes
 TOKENS_PER_CALL = 512  # tokens that one call of `count_tokens` counts
+
+
+class RowParams(NamedTuple):
+    """Sampling parameters of the rows of a batch; the fields are SamplingParams', arrays [rows] unless noted."""
+
+    temperature: jax.Array  # 0 is greedy
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    top_k: jax.Array  # 0 is off
+    seed: jax.Array  # uint32 [rows, 2]
+    no_stop_before: jax.Array  # no stop token is sampled for a position (in tokens from the prompt's start) below this
+    stop_ids: jax.Array  # int32 [rows, MAX_STOP_TOKENS], padded with -1
+    bias_ids: jax.Array  # int32 [rows, MAX_LOGIT_BIAS], padded with -1
+    bias: jax.Array  # float32 [rows, MAX_LOGIT_BIAS]
+    logprobs: jax.Array  # bool: this row wants log-probabilities
 
 
 class SlotState(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.config import MAX_STEPS
 from jaxserve.kv_cache import KVCache
 from jaxserve.mesh import spec
-from jaxserve.models.decoder import Decoder
+from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
 from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.slots import SlotState, decode_slots
 from pallas_kernels.kv_write import write_kv
@@ -170,28 +170,45 @@ def _forward(
     page = row_tables[row, jnp.minimum(position // page_size, row_tables.shape[1] - 1)]
     kv_slot = jnp.where(kept, page * page_size + position % page_size, 0)
 
+    decoder = partial(model.apply, {"params": params})
+    x, rope = decoder(tokens, position, method="begin")
+    where = (kv_slot, row_tables, q_start, kv_len, batch.num_decodes)
+    # Jitted here, so that layers that are alike are traced and lowered once.
+    layer = jax.jit(
+        partial(_layer, module=model.layer, mesh=mesh, decode_only=shape.decode_only), static_argnames="window"
+    )
     cache = list(cache)
-    attention = partial(_attention, mesh=mesh, scale=model.config.head_dim**-0.5, decode_only=shape.decode_only)
-
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        where = (kv_slot, row_tables, q_start, kv_len, batch.num_decodes)
-        out, cache[layer] = attention(q, k, v, cache[layer], *where, window=model.config.window(layer))
-        return out
-
-    hidden: Any = model.apply({"params": params}, tokens, position, attend)
+    for i in range(len(cache)):
+        x, cache[i] = layer(params[f"layers_{i}"], x, rope, cache[i], where, window=model.config.window(i))
+    hidden: Any = decoder(x, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
-    logits = replicate(model.apply({"params": params}, last, method="logits"), mesh)
-    row_params = decode_slots(slots.params[slot])
-    sampled = sample(logits, row_params, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
+    logits = replicate(decoder(last, method="logits"), mesh)
+    words = slots.params[slot]
+    sampled = sample(logits, words, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
 
     # Rows that draw nothing leave their slot alone: their writes go to the slot that nobody owns.
     target = jnp.where(batch.draws, slot, slots.last_token.shape[0] - 1)
-    stopped = jnp.any(sampled.tokens[:, None] == row_params.stop_ids, axis=1)
+    stopped = jnp.any(sampled.tokens[:, None] == decode_slots(words).stop_ids, axis=1)
     slots = slots._replace(
         last_token=slots.last_token.at[target].set(jnp.where(stopped, -1, sampled.tokens)),
         counts=slots.counts.at[target, sampled.tokens].add(1),
     )
     return sampled, hidden, cache, slots
+
+
+def _layer(
+    params, x: jax.Array, rope: Rope, pages: jax.Array, where: tuple, *, module: DecoderLayer, mesh, decode_only, window
+) -> tuple[jax.Array, jax.Array]:
+    """One layer on x [tokens, hidden] and its pages of the cache; returns both."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        nonlocal pages
+        scale = module.config.head_dim**-0.5
+        out, pages = _attention(q, k, v, pages, *where, mesh=mesh, scale=scale, window=window, decode_only=decode_only)
+        return out
+
+    out = cast(jax.Array, module.apply({"params": params}, x, rope, attend))
+    return out, pages
 
 
 def score_prompt(params, hidden: jax.Array, packed: jax.Array, *, model: Decoder, mesh: Mesh) -> jax.Array:

@@ -24,7 +24,7 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cc")
-FLAGS = ["-O2", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
+FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 FUNCTIONS = {"jaxserve_matmul": "Matmul", "jaxserve_paged_attention": "PagedAttention"}
 
 

@@ -16,11 +16,13 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import MLP, Embedding, Linear, Matmul, RMSNorm, matmul
 from jaxserve.models.rope import apply_rope, rope_angles
 
+Rope = tuple[jax.Array, jax.Array]  # cosines and sines, see `rope.rope_angles`
+
 
 class AttentionFn(Protocol):
-    """Writes the new keys and values of a layer and attends over all that its tokens may see."""
+    """Writes the layer's new keys and values and attends over all that its tokens may see."""
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """q [tokens, kv_heads, group, head_dim]; k, v [tokens, kv_heads, head_dim] -> as q."""
 
 
@@ -31,13 +33,12 @@ class Attention(nn.Module):
     """
 
     config: ModelConfig
-    layer: int
     kv_heads: int
     dtype: Any
     matmul: Matmul
 
     @nn.compact
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttentionFn) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: Rope, attend: AttentionFn) -> jax.Array:
         config, dim = self.config, self.config.head_dim
         group = config.num_heads // self.kv_heads
         qkv_axes = ("kv_heads", None, None, "embed")
@@ -54,7 +55,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             q = RMSNorm(dim, config.norm_eps, self.dtype, name="q_norm")(q)
             k = RMSNorm(dim, config.norm_eps, self.dtype, name="k_norm")(k)
-        out = attend(self.layer, apply_rope(q, *rope), apply_rope(k, *rope), v)
+        out = attend(apply_rope(q, *rope), apply_rope(k, *rope), v)
         out_axes = ("embed", "kv_heads", None, None)
         return Linear(
             (self.kv_heads, group, dim),
@@ -69,19 +70,18 @@ class Attention(nn.Module):
 
 class DecoderLayer(nn.Module):
     config: ModelConfig
-    layer: int
     kv_heads: int
     dtype: Any
     matmul: Matmul
 
     @nn.compact
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttentionFn) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: Rope, attend: AttentionFn) -> jax.Array:
         config = self.config
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, name=name)
 
-        attention = Attention(config, self.layer, self.kv_heads, self.dtype, self.matmul, name="attention")
+        attention = Attention(config, self.kv_heads, self.dtype, self.matmul, name="attention")
         mlp = MLP(
             config.hidden_size,
             config.intermediate_size,
@@ -96,9 +96,11 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`__call__` gives hidden states; `logits` turns chosen rows of them into scores over the vocabulary.
+    """The weights around the layers, and the order of it all: `begin`, each `layer`, `finish`, `logits`.
 
-    `kv_heads` and `vocab_rows` are the model's own, or more where the mesh needs it: repeated heads, empty rows.
+    The layers are applied one by one from outside (`layer`, on the parameters of "layers_0", "layers_1", …), so that
+    layers that are alike are traced once. `kv_heads` and `vocab_rows` are the model's own, or more where the mesh needs
+    it: repeated heads, empty rows.
     """
 
     config: ModelConfig
@@ -110,9 +112,7 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.embed = Embedding(self.vocab_rows, config.hidden_size, self.dtype, self.matmul)
-        self.layers = [
-            DecoderLayer(config, i, self.kv_heads, self.dtype, self.matmul) for i in range(config.num_layers)
-        ]
+        self.layers = [DecoderLayer(config, self.kv_heads, self.dtype, self.matmul) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype)
         if not config.tie_embeddings:
             axes = ("vocab", "embed")
@@ -120,12 +120,17 @@ class Decoder(nn.Module):
                 (config.hidden_size,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32, self.matmul
             )
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: AttentionFn) -> jax.Array:
-        """int32 [tokens], int32 [tokens] -> final hidden states [tokens, hidden], normed."""
-        x = self.embed(token_ids)
-        rope = rope_angles(self.config.rope, self.config.head_dim, positions)
-        for layer in self.layers:
-            x = layer(x, rope, attend)
+    @property
+    def layer(self) -> DecoderLayer:
+        """Any of the layers, to be applied to its own parameters."""
+        return DecoderLayer(self.config, self.kv_heads, self.dtype, self.matmul, parent=None)
+
+    def begin(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Rope]:
+        """int32 [tokens], int32 [tokens] -> the first layer's input [tokens, hidden], and rotary angles for all."""
+        return self.embed(token_ids), rope_angles(self.config.rope, self.config.head_dim, positions)
+
+    def finish(self, x: jax.Array) -> jax.Array:
+        """The last layer's output -> final hidden states [tokens, hidden], normed."""
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -135,4 +140,7 @@ class Decoder(nn.Module):
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
         """Touches every weight once; only its shapes matter."""
-        return self.logits(self(token_ids, token_ids, lambda layer, q, k, v: q))
+        x, rope = self.begin(token_ids, token_ids)
+        for layer in self.layers:
+            x = layer(x, rope, lambda q, k, v: q)
+        return self.logits(self.finish(x))

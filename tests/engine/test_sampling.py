@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 from jaxserve.logprobs import read_scores
-from jaxserve.sampling import EXCLUDED, RowParams, Sampled, TokenCounts, _filter, sample, score_tokens, threefry
+from jaxserve.sampling import EXCLUDED, Sampled, TokenCounts, _filter, sample, score_tokens, threefry
 from jaxserve.slots import (
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
+    RowParams,
     count_tokens,
     create_slots,
     decode_slots,
@@ -50,8 +51,7 @@ def draw(logits, params: list[SamplingParams], *, position=None, **options) -> S
     slots = slots_of(params, logits.shape[1], **options)
     index = jnp.arange(len(params), dtype=jnp.int32)
     position = jnp.zeros(len(params), jnp.int32) if position is None else jnp.asarray(position, jnp.int32)
-    row_params = decode_slots(slots.params[:-1])
-    return jit_sample(logits, row_params, TokenCounts(slots.counts, slots.in_prompt, index), position)
+    return jit_sample(logits, slots.params[:-1], TokenCounts(slots.counts, slots.in_prompt, index), position)
 
 
 def row_params(count: int, **fields) -> RowParams:
@@ -194,8 +194,7 @@ def test_penalties_and_bias(params, seed):
     # Rows in another order than slots.
     order = rng.permutation(ROWS).astype(np.int32)
     seen = TokenCounts(slots.counts, slots.in_prompt, jnp.asarray(order))
-    row_params = decode_slots(slots.params[order])
-    tokens = np.asarray(jit_sample(jnp.asarray(logits), row_params, seen, jnp.zeros(ROWS, jnp.int32)).tokens)
+    tokens = np.asarray(jit_sample(jnp.asarray(logits), slots.params[order], seen, jnp.zeros(ROWS, jnp.int32)).tokens)
     for row, slot in enumerate(order):
         prompt, output = sequences[slot][: prompt_lens[slot]], sequences[slot][prompt_lens[slot] :]
         counts, in_prompt = np.bincount(output, minlength=VOCAB), np.isin(np.arange(VOCAB), prompt)
@@ -313,12 +312,12 @@ def test_tokens_follow_the_distribution(varied, temperature):
     index = np.arange(DRAWS)
     position = {"positions": index, "both": rng.permutation(DRAWS)}.get(varied, np.full(DRAWS, 17))
     seeds = {"seeds": index, "both": index * 7919, "high words of seeds": index << 32}.get(varied, np.full(DRAWS, 3))
-    words = np.stack([seeds >> 32, seeds & 0xFFFFFFFF], axis=1).astype(np.uint32)
-    params = row_params(DRAWS, temperature=np.full(DRAWS, temperature, np.float32), seed=words)
+    params = SamplingParams(temperature=temperature)
+    words = jnp.asarray(np.stack([encode_slot(0, params, seed, (), 0) for seed in seeds.tolist()]))
     none_seen = TokenCounts(jnp.zeros((1, 12), jnp.int32), jnp.zeros((1, 12), bool), jnp.zeros(DRAWS, jnp.int32))
     batch = jnp.asarray(np.tile(logits, (DRAWS, 1)).astype(np.float32))
     tokens = [
-        np.asarray(jit_sample(batch, params, none_seen, jnp.asarray(position + DRAWS * block, jnp.int32)).tokens)
+        np.asarray(jit_sample(batch, words, none_seen, jnp.asarray(position + DRAWS * block, jnp.int32)).tokens)
         for block in range(5)
     ]
     assert chi_square_is_plausible(np.concatenate(tokens), probabilities)
