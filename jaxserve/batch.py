@@ -118,8 +118,11 @@ def _mixed(rows: Rows, whole: list[int], first: list[int], count: list[int], sha
     pieces.start, end = pieces.start + np.asarray(first, np.int32)[order], pieces.end
     pieces.count = np.asarray(count, np.int32)[order]
     pieces.draws = np.where(pieces.end == end, pieces.draws, 0)
-    tokens = sum(count)
-    return Batch(next(shape for shape in shapes if shape.tokens >= tokens and shape.rows >= len(whole)), pieces)
+    if pieces.scores_prompt.any():
+        shapes = shapes[-1:]  # hidden states are scored in this bucket alone, which makes for one program less
+    shape = _fitting(shapes, sum(count), len(whole))
+    assert shape is not None
+    return Batch(shape, pieces)
 
 
 def pack(batch: Batch, known: np.ndarray, table_updates: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -142,18 +142,11 @@ class ModelRunner:
         figures: list[Any] = [self._get(name).memory_analysis() for name in names]
         return max(f.temp_size_in_bytes for f in figures) + sum(f.generated_code_size_in_bytes for f in figures)
 
-    def compile(self, shapes: Iterable[StepShape], threads: int = 2) -> None:
+    def compile(self, shapes: Sequence[StepShape], threads: int = 2) -> None:
         """Compiles all that serving can need: the steps of these buckets and the upkeep around them."""
-        shapes = list(shapes)
-        scored = {("score_prompt", shape.tokens) for shape in shapes if not shape.decode_only}
-        names = [
-            *sorted(shapes, key=lambda s: -s.tokens),
-            "set_slots",
-            "count_tokens",
-            "update_tables",
-            "copy_pages",
-            *scored,
-        ]
+        by_size = sorted(shapes, key=lambda s: -s.tokens)
+        scored = ("score_prompt", max(shape.tokens for shape in shapes if not shape.decode_only))
+        names = [*by_size, "set_slots", "count_tokens", "update_tables", "copy_pages", scored]
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 

@@ -151,19 +151,18 @@ def _filter(logits: jax.Array, params: RowParams) -> jax.Array:
     """
     vocab = logits.shape[1]
     kth = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab).astype(jnp.float32)
+    peak = logits.max(axis=-1, keepdims=True)
 
     def keep_most_likely(i, logits):
         by_mass = i == 1
-        weights = jnp.where(by_mass, jax.nn.softmax(logits, axis=-1), 1.0)
-        least = jnp.where(by_mass, params.top_p, kth)
+        weights = jnp.where(by_mass, jnp.exp(logits - peak), 1.0)
+        least = jnp.where(by_mass, params.top_p * weights.sum(axis=-1), kth)
         threshold = _largest_threshold(logits, weights, least)
         keeps_all = by_mass & (params.top_p >= 1)[:, None]
         return jnp.where((logits >= threshold) | keeps_all, logits, EXCLUDED)
 
     logits = lax.fori_loop(0, 2, keep_most_likely, logits)
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    peak = probabilities.max(axis=-1, keepdims=True)
-    return jnp.where(probabilities >= params.min_p[:, None] * peak, logits, EXCLUDED)
+    return jnp.where(jnp.exp(logits - peak) >= params.min_p[:, None], logits, EXCLUDED)
 
 
 def _largest_threshold(x: jax.Array, weights: jax.Array, least: jax.Array) -> jax.Array:

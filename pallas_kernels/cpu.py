@@ -55,7 +55,8 @@ def _build() -> Path:
     cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0] if Path("/proc/cpuinfo").exists() else platform.processor()
     flags = [line for line in cpu.splitlines() if line.startswith(("flags", "Features", "model name"))]
     key = "\n".join([SOURCE.read_text(), compiler, *FLAGS, jax.__version__, *flags])
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base = Path(os.environ.get("JAXSERVE_CACHE") or user_cache / "jaxserve")
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     library = base / f"cpu_kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():
