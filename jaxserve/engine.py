@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -41,7 +40,6 @@ from jaxserve.types import (
     Request,
     StepOutput,
 )
-from pallas_kernels import cpu
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +101,6 @@ class Engine:
         """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError."""
         start = time.perf_counter()
         enable_compile_cache()
-        threading.Thread(target=cpu.available, name="cpu-kernels").start()  # on CPU, they may have to be built
         folder = resolve_model(config.model, weights=config.load_format != "dummy")
         model = read_model(folder)
         mesh = make_mesh(config.tensor_parallel_size, devices)

@@ -7,24 +7,19 @@ compiler everything runs in plain XLA.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
 import subprocess
-import tempfile
 import threading
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu_build import build
+
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cc")
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 FUNCTIONS = {"jaxserve_matmul": "Matmul", "jaxserve_paged_attention": "PagedAttention"}
 
 
@@ -40,32 +35,13 @@ _building = threading.Lock()
 @cache
 def _register() -> bool:
     try:
-        library = ctypes.CDLL(str(_build()))
+        library = ctypes.CDLL(str(build()))
     except (OSError, subprocess.CalledProcessError) as error:
         log.warning("no CPU kernels, so steps run slower: %s", getattr(error, "stderr", None) or error)
         return False
     for target, symbol in FUNCTIONS.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return True
-
-
-def _build() -> Path:
-    """The compiled library, from the cache where it is there. It is named by all that it depends on."""
-    compiler = os.environ.get("CXX", "c++")
-    cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0] if Path("/proc/cpuinfo").exists() else platform.processor()
-    flags = [line for line in cpu.splitlines() if line.startswith(("flags", "Features", "model name"))]
-    key = "\n".join([SOURCE.read_text(), compiler, *FLAGS, jax.__version__, *flags])
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    base = Path(os.environ.get("JAXSERVE_CACHE") or user_cache / "jaxserve")
-    base.mkdir(parents=True, exist_ok=True, mode=0o700)
-    library = base / f"cpu_kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=base) as folder:
-            built = Path(folder) / "kernels.so"
-            command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            built.replace(library)
-    return library
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:

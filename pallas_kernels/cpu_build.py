@@ -1,0 +1,73 @@
+"""Builds the CPU kernels with the machine's C++ compiler, once. Imports nothing heavy, so that it can begin early."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("cpu_kernels.cc")
+FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
+
+_lock = threading.Lock()
+
+
+def build() -> Path:
+    """The compiled library, from the cache where it is there; it is named by all that it depends on.
+
+    Raises OSError without a compiler, subprocess.CalledProcessError when it fails.
+    """
+    with _lock:
+        library = _cache_folder() / f"cpu_kernels-{_key()}.so"
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+                built = Path(folder) / "kernels.so"
+                command = [_compiler(), *FLAGS, f"-I{_headers()}", str(SOURCE), "-o", str(built)]
+                subprocess.run(command, check=True, capture_output=True, text=True)
+                built.replace(library)
+        return library
+
+
+def begin() -> None:
+    """Has `build` run in the background, unless this process will not use the CPU; failures show when it is needed."""
+
+    def quietly() -> None:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            build()
+
+    if "cpu" in os.environ.get("JAX_PLATFORMS", "cpu"):
+        threading.Thread(target=quietly, name="cpu-kernels").start()
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
+def _headers() -> Path:
+    """Of XLA's foreign function interface; as `jax.ffi.include_dir()`."""
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("jaxlib is not installed")
+    return Path(spec.origin).parent / "include"
+
+
+def _key() -> str:
+    info = Path("/proc/cpuinfo")  # of Linux alone
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
+    cpu = [line for line in lines if line.startswith(("flags", "Features", "model name"))] or lines
+    key = "\n".join([SOURCE.read_text(), _compiler(), *FLAGS, importlib.metadata.version("jaxlib"), *cpu])
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("JAXSERVE_CACHE") or user_cache / "jaxserve")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
