@@ -35,7 +35,7 @@ def llm(shared_llm):
     """After each test nothing may run, and every page must be free."""
     yield shared_llm
     while shared_llm.engine.has_work:  # steps that were dispatched for what has ended since
-        assert shared_llm.engine.step() == []
+        assert not len(shared_llm.engine.step())
     assert shared_llm.engine.blocks.num_used == 0
     stats = shared_llm.engine.stats()
     assert stats.num_running == stats.num_waiting == 0
