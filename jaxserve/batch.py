@@ -19,15 +19,17 @@ class Batch:
     rows: Rows
 
 
-def step_shapes(platform: str, max_num_seqs: int, max_tokens: int, page_size: int) -> list[StepShape]:
+def step_shapes(
+    platform: str, max_num_seqs: int, max_tokens: int, page_size: int, *, padding_is_free: bool = False
+) -> list[StepShape]:
     """The buckets of an engine, those of decodes first, the smaller first within each kind.
 
     A plan larger than the largest bucket runs as several batches. On CPU that costs nothing from a few rows on, because
     the arithmetic dominates, so there are few buckets, which compile fast; accelerators read all weights for each
-    batch, so theirs go up to the engine's limits.
+    batch, so theirs go up to the engine's limits. Where kernels skip the padding, prompts need one bucket.
     """
     if platform == "cpu":
-        decodes, mixed = {1, 8, 32}, {(64, 32), (256, 32)}
+        decodes, mixed = {1, 8, 32}, {(256, 32)} if padding_is_free else {(64, 32), (256, 32)}
     else:
         decodes = set(_powers(1, max_num_seqs, 2))
         mixed = {(tokens, tokens) for tokens in _powers(16, max_tokens, 4)}

@@ -40,6 +40,7 @@ from jaxserve.types import (
     Request,
     StepOutput,
 )
+from pallas_kernels import cpu
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,8 @@ class Engine:
 
         runner = ModelRunner(decoder, params, mesh, config.max_num_seqs)
         tokens = max(max_batched_tokens(config), config.max_num_seqs)
-        shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size)
+        free = device.platform == "cpu" and mesh.size == 1 and dtype == np.float32 and cpu.available()
+        shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size, padding_is_free=free)
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, dtype)
 
         def set_pages(pages: int, max_len: int) -> None:

@@ -170,6 +170,8 @@ def _forward(
     page = row_tables[row, jnp.minimum(position // page_size, row_tables.shape[1] - 1)]
     kv_slot = jnp.where(kept, page * page_size + position % page_size, 0)
 
+    # Rows of padding come last, and matmuls may leave them out.
+    model = model.counting(q_start[-1])
     decoder = partial(model.apply, {"params": params})
     x, rope = decoder(tokens, position, method="begin")
     where = (kv_slot, row_tables, q_start, kv_len, batch.num_decodes)
@@ -182,7 +184,8 @@ def _forward(
         x, cache[i] = layer(params[f"layers_{i}"], x, rope, cache[i], where, window=model.config.window(i))
     hidden: Any = decoder(x, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
-    logits = replicate(decoder(last, method="logits"), mesh)
+    head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
+    logits = replicate(head.apply({"params": params}, last, method="logits"), mesh)
     words = slots.params[slot]
     sampled = sample(logits, words, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
 

@@ -44,18 +44,24 @@ def _register() -> bool:
     return True
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out]; on CPU by the kernel, where it can."""
+def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out]; on CPU by the kernel, where it can.
 
-    def xla(x: jax.Array, w: jax.Array) -> jax.Array:
+    `count`, an int32 scalar, says how many leading rows matter; what the others hold is unspecified. The kernel leaves
+    them out, so that padding costs nothing.
+    """
+    count = jnp.int32(len(x)) if count is None else count
+
+    def xla(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
         return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-    def native(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.ffi.ffi_call("jaxserve_matmul", jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))(x, w)
+    def native(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+        return jax.ffi.ffi_call("jaxserve_matmul", result)(x, w, count)
 
     if {x.dtype, w.dtype} != {jnp.dtype("float32")} or not available():
-        return xla(x, w)
-    return jax.lax.platform_dependent(x, w, cpu=native, default=xla)
+        return xla(x, w, count)
+    return jax.lax.platform_dependent(x, w, count, cpu=native, default=xla)
 
 
 def paged_attention(q, pages, block_tables, q_start, kv_len, *, scale: float, window: int | None) -> jax.Array:

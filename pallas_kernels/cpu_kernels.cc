@@ -129,9 +129,11 @@ static void many_rows(const float* x, const float* w, float* y, int64_t rows, in
   }
 }
 
-// y = x w^T for x [tokens, in], w [out, in].
-static ffi::Error matmul(ffi::ThreadPool pool, F32 x, F32 w, ffi::Result<F32> y) {
-  const int64_t tokens = x.dimensions()[0], in = x.dimensions()[1], out = w.dimensions()[0];
+// y = x w^T for the first `count` rows of x [tokens, in], and w [out, in]; the other rows of y are left as they are.
+static ffi::Error matmul(ffi::ThreadPool pool, F32 x, F32 w, S32 count, ffi::Result<F32> y) {
+  const int64_t tokens = std::min<int64_t>(x.dimensions()[0], count.typed_data()[0]);
+  const int64_t in = x.dimensions()[1], out = w.dimensions()[0];
+  if (tokens <= 0) return ffi::Error::Success();
   const float *xs = x.typed_data(), *ws = w.typed_data();
   float* ys = y->typed_data();
   constexpr int64_t kPiece = 64;
@@ -147,7 +149,7 @@ static ffi::Error matmul(ffi::ThreadPool pool, F32 x, F32 w, ffi::Result<F32> y)
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Ret<F32>());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>());
 
 // Paged attention.
 

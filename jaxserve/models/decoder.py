@@ -6,6 +6,7 @@ closes it over the KV cache and the batch's block tables.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -119,6 +120,10 @@ class Decoder(nn.Module):
             self.head = Linear(
                 (config.hidden_size,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32, self.matmul
             )
+
+    def counting(self, tokens: jax.Array) -> Decoder:
+        """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
+        return self.clone(matmul=partial(self.matmul, count=tokens))
 
     @property
     def layer(self) -> DecoderLayer:

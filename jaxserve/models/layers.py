@@ -24,11 +24,11 @@ def weight(
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 
 
-Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+Matmul = Callable[..., jax.Array]  # as `matmul`
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out]."""
+def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out]. Only the first `count` rows matter."""
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 

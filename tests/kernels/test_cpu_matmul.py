@@ -25,6 +25,14 @@ def test_matmul(tokens, inputs, outputs):
     np.testing.assert_allclose(out, x.astype(np.float64) @ w.T.astype(np.float64), rtol=0, atol=1e-5 * inputs**0.5)
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, 31, 40, 1000])
+def test_only_the_rows_that_matter(count):
+    x, w = arrays(40, 64, 48)
+    x[count:] = np.nan
+    out = np.asarray(jax.jit(cpu.matmul)(x, w, jnp.int32(count)))[:count]
+    np.testing.assert_allclose(out, x[:count].astype(np.float64) @ w.T.astype(np.float64), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("most", [11, 40])
 def test_a_row_s_result_does_not_depend_on_its_neighbours(most):
     x, w = arrays(most, 768, 160)
