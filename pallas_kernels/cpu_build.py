@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -16,23 +17,21 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 
-_lock = threading.Lock()
-
-
 def build() -> Path:
     """The compiled library, from the cache where it is there; it is named by all that it depends on.
 
     Raises OSError without a compiler, subprocess.CalledProcessError when it fails.
     """
-    with _lock:
-        library = _cache_folder() / f"cpu_kernels-{_key()}.so"
+    library = _cache_folder() / f"cpu_kernels-{_key()}.so"
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another thread or process may be at it
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=library.parent) as folder:
                 built = Path(folder) / "kernels.so"
                 command = [_compiler(), *FLAGS, f"-I{_headers()}", str(SOURCE), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True)
                 built.replace(library)
-        return library
+    return library
 
 
 def begin() -> None:
@@ -43,7 +42,7 @@ def begin() -> None:
             build()
 
     if "cpu" in os.environ.get("JAX_PLATFORMS", "cpu"):
-        threading.Thread(target=quietly, name="cpu-kernels").start()
+        threading.Thread(target=quietly, name="cpu-kernels", daemon=True).start()
 
 
 def _compiler() -> str:

@@ -15,7 +15,6 @@ from dataclasses import asdict
 import msgspec
 
 from jaxserve.config import EngineConfig
-from pallas_kernels import cpu_build
 from server.bridge import DEFAULT_ENGINE, run_engine
 
 
@@ -37,7 +36,6 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("jaxserve").setLevel(logging.INFO)
-    cpu_build.begin()  # takes seconds where it was not done before, and so does importing JAX
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     threading.Thread(target=_exit_with_parent, name="parent", daemon=True).start()
     return run_engine(EngineConfig(**launch.config), launch.socket_path, launch.engine_class)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from checkpoints.hub import local_folder
 from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import EngineDeadError
+from pallas_kernels import cpu_build
 from server.app import build_app
 from server.bridge import DEFAULT_ENGINE
 from server.client import EngineClient
@@ -62,6 +63,7 @@ def serve(
     except OSError as error:
         print(f"jaxserve: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
         return 1
+    cpu_build.begin()  # where the kernels are new to this machine; the engine's process is still importing JAX
     settings = ServerSettings(
         model_name=served_model_name or config.model,
         api_keys=tuple(api_keys),
