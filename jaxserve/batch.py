@@ -29,7 +29,7 @@ def step_shapes(
     batch, so theirs go up to the engine's limits. Where kernels skip the padding, prompts need one bucket.
     """
     if platform == "cpu":
-        decodes, mixed = {1, 8, 32}, {(256, 32)} if padding_is_free else {(64, 32), (256, 32)}
+        decodes, mixed = {1, 8, 32}, {(128, 32)} if padding_is_free else {(64, 32), (256, 32)}
     else:
         decodes = set(_powers(1, max_num_seqs, 2))
         mixed = {(tokens, tokens) for tokens in _powers(16, max_tokens, 4)}

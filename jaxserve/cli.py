@@ -111,7 +111,7 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--max-num-batched-tokens", field="max_num_batched_tokens", type=int, metavar="TOKENS",
          help="most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs")  # fmt: skip
     flag("--prefill-chunk", field="prefill_chunk", type=int, metavar="TOKENS",
-         help="most tokens in a step with a prompt while others decode; None: 64 on CPU, else no limit")  # fmt: skip
+         help="most tokens in a step with a prompt while others decode; None: 32 on CPU, else no limit")  # fmt: skip
     flag("--decode-steps", field="decode_steps", type=int, metavar="N",
          help="most tokens that a sequence draws in one call of the devices, where nothing waits")  # fmt: skip
     flag("--latency-goal-ms", field="latency_goal_ms", type=float, metavar="MS",

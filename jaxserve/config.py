@@ -26,7 +26,8 @@ class EngineConfig:
       max_num_batched_tokens: most tokens in one step (prompt chunks and decodes together); None is 2048, or 8192 on
         GPUs with 60 GB and more.
       prefill_chunk: most tokens in a step that goes on with a prompt while others decode, theirs included where
-        possible, so that they do not stall; None is 64 on CPU, elsewhere no such limit.
+        possible, so that they do not stall; more where many prompts wait beside few that decode. None is 32 on CPU,
+        elsewhere no such limit.
       max_waiting: most requests waiting for a place before new ones are turned away; None is no limit.
       page_size: tokens per KV page.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.

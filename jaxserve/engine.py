@@ -44,7 +44,7 @@ from pallas_kernels import cpu
 
 log = logging.getLogger(__name__)
 
-CPU_PREFILL_CHUNK = 64  # there, a step takes as long as it has tokens
+CPU_PREFILL_CHUNK = 32  # there, a step takes as long as it has tokens
 
 
 @dataclass

@@ -183,11 +183,14 @@ class Scheduler:
         )
 
     def _prompt_budget(self, decodes: int) -> int:
-        """Tokens of prompts in a step with so many decoding sequences."""
+        """Tokens of prompts in a step with so many decoding sequences: few, so that these do not stall, but more where
+        prompts are many, so that a burst of them is not kept waiting by a few who decode."""
         budget = self.max_num_batched_tokens - decodes
         if self._prefill_chunk is None or not decodes:
             return budget
-        return min(budget, max(self._prefill_chunk - decodes, -(-self._prefill_chunk // 2)))
+        prompts = len(self.running) - decodes + self._num_waiting
+        chunk = self._prefill_chunk * max(1, 4 * prompts // decodes)
+        return min(budget, max(chunk - decodes, -(-chunk // 2)))
 
     def _rows(self, slots: np.ndarray, count: np.ndarray, draws: np.ndarray) -> Rows:
         running = self.running
