@@ -69,6 +69,7 @@ def make_engine(running: int) -> Engine:
         steps.StepShape.of(running, running, 16, decode_only=True),
         steps.StepShape.of(2 * running, running, 16, decode_only=False),
     ]
+    engine.compile()
     return engine
 
 
