@@ -17,6 +17,7 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 
+
 def build() -> Path:
     """The compiled library, from the cache where it is there; it is named by all that it depends on.
 
