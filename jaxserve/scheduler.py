@@ -171,11 +171,11 @@ class Scheduler:
             chosen = slots[decodes]
             return self._rows(chosen, np.ones_like(chosen), np.minimum(spare[decodes], steps))
         left, spare = left[prompts], spare[prompts]
-        budget = self._prompt_budget(int(np.count_nonzero(decodes)))
+        ones = np.ones(np.count_nonzero(decodes), np.int32)
+        budget = self._prompt_budget(len(ones))
         count = np.clip(budget - (np.cumsum(left, dtype=np.int32) - left), 0, left)
         draws = ((count == left) & (spare > 0)).astype(np.int32)
         some = count > 0
-        ones = np.ones(np.count_nonzero(decodes), np.int32)
         return self._rows(
             np.concatenate([slots[decodes], slots[prompts][some]]),
             np.concatenate([ones, count[some]]),
@@ -325,9 +325,8 @@ class Scheduler:
 
         # The few rows that mean more than their tokens.
         last = tokens[np.arange(len(rows)), drawn - 1]
-        ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1) | (
-            known >= running.limit[slot]
-        )
+        ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1)
+        ended |= known >= running.limit[slot]
         ended &= (drawn > 0) | ((rows.draws == 0) & (rows.end >= running.limit[slot]))  # the latter: max_tokens is 0
         special = ended | running.is_notable[slot] | ~gained
         if not special.any():

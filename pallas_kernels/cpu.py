@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu_build import build
+from pallas_kernels.matmul import matmul as reference
 
 log = logging.getLogger(__name__)
 
+_building = threading.Lock()
 FUNCTIONS = {"jaxserve_matmul": "Matmul", "jaxserve_paged_attention": "PagedAttention"}
 
 
@@ -27,9 +29,6 @@ def available() -> bool:
     """Whether the kernels are there; builds and registers them when called first, from whichever thread."""
     with _building:
         return jax.default_backend() == "cpu" and _register()
-
-
-_building = threading.Lock()
 
 
 @cache
@@ -52,16 +51,13 @@ def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Ar
     """
     count = jnp.int32(len(x)) if count is None else count
 
-    def xla(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
     def native(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
         return jax.ffi.ffi_call("jaxserve_matmul", result)(x, w, count)
 
     if {x.dtype, w.dtype} != {jnp.dtype("float32")} or not available():
-        return xla(x, w, count)
-    return jax.lax.platform_dependent(x, w, count, cpu=native, default=xla)
+        return reference(x, w)
+    return jax.lax.platform_dependent(x, w, count, cpu=native, default=reference)
 
 
 def paged_attention(q, pages, block_tables, q_start, kv_len, *, scale: float, window: int | None) -> jax.Array:

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import MLP, Embedding, Linear, Matmul, RMSNorm, matmul
+from jaxserve.models.layers import MLP, Embedding, Linear, Matmul, RMSNorm
 from jaxserve.models.rope import apply_rope, rope_angles
+from pallas_kernels.matmul import matmul
 
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines, see `rope.rope_angles`
 

@@ -10,6 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.matmul import matmul
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -25,11 +27,6 @@ def weight(
 
 
 Matmul = Callable[..., jax.Array]  # as `matmul`
-
-
-def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out]. Only the first `count` rows matter."""
-    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 class Linear(nn.Module):

@@ -16,12 +16,12 @@ from checkpoints.load import load_weights
 from checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.mesh import padded_vocab, sharded_kv_heads
-from jaxserve.models import layers
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family, read_model_config
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels import cpu
+from pallas_kernels.matmul import matmul
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def make_decoder(model: ModelConfig, tensor_parallel_size: int, dtype: Any) -> D
         kv_heads=sharded_kv_heads(model, tensor_parallel_size),
         vocab_rows=padded_vocab(model.vocab_size, tensor_parallel_size),
         dtype=dtype,
-        matmul=cpu.matmul if tensor_parallel_size == 1 else layers.matmul,
+        matmul=cpu.matmul if tensor_parallel_size == 1 else matmul,
     )
 
 
