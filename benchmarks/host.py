@@ -26,7 +26,7 @@ import numpy as np
 from jaxserve import steps
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.sampling import SCORE_WORDS, Sampled
+from jaxserve.sampling import Sampled
 from jaxserve.types import Request, SamplingParams
 
 MODEL = {
@@ -43,11 +43,11 @@ PROMPT, WARMUP, STEPS = 64, 20, 400
 
 
 def null_step(params, cache, slots, packed, *, model, shape, mesh) -> steps.StepResult:
-    """Takes and gives what a step does; the token is a function of the batch, so that nothing is folded away."""
+    """Takes and gives what a step does, but for scores; the token is a function of the batch, so that nothing is folded
+    away."""
     tokens = jnp.tile(packed[: shape.rows] % 1000 + 7, (shape.max_steps, 1))
-    scores = jnp.zeros((shape.max_steps, shape.rows, SCORE_WORDS), jnp.int32)
-    hidden = None if shape.decode_only else jnp.zeros((shape.tokens, MODEL["hidden_size"]), model.dtype)
-    return steps.StepResult(Sampled(tokens, scores), hidden, cache, slots)
+    nothing = jnp.zeros(())
+    return steps.StepResult(Sampled(tokens, nothing), None if shape.decode_only else nothing, cache, slots)
 
 
 def make_engine(running: int) -> Engine:

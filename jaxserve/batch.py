@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.running import Rows
+from jaxserve.running import Rows, Running
 from jaxserve.steps import StepShape
 
 
@@ -65,6 +65,9 @@ def split(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
     """
     decode_shapes = [shape for shape in shapes if shape.decode_only]
     mixed_shapes = [shape for shape in shapes if not shape.decode_only]
+    if rows.only_decodes and decode_shapes and len(rows) <= decode_shapes[-1].rows:
+        yield _batch(decode_shapes, rows, len(rows))
+        return
     decodes = (rows.count == 1) & ~rows.scores_prompt & bool(decode_shapes)
     if decodes.any() and not decodes.all() and _fit_together(rows, decodes, decode_shapes, mixed_shapes):
         decodes = np.zeros_like(decodes)
@@ -72,8 +75,8 @@ def split(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
         index = np.flatnonzero(decodes)
         most = decode_shapes[-1].rows
         for at in range(0, len(index), most):
-            some = rows if len(rows) <= most and decodes.all() else rows.take(index[at : at + most])
-            yield Batch(next(shape for shape in decode_shapes if shape.rows >= len(some)), some)
+            some = rows.take(index[at : at + most])
+            yield _batch(decode_shapes, some, len(some))
     if not decodes.all():
         yield from _split_mixed(rows.take(np.flatnonzero(~decodes)), mixed_shapes)
 
@@ -122,35 +125,41 @@ def _mixed(rows: Rows, whole: list[int], first: list[int], count: list[int], sha
     pieces.draws = np.where(pieces.end == end, pieces.draws, 0)
     if pieces.scores_prompt.any():
         shapes = shapes[-1:]  # hidden states are scored in this bucket alone, which makes for one program less
-    shape = _fitting(shapes, sum(count), len(whole))
+    return _batch(shapes, pieces, sum(count))
+
+
+def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> Batch:
+    shape = _fitting(shapes, tokens, len(rows))
     assert shape is not None
-    return Batch(shape, pieces)
+    return Batch(shape, rows)
 
 
-def pack(batch: Batch, known: np.ndarray, table_updates: np.ndarray) -> np.ndarray:
-    """The step's buffer, int32 [shape.words].
-
-    known: int32 [slots, max_len], the tokens of each slot as far as the host knows them (`Running.tokens`).
-    table_updates: int32 [3, up to shape.table_updates].
-    """
-    shape, rows, num_slots = batch.shape, batch.rows, len(known)
-    packed = np.zeros(shape.words, np.int32)
+def pack(batch: Batch, running: Running, table_updates: np.ndarray) -> np.ndarray:
+    """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates]."""
+    shape, rows, n = batch.shape, batch.rows, len(batch.rows)
+    packed = shape.empty(running.num_slots)
     field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
-    field["slot"][:] = num_slots
-    field["update_slot"][:] = num_slots
-
-    n = len(rows)
-    q_end = np.cumsum(rows.count)
-    field["q_start"][1 : n + 1] = q_end
-    field["q_start"][n + 1 :] = q_end[-1]
-    field["kv_len"][:n] = rows.end
-    field["slot"][:n] = rows.slot
+    slot, end = rows.slot, rows.end
+    field["slot"][:n] = slot
+    field["kv_len"][:n] = end
     field["draws"][:n] = rows.draws
     field["steps"][0] = max(rows.draws.max(), 1)
-    field["num_decodes"][0] = np.count_nonzero(rows.count == 1)
-    row = np.repeat(np.arange(n), rows.count)
-    position = rows.end[row] - q_end[row] + np.arange(len(row))
-    field["tokens"][: len(row)] = np.where(rows.is_known[row], known[rows.slot[row], position], -1)
-    for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
-        field[name][: len(column)] = column
+    if rows.only_decodes:
+        field["q_start"][:n] = np.arange(n)
+        field["q_start"][n:] = n
+        field["num_decodes"][0] = n
+        position = rows.start
+    else:
+        q_end = np.cumsum(rows.count)
+        field["q_start"][1 : n + 1] = q_end
+        field["q_start"][n + 1 :] = q_end[-1]
+        field["num_decodes"][0] = np.count_nonzero(rows.count == 1)
+        row = np.repeat(np.arange(n), rows.count)
+        position, slot = (end - q_end)[row] + np.arange(len(row)), slot[row]
+    known = np.flatnonzero(position < running.known[slot])
+    if len(known):
+        field["tokens"][known] = running.tokens[slot[known], position[known]]
+    if table_updates.size:
+        for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
+            field[name][: len(column)] = column
     return packed

@@ -249,14 +249,15 @@ class Engine:
         for batch in split(plan.rows, self.shapes):
             room = batch.shape.table_updates
             self.runner.update_tables(updates[:, room:])
-            drawn, hidden = self.runner.step(batch.shape, pack(batch, self.scheduler.running.tokens, updates[:, :room]))
+            drawn, hidden = self.runner.step(batch.shape, pack(batch, self.scheduler.running, updates[:, :room]))
             updates = updates[:, :0]  # the first batch took them all
             drawn.tokens.copy_to_host_async()
             flight.rows.append(batch.rows)
             flight.drawn.append(drawn)
-            flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
+            if hidden is not None:
+                flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
         self.counters.steps += 1
-        self.counters.step_tokens.observe(int((plan.rows.reach - plan.rows.start).sum()))
+        self.counters.step_tokens.observe(int(plan.rows.reach.sum() - plan.rows.start.sum()))
         return flight
 
     def _fill_slots(self, placed: list[Sequence]) -> None:

@@ -32,14 +32,13 @@ class PromptScores:
     packed: list[jax.Array]
 
     @classmethod
-    def start(cls, rows: Rows, hidden: jax.Array | None, runner: ModelRunner) -> list[PromptScores]:
+    def start(cls, rows: Rows, hidden: jax.Array, runner: ModelRunner) -> list[PromptScores]:
         """Dispatches the scoring of every prompt chunk in a batch that asks for it.
 
         The hidden state at a position scores the token after it; what a preemption computes again is not scored twice.
         """
         started = []
         for i in np.flatnonzero(rows.scores_prompt).tolist():
-            assert hidden is not None, "a step that scores prompts must keep its hidden states"
             seq, start, end = rows.seqs[i], int(rows.start[i]), int(rows.end[i])
             first, end = max(start, seq.num_scored), min(end, seq.prompt_len - 1)
             if first >= end:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from jaxserve import steps
+from jaxserve.bundle import bundle
 from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, KVCache, copy_pages
 from jaxserve.mesh import replicated
 from jaxserve.models.decoder import Decoder
@@ -42,9 +43,8 @@ class ModelRunner:
     """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits."""
 
     def __init__(self, model: Decoder, params: Any, mesh: Mesh, num_slots: int):
-        self.model, self.params, self.mesh, self.num_slots = model, params, mesh, num_slots
-        # Executables take the parameters as a flat list: flattening nested dicts would cost 60 us a call.
-        self._leaves, self._structure = jax.tree.flatten(params)
+        self.model, self.mesh, self.num_slots = model, mesh, num_slots
+        self._arrays, self._unbundle = bundle(params)
         self.layout: CacheLayout
         self.slots: SlotState
         self.cache: KVCache
@@ -52,6 +52,11 @@ class ModelRunner:
         self.frozen = False  # nothing may be compiled any more
         self._executables: dict[Any, Compiled] = {}
         self._lock = threading.Lock()
+
+    @property
+    def params(self) -> Any:
+        """The model's own tree; vectors in it are copies."""
+        return self._unbundle(self._arrays)
 
     def plan(self, layout: CacheLayout, max_pages: int) -> None:
         """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""
@@ -67,7 +72,7 @@ class ModelRunner:
     @property
     def weight_bytes(self) -> int:
         """On each device."""
-        return sum(_device_bytes(x) for x in self._leaves)
+        return sum(_device_bytes(x) for x in self._arrays)
 
     @property
     def slot_bytes(self) -> int:
@@ -83,16 +88,15 @@ class ModelRunner:
 
     def step(self, shape: StepShape, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """Runs one step over int32 [shape.words]; see `steps.run_step`."""
-        result = self._get(shape)(self._leaves, self.cache, self.slots, packed)
+        result = self._get(shape)(self._arrays, self.cache, self.slots, packed)
         self.cache, self.slots = result.cache, result.slots
         return result.drawn, result.hidden
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
         """Writes the sampling parameters of slots; rows as from `encode_slot`."""
-        padding = padding_slot(self.num_slots)
         for at in range(0, len(rows), SLOTS_PER_CALL):
             some = rows[at : at + SLOTS_PER_CALL]
-            some = some + [padding] * (SLOTS_PER_CALL - len(some))
+            some = some + [padding_slot(self.num_slots)] * (SLOTS_PER_CALL - len(some))
             self.slots = self._get("set_slots")(self.slots, np.stack(some))
 
     def count_tokens(self, slot: int, tokens: list[int], prompt_len: int) -> None:
@@ -128,7 +132,7 @@ class ModelRunner:
             packed = np.zeros((2, SCORED_ROWS), np.int32)
             some = slice(at, at + SCORED_ROWS)
             packed[:, : len(rows[some])] = rows[some], targets[some]
-            results.append(self._get(("score_prompt", hidden.shape[0]))(self._leaves, hidden, packed))
+            results.append(self._get(("score_prompt", hidden.shape[0]))(self._arrays, hidden, packed))
         return results
 
     # Compilation
@@ -162,7 +166,7 @@ class ModelRunner:
         start = time.perf_counter()
         function, donated, arguments, results = self._signature(name)
         with jax.default_matmul_precision(self._precision):
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
             compiled = jitted.lower(*arguments).compile()
         seconds = time.perf_counter() - start
         with self._lock:
@@ -185,14 +189,14 @@ class ModelRunner:
         everywhere = replicated(self.mesh)
 
         def with_params(function):
-            return lambda leaves, *rest: function(jax.tree.unflatten(self._structure, leaves), *rest)
+            return lambda arrays, *rest: function(self._unbundle(arrays), *rest)
 
         def on_all_devices(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
         cache = self.layout.abstract(self.mesh)
-        params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._leaves]
+        params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._arrays]
         cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_layers
         if isinstance(name, StepShape):
             step = partial(steps.run_step, model=self.model, shape=name, mesh=self.mesh)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.config import MAX_STEPS
 from jaxserve.sequence import NO_SLOT, Sequence, Status
 from jaxserve.types import MAX_STOP_TOKENS
+
+NO_TOKEN = -2  # equals no token, nor the -1 of those that were not drawn
 
 
 @dataclass(slots=True)
@@ -26,8 +29,8 @@ class Rows:
     start: np.ndarray
     count: np.ndarray
     draws: np.ndarray
-    is_known: np.ndarray  # bool: the host knows the tokens; else the device does, from the step before
     scores_prompt: np.ndarray  # bool: the hidden states are wanted, for log-probabilities of the prompt
+    only_decodes: bool = field(default=False, kw_only=True)  # every count is 1, and nothing scores a prompt
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -39,6 +42,8 @@ class Rows:
     @property
     def reach(self) -> np.ndarray:
         """Tokens whose keys and values are in the cache once the row has run."""
+        if self.only_decodes:
+            return self.start + self.draws
         return self.end + np.maximum(self.draws - 1, 0)
 
     def extend(self, others: Rows) -> Rows:
@@ -49,17 +54,33 @@ class Rows:
 
     def take(self, index: np.ndarray) -> Rows:
         """Some of the rows, in the order of `index`."""
-        return Rows([self.seqs[i] for i in index.tolist()], *(column[index] for column in self._columns()))
+        columns = (column[index] for column in self._columns())
+        return Rows([self.seqs[i] for i in index.tolist()], *columns, only_decodes=self.only_decodes)
 
     def _columns(self) -> tuple[np.ndarray, ...]:
-        return self.slot, self.tenure, self.start, self.count, self.draws, self.is_known, self.scores_prompt
+        return self.slot, self.tenure, self.start, self.count, self.draws, self.scores_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """The running sequences in order, and what of them stays as it is until one comes or goes; not to be written to."""
+
+    seqs: list[Sequence]
+    request_ids: list[str]
+    indices: list[int]
+    slot: np.ndarray  # int32 [sequences], as the next three
+    tenure: np.ndarray
+    limit: np.ndarray
+    one: np.ndarray
+    none: np.ndarray  # bool [sequences]
+    stop_ids: np.ndarray  # int32 [sequences, most]
 
 
 class Running:
     """Sequences that have a slot, and their numbers, int32 [slots]. A number means nothing while its slot is free.
 
-    The tokens of a running sequence are here, not in the sequence: `tokens`, int32 [slots, max_len], of which the first
-    `known` count. (Memory that is never touched costs nothing.)
+    The tokens of a running sequence are here, not in the sequence: `tokens`, int32 [slots, max_len and more], of which
+    the first `known` count. (Memory that is never touched costs nothing.)
 
     computed  tokens whose keys and values are in the cache, or will be once the steps in flight have run
     known     tokens that the host knows
@@ -72,24 +93,26 @@ class Running:
             return np.zeros(max_num_seqs, np.int32)
 
         self.page_size = page_size
-        self.seqs = np.full(max_num_seqs, None, object)
-        self.request_ids = np.full(max_num_seqs, "", object)
-        self.indices = numbers()
         self.tenure = numbers()  # counts those who have had the slot: tells whether one has it still
-        self.tokens = np.zeros((max_num_seqs, max_len), np.int32)
+        self.tokens = np.zeros((max_num_seqs, max_len + MAX_STEPS), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
         self.num_pages = numbers()
-        self.num_sent = numbers()  # pages that the device's block table has, or will have
         self.num_registered = numbers()  # leading pages that were offered to the prefix cache
         self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
-        self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), -1, np.int32)
+        self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
-        self.is_new = np.zeros(max_num_seqs, bool)  # the device's slot is not filled yet
-        self.may_share = np.zeros(max_num_seqs, bool)  # the page that it writes to next may have other owners
-        self.is_notable = np.zeros(max_num_seqs, bool)  # its next update says more than its tokens
+        # What the device has not been told yet: who is new in a slot, and (slot, index) -> page of block tables.
+        self.newcomers: list[Sequence] = []
+        self.table_entries: dict[tuple[int, int], int] = {}
+        self.sharers: set[Sequence] = set()  # the page that they write to next may have other owners
+        self.notables: set[Sequence] = set()  # their next update says more than its tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._ordered: list[Sequence] = []
-        self._slots: np.ndarray | None = None
+        self._lineup: Lineup | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.known)
 
     def __len__(self) -> int:
         return len(self._ordered)
@@ -107,32 +130,64 @@ class Running:
         return bool(self._free)
 
     @property
-    def slots(self) -> np.ndarray:
-        """Slots of the running sequences, in order."""
-        if self._slots is None:
-            self._slots = np.fromiter((seq.slot for seq in self._ordered), np.int32, len(self._ordered))
-        return self._slots
+    def lineup(self) -> Lineup:
+        """The same object as long as the running sequences are the same."""
+        if self._lineup is None:
+            seqs = self._ordered.copy()
+            slot = np.fromiter((seq.slot for seq in seqs), np.int32, len(seqs))
+            self._lineup = Lineup(
+                seqs,
+                [seq.request_id for seq in seqs],
+                [seq.index for seq in seqs],
+                slot,
+                self.tenure[slot],
+                self.limit[slot],
+                np.ones_like(slot),
+                np.zeros(len(seqs), bool),
+                self.stop_ids[slot, : self.most_stops],
+            )
+        return self._lineup
 
     def place(self, seq: Sequence, computed: int) -> None:
         """Gives a slot to a sequence whose pages hold the keys and values of `computed` tokens."""
         slot = seq.slot = self._free.pop()
         seq.status = Status.RUNNING
         insort(self._ordered, seq, key=lambda s: s.order)
-        self._slots = None
-        self.seqs[slot], self.request_ids[slot], self.indices[slot] = seq, seq.request_id, seq.index
+        self._lineup = None
         self.tokens[slot, : len(seq.tokens)] = seq.tokens
         self.computed[slot] = computed
         self.known[slot] = self.total[slot] = len(seq.tokens)
         self.limit[slot] = seq.prompt_len + seq.max_tokens
-        self.num_pages[slot], self.num_sent[slot] = len(seq.pages), 0
+        self.show_pages(seq, 0)
         self.num_registered[slot] = computed // self.page_size
         self.scored_until[slot] = seq.prompt_len - 1 if seq.scores_prompt else 0
-        self.stop_ids[slot] = -1
+        self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(seq.stop_ids)] = list(seq.stop_ids)
         self.most_stops = max(self.most_stops, len(seq.stop_ids))
-        self.is_new[slot] = True
-        self.may_share[slot] = computed % self.page_size > 0
-        self.is_notable[slot] = seq.params.logprobs is not None or not seq.num_outputs
+        self.newcomers.append(seq)
+        if computed % self.page_size:
+            self.sharers.add(seq)
+        if seq.params.logprobs is not None or not seq.num_outputs:
+            self.notables.add(seq)
+
+    def show_pages(self, seq: Sequence, first: int) -> None:
+        """Takes note of a sequence's pages from the index `first` on."""
+        self.num_pages[seq.slot] = len(seq.pages)
+        for index in range(first, len(seq.pages)):
+            self.table_entries[seq.slot, index] = seq.pages[index]
+
+    def take_news(self) -> tuple[list[Sequence], np.ndarray]:
+        """What the device has not been told yet, which it will be now: the newcomers, and new entries of block
+        tables, int32 [3, any] (slot, index, page)."""
+        entries = [(slot, index, page) for (slot, index), page in self.table_entries.items()]
+        placed, self.newcomers, self.table_entries = self.newcomers, [], {}
+        return placed, np.asarray(entries, np.int32).reshape(-1, 3).T
+
+    def append(self, slot: np.ndarray, tokens: np.ndarray, drawn: np.ndarray | int) -> None:
+        """Takes in the first `drawn` of tokens [slots, any] that sequences have drawn."""
+        known = self.known[slot]
+        self.tokens[slot[:, None], known[:, None] + np.arange(tokens.shape[1])] = tokens
+        self.known[slot] = known + drawn
 
     def displace(self, seq: Sequence) -> None:
         """Takes the slot away; what steps in flight draw is owed to the sequence."""
@@ -140,22 +195,27 @@ class Running:
         seq.tokens = self.tokens[slot, : self.known[slot]].tolist()
         seq.owed = int(self.total[slot] - self.known[slot])
         self._ordered.remove(seq)
-        self._slots = None
-        self.seqs[slot] = None
+        self._lineup = None
         self.tenure[slot] += 1
         self._free.append(slot)
+        self.sharers.discard(seq)
+        self.notables.discard(seq)
+        if seq in self.newcomers:
+            self.newcomers.remove(seq)
+        for key in [key for key in self.table_entries if key[0] == slot]:
+            del self.table_entries[key]
 
     def check_integrity(self) -> None:
         """Asserts the invariants of slots, order and numbers."""
-        slots = self.slots.tolist() + self._free
-        assert sorted(slots) == list(range(len(self.seqs)))
+        assert self.lineup.seqs == self._ordered
+        slots = self.lineup.slot.tolist() + self._free
+        assert sorted(slots) == list(range(self.num_slots))
+        assert self.sharers | self.notables <= set(self._ordered)
         assert self._ordered == sorted(self._ordered, key=lambda seq: seq.order)
         for seq in self._ordered:
             slot = seq.slot
             assert seq.status is Status.RUNNING
-            assert self.seqs[slot] is seq
             assert seq.prompt_len <= self.known[slot] <= self.total[slot] <= self.limit[slot]
             assert self.computed[slot] <= self.total[slot]
             assert self.computed[slot] <= len(seq.pages) * self.page_size
             assert self.num_pages[slot] == len(seq.pages)
-            assert 0 <= self.num_sent[slot] <= len(seq.pages)

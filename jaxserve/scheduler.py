@@ -110,8 +110,10 @@ class Scheduler:
         self._num_waiting += 1
 
     def _displace(self, seq: Sequence) -> None:
-        """Takes pages and slot from a running sequence."""
-        self.running.displace(seq)
+        """Takes pages and slot from a running sequence; what it generated may be the prefix of a later prompt."""
+        running = self.running  # the last token was drawn, but its keys and values may not be written
+        self._register(seq, min(int(running.computed[seq.slot]), int(running.known[seq.slot]) - 1))
+        running.displace(seq)
         self.blocks.free(seq.pages)
         seq.pages = []
 
@@ -137,49 +139,56 @@ class Scheduler:
     def schedule(self, steps: int = 1) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
         draw up to `steps` tokens."""
-        preemptions = self.num_preemptions
+        running, preemptions = self.running, self.num_preemptions
         steps = 1 if self._num_waiting else steps
-        rows = self._choose(steps)
-        while self._missing_pages(rows) > self.blocks.num_available:
+        while True:
+            rows = self._choose(steps)
+            growing, missing = self._growth(rows)
+            shared = self._shared_pages(rows) if running.sharers else []
+            if missing.sum() + len(shared) <= self.blocks.num_available:
+                break
             if len(rows) and rows.draws.max() > 1:
                 steps = 1
             else:
-                self._preempt(self.running.last)
-            rows = self._choose(steps)
-        copies = self._give_pages(rows)
+                self._preempt(running.last)
+        copies = self._unshare(rows, shared)
+        self._grow([rows.seqs[i] for i in growing.tolist()], missing)
         if self._num_waiting and self.num_preemptions == preemptions:
             decodes = int(np.count_nonzero(rows.count == 1))
             budget = self._prompt_budget(decodes) - (int(rows.count.sum()) - decodes)
             rows = rows.extend(self._admit_newcomers(budget))
         if not len(rows):
             return None
-        running, slot = self.running, rows.slot
-        running.computed[slot] = rows.reach
-        running.total[slot] += rows.draws
-        placed = running.seqs[slot[running.is_new[slot]]].tolist()
-        running.is_new[slot] = False
-        return StepPlan(rows, copies, placed, self._table_updates(slot))
+        running.computed[rows.slot] = rows.reach
+        running.total[rows.slot] += rows.draws
+        return StepPlan(rows, copies, *running.take_news())
 
     def _choose(self, steps: int) -> Rows:
         """The next tokens of the running sequences: those that decode first, then prompts as far as the budget goes."""
-        running, slots = self.running, self.running.slots
-        total = running.total[slots]
-        left, spare = total - running.computed[slots], running.limit[slots] - total
+        running, lineup = self.running, self.running.lineup
+        total, start = running.total[lineup.slot], running.computed[lineup.slot]
+        left, spare = total - start, lineup.limit - total
+        draws = np.minimum(spare, steps)
         decodes = (left == 1) & (spare > 0)
-        prompts = (left > 0) & ~decodes & (running.known[slots] == total)
-        if not prompts.any():
-            chosen = slots[decodes]
-            return self._rows(chosen, np.ones_like(chosen), np.minimum(spare[decodes], steps))
+        if decodes.all():  # mostly
+            return Rows(
+                lineup.seqs, lineup.slot, lineup.tenure, start, lineup.one, draws, lineup.none, only_decodes=True
+            )
+        prompts = np.flatnonzero((left > 0) & ~decodes & (running.known[lineup.slot] == total))
+        decodes = np.flatnonzero(decodes)
+        one = lineup.one[decodes]
+        if not len(prompts):
+            return self._rows([lineup.seqs[i] for i in decodes.tolist()], one, draws[decodes], only_decodes=True)
         left, spare = left[prompts], spare[prompts]
-        ones = np.ones(np.count_nonzero(decodes), np.int32)
-        budget = self._prompt_budget(len(ones))
+        budget = self._prompt_budget(len(one))
         count = np.clip(budget - (np.cumsum(left, dtype=np.int32) - left), 0, left)
-        draws = ((count == left) & (spare > 0)).astype(np.int32)
+        last = ((count == left) & (spare > 0)).astype(np.int32)
         some = count > 0
+        index = np.concatenate([decodes, prompts[some]])
         return self._rows(
-            np.concatenate([slots[decodes], slots[prompts][some]]),
-            np.concatenate([ones, count[some]]),
-            np.concatenate([ones, draws[some]]),
+            [lineup.seqs[i] for i in index.tolist()],
+            np.concatenate([one, count[some]]),
+            np.concatenate([one, last[some]]),
         )
 
     def _prompt_budget(self, decodes: int) -> int:
@@ -192,71 +201,59 @@ class Scheduler:
         chunk = self._prefill_chunk * max(1, 4 * prompts // decodes)
         return min(budget, max(chunk - decodes, -(-chunk // 2)))
 
-    def _rows(self, slots: np.ndarray, count: np.ndarray, draws: np.ndarray) -> Rows:
+    def _rows(self, seqs: list[Sequence], count: np.ndarray, draws: np.ndarray, *, only_decodes: bool = False) -> Rows:
         running = self.running
-        start = running.computed[slots]
-        return Rows(
-            running.seqs[slots].tolist(),
-            slots,
-            running.tenure[slots],
-            start,
-            count,
-            draws,
-            is_known=start < running.known[slots],
-            scores_prompt=start < running.scored_until[slots],
-        )
+        slot = np.asarray([seq.slot for seq in seqs], np.int32)
+        start = running.computed[slot]
+        scores_prompt = start < running.scored_until[slot]
+        return Rows(seqs, slot, running.tenure[slot], start, count, draws, scores_prompt, only_decodes=only_decodes)
 
-    def _missing_pages(self, rows: Rows) -> int:
-        """Pages that the rows need beyond their own: to grow, and for copies of pages that others share."""
-        grown = self.blocks.pages_for(rows.reach) - self.running.num_pages[rows.slot]
-        return int(np.maximum(grown, 0).sum()) + len(self._shared_pages(rows))
+    def _growth(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows need more pages than they have, and how many more."""
+        reach, num_pages = rows.reach, self.running.num_pages[rows.slot]
+        growing = np.flatnonzero(reach > num_pages * self.blocks.page_size)
+        return growing, self.blocks.pages_for(reach[growing]) - num_pages[growing]
+
+    def _grow(self, seqs: list[Sequence], missing: np.ndarray) -> None:
+        """Gives each sequence so many more pages."""
+        pages = iter(self.blocks.allocate(int(missing.sum())))
+        for seq, count in zip(seqs, missing.tolist(), strict=True):
+            first = len(seq.pages)
+            seq.pages += islice(pages, count)
+            self.running.show_pages(seq, first)
 
     def _shared_pages(self, rows: Rows) -> list[tuple[Sequence, int]]:
         """Pages that rows would write to but must not: (sequence, index in its pages)."""
         shared = []
-        for i in np.flatnonzero(self.running.may_share[rows.slot]).tolist():
-            seq, index = rows.seqs[i], int(rows.start[i]) // self.blocks.page_size
+        for seq in self.running.sharers.intersection(rows.seqs):
+            index = int(self.running.computed[seq.slot]) // self.blocks.page_size
             if index < len(seq.pages) and not self.blocks.is_writable(seq.pages[index]):
                 shared.append((seq, index))
-        return shared
+        return sorted(shared, key=lambda pair: pair[0].order)
 
-    def _give_pages(self, rows: Rows) -> list[tuple[int, int]]:
-        """Gives each row the pages that it writes to; returns copies to make, (source, target) each."""
-        running, copies = self.running, []
-        for seq, index in self._shared_pages(rows):
+    def _unshare(self, rows: Rows, shared: list[tuple[Sequence, int]]) -> list[tuple[int, int]]:
+        """Gives the rows pages of their own for these; returns copies to make, (source, target) each."""
+        copies = []
+        for seq, index in shared:
             if not self.blocks.is_writable(seq.pages[index]):  # the last of its owners may keep it
                 copies.append(self.blocks.make_writable(seq.pages, index))
-                running.num_sent[seq.slot] = min(running.num_sent[seq.slot], index)
-        running.may_share[rows.slot] = False
-        grown = self.blocks.pages_for(rows.reach) - running.num_pages[rows.slot]
-        growing = np.flatnonzero(grown > 0)
-        missing = grown[growing]
-        running.num_pages[rows.slot[growing]] += missing
-        pages = iter(self.blocks.allocate(int(missing.sum())))
-        for i, count in zip(growing.tolist(), missing.tolist(), strict=True):
-            rows.seqs[i].pages += islice(pages, count)
+                self.running.show_pages(seq, index)
+        if self.running.sharers:
+            self.running.sharers.difference_update(rows.seqs)
         return copies
-
-    def _table_updates(self, slots: np.ndarray) -> np.ndarray:
-        running, updates = self.running, []
-        for slot in slots[running.num_sent[slots] < running.num_pages[slots]].tolist():
-            pages, sent = running.seqs[slot].pages, int(running.num_sent[slot])
-            updates += [(slot, index, pages[index]) for index in range(sent, len(pages))]
-            running.num_sent[slot] = len(pages)
-        return np.asarray(updates, np.int32).reshape(-1, 3).T
 
     # Admission
 
     def _admit_newcomers(self, budget: int) -> Rows:
         """Places waiting sequences, in order, as long as tokens of the budget, slots and pages are left."""
-        slots, counts, draws = [], [], []
+        seqs, counts, draws = [], [], []
         while budget > 0 and (seq := self._next_admissible()):
             left = self._admit(seq, budget)
-            slots.append(seq.slot)
+            seqs.append(seq)
             counts.append(min(left, budget))
             draws.append(left <= budget and seq.max_tokens > 0)
             budget -= counts[-1]
-        return self._rows(np.asarray(slots, np.int32), np.asarray(counts, np.int32), np.asarray(draws, np.int32))
+        return self._rows(seqs, np.asarray(counts, np.int32), np.asarray(draws, np.int32))
 
     def _next_admissible(self) -> Sequence | None:
         """The first waiting sequence, if a slot and pages for all its known tokens are free."""
@@ -304,44 +301,39 @@ class Scheduler:
         `rows` are the plan's, in any order and possibly cut into consecutive pieces. tokens: int32 [rows, most draws];
         -1 where a row drew none, because it was not to or had reached its end.
         """
-        running, slot = self.running, rows.slot
+        running, lineup, slot = self.running, self.running.lineup, rows.slot
+        if rows.seqs is lineup.seqs and not running.notables and tokens.min() >= 0:  # mostly
+            known = rows.end + tokens.shape[1]
+            if not ((lineup.stop_ids == tokens[:, -1:]).any() or (known >= lineup.limit).any()):
+                running.append(slot, tokens, tokens.shape[1])
+                return StepOutput(lineup.request_ids, lineup.indices, tokens.tolist(), []), []
+        drawn = np.count_nonzero(tokens >= 0, axis=1)
         held = running.tenure[slot] == rows.tenure  # the others have lost their slots since
-        is_drawn = tokens >= 0
-        drawn = is_drawn.sum(axis=1)
-        known = running.known[slot]
-        row, step = np.nonzero(is_drawn & held[:, None])
-        running.tokens[slot[row], known[row] + step] = tokens[row, step]
-        known += drawn
         gained = held & (drawn > 0)
-        running.known[slot[gained]] = known[gained]
-
-        reach = rows.end + np.maximum(drawn - 1, 0)
-        if self.blocks.prefix_caching:
-            full = reach // self.blocks.page_size
-            mine = held & (reach <= running.computed[slot])  # else it was preempted since, and its pages are others
-            index = np.flatnonzero(mine & (full > running.num_registered[slot]))
-            for i, count in zip(index.tolist(), full[index].tolist(), strict=True):
-                self._register(rows.seqs[i], count)
+        some = np.flatnonzero(gained)
+        running.append(slot[some], tokens[some], drawn[some])
+        if not rows.only_decodes:
+            for i in np.flatnonzero(held & (rows.count > 1)).tolist():
+                self._register(rows.seqs[i], int(rows.end[i]))
 
         # The few rows that mean more than their tokens.
         last = tokens[np.arange(len(rows)), drawn - 1]
         ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1)
-        ended |= known >= running.limit[slot]
-        ended &= (drawn > 0) | ((rows.draws == 0) & (rows.end >= running.limit[slot]))  # the latter: max_tokens is 0
-        special = ended | running.is_notable[slot] | ~gained
-        if not special.any():
-            return self._plain_output(slot, tokens), []
-        output, notable = self._plain_output(slot[~special], tokens[~special]), []
+        ended |= running.known[slot] >= running.limit[slot]
+        special = ended | ~gained | np.asarray([seq in running.notables for seq in rows.seqs])
+        plain = np.flatnonzero(~special)
+        seqs = [rows.seqs[i] for i in plain.tolist()]
+        output, notable = (
+            StepOutput([seq.request_id for seq in seqs], [seq.index for seq in seqs], tokens[plain].tolist(), []),
+            [],
+        )
         for i in np.flatnonzero(special).tolist():
-            ids = tokens[i, : drawn[i]].tolist()
-            if (one := self._settle(rows.seqs[i], ids, i, int(rows.draws[i]), bool(ended[i]))) is not None:
+            seq, ids = rows.seqs[i], tokens[i, : drawn[i]].tolist()
+            ends = bool(ended[i]) and bool(ids or rows.end[i] >= seq.prompt_len)  # the latter: max_tokens is 0
+            if (one := self._settle(seq, ids, i, int(rows.draws[i]), ends)) is not None:
                 output.updates.append(one.update)
                 notable.append(one)
         return output, notable
-
-    def _plain_output(self, slot: np.ndarray, tokens: np.ndarray) -> StepOutput:
-        running = self.running
-        return StepOutput(running.request_ids[slot].tolist(), running.indices[slot].tolist(), tokens.tolist(), [])
 
     def _settle(self, seq: Sequence, ids: list[int], row: int, draws: int, ended: bool) -> Notable | None:
         """Takes in a row that means more than its tokens: siblings that may begin, the end, a preemption meanwhile."""
@@ -354,7 +346,8 @@ class Scheduler:
             is_first = seq.num_outputs == len(ids)
         else:
             is_first = self.running.known[seq.slot] == seq.prompt_len + len(ids)
-            self.running.is_notable[seq.slot] = seq.params.logprobs is not None or not ids
+            if seq.params.logprobs is None and ids:
+                self.running.notables.discard(seq)
         if ids:
             self._fork(seq)
         if ended:
@@ -364,13 +357,15 @@ class Scheduler:
         reason = seq.finish_reason if ended else None
         return Notable(SequenceUpdate(seq.request_id, seq.index, ids, reason), seq, row, bool(is_first))
 
-    def _register(self, seq: Sequence, full: int) -> None:
-        """Offers a running sequence's pages, of which `full` leading ones are full, to the prefix cache."""
-        running, slot = self.running, seq.slot
+    def _register(self, seq: Sequence, computed: int) -> None:
+        """Offers a running sequence's pages, of which `computed` tokens are in the cache, to the prefix cache."""
+        if not self.blocks.prefix_caching:
+            return
+        running, slot, full = self.running, seq.slot, computed // self.blocks.page_size
         hashes = seq.page_hashes(running.tokens[slot], full, self.blocks.page_size)
         for i in range(int(running.num_registered[slot]), full):
             self.blocks.register(seq.pages[i], hashes[i])
-        running.num_registered[slot] = full
+        running.num_registered[slot] = max(full, running.num_registered[slot])
 
     def _fork(self, seq: Sequence, *, share: bool = True) -> None:
         """Starts the request's other completions, from the same pages where the prompt is computed (`share`)."""
@@ -382,7 +377,7 @@ class Scheduler:
                 child.pages = seq.pages[: self.blocks.pages_for(computed)]
                 self.blocks.share(child.pages)
                 self.running.place(child, computed)
-                self.running.may_share[seq.slot] = True
+                self.running.sharers.add(seq)
             else:
                 self._wait(child)
         seq.unforked = []

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -69,6 +70,14 @@ class StepShape:
             fields[name] = (offset, size)
             offset += size
         return fields
+
+    def empty(self, num_slots: int) -> np.ndarray:
+        """A buffer without rows: the slot of nobody, and no token that the host knows."""
+        packed = np.zeros(self.words, np.int32)
+        for name, value in (("tokens", -1), ("slot", num_slots), ("update_slot", num_slots)):
+            at, size = self.fields[name]
+            packed[at : at + size] = value
+        return packed
 
     @property
     def max_steps(self) -> int:

@@ -251,7 +251,7 @@ class Simulation:
                 assert not batch.shape.decode_only, "a decode step keeps no hidden states to score"
                 self.jobs[row.seq.request.request_id].scored += range(first, end)
                 row.seq.num_scored = end
-        packed = pack(batch, self.scheduler.running.tokens, updates)
+        packed = pack(batch, self.scheduler.running, updates)
         fields = {name: packed[at : at + size].tolist() for name, (at, size) in batch.shape.fields.items()}
         self._update_tables([fields["update_slot"], fields["update_index"], fields["update_page"]])
         assert fields["num_decodes"] == [sum(ones)]
