@@ -26,10 +26,10 @@ def step_shapes(
 
     A plan larger than the largest bucket runs as several batches. On CPU that costs nothing from a few rows on, because
     the arithmetic dominates, so there are few buckets, which compile fast; accelerators read all weights for each
-    batch, so theirs go up to the engine's limits. Where kernels skip the padding, prompts need one bucket.
+    batch, so theirs go up to the engine's limits. Where kernels skip the padding, two and one will do.
     """
     if platform == "cpu":
-        decodes, mixed = {1, 8, 32}, {(128, 32)} if padding_is_free else {(64, 32), (256, 32)}
+        decodes, mixed = ({1, 32}, {(128, 32)}) if padding_is_free else ({1, 8, 32}, {(64, 32), (256, 32)})
     else:
         decodes = set(_powers(1, max_num_seqs, 2))
         mixed = {(tokens, tokens) for tokens in _powers(16, max_tokens, 4)}

@@ -40,11 +40,12 @@ from jaxserve.types import (
     Request,
     StepOutput,
 )
-from pallas_kernels import cpu
+from pallas_kernels import cpu_build
 
 log = logging.getLogger(__name__)
 
 CPU_PREFILL_CHUNK = 32  # there, a step takes as long as it has tokens
+LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0
 
 
 @dataclass
@@ -80,18 +81,22 @@ class Engine:
         layout = runner.layout
         self.dtype = layout.dtype.name
         self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
-        platform = runner.mesh.devices.flat[0].platform
+        on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_batched_tokens(config),
-            prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if platform == "cpu" else None),
+            prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if on_cpu else None),
             max_model_len=max_model_len,
         )
         self.flights: deque[Flight] = deque()
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
         self.programs = CompileCounter()
+        goal = config.latency_goal_ms
+        if goal is None:
+            goal = CPU_LATENCY_GOAL_MS if on_cpu else LATENCY_GOAL_MS
+        self._latency_goal = goal / 1000
         self._arrivals = 0
         self._step_seconds = 1.0  # of late, per token of a row
         self._last_arrival = 0.0  # when a step's tokens came
@@ -114,7 +119,7 @@ class Engine:
 
         runner = ModelRunner(decoder, params, mesh, config.max_num_seqs)
         tokens = max(max_batched_tokens(config), config.max_num_seqs)
-        free = device.platform == "cpu" and mesh.size == 1 and dtype == np.float32 and cpu.available()
+        free = device.platform == "cpu" and mesh.size == 1 and dtype == np.float32 and cpu_build.possible()
         shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size, padding_is_free=free)
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, dtype)
 
@@ -237,7 +242,7 @@ class Engine:
         within the latency goal; four times the goal where nobody watches."""
         if not self.shapes[0].decode_only:
             return 1
-        goal = self.config.latency_goal_ms / 1000 * (1 if self.scheduler.num_streaming else 4)
+        goal = self._latency_goal * (1 if self.scheduler.num_streaming else 4)
         return max(1, min(self.config.decode_steps, int(goal / self._step_seconds)))
 
     def dispatch(self, plan: StepPlan) -> Flight:

@@ -150,7 +150,8 @@ class ModelRunner:
         """Compiles all that serving can need: the steps of these buckets and the upkeep around them."""
         by_size = sorted(shapes, key=lambda s: -s.tokens)
         scored = ("score_prompt", max(shape.tokens for shape in shapes if not shape.decode_only))
-        names = [*by_size, "set_slots", "count_tokens", "update_tables", "copy_pages", scored]
+        # First what needs no kernel: on CPU these may still be being built.
+        names = ["set_slots", "count_tokens", "update_tables", "copy_pages", *by_size, scored]
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 

@@ -1,4 +1,4 @@
-"""Matmul and paged attention on CPU, in C++ (`cpu_kernels.cc`), where XLA's own are far from the machine's limits.
+"""Matmul, norm and paged attention on CPU, in C++ (`cpu_kernels.cc`): XLA's own are far from the machine's limits.
 
 The source is compiled for the machine at hand by its C++ compiler, once, into the user's cache folder. Without a
 compiler everything runs in plain XLA.
@@ -10,19 +10,23 @@ import ctypes
 import logging
 import subprocess
 import threading
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import ops
 from pallas_kernels.cpu_build import build
-from pallas_kernels.matmul import matmul as reference
 
 log = logging.getLogger(__name__)
 
 _building = threading.Lock()
-FUNCTIONS = {"jaxserve_matmul": "Matmul", "jaxserve_paged_attention": "PagedAttention"}
+FUNCTIONS = {
+    "jaxserve_matmul": "Matmul",
+    "jaxserve_rms_norm": "RmsNorm",
+    "jaxserve_paged_attention": "PagedAttention",
+}
 
 
 def available() -> bool:
@@ -44,11 +48,7 @@ def _register() -> bool:
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out]; on CPU by the kernel, where it can.
-
-    `count`, an int32 scalar, says how many leading rows matter; what the others hold is unspecified. The kernel leaves
-    them out, so that padding costs nothing.
-    """
+    """As `ops.matmul`; on CPU by the kernel, where it can, which leaves out the rows that do not matter."""
     count = jnp.int32(len(x)) if count is None else count
 
     def native(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
@@ -56,8 +56,24 @@ def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Ar
         return jax.ffi.ffi_call("jaxserve_matmul", result)(x, w, count)
 
     if {x.dtype, w.dtype} != {jnp.dtype("float32")} or not available():
-        return reference(x, w)
-    return jax.lax.platform_dependent(x, w, count, cpu=native, default=reference)
+        return ops.matmul(x, w)
+    return jax.lax.platform_dependent(x, w, count, cpu=native, default=ops.matmul)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """As `ops.rms_norm`; on CPU by the kernel, where it can."""
+
+    def native(x: jax.Array, scale: jax.Array) -> jax.Array:
+        call = jax.ffi.ffi_call("jaxserve_rms_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+        return call(x, scale, eps=np.float32(eps))
+
+    plain = partial(ops.rms_norm, eps=eps)
+    if {x.dtype, scale.dtype} != {jnp.dtype("float32")} or not available():
+        return plain(x, scale)
+    return jax.lax.platform_dependent(x, scale, cpu=native, default=plain)
+
+
+OPS = ops.Ops(matmul, rms_norm)
 
 
 def paged_attention(q, pages, block_tables, q_start, kv_len, *, scale: float, window: int | None) -> jax.Array:

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -23,7 +24,7 @@ def build() -> Path:
 
     Raises OSError without a compiler, subprocess.CalledProcessError when it fails.
     """
-    library = _cache_folder() / f"cpu_kernels-{_key()}.so"
+    library = _library()
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another thread or process may be at it
         if not library.exists():
@@ -35,6 +36,11 @@ def build() -> Path:
     return library
 
 
+def possible() -> bool:
+    """Whether `build` can be expected to succeed: there is a compiler, or the library is there."""
+    return shutil.which(_compiler()) is not None or _library().exists()
+
+
 def begin() -> None:
     """Has `build` run in the background, unless this process will not use the CPU; failures show when it is needed."""
 
@@ -44,6 +50,10 @@ def begin() -> None:
 
     if "cpu" in os.environ.get("JAX_PLATFORMS", "cpu"):
         threading.Thread(target=quietly, name="cpu-kernels", daemon=True).start()
+
+
+def _library() -> Path:
+    return _cache_folder() / f"cpu_kernels-{_key()}.so"
 
 
 def _compiler() -> str:

@@ -151,6 +151,30 @@ static ffi::Error matmul(ffi::ThreadPool pool, F32 x, F32 w, S32 count, ffi::Res
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>());
 
+// y = x / sqrt(mean(x^2) + eps) * scale, for each row of x [.., size].
+static ffi::Error rms_norm(ffi::ThreadPool pool, F32 x, F32 scale, ffi::Result<F32> y, float eps) {
+  const int64_t size = scale.dimensions()[0], rows = x.element_count() / size;
+  const float *xs = x.typed_data(), *scales = scale.typed_data();
+  float* ys = y->typed_data();
+  constexpr int64_t kPiece = 32;
+  parallel_for(pool, (rows + kPiece - 1) / kPiece, [=](int64_t piece) {
+    for (int64_t row = piece * kPiece; row < std::min(rows, (piece + 1) * kPiece); row++) {
+      const float* from = xs + row * size;
+      Vec squares = {};
+      int64_t i = 0;
+      for (; i + kLanes <= size; i += kLanes) squares += at(from + i) * at(from + i);
+      float total = sum(squares);
+      for (; i < size; i++) total += from[i] * from[i];
+      const float factor = 1 / std::sqrt(total / size + eps);
+      for (i = 0; i < size; i++) ys[row * size + i] = from[i] * factor * scales[i];
+    }
+  });
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RmsNorm, rms_norm,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Ret<F32>().Attr<float>("eps"));
+
 // Paged attention.
 
 // exp(x) for x <= 0, to about 2 units in the last place: 2^round(x / ln 2) times a polynomial of the rest.

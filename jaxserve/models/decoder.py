@@ -6,6 +6,7 @@ closes it over the KV cache and the batch's block tables.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import MLP, Embedding, Linear, Matmul, RMSNorm
+from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm
 from jaxserve.models.rope import apply_rope, rope_angles
-from pallas_kernels.matmul import matmul
+from pallas_kernels.ops import Ops
 
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines, see `rope.rope_angles`
 
@@ -37,7 +38,7 @@ class Attention(nn.Module):
     config: ModelConfig
     kv_heads: int
     dtype: Any
-    matmul: Matmul
+    ops: Ops
 
     @nn.compact
     def __call__(self, x: jax.Array, rope: Rope, attend: AttentionFn) -> jax.Array:
@@ -50,13 +51,13 @@ class Attention(nn.Module):
             qkv_axes,
             config.qkv_bias,
             self.dtype,
-            matmul=self.matmul,
+            ops=self.ops,
             name="qkv",
         )(x)
         q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
         if config.qk_norm:
-            q = RMSNorm(dim, config.norm_eps, self.dtype, name="q_norm")(q)
-            k = RMSNorm(dim, config.norm_eps, self.dtype, name="k_norm")(k)
+            q = RMSNorm(dim, config.norm_eps, self.dtype, self.ops, name="q_norm")(q)
+            k = RMSNorm(dim, config.norm_eps, self.dtype, self.ops, name="k_norm")(k)
         out = attend(apply_rope(q, *rope), apply_rope(k, *rope), v)
         out_axes = ("embed", "kv_heads", None, None)
         return Linear(
@@ -65,7 +66,7 @@ class Attention(nn.Module):
             out_axes,
             config.o_bias,
             self.dtype,
-            matmul=self.matmul,
+            ops=self.ops,
             name="out",
         )(out)
 
@@ -74,23 +75,23 @@ class DecoderLayer(nn.Module):
     config: ModelConfig
     kv_heads: int
     dtype: Any
-    matmul: Matmul
+    ops: Ops
 
     @nn.compact
     def __call__(self, x: jax.Array, rope: Rope, attend: AttentionFn) -> jax.Array:
         config = self.config
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, name=name)
+            return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, self.ops, name=name)
 
-        attention = Attention(config, self.kv_heads, self.dtype, self.matmul, name="attention")
+        attention = Attention(config, self.kv_heads, self.dtype, self.ops, name="attention")
         mlp = MLP(
             config.hidden_size,
             config.intermediate_size,
             config.activation,
             config.mlp_bias,
             self.dtype,
-            self.matmul,
+            self.ops,
             name="mlp",
         )
         x = x + attention(norm("attention_norm")(x), rope, attend)
@@ -109,27 +110,27 @@ class Decoder(nn.Module):
     kv_heads: int
     vocab_rows: int
     dtype: Any = jnp.float32
-    matmul: Matmul = matmul
+    ops: Ops = Ops()
 
     def setup(self) -> None:
         config = self.config
-        self.embed = Embedding(self.vocab_rows, config.hidden_size, self.dtype, self.matmul)
-        self.layers = [DecoderLayer(config, self.kv_heads, self.dtype, self.matmul) for _ in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype)
+        self.embed = Embedding(self.vocab_rows, config.hidden_size, self.dtype, self.ops)
+        self.layers = [DecoderLayer(config, self.kv_heads, self.dtype, self.ops) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype, self.ops)
         if not config.tie_embeddings:
             axes = ("vocab", "embed")
             self.head = Linear(
-                (config.hidden_size,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32, self.matmul
+                (config.hidden_size,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32, self.ops
             )
 
     def counting(self, tokens: jax.Array) -> Decoder:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
-        return self.clone(matmul=partial(self.matmul, count=tokens))
+        return self.clone(ops=replace(self.ops, matmul=partial(self.ops.matmul, count=tokens)))
 
     @property
     def layer(self) -> DecoderLayer:
         """Any of the layers, to be applied to its own parameters."""
-        return DecoderLayer(self.config, self.kv_heads, self.dtype, self.matmul, parent=None)
+        return DecoderLayer(self.config, self.kv_heads, self.dtype, self.ops, parent=None)
 
     def begin(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Rope]:
         """int32 [tokens], int32 [tokens] -> the first layer's input [tokens, hidden], and rotary angles for all."""

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul import matmul
+from pallas_kernels.ops import Ops
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -26,9 +26,6 @@ def weight(
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 
 
-Matmul = Callable[..., jax.Array]  # as `matmul`
-
-
 class Linear(nn.Module):
     """A dense layer from the last `len(in_shape)` axes of its input to `out_shape`."""
 
@@ -38,7 +35,7 @@ class Linear(nn.Module):
     use_bias: bool = False
     dtype: Any = jnp.float32
     out_dtype: Any = None  # of the result; None is the input's
-    matmul: Matmul = matmul
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -48,7 +45,7 @@ class Linear(nn.Module):
         )
         shape = self.out_shape + self.in_shape
         kernel = weight(self, "kernel", init, self.axes, shape, self.dtype)
-        y = self.matmul(x.reshape(-1, math.prod(self.in_shape)), kernel.reshape(-1, math.prod(self.in_shape)))
+        y = self.ops.matmul(x.reshape(-1, math.prod(self.in_shape)), kernel.reshape(-1, math.prod(self.in_shape)))
         y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
         if self.use_bias:
             y = y + weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
@@ -56,18 +53,17 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467), computed in float32."""
+    """Root-mean-square norm over the last axis."""
 
     size: int
     eps: float
     dtype: Any = jnp.float32
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return scale * wide.astype(x.dtype)
+        return self.ops.rms_norm(x, scale, self.eps)
 
 
 class Embedding(nn.Module):
@@ -76,7 +72,7 @@ class Embedding(nn.Module):
     vocab_size: int
     hidden_size: int
     dtype: Any = jnp.float32
-    matmul: Matmul = matmul
+    ops: Ops = Ops()
 
     def setup(self) -> None:
         shape = (self.vocab_size, self.hidden_size)
@@ -87,7 +83,7 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab]."""
-        return self.matmul(hidden, self.table)
+        return self.ops.matmul(hidden, self.table)
 
 
 class MLP(nn.Module):
@@ -98,7 +94,7 @@ class MLP(nn.Module):
     activation: str
     use_bias: bool
     dtype: Any = jnp.float32
-    matmul: Matmul = matmul
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -110,10 +106,10 @@ class MLP(nn.Module):
             self.use_bias,
             self.dtype,
             None,
-            self.matmul,
+            self.ops,
             name="gate_up",
         )(x)
         hidden = ACTIVATIONS[self.activation](gate_up[..., 0]) * gate_up[..., 1]
         return Linear(
-            (size,), (self.hidden_size,), ("embed", "mlp"), self.use_bias, self.dtype, None, self.matmul, name="down"
+            (size,), (self.hidden_size,), ("embed", "mlp"), self.use_bias, self.dtype, None, self.ops, name="down"
         )(hidden)

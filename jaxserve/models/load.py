@@ -21,7 +21,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family, read_model_config
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels import cpu
-from pallas_kernels.matmul import matmul
+from pallas_kernels.ops import Ops
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def make_decoder(model: ModelConfig, tensor_parallel_size: int, dtype: Any) -> D
         kv_heads=sharded_kv_heads(model, tensor_parallel_size),
         vocab_rows=padded_vocab(model.vocab_size, tensor_parallel_size),
         dtype=dtype,
-        matmul=cpu.matmul if tensor_parallel_size == 1 else matmul,
+        ops=cpu.OPS if tensor_parallel_size == 1 else Ops(),
     )
 
 

@@ -20,6 +20,7 @@ from checkpoints.load import Piece
 from jaxserve.mesh import sharding
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from pallas_kernels.ops import Ops
 
 # Role -> name in the checkpoint; "{i}" is the layer. Roles: embed, norm, head, attention_norm, mlp_norm, q, k, v, o,
 # q_norm, k_norm, gate, up, down; biases add ".bias", weights have ".weight".
@@ -42,6 +43,7 @@ def _whole(target: np.ndarray) -> np.ndarray:
 
 def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape, dtype and sharding of every parameter, as the modules declare them."""
+    model = model.clone(ops=Ops())  # the CPU's own may still be being built
     boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(1, jnp.int32), method="init_all")["params"])
 
     def leaf(box: Any) -> jax.ShapeDtypeStruct:
@@ -56,7 +58,7 @@ def dummy_params(model: Decoder, mesh: Mesh, seed: int) -> dict[str, Any]:
     shardings = jax.tree.map(lambda a: a.sharding, unflatten_dict(abstract_params(model, mesh), sep="/"))
 
     def init() -> Any:
-        variables = model.init(jax.random.key(seed), jnp.zeros(1, jnp.int32), method="init_all")
+        variables = model.clone(ops=Ops()).init(jax.random.key(seed), jnp.zeros(1, jnp.int32), method="init_all")
         return nn.meta.unbox(variables["params"])
 
     return jax.jit(init, out_shardings=shardings)()

@@ -1,4 +1,4 @@
-"""The CPU matmul against float64 NumPy, for shapes on both sides of every tile."""
+"""The CPU matmul and norm against float64 NumPy, for shapes on both sides of every tile."""
 
 import jax
 import jax.numpy as jnp
@@ -45,3 +45,14 @@ def test_it_is_the_kernel_that_runs():
     x, w = arrays(8, 64, 64)
     assert "jaxserve_matmul" in jax.jit(cpu.matmul).lower(x, w).compile().as_text()
     assert "jaxserve_matmul" not in jax.jit(cpu.matmul).lower(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)).as_text()
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (33, 64), (65, 2, 96), (3, 770)])
+def test_rms_norm(shape):
+    rng = np.random.default_rng(shape[-1])
+    x, scale = rng.standard_normal(shape).astype(np.float32), rng.standard_normal(shape[-1]).astype(np.float32)
+    out = jax.jit(cpu.rms_norm, static_argnums=2)(x, scale, 1e-3)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-3) * scale
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    assert "jaxserve_rms_norm" in jax.jit(cpu.rms_norm, static_argnums=2).lower(x, scale, 1e-3).as_text()
