@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def bundle(params: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """The leaves of a pytree of arrays, vectors that are alike (shape, dtype, sharding) as rows of one array; and the
-    function that makes the pytree of them again, which may be jitted."""
+    """The leaves of a pytree of arrays (or of their shapes), vectors that are alike (shape, dtype, sharding) as rows of
+    one array; and the function that makes the pytree of them again, which may be jitted."""
     leaves, structure = jax.tree.flatten(params)
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, x in enumerate(leaves):
@@ -34,8 +34,10 @@ def bundle(params: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], An
     return [_stack([leaves[i] for i in group]) if len(group) > 1 else leaves[group[0]] for group in groups], unbundle
 
 
-def _stack(rows: list[jax.Array]) -> jax.Array:
+def _stack(rows: list[Any]) -> Any:
     sharding = rows[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    if isinstance(rows[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=sharding)
     return jax.device_put(jnp.stack(rows), sharding)

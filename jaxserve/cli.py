@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import POOL_FRACTION, EngineConfig
+from pallas_kernels.registry import BACKENDS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,6 +129,8 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="of weights, computation and cache; auto: float32 on CPU, else the checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",
          help="devices that share each layer")  # fmt: skip
+    flag("--attention-backend", field="attention_backend", choices=["auto", *BACKENDS],
+         help="kernels for attention; auto: the first that runs here, see `jaxserve kernels`")  # fmt: skip
     flag("--load-format", field="load_format", choices=["auto", "dummy"],
          help="auto: read the safetensors; dummy: random weights from config.json alone")  # fmt: skip
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")

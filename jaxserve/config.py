@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pallas_kernels.registry import BACKENDS
+
 POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment: what JAX takes of a GPU's memory when it starts
 MAX_STEPS = 16  # tokens that a decoding row can draw in one call of a compiled step
 
@@ -34,6 +36,7 @@ class EngineConfig:
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
         the memory that is available at start, and at most 1 GiB of cache unless kv_pages says otherwise.
       tensor_parallel_size: devices that share each layer.
+      attention_backend: the kernels for attention: auto, or one of `pallas_kernels.registry.BACKENDS`.
       async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
       decode_steps: most tokens that a decoding sequence draws in one call of the devices, where no prompt is computed
         and nothing waits; 1 to 16. The loop runs on the devices; answers do not depend on it.
@@ -57,6 +60,7 @@ class EngineConfig:
     kv_pages: int | None = None
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
+    attention_backend: str = "auto"
     async_scheduling: bool = True
     decode_steps: int = 16
     latency_goal_ms: float | None = None
@@ -93,6 +97,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("load_format", ("auto", "dummy")),
+            ("attention_backend", ("auto", *BACKENDS)),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

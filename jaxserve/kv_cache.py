@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.mesh import sharding
 from jaxserve.models.config import ModelConfig
+from pallas_kernels.types import KVPages
 
 NULL_PAGE = 0  # owned by nobody: padding tokens write here, and nothing reads it
 COPIES = 16  # page copies per call of `copy_pages`
 
-KVCache = list[jax.Array]  # one array per layer
+KVCache = list[KVPages]  # one per layer
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shape of the cache: per layer [num_pages, page_size, 2 (key, value), kv_heads, head_dim]."""
+    """Shape of the cache: per layer [num_pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`."""
 
     num_layers: int
     num_pages: int
@@ -36,7 +37,7 @@ class CacheLayout:
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        return (self.num_pages, self.page_size, 2, self.kv_heads, self.head_dim)
+        return (self.num_pages, 2, self.kv_heads, self.page_size, self.head_dim)
 
     @property
     def token_bytes(self) -> int:
@@ -48,17 +49,18 @@ class CacheLayout:
         return self.page_size * self.token_bytes
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        return sharding(mesh, None, None, None, "kv_heads", None)
+        return sharding(mesh, None, None, "kv_heads")
 
-    def abstract(self, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    def abstract(self, mesh: Mesh) -> list[KVPages]:
+        """The cache's shapes, dtypes and shardings."""
         layer = jax.ShapeDtypeStruct(self.layer_shape, self.dtype, sharding=self.sharding(mesh))
-        return [layer] * self.num_layers
+        return [KVPages(cast(jax.Array, layer))] * self.num_layers
 
     def create(self, mesh: Mesh) -> KVCache:
         zeros = jax.jit(partial(jnp.zeros, self.layer_shape, self.dtype), out_shardings=self.sharding(mesh))
-        return [zeros() for _ in range(self.num_layers)]
+        return [KVPages(zeros()) for _ in range(self.num_layers)]
 
 
 def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array) -> KVCache:
     """Copies page sources[i] to targets[i], int32 [COPIES]; all are read before any is written. Pad with NULL_PAGE."""
-    return [pages.at[targets].set(pages[sources], mode="promise_in_bounds") for pages in cache]
+    return jax.tree.map(lambda x: x.at[targets].set(x[sources], mode="promise_in_bounds"), cache)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
 from jaxserve import steps
 from jaxserve.bundle import bundle
@@ -82,7 +82,7 @@ class ModelRunner:
     @property
     def cache_bytes(self) -> int:
         """On each device."""
-        return sum(_device_bytes(x) for x in self.cache)
+        return sum(_device_bytes(x) for x in jax.tree.leaves(self.cache))
 
     # Dispatch
 
@@ -165,16 +165,20 @@ class ModelRunner:
 
     def _compile(self, name: Any) -> Compiled:
         start = time.perf_counter()
-        function, donated, arguments, results = self._signature(name)
-        with jax.default_matmul_precision(self._precision):
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
-            compiled = jitted.lower(*arguments).compile()
+        compiled = self.lower(name).compile()
         seconds = time.perf_counter() - start
         with self._lock:
             self._executables[name] = compiled
             self.compile_seconds += seconds
         log.debug("compiled %s in %.2f s", name, seconds)
         return compiled
+
+    def lower(self, name: Any) -> Lowered:
+        """The program of an executable; needs shapes only."""
+        function, donated, arguments, results = self._signature(name)
+        with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # which tells Pallas the chip
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
+            return jitted.lower(*arguments)
 
     @property
     def _precision(self) -> str:

@@ -24,8 +24,8 @@ from jaxserve.mesh import spec
 from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
 from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.slots import SlotState, decode_slots
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.ops import Ops
+from pallas_kernels.types import KVPages
 
 SCORED_ROWS = 32  # prompt positions that one call of `score_prompt` scores
 
@@ -175,7 +175,7 @@ def _forward(
     tokens = jnp.where(batch.tokens < 0, slots.last_token[slot[row]], batch.tokens)
 
     row_tables = slots.block_tables[slot]
-    page_size = cache[0].shape[1]
+    page_size = cache[0].page_size
     page = row_tables[row, jnp.minimum(position // page_size, row_tables.shape[1] - 1)]
     kv_slot = jnp.where(kept, page * page_size + position % page_size, 0)
 
@@ -209,14 +209,15 @@ def _forward(
 
 
 def _layer(
-    params, x: jax.Array, rope: Rope, pages: jax.Array, where: tuple, *, module: DecoderLayer, mesh, decode_only, window
-) -> tuple[jax.Array, jax.Array]:
+    params, x: jax.Array, rope: Rope, pages: KVPages, where: tuple, *, module: DecoderLayer, mesh, decode_only, window
+) -> tuple[jax.Array, KVPages]:
     """One layer on x [tokens, hidden] and its pages of the cache; returns both."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal pages
         scale = module.config.head_dim**-0.5
-        out, pages = _attention(q, k, v, pages, *where, mesh=mesh, scale=scale, window=window, decode_only=decode_only)
+        options = {"scale": scale, "window": window, "decode_only": decode_only}
+        out, pages = _attention(module.ops, q, k, v, pages, *where, mesh=mesh, options=options)
         return out
 
     out = cast(jax.Array, module.apply({"params": params}, x, rope, attend))
@@ -244,22 +245,17 @@ def replicate(x: Any, mesh: Mesh) -> jax.Array:
 
 
 def _attention(
-    q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes, *, mesh, scale, window, decode_only
-) -> tuple[jax.Array, jax.Array]:
+    ops: Ops, q, k, v, pages: KVPages, kv_slot, tables, q_start, kv_len, num_decodes, *, mesh: Mesh, options: dict
+) -> tuple[jax.Array, KVPages]:
     """Writes and attends on each device's own heads."""
 
     def local(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes):
-        pages = write_kv(pages, k, v, kv_slot)
-        out = paged_attention(
-            q, pages, tables, q_start, kv_len, num_decodes, scale=scale, window=window, decode_only=decode_only
-        )
-        return out, pages
+        pages = ops.write_kv(pages, k, v, kv_slot)
+        return ops.paged_attention(q, pages, tables, q_start, kv_len, num_decodes, **options), pages
 
     if mesh.size == 1:
         return local(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes)
-    heads = spec(None, "kv_heads")
-    cache = spec(None, None, None, "kv_heads")
-    everywhere = PartitionSpec()
+    heads, cache, everywhere = spec(None, "kv_heads"), spec(None, None, "kv_heads"), PartitionSpec()
     return jax.shard_map(
         local,
         mesh=mesh,

@@ -1,4 +1,4 @@
-"""Matmul, norm and paged attention on CPU, in C++ (`cpu_kernels.cc`): XLA's own are far from the machine's limits.
+"""Matmul and norm on CPU, in C++ (`cpu_kernels.cc`): XLA's own are far from the machine's limits.
 
 The source is compiled for the machine at hand by its C++ compiler, once, into the user's cache folder. Without a
 compiler everything runs in plain XLA.
@@ -71,20 +71,3 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     if {x.dtype, scale.dtype} != {jnp.dtype("float32")} or not available():
         return plain(x, scale)
     return jax.lax.platform_dependent(x, scale, cpu=native, default=plain)
-
-
-OPS = ops.Ops(matmul, rms_norm)
-
-
-def paged_attention(q, pages, block_tables, q_start, kv_len, *, scale: float, window: int | None) -> jax.Array:
-    """As `reference.paged_attention`, float32."""
-    call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    return call(
-        q,
-        pages,
-        block_tables,
-        q_start,
-        kv_len,
-        scale=np.float32(scale),
-        window=np.int64(window or np.iinfo(np.int64).max // 2),
-    )

@@ -190,12 +190,12 @@ static inline Vec exponential(Vec x) {
 }
 
 struct Pages {
-  const float* data;  // [pages, size, 2 (key, value), heads, dim]
-  int64_t size, heads, dim;
-  int64_t stride() const { return 2 * heads * dim; }  // from a token to the next
+  const float* data;  // [pages, 2 (key, value), heads, size, dim]
+  int64_t heads, size, dim;
   const float* key(int32_t page, int64_t offset, int64_t head) const {
-    return data + (page * size + offset) * stride() + head * dim;
+    return data + ((page * 2 * heads + head) * size + offset) * dim;
   }
+  const float* value(int32_t page, int64_t head) const { return key(page, 0, heads + head); }
 };
 
 // y[m] += sum over s of weights[m, s] * values[s], for M rows y [dim] and `count` rows of values, `row` apart.
@@ -232,7 +232,7 @@ static ffi::Error paged_attention(ffi::ThreadPool pool, F32 q, F32 pages, S32 ta
   const int64_t tokens = shape[0], heads = shape[1], group = shape[2], dim = shape[3];
   const int64_t rows = kv_len.dimensions()[0], width = tables.dimensions()[1];
   const int32_t *starts = q_start.typed_data(), *lengths = kv_len.typed_data();
-  const Pages cache{pages.typed_data(), pages.dimensions()[1], heads, dim};
+  const Pages cache{pages.typed_data(), heads, pages.dimensions()[3], dim};
   const float* in = q.typed_data();
   float* out = result->typed_data();
 
@@ -261,7 +261,7 @@ static ffi::Error paged_attention(ffi::ThreadPool pool, F32 q, F32 pages, S32 ta
     for (int64_t s = origin; s < last;) {
       const float* key = cache.key(table[s / cache.size], s % cache.size, head);
       bool four = s + 4 <= last;
-      (four ? dot<4> : dot<1>)(queries.data(), key, &scores[s - origin], count, dim, cache.stride(), padded);
+      (four ? dot<4> : dot<1>)(queries.data(), key, &scores[s - origin], count, dim, dim, padded);
       s += four ? 4 : 1;
     }
     for (int64_t m = 0; m < count; m++) {
@@ -269,12 +269,12 @@ static ffi::Error paged_attention(ffi::ThreadPool pool, F32 q, F32 pages, S32 ta
       softmax(&scores[m * padded], std::max<int64_t>(first - origin, 0), end - origin, padded);
     }
     for (int64_t s = origin; s < last; s += cache.size) {
-      const float* value = cache.key(table[s / cache.size], 0, head) + heads * dim;
+      const float* value = cache.value(table[s / cache.size], head);
       int64_t some = std::min(cache.size, last - s), m = 0;
       for (; m + 3 <= count; m += 3)
-        mix<3>(&scores[m * padded + s - origin], padded, value, cache.stride(), some, &values[m * dim], dim);
+        mix<3>(&scores[m * padded + s - origin], padded, value, dim, some, &values[m * dim], dim);
       for (; m < count; m++)
-        mix<1>(&scores[m * padded + s - origin], padded, value, cache.stride(), some, &values[m * dim], dim);
+        mix<1>(&scores[m * padded + s - origin], padded, value, dim, some, &values[m * dim], dim);
     }
     for (int64_t m = 0; m < count; m++)
       std::copy_n(&values[m * dim], dim, out + (((tile.begin + m / group) * heads + head) * group + m % group) * dim);

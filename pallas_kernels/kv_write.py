@@ -1,17 +1,34 @@
-"""Scatter of new keys and values into the pages of the cache."""
+"""Scatter of new keys and values into the pages of the cache, in plain XLA."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.types import KVPages
 
-def write_kv(pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
-    """Writes k, v [tokens, kv_heads, head_dim] at slots [tokens] (page * page_size + offset) of the cache.
 
-    pages: [pages, page_size, 2, kv_heads, head_dim], donated by the caller and returned updated. Padding tokens carry
-    slots of page 0, which nobody owns.
+def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVPages:
+    """Writes k, v [tokens, kv_heads, head_dim] at slots int32 [tokens] (page * page_size + offset).
+
+    `pages` is donated by the caller and returned updated. Padding tokens carry slots of page 0, which nobody owns.
+    Where the pages have scales, each token's head gets the one with which its largest number is the largest code.
     """
-    page_size = pages.shape[1]
-    new = jnp.stack([k, v], axis=1).astype(pages.dtype)
-    return pages.at[slots // page_size, slots % page_size].set(new, mode="promise_in_bounds")
+    page, offset = slots // pages.page_size, slots % pages.page_size
+    new = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
+    scale = pages.scale
+    if scale is not None:
+        new, own = quantize(new, pages.data.dtype)
+        scale = scale.at[page, :, :, offset].set(own, mode="promise_in_bounds")
+    data = pages.data.at[page, :, :, offset].set(new.astype(pages.data.dtype), mode="promise_in_bounds")
+    return KVPages(data, scale)
+
+
+def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """x [..., head_dim] as codes of int8 or float8_e4m3fn, and their scales, float32 [...]."""
+    largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32)
+    peak = jnp.max(jnp.abs(wide), axis=-1)
+    scale = jnp.where(peak > 0, peak / largest, 1.0)
+    codes = wide / scale[..., None]
+    return (jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype), scale

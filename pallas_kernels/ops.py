@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.registry import AttentionProblem, Device, choose, load
+from pallas_kernels.types import KVPages
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
@@ -29,7 +34,23 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 @dataclass(frozen=True)
 class Ops:
-    """Implementations with the signatures of the functions above."""
+    """One implementation of each operation, with the signatures of the plain ones."""
 
     matmul: Callable[..., jax.Array] = matmul
     rms_norm: Callable[..., jax.Array] = rms_norm
+    paged_attention: Callable[..., jax.Array] = reference.paged_attention
+    write_kv: Callable[..., KVPages] = write_kv
+
+
+def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "auto", partitioned: bool = False) -> Ops:
+    """What a model on `device` runs with; `backend` is asked for attention. Raises BackendError.
+
+    `partitioned` models are split over devices by XLA, which can split none but its own dense operations.
+    """
+    from pallas_kernels import cpu  # which needs the functions above
+
+    module = load("attention", choose("attention", device, attention, backend))
+    ops = Ops(paged_attention=module.paged_attention, write_kv=getattr(module, "write_kv", write_kv))
+    if device.platform == "cpu" and not partitioned:
+        ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm)
+    return ops

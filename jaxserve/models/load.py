@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
@@ -20,8 +21,8 @@ from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family, read_model_config
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
-from pallas_kernels import cpu
-from pallas_kernels.ops import Ops
+from pallas_kernels.ops import choose_ops
+from pallas_kernels.registry import AttentionProblem, BackendError, Device
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +49,19 @@ def compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> An
     return jnp.dtype(model.dtype if model.dtype in ("float16", "bfloat16") else "bfloat16")
 
 
-def make_decoder(model: ModelConfig, tensor_parallel_size: int, dtype: Any) -> Decoder:
-    return Decoder(
-        model,
-        kv_heads=sharded_kv_heads(model, tensor_parallel_size),
-        vocab_rows=padded_vocab(model.vocab_size, tensor_parallel_size),
-        dtype=dtype,
-        ops=cpu.OPS if tensor_parallel_size == 1 else Ops(),
+def make_decoder(model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16, attention: str = "auto") -> Decoder:
+    """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot."""
+    kv_heads = sharded_kv_heads(model, mesh.size)
+    dtype = np.dtype(dtype)
+    problem = AttentionProblem(
+        dtype, dtype, kv_heads // mesh.size, model.num_heads // kv_heads, model.head_dim, page_size
     )
+    device = Device.of(mesh.devices.flat[0])
+    try:
+        ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
+    except BackendError as error:
+        raise ConfigError(str(error)) from None
+    return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
 
 
 def load_params(decoder: Decoder, folder: Path, mesh: Mesh, *, progress: bool = True) -> dict[str, Any]:

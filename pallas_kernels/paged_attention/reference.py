@@ -19,6 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.registry import AttentionProblem, Device
+from pallas_kernels.types import KVPages
+
 ROWS = 8  # decode rows per block
 TILE = 64  # query tokens per tile of a prompt
 KV_BLOCK = 128  # cached tokens per step of the running softmax
@@ -43,8 +46,13 @@ class Softmax(NamedTuple):
             self.values * keep[..., None] + weigh(probabilities),
         )
 
-    def result(self) -> jax.Array:
-        return self.values / jnp.maximum(self.total, 1e-30)[..., None]
+    def result(self, sinks: jax.Array | None = None) -> jax.Array:
+        """Weighted values over the sum of exponentials; sinks, which broadcast to the sum, add to it."""
+        if sinks is None:
+            return self.values / jnp.maximum(self.total, 1e-30)[..., None]
+        peak = jnp.maximum(self.peak, sinks)
+        keep = jnp.exp(self.peak - peak)
+        return self.values * (keep / (self.total * keep + jnp.exp(sinks - peak)))[..., None]
 
     @staticmethod
     def empty(shape: tuple[int, ...], head_dim: int) -> Softmax:
@@ -55,10 +63,26 @@ class Softmax(NamedTuple):
         )
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "decode_only"))
+def why_not(device: Device, problem: AttentionProblem) -> str | None:
+    """Plain XLA runs everything, everywhere."""
+    return None
+
+
+class _Masking(NamedTuple):
+    """How scores are made."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def cap(self, scores: jax.Array) -> jax.Array:
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "softcap", "decode_only"))
 def paged_attention(
     q: jax.Array,
-    pages: jax.Array,
+    pages: KVPages,
     block_tables: jax.Array,
     q_start: jax.Array,
     kv_len: jax.Array,
@@ -66,60 +90,69 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     decode_only: bool = False,
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached keys and values, the new ones already written.
 
     Args:
       q: [tokens, kv_heads, group, head_dim], rows back to back.
-      pages: [pages, page_size, 2, kv_heads, head_dim].
+      pages: the layer's cache.
       block_tables: int32 [rows, max_pages], the pages of each row in order.
       q_start: int32 [rows + 1], where each row's tokens begin; equal neighbours are an empty row.
       kv_len: int32 [rows], cached tokens of each row, its new ones included; its last query token is the last of them.
       num_decodes: int32 scalar; so many leading rows have exactly one token each (row r is token r).
       scale: multiplies the scores.
       window: a token sees at most so many tokens back, itself included; None sees all.
+      softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118).
+      sinks: float32 [kv_heads, group], logits that join the softmax's denominator (gpt-oss, arXiv:2508.10925).
       decode_only: promises that all rows beyond num_decodes are empty.
 
     Returns:
       As q; rows of padding tokens are unspecified but finite.
     """
-    out = _decode_rows(q, pages, block_tables, kv_len, num_decodes, scale=scale, window=window)
+    masking = _Masking(scale, window, softcap)
+    out = _decode_rows(q, pages, block_tables, kv_len, num_decodes, sinks, masking)
     if decode_only:
         return out
-    return _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, scale=scale, window=window)
+    return _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sinks, masking)
 
 
-def _gather(pages: jax.Array, table: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values [..., KV_BLOCK, kv_heads, head_dim] of one block of each table row, and its first position."""
-    page_size = pages.shape[1]
-    width = table.shape[-1]
+def _gather(pages: KVPages, table: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values, float32 [..., kv_heads, KV_BLOCK, head_dim], of one block of each table row, and positions."""
+    page_size, width = pages.page_size, table.shape[-1]
     count = min(max(KV_BLOCK // page_size, 1), width)
     # dynamic_slice clamps at the end of the table; the positions follow the clamped start, and keys that an earlier
     # block has seen are masked by the caller through `first`.
     start = jnp.minimum(block * count, width - count)
     chosen = lax.dynamic_slice_in_dim(table, start, count, axis=-1)
-    kv = pages.at[chosen].get(mode="clip")
-    kv = kv.reshape(*table.shape[:-1], count * page_size, *pages.shape[2:])
     position = start * page_size + jnp.arange(count * page_size)
     position = jnp.where(position < block * count * page_size, jnp.iinfo(jnp.int32).max, position)
-    return kv[..., 0, :, :], kv[..., 1, :, :], position
+
+    def tokens(which: int) -> jax.Array:
+        found = pages.data.at[chosen, which].get(mode="clip").astype(jnp.float32)
+        if pages.scale is not None:
+            found *= pages.scale.at[chosen, which].get(mode="clip")[..., None]
+        found = jnp.moveaxis(found, -4, -3)  # [..., kv_heads, count, page_size, head_dim]
+        return found.reshape(*found.shape[:-3], count * page_size, found.shape[-1])
+
+    return tokens(0), tokens(1), position
 
 
-def _block_tokens(pages: jax.Array, block_tables: jax.Array) -> int:
-    page_size = pages.shape[1]
-    return min(max(KV_BLOCK // page_size, 1), block_tables.shape[1]) * page_size
+def _block_tokens(pages: KVPages, block_tables: jax.Array) -> int:
+    return min(max(KV_BLOCK // pages.page_size, 1), block_tables.shape[1]) * pages.page_size
 
 
-def _decode_rows(q, pages, block_tables, kv_len, num_decodes, *, scale, window):
+def _decode_rows(q, pages, block_tables, kv_len, num_decodes, sinks, masking: _Masking):
     """Row r's single query is token r."""
-    rows, head_dim = min(ROWS, block_tables.shape[0], q.shape[0]), q.shape[-1]
+    rows, head_dim, window = min(ROWS, block_tables.shape[0], q.shape[0]), q.shape[-1], masking.window
     tokens = _block_tokens(pages, block_tables)
 
     def row_block(i, out):
         # The last block may overlap the one before it; it then computes those rows again, with the same result.
         first_row = jnp.minimum(i * rows, min(block_tables.shape[0], q.shape[0]) - rows)
-        query = lax.dynamic_slice_in_dim(q, first_row, rows).astype(jnp.float32) * scale
+        query = lax.dynamic_slice_in_dim(q, first_row, rows).astype(jnp.float32) * masking.scale
         table = lax.dynamic_slice_in_dim(block_tables, first_row, rows)
         length = lax.dynamic_slice_in_dim(kv_len, first_row, rows)
         oldest = jnp.maximum(length - window, 0) if window else jnp.zeros_like(length)
@@ -127,23 +160,23 @@ def _decode_rows(q, pages, block_tables, kv_len, num_decodes, *, scale, window):
         def kv_block(block, state):
             k, v, position = _gather(pages, table, block)
             seen = (position < length[:, None]) & (position >= oldest[:, None])
-            seen = seen[:, :, None, None]
-            scores = jnp.einsum("rkgd,rskd->rskg", query, k.astype(jnp.float32))
-            v = jnp.where(seen, v.astype(jnp.float32), 0.0)
-            scores = jnp.where(seen, scores, MASKED)
-            return state.update(scores, lambda p: jnp.einsum("rskg,rskd->rkgd", p, v), axis=1)
+            seen = seen[:, None, :]
+            scores = masking.cap(jnp.einsum("rkgd,rksd->rkgs", query, k))
+            v = jnp.where(seen[..., None], v, 0.0)
+            scores = jnp.where(seen[:, :, None], scores, MASKED)
+            return state.update(scores, lambda p: jnp.einsum("rkgs,rksd->rkgd", p, v), axis=-1)
 
         first = jnp.min(jnp.where(length > 0, oldest, jnp.iinfo(jnp.int32).max)) // tokens
         last = (jnp.max(length) + tokens - 1) // tokens
         state = lax.fori_loop(first, last, kv_block, Softmax.empty(query.shape[:-1], head_dim))
-        return lax.dynamic_update_slice_in_dim(out, state.result().astype(out.dtype), first_row, 0)
+        return lax.dynamic_update_slice_in_dim(out, state.result(sinks).astype(out.dtype), first_row, 0)
 
     return lax.fori_loop(0, (num_decodes + rows - 1) // rows, row_block, jnp.zeros_like(q))
 
 
-def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, *, scale, window):
+def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sinks, masking: _Masking):
     num_tokens, _, _, head_dim = q.shape
-    tile = min(TILE, num_tokens)
+    tile, window = min(TILE, num_tokens), masking.window
     tokens = _block_tokens(pages, block_tables)
     num_rows = block_tables.shape[0]
     q_len = q_start[1:] - q_start[:-1]
@@ -154,7 +187,7 @@ def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, *, s
     def query_tile(i, out):
         row = jnp.searchsorted(tiles_before, i, side="right") - 1
         start = q_start[row] + (i - tiles_before[row]) * tile
-        query = lax.dynamic_slice_in_dim(padded, start, tile).astype(jnp.float32) * scale
+        query = lax.dynamic_slice_in_dim(padded, start, tile).astype(jnp.float32) * masking.scale
         # Position of each query token; those beyond the row's end belong to the next row, whose own tile comes later
         # and overwrites what this one leaves there.
         where = kv_len[row] - q_start[row + 1] + start + jnp.arange(tile)
@@ -166,15 +199,15 @@ def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, *, s
             seen = (position <= where[:, None]) & (position < kv_len[row])
             if window:
                 seen &= position > where[:, None] - window
-            scores = jnp.einsum("tkgd,skd->kgts", query, k.astype(jnp.float32))
+            scores = masking.cap(jnp.einsum("tkgd,ksd->kgts", query, k))
             owned = (position < kv_len[row]) & (position >= oldest)
-            v = jnp.where(owned[:, None, None], v.astype(jnp.float32), 0.0)
+            v = jnp.where(owned[:, None], v, 0.0)
             scores = jnp.where(seen, scores, MASKED)
-            return state.update(scores, lambda p: jnp.einsum("kgts,skd->kgtd", p, v), axis=-1)
+            return state.update(scores, lambda p: jnp.einsum("kgts,ksd->kgtd", p, v), axis=-1)
 
         shape = (q.shape[1], q.shape[2], tile)
         state = lax.fori_loop(oldest // tokens, newest // tokens + 1, kv_block, Softmax.empty(shape, head_dim))
-        result = state.result().transpose(2, 0, 1, 3).astype(out.dtype)
+        result = state.result(None if sinks is None else sinks[..., None]).transpose(2, 0, 1, 3).astype(out.dtype)
         return lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
     out = jnp.concatenate([out, jnp.zeros((tile, *out.shape[1:]), out.dtype)])

@@ -24,8 +24,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def load(folder, devices=1, dtype="float32"):
-    decoder = make_decoder(read_model(folder), devices, jnp.dtype(dtype))
-    return flatten_dict(load_params(decoder, folder, make_mesh(devices), progress=False), sep="/")
+    mesh = make_mesh(devices)
+    decoder = make_decoder(read_model(folder), mesh, jnp.dtype(dtype))
+    return flatten_dict(load_params(decoder, folder, mesh, progress=False), sep="/")
 
 
 def expected(case, devices):
@@ -227,7 +228,7 @@ def kilobytes(field):
 
 folder, devices = Path(sys.argv[1]), int(sys.argv[2])
 mesh = make_mesh(devices)
-decoder = make_decoder(read_model(folder), devices, jnp.dtype("float32"))
+decoder = make_decoder(read_model(folder), mesh, jnp.dtype("float32"))
 jax.block_until_ready(jax.device_put(jnp.ones(8), mesh.devices.flat[-1]))
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 before = kilobytes("VmRSS")

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from pallas_kernels.kv_write import write_kv
+from pallas_kernels.types import KVPages
 
 PAGES = 997  # collides with no other dimension
 BUCKETS = range(4)
@@ -58,7 +59,7 @@ def copies(compiled, elements: int) -> list[str]:
 
 def check(runner, name, donated) -> None:
     compiled = compile_as_the_runner_does(runner, name)
-    layer = runner.cache[0].addressable_shards[0].data
+    layer = runner.cache[0].data.addressable_shards[0].data
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= device_bytes(donated)
     assert copies(compiled, layer.size // 2) == []
@@ -85,16 +86,16 @@ def test_upkeep_happens_in_place(engine, name):
 
 def test_a_sharded_step_updates_cache_and_slots_in_place(make):
     engine = make(devices=2)
-    assert device_bytes(engine.runner.cache) * 2 == sum(pages.nbytes for pages in engine.runner.cache)
+    assert device_bytes(engine.runner.cache) * 2 == sum(pages.data.nbytes for pages in engine.runner.cache)
     check(engine.runner, engine.shapes[0], (engine.runner.cache, engine.runner.slots))
 
 
 def test_a_copy_would_be_found():
     """The same write into an array that is not donated has to copy it, and the search above sees that."""
-    pages = jnp.zeros((PAGES, 16, 2, 2, 16))
+    pages = KVPages(jnp.zeros((PAGES, 2, 2, 16, 16)))
     new, slots = jnp.zeros((3, 2, 16)), jnp.arange(3)
     for donated in (True, False):
         jitted = jax.jit(write_kv, donate_argnums=(0,) if donated else ())
         compiled = jitted.lower(pages, new, new, slots).compile()
-        assert (copies(compiled, pages.size) == []) is donated
-        assert (compiled.memory_analysis().alias_size_in_bytes >= pages.nbytes) is donated
+        assert (copies(compiled, pages.data.size) == []) is donated
+        assert (compiled.memory_analysis().alias_size_in_bytes >= pages.data.nbytes) is donated

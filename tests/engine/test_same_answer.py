@@ -83,8 +83,8 @@ def test_under_tensor_parallelism(devices, model_folders, alone):
     kernel = engine.runner.params["layers_0"]["mlp"]["down"]["kernel"]
     assert kernel.addressable_shards[0].data.shape[1] == kernel.shape[1] // devices
     pages = engine.runner.cache[0]
-    assert pages.shape[3] == max(2, devices)
-    assert pages.addressable_shards[0].data.shape[3] == max(2, devices) // devices
+    assert pages.kv_heads == max(2, devices)
+    assert pages.data.addressable_shards[0].data.shape[2] == max(2, devices) // devices
 
 
 def test_completions_of_one_prompt(model_folders):

@@ -11,25 +11,28 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import cpu, paged_attention
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention import cpu, reference
 from pallas_kernels.paged_attention.reference import KV_BLOCK, TILE
+from pallas_kernels.registry import AttentionProblem, Device
+from pallas_kernels.types import KVPages
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+DTYPES = {
+    "float32": np.float32,
+    "bfloat16": ml_dtypes.bfloat16,
+    "int8": np.int8,
+    "fp8": ml_dtypes.float8_e4m3fn,
+}
 
 
 @pytest.fixture(autouse=True, params=["reference", "cpu"])
 def attend(request, monkeypatch):
     """Every test runs with the reference, and with the kernel of this machine where there is one."""
-    if request.param == "cpu" and not cpu.available():
-        pytest.skip("no C++ compiler")
-    chosen = reference if request.param == "reference" else paged_attention
-    monkeypatch.setattr("test_paged_attention.attention", chosen.paged_attention)
+    monkeypatch.setattr("test_paged_attention.backend", {"reference": reference, "cpu": cpu}[request.param])
 
 
-attention = reference.paged_attention
+backend = reference
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,24 @@ class Config:
     kv_heads: int = 2
     window: int | None = None
     dtype: str = "float32"
+    kv_dtype: str | None = None  # None: as the queries
+    softcap: float | None = None
+    sinks: bool = False
     tokens: int = 96
     rows: int = 9  # one more than the kernel takes at once
     max_pages: int = 24
 
     def __str__(self) -> str:
         window = f"-window{self.window}" if self.window else ""
-        return f"page{self.page_size}-dim{self.head_dim}-group{self.group}{window}-{self.dtype}-table{self.max_pages}"
+        rest = "".join(f"-{x}" for x in (self.kv_dtype, self.softcap and "softcap", self.sinks and "sinks") if x)
+        shape = f"page{self.page_size}-dim{self.head_dim}-group{self.group}-table{self.max_pages}"
+        return f"{shape}{window}-{self.dtype}{rest}"
+
+    @property
+    def problem(self) -> AttentionProblem:
+        q, kv = (np.dtype(DTYPES[name]) for name in (self.dtype, self.kv_dtype or self.dtype))
+        sizes = (self.kv_heads, self.group, self.head_dim, self.page_size)
+        return AttentionProblem(q, kv, *sizes, self.kv_dtype is not None, self.softcap is not None, self.sinks)
 
 
 CONFIGS = [
@@ -60,6 +74,9 @@ CONFIGS = [
     Config(page_size=8, head_dim=128, group=1, window=KV_BLOCK + 1, max_pages=80),
     Config(page_size=64, head_dim=64, group=7, kv_heads=1, window=70, max_pages=9, dtype="bfloat16"),
     Config(tokens=7, rows=3, max_pages=20),  # fewer tokens than a tile, fewer rows than a block
+    Config(softcap=3.0, sinks=True),
+    Config(head_dim=128, group=7, window=40, sinks=True, kv_dtype="int8"),
+    Config(page_size=32, head_dim=96, kv_dtype="fp8", dtype="bfloat16", softcap=2.0),
 ]
 
 
@@ -68,7 +85,9 @@ class Batch:
     """Host arrays as the kernel takes them, and each row's own keys and values in float64."""
 
     q: np.ndarray
-    pages: np.ndarray
+    pages: np.ndarray  # as KVPages.data
+    scale: np.ndarray | None  # as KVPages.scale
+    sinks: np.ndarray | None
     tables: np.ndarray
     q_len: list[int]
     kv_len: list[int]
@@ -91,20 +110,31 @@ def make_batch(config: Config, rows: list[tuple[int, int]], seed: int) -> Batch:
     needed = [-(-length // config.page_size) for _, length in rows]
     num_pages = sum(needed) + 5
     owned = rng.permutation(np.arange(1, num_pages)).tolist()  # page 0 is nobody's
-    pages = np.full((num_pages, config.page_size, 2, config.kv_heads, config.head_dim), np.nan, dtype)
+    kv_dtype = DTYPES[config.kv_dtype or config.dtype]
+    shape = (num_pages, 2, config.kv_heads, config.page_size, config.head_dim)
+    pages = np.full(shape, 77 if kv_dtype == np.int8 else np.nan, kv_dtype)
+    scale = np.full(shape[:-1], np.nan, np.float32) if config.kv_dtype else None
     # Entries beyond a row's pages are stale: they point at pages of others, at poisoned ones, or nowhere.
     tables = rng.integers(0, num_pages, (config.rows, config.max_pages)).astype(np.int32)
     keys, values = [], []
     for i, (_, length) in enumerate(rows):
-        kv = rng.standard_normal((length, 2, config.kv_heads, config.head_dim)).astype(dtype)
+        kv = rng.standard_normal((length, 2, config.kv_heads, config.head_dim))
+        own = np.abs(kv).max(-1) / 127 if config.kv_dtype else np.ones(kv.shape[:-1])
+        codes = (kv / own[..., None]).astype(kv_dtype)
+        kv = codes.astype(np.float64) * own.astype(np.float32)[..., None]
         mine = [owned.pop() for _ in range(needed[i])]
         tables[i, : len(mine)] = mine
         for position in range(length):
-            pages[mine[position // config.page_size], position % config.page_size] = kv[position]
-        keys.append(kv[:, 0].astype(np.float64))
-        values.append(kv[:, 1].astype(np.float64))
+            page, offset = mine[position // config.page_size], position % config.page_size
+            pages[page, :, :, offset] = codes[position]
+            if scale is not None:
+                scale[page, :, :, offset] = own[position]
+        keys.append(kv[:, 0])
+        values.append(kv[:, 1])
     q = rng.standard_normal((config.tokens, config.kv_heads, config.group, config.head_dim)).astype(dtype)
-    return Batch(q, pages, tables, [n for n, _ in rows], [n for _, n in rows], num_decodes, keys, values)
+    sinks = rng.standard_normal((config.kv_heads, config.group)).astype(np.float32) * 2 if config.sinks else None
+    lengths = [n for n, _ in rows], [n for _, n in rows]
+    return Batch(q, pages, scale, sinks, tables, *lengths, num_decodes, keys, values)
 
 
 def gold(config: Config, batch: Batch, scale: float) -> np.ndarray:
@@ -115,26 +145,38 @@ def gold(config: Config, batch: Batch, scale: float) -> np.ndarray:
             first = 0 if config.window is None else max(0, position + 1 - config.window)
             q = batch.q[len(out)].astype(np.float64)
             scores = np.einsum("kgd,skd->kgs", q, batch.keys[row][first : position + 1]) * scale
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
+            if config.softcap:
+                scores = config.softcap * np.tanh(scores / config.softcap)
+            peak = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - peak)
+            sink = 0 if batch.sinks is None else np.exp(batch.sinks[..., None] - peak)
+            weights /= weights.sum(-1, keepdims=True) + sink
             out.append(np.einsum("kgs,skd->kgd", weights, batch.values[row][first : position + 1]))
     return np.stack(out)
 
 
 def run(config: Config, batch: Batch, scale: float, *, decode_only: bool = False) -> np.ndarray:
+    if (reason := backend.why_not(Device("cpu", "cpu"), config.problem)) is not None:
+        pytest.skip(reason)
     kv_len = np.zeros(config.rows, np.int32)
     kv_len[: len(batch.kv_len)] = batch.kv_len
-    pages = np.full((config.rows * config.max_pages + 6, *batch.pages.shape[1:]), np.nan, batch.pages.dtype)
-    pages[: len(batch.pages)] = batch.pages
-    out = attention(
+    most = config.rows * config.max_pages + 6
+
+    def padded(x: np.ndarray) -> jax.Array:
+        poison = 77 if x.dtype == np.int8 else np.nan
+        return jnp.asarray(np.concatenate([x, np.full((most - len(x), *x.shape[1:]), poison, x.dtype)]))
+
+    out = backend.paged_attention(
         jnp.asarray(batch.q),
-        jnp.asarray(pages),
+        KVPages(padded(batch.pages), None if batch.scale is None else padded(batch.scale)),
         jnp.asarray(batch.tables),
         jnp.asarray(batch.q_start(config.rows)),
         jnp.asarray(kv_len),
         jnp.asarray(batch.num_decodes, jnp.int32),
         scale=scale,
         window=config.window,
+        softcap=config.softcap,
+        sinks=None if batch.sinks is None else jnp.asarray(batch.sinks),
         decode_only=decode_only,
     )
     assert out.dtype == batch.q.dtype
@@ -240,16 +282,27 @@ def test_a_row_s_result_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(run(CONFIGS[0], alone, 0.1)[0], run(CONFIGS[0], together, 0.1)[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_write_kv(dtype):
     rng = np.random.default_rng(0)
-    before = rng.standard_normal((7, 8, 2, 3, 16)).astype(DTYPES[dtype])
+    before = (10 * rng.standard_normal((7, 2, 3, 8, 16))).astype(DTYPES[dtype])
+    scale = np.ones(before.shape[:-1], np.float32) if dtype in ("int8", "fp8") else None
     k, v = rng.standard_normal((2, 10, 3, 16)).astype(np.float32)
+    k[1, 1] = 0  # its scale must not be 0
     slots = np.array([*rng.permutation(np.arange(8, 56))[:8], 0, 0], np.int32)  # the last two are padding
-    after = np.asarray(jax.jit(write_kv)(jnp.asarray(before), jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)))
-    expected = before.copy()
+    after = jax.jit(write_kv)(KVPages(before, scale), jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots))
+    assert after.data.dtype == before.dtype
+    data, new_scale = np.asarray(after.data), None if scale is None else np.asarray(after.scale)
+    written = np.zeros(before.shape[:-1], bool)
     for i, slot in enumerate(slots[:8]):
-        expected[slot // 8, slot % 8] = np.stack([k[i], v[i]]).astype(DTYPES[dtype])
-    assert after.dtype == before.dtype
-    np.testing.assert_array_equal(after[1:], expected[1:])
-    np.testing.assert_array_equal(after[0, 1:], expected[0, 1:])  # padding writes at the null page's first place only
+        where = (slot // 8, slice(None), slice(None), slot % 8)
+        written[where] = True
+        kv = np.stack([k[i], v[i]])
+        if scale is None:
+            np.testing.assert_array_equal(data[where], kv.astype(DTYPES[dtype]))
+        else:
+            read = data[where].astype(np.float64) * new_scale[where][..., None]
+            steps = 254 if dtype == "int8" else 16  # half a step of the grid, or of three bits of mantissa
+            assert (np.abs(read - kv) <= np.abs(kv).max(-1, keepdims=True) / steps + 1e-6).all()
+    written[0, :, :, 0] = True  # padding writes at the null page's first place only
+    np.testing.assert_array_equal(data[~written], before[~written])

@@ -1,0 +1,56 @@
+"""Paged attention on CPU in C++ (`cpu_kernels.cc`), which reads the pages where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import cpu, cpu_build
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.registry import AttentionProblem, Device
+from pallas_kernels.types import KVPages
+
+
+def why_not(device: Device, problem: AttentionProblem) -> str | None:
+    """The reason why it cannot be used, or None."""
+    if device.platform != "cpu":
+        return "it is for CPUs"
+    if {problem.q_dtype, problem.kv_dtype} != {np.dtype(np.float32)}:
+        return f"it computes in float32, not with {problem.q_dtype} queries and a {problem.kv_dtype} cache"
+    if problem.head_dim % 8:
+        return f"head_dim must be a multiple of 8, not {problem.head_dim}"
+    if problem.softcap or problem.sinks:
+        return "it knows no softcap and no sinks"
+    return None if cpu_build.possible() else "there is no C++ compiler (CXX)"
+
+
+def paged_attention(
+    q: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    q_start: jax.Array,
+    kv_len: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    decode_only: bool = False,
+    **rest: Any,
+) -> jax.Array:
+    """As `reference.paged_attention`."""
+    if not cpu.available():  # the build failed
+        options = {"scale": scale, "window": window, "decode_only": decode_only, **rest}
+        return reference.paged_attention(q, pages, block_tables, q_start, kv_len, num_decodes, **options)
+    call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return call(
+        q,
+        pages.data,
+        block_tables,
+        q_start,
+        kv_len,
+        scale=np.float32(scale),
+        window=np.int64(window or np.iinfo(np.int64).max // 2),
+    )

@@ -1,0 +1,58 @@
+"""What kernels read beside plain arrays: quantized weights, and the pages of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+
+class KVPages(NamedTuple):
+    """One layer's KV cache.
+
+    data: [pages, 2 (key, value), kv_heads, page_size, head_dim], so that what a kernel reads of a head in a page is one
+      piece; float32, bfloat16, float16, float8_e4m3fn or int8.
+    scale: float32 [pages, 2, kv_heads, page_size], which the data is to be multiplied with; None is 1.
+    """
+
+    data: jax.Array
+    scale: jax.Array | None = None
+
+    @property
+    def page_size(self) -> int:
+        return self.data.shape[3]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.data.shape[4]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale", "zero", "bias"], meta_fields=["block"])
+@dataclass(frozen=True)
+class QuantArray:
+    """A quantized weight [out, in]: value = (codes - zero) * scale + bias, in float32.
+
+    codes: int4, int8 or float8_e4m3fn [out, in].
+    block: rows and inputs that share a scale: (1, in) per channel, (1, 128) groups of 128, (out, in) per tensor, (128,
+      128) blocks. Sizes need not be multiples; the last block is then smaller.
+    scale: float32, bfloat16 or float16 [ceil(out / rows), ceil(in / inputs)].
+    zero: int8, as scale, in the units of the codes; None is 0. Formats with codes from 0 to 15 and zero points store
+      both less 8.
+    bias: as scale; None is 0.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None = None
+    bias: jax.Array | None = None
+    block: tuple[int, int] = (1, 128)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
