@@ -1,5 +1,6 @@
 # make serve   install into .venv and serve the bundled demo model on http://127.0.0.1:8000
 # make test    install the test extra and run the tests
+# make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make lint    ruff and mypy
 # make slow    the tests that take minutes
 
@@ -9,7 +10,7 @@ MODEL ?= demo
 EXTRA ?=
 BIN = $(VENV)/bin
 
-.PHONY: serve test test-engine slow lint format clean
+.PHONY: serve test test-engine test-kernels slow lint format clean
 
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
@@ -17,10 +18,20 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest
 
-# The engine and kernel tests alone; used with VENV and PYTHON of another version.
+# The engine tests alone; used with VENV and PYTHON of another version.
 test-engine: $(VENV)/installed-test
 	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	$(BIN)/python -m pytest tests/engine tests/kernels
+	$(BIN)/python -m pytest tests/engine
+
+test-kernels: VENV = .venv-aot
+test-kernels: aot-environment
+	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
+	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 $(BIN)/python -m pytest tests/kernels tests/aot
+
+.PHONY: aot-environment
+aot-environment: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,aot]" $(EXTRA)
 
 slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow
@@ -45,4 +56,4 @@ $(VENV)/installed-test: pyproject.toml
 	touch $(VENV)/installed $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-aot build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve | generate | chat | batch | models | bench`.
+"""The command line: `jaxserve serve | generate | chat | batch | models | kernels | bench`.
 
 The composition root: the one place below `server` that knows it, and imports it only for the commands that need it.
 Nothing heavy is imported before the arguments have been understood, so that help and mistakes are instant.
@@ -72,6 +72,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--model", help="folder, hub id, or 'demo'; None: the one that the requests name (otherwise that is ignored)"
     )
     _add_engine_flags(batch)
+
+    kernels = _command(commands, "kernels", run_kernels, "what a device would run, and why not the rest")
+    kernels.add_argument("--target", metavar="NAME", help="a device that is not here, such as h200x1 or v5e-4")
+    for name, default, help_ in (("head-dim", 128, "of attention"), ("group", 4, "query heads of a key-value head"),
+                                 ("page-size", 16, "tokens per page")):  # fmt: skip
+        kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
 
     models = _command(commands, "models", run_models, "list the models on this machine and the supported architectures")
     models.add_argument("folder", nargs="*", type=Path, help="further folders to look in")
@@ -255,6 +261,18 @@ def run_batch(args: argparse.Namespace) -> int:
 
     args.model = args.model or model_of(args.input)
     return answer_file(engine_config(args), args.input, args.output)
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    import jax
+
+    from jaxserve.kernels import describe
+    from jaxserve.targets import target_devices
+    from pallas_kernels.registry import Device
+
+    device = (target_devices(args.target) if args.target else jax.devices())[0]
+    print("\n".join(describe(Device.of(device), args.head_dim, args.group, args.page_size)))
+    return 0
 
 
 def run_models(args: argparse.Namespace) -> int:

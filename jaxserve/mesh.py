@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -51,6 +52,21 @@ def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def embed_sharded(mesh: Mesh, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows ids int32 [tokens] of table [vocab, hidden], whose rows are split over the devices: each looks up its own.
+    Left to itself, XLA gathers the whole table."""
+
+    def local(table: jax.Array, ids: jax.Array) -> jax.Array:
+        own = ids - jax.lax.axis_index("tensor") * len(table)
+        rows = jnp.take(table, own, axis=0, mode="clip")
+        mine = (own >= 0) & (own < len(table))
+        return jax.lax.psum(jnp.where(mine[:, None], rows, 0), "tensor")
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(spec("vocab"), PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+    )(table, ids)
 
 
 def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:

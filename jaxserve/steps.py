@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config import MAX_STEPS
 from jaxserve.kv_cache import KVCache
-from jaxserve.mesh import spec
+from jaxserve.mesh import sharding, spec
 from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
 from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.slots import SlotState, decode_slots
@@ -194,7 +194,7 @@ def _forward(
     hidden: Any = decoder(x, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
-    logits = replicate(head.apply({"params": params}, last, method="logits"), mesh)
+    logits = _logits(head, params, last, mesh)
     words = slots.params[slot]
     sampled = sample(logits, words, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
 
@@ -230,14 +230,20 @@ def score_prompt(params, hidden: jax.Array, packed: jax.Array, *, model: Decoder
     packed: int32 [2, SCORED_ROWS]: rows of `hidden` [tokens, hidden], and the token that follows each.
     """
     rows, targets = packed
-    logits = replicate(model.apply({"params": params}, hidden[rows], method="logits"), mesh)
-    return score_tokens(logits, targets)
+    return score_tokens(_logits(model, params, hidden[rows], mesh), targets)
 
 
 def update_tables(slots: SlotState, packed: jax.Array) -> SlotState:
     """Writes block-table entries, int32 [3, updates] (slot, index, page): those that found no place in the step."""
     slot, index, page = packed
     return slots._replace(block_tables=slots.block_tables.at[slot, index].set(page))
+
+
+def _logits(model: Decoder, params, hidden: jax.Array, mesh: Mesh) -> jax.Array:
+    """hidden [rows, hidden] -> float32 [rows, vocab] on every device; each computes the part of its own weights."""
+    logits = cast(jax.Array, model.apply({"params": params}, hidden, method="logits"))
+    logits = lax.with_sharding_constraint(logits, sharding(mesh, None, "vocab"))
+    return replicate(logits[:, : model.config.vocab_size], mesh)
 
 
 def replicate(x: Any, mesh: Mesh) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import reference
-from pallas_kernels.registry import AttentionProblem, Device, choose, load
+from pallas_kernels.registry import AttentionProblem, BackendError, Device, choose, load
 from pallas_kernels.types import KVPages
+
+log = logging.getLogger(__name__)
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
@@ -32,12 +35,18 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return scale * wide.astype(x.dtype)
 
 
+def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows ids int32 [tokens] of table [vocab, hidden]."""
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
 @dataclass(frozen=True)
 class Ops:
     """One implementation of each operation, with the signatures of the plain ones."""
 
     matmul: Callable[..., jax.Array] = matmul
     rms_norm: Callable[..., jax.Array] = rms_norm
+    embed: Callable[..., jax.Array] = embed
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
 
@@ -54,3 +63,23 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     if device.platform == "cpu" and not partitioned:
         ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm)
     return ops
+
+
+def checked(ops: Ops, problem: AttentionProblem, backend: str) -> Ops:
+    """The same, after its attention was compared with plain XLA on the first of this machine's devices.
+
+    A kernel that is wrong there gives way to plain XLA, with a warning; when it was asked for by name, to BackendError.
+    """
+    from pallas_kernels.selfcheck import attention_error, tolerance
+
+    try:
+        error, allowed = attention_error(ops.paged_attention, problem), tolerance(problem)
+        if error <= allowed:
+            return ops
+        said = f"differs from plain XLA by {error:.2g} of the largest value, more than {allowed:.2g}"
+    except Exception as failure:  # whatever a compiler or a driver may raise
+        said = f"does not run: {failure}"
+    if backend != "auto":
+        raise BackendError(f"the attention backend {backend} {said}")
+    log.warning("the attention kernel %s; plain XLA takes its place", said)
+    return replace(ops, paged_attention=reference.paged_attention, write_kv=write_kv)

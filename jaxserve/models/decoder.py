@@ -141,9 +141,8 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [rows, hidden] -> float32 [rows, vocab]."""
-        logits = self.embed.logits(hidden) if self.config.tie_embeddings else self.head(hidden)
-        return logits[:, : self.config.vocab_size]
+        """hidden [rows, hidden] -> float32 [rows, vocab_rows]; those beyond the vocabulary mean nothing."""
+        return self.embed.logits(hidden) if self.config.tie_embeddings else self.head(hidden)
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
         """Touches every weight once; only its shapes matter."""

@@ -31,7 +31,7 @@ class Linear(nn.Module):
 
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # logical axes of out_shape + in_shape
+    axes: tuple[str | None, ...]  # logical axes of out_shape + in_shape; only the first of each may be split
     use_bias: bool = False
     dtype: Any = jnp.float32
     out_dtype: Any = None  # of the result; None is the input's
@@ -39,13 +39,11 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        n_in, n_out = len(self.in_shape), len(self.out_shape)
-        init = nn.initializers.variance_scaling(
-            1.0, "fan_in", "normal", in_axis=tuple(range(n_out, n_out + n_in)), out_axis=tuple(range(n_out))
-        )
-        shape = self.out_shape + self.in_shape
-        kernel = weight(self, "kernel", init, self.axes, shape, self.dtype)
-        y = self.ops.matmul(x.reshape(-1, math.prod(self.in_shape)), kernel.reshape(-1, math.prod(self.in_shape)))
+        n_out, inputs = len(self.out_shape), math.prod(self.in_shape)
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
+        # A matrix for the devices, which would lay out more axes otherwise and copy them before each use.
+        axes, shape = (self.axes[0], self.axes[n_out]), (math.prod(self.out_shape), inputs)
+        y = self.ops.matmul(x.reshape(-1, inputs), weight(self, "kernel", init, axes, shape, self.dtype))
         y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
         if self.use_bias:
             y = y + weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
@@ -79,7 +77,7 @@ class Embedding(nn.Module):
         self.table = weight(self, "table", nn.initializers.normal(1.0), ("vocab", "embed"), shape, self.dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        return jnp.take(self.table, token_ids, axis=0, mode="clip")
+        return self.ops.embed(self.table, token_ids)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab]."""

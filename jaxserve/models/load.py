@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
@@ -16,12 +18,12 @@ from jax.sharding import Mesh
 from checkpoints.load import load_weights
 from checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.mesh import padded_vocab, sharded_kv_heads
+from jaxserve.mesh import embed_sharded, padded_vocab, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family, read_model_config
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
-from pallas_kernels.ops import choose_ops
+from pallas_kernels.ops import checked, choose_ops
 from pallas_kernels.registry import AttentionProblem, BackendError, Device
 
 log = logging.getLogger(__name__)
@@ -59,8 +61,12 @@ def make_decoder(model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16
     device = Device.of(mesh.devices.flat[0])
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
+        if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
+            ops = checked(ops, problem, attention)
     except BackendError as error:
         raise ConfigError(str(error)) from None
+    if mesh.size > 1:
+        ops = dataclasses.replace(ops, embed=partial(embed_sharded, mesh))
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
 
 

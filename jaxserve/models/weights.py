@@ -90,10 +90,10 @@ def _layer(model: Decoder) -> dict[str, list[_Source]]:
         "attention_norm/scale": [_Source("attention_norm.weight", (hidden,), _whole)],
         "mlp_norm/scale": [_Source("mlp_norm.weight", (hidden,), _whole)],
         "attention/qkv/kernel": _qkv(config, model.kv_heads, "weight", (hidden,)),
-        "attention/out/kernel": [_out(config, model.kv_heads)],
+        "attention/out/kernel": [_Source("o.weight", (hidden, config.num_heads * dim), _whole)],
         "mlp/gate_up/kernel": [
-            _Source("gate.weight", (width, hidden), lambda t: t[:, 0]),
-            _Source("up.weight", (width, hidden), lambda t: t[:, 1]),
+            _Source("gate.weight", (width, hidden), lambda t: t.reshape(width, 2, hidden)[:, 0]),
+            _Source("up.weight", (width, hidden), lambda t: t.reshape(width, 2, hidden)[:, 1]),
         ],
         "mlp/down/kernel": [_Source("down.weight", (hidden, width), _whole)],
     }
@@ -114,15 +114,19 @@ def _layer(model: Decoder) -> dict[str, list[_Source]]:
 
 
 def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...]) -> list[_Source]:
-    """[kv_heads, group + 2, head_dim, *inputs] from query, key and value; keys and values repeat over kv_heads."""
+    """[kv_heads, group + 2, head_dim, *inputs], or the same with the first three as one, from query, key and value;
+    keys and values repeat over kv_heads."""
     group, dim, own = config.num_heads // kv_heads, config.head_dim, config.num_kv_heads
 
+    def by_head(target: np.ndarray) -> np.ndarray:
+        return target.reshape(kv_heads, group + 2, dim, *inputs)
+
     def query(target: np.ndarray) -> np.ndarray:
-        return target[:, :group]
+        return by_head(target)[:, :group]
 
     def shared(which: int) -> Callable[[np.ndarray], np.ndarray]:
         def view(target: np.ndarray) -> np.ndarray:
-            heads = target[:, which]
+            heads = by_head(target)[:, which]
             return heads.reshape(own, kv_heads // own, *heads.shape[1:])
 
         return view
@@ -133,9 +137,3 @@ def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...])
         _Source(f"k.{kind}", kv_shape, shared(group), kv_split),
         _Source(f"v.{kind}", kv_shape, shared(group + 1), kv_split),
     ]
-
-
-def _out(config: ModelConfig, kv_heads: int) -> _Source:
-    group, dim, hidden = config.num_heads // kv_heads, config.head_dim, config.hidden_size
-    shape = (hidden, config.num_heads * dim)
-    return _Source("o.weight", shape, _whole, (hidden, kv_heads, group, dim))

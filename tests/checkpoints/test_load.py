@@ -50,7 +50,7 @@ def expected(case, devices):
             for head in range(kv_heads)
         ]
         made = np.asarray(made)  # [kv_heads, group + 2, dim, hidden or 1]
-        return made[..., 0] if kind == "bias" else made
+        return made[..., 0] if kind == "bias" else made.reshape(-1, hidden)
 
     params = {"embed/table": vocab_rows("model.embed_tokens.weight"), "norm/scale": file["model.norm.weight"]}
     if not config["tie_word_embeddings"]:
@@ -63,8 +63,8 @@ def expected(case, devices):
             f"{here}/attention_norm/scale": file[f"{there}.input_layernorm.weight"],
             f"{here}/mlp_norm/scale": file[f"{there}.post_attention_layernorm.weight"],
             f"{here}/attention/qkv/kernel": qkv(attention, "weight"),
-            f"{here}/attention/out/kernel": file[f"{attention}.o_proj.weight"].reshape(hidden, kv_heads, group, dim),
-            f"{here}/mlp/gate_up/kernel": np.stack([gate, up], axis=1),
+            f"{here}/attention/out/kernel": file[f"{attention}.o_proj.weight"],
+            f"{here}/mlp/gate_up/kernel": np.stack([gate, up], axis=1).reshape(-1, hidden),
             f"{here}/mlp/down/kernel": file[f"{mlp}.down_proj.weight"],
         }
         if f"{attention}.q_proj.bias" in file:

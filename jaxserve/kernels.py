@@ -1,0 +1,40 @@
+"""`jaxserve kernels`: what a device would run, and why not the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, explain
+
+
+def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int = 16) -> Iterator[str]:
+    """Lines: per operation and dtype each backend, with what speaks against it."""
+    dtype = np.dtype(np.float32) if device.platform == "cpu" else np.dtype(jnp.bfloat16)
+    fp8, int4 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.int4)
+    yield f"{device.kind} ({device.platform}), activations in {dtype}"
+    for kv in (dtype, np.dtype(np.int8), fp8):
+        problem = AttentionProblem(dtype, kv, 8, group, head_dim, page_size, has_scale=kv != dtype)
+        name = f"attention, {kv} cache, head_dim {head_dim}, group {group}, pages of {page_size} tokens"
+        yield from _backends(name, explain("attention", device, problem))
+    for codes, block, name in (
+        (np.dtype(np.int8), (1, 4096), "int8 per channel"),
+        (int4, (1, 128), "int4, groups of 128"),
+        (fp8, (128, 128), "fp8, blocks of 128 x 128"),
+    ):
+        matmul = MatmulProblem(dtype, codes, 4096, 4096, block)
+        yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
+
+
+def _backends(name: str, reasons: dict[str, str | None]) -> Iterator[str]:
+    yield ""
+    yield name
+    used = next(backend for backend, reason in reasons.items() if reason is None)
+    for backend, reason in reasons.items():
+        mark, said = ("*", "used") if backend == used else (" ", reason or "can run")
+        if backend == "xla" and name.startswith("matmul"):
+            said += "; XLA may hold a dequantized copy of the weights"
+        yield f"  {mark} {backend:10}  {said}"

@@ -1,0 +1,275 @@
+"""Products with quantized weights on NVIDIA Hopper, in Pallas Mosaic GPU. Compiled for the H200, not yet run on one.
+
+The kernel computes the transpose, [out, tokens] = W [out, in] x^T, so that the weight is wgmma's first operand, which
+may come from registers: codes go from shared memory to registers, become the dtype of x there, and stay there.
+
+  grid      (tiles of M outputs, tiles of N tokens, splits of the inputs), one warpgroup each
+  pipeline  `stages` slots of codes [M, K] and x [N, K], filled by TMA; a slot is filled anew when its product is done.
+            Two or more programs share a multiprocessor, so that one converts while another multiplies or waits
+  traffic   codes once per tile of tokens, x once per tile of outputs (from L2), float32 results once per split
+
+One scale per row multiplies the result, outside. With groups, each group's product has an accumulator of its own, which
+is scaled in float32 and added to the total. Zero points and biases are constant within a group, so they multiply the
+group's sum of x: a small product outside. Splits of the inputs, which keep all multiprocessors busy when there are few
+outputs, are added outside, always in the same order.
+
+By its machine code, a step of 128 x 128 weights and 16 tokens is some 560 instructions per scheduler with int8 and 470
+with int4, while memory delivers it in about 860 and 430 cycles: expect int4 to be bound by its conversion.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.quant_matmul.reference import expand, per_row
+from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.types import QuantArray
+
+PROGRAMS = 264  # that run at once: two on each of 132 multiprocessors
+SLOT_BYTES = 72 << 10  # of shared memory for the slots of a program with few tokens: three fit a multiprocessor
+WIDE_SLOT_BYTES = 104 << 10  # with many tokens: two fit
+SWIZZLE_BITS = 256  # of a row in shared memory, at least
+MIN_STEPS = 4  # of the loop over the inputs per split
+
+
+def why_not(device: Device, problem: MatmulProblem) -> str | None:
+    if device.platform != "gpu" or device.capability != (9, 0):
+        return "it needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
+    if problem.x_dtype not in (jnp.bfloat16, jnp.float16):
+        return f"activations must be bfloat16 or float16, not {problem.x_dtype}"
+    if problem.codes_dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn):
+        return f"codes must be int4, int8 or float8_e4m3fn, not {problem.codes_dtype}"
+    if problem.rows < 64 or problem.rows % 8:
+        return f"the number of outputs must be a multiple of 8 and 64 or more, not {problem.rows}"
+    bits = jax.dtypes.itemsize_bits(problem.codes_dtype)
+    if problem.inputs % (SWIZZLE_BITS // bits):
+        return f"the number of inputs must be a multiple of {SWIZZLE_BITS // bits}, not {problem.inputs}"
+    if _step_size(problem.inputs, problem.block[1], bits, 128) is None:
+        return f"groups must be multiples of 32 inputs that meet at multiples of 64 or 128, not {problem.block[1]}"
+    return None
+
+
+class Plan(NamedTuple):
+    """Sizes of the kernel."""
+
+    m: int  # outputs per program
+    n: int  # tokens per program
+    k: int  # inputs per step
+    group: int  # inputs per accumulator, at most k
+    stages: int
+    splits: int
+    steps: int  # per split
+
+
+def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int) -> Plan:
+    out, inputs = shape
+    grouped = block[1] < inputs
+    few = tokens <= 64
+    m = 128 if out >= 128 else 64
+    n = next((n for n in (8, 16, 32, 64) if n >= tokens), 64 if grouped else 128)
+    k = _step_size(inputs, block[1], bits, 128 if few or grouped else 64)
+    assert k is not None, "why_not refuses what has no step size"
+    slot = m * k * bits // 8 + n * k * 2
+    stages = min(max((SLOT_BYTES if few else WIDE_SLOT_BYTES) // slot, 2), 12)
+    splits = _splits(-(-out // m) * -(-tokens // n), inputs // k, inputs * bits // (128 * n))
+    steps = inputs // k // splits
+    return Plan(m, n, k, min(block[1], k) if grouped else k, min(stages, steps), splits, steps)
+
+
+def _step_size(inputs: int, group: int, bits: int, most: int) -> int | None:
+    """Inputs per step of the pipeline: whole groups, or a part of one that is a piece of wgmma's own size."""
+    for k in (128, 64, 32):
+        one_scale, whole_groups = group >= inputs or group % k == 0, k % group == 0 and group % 32 == 0
+        if k <= most and inputs % k == 0 and k * bits >= SWIZZLE_BITS and (one_scale or whole_groups):
+            return k
+    return None
+
+
+def _splits(tiles: int, steps: int, most: int) -> int:
+    """How many programs share a tile's inputs: as many as run at once, but the partial results stay small."""
+    limit = min(PROGRAMS // tiles, steps // MIN_STEPS, most)
+    return next((splits for splits in range(limit, 1, -1) if steps % splits == 0), 1)
+
+
+def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None) -> jax.Array:
+    """x [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out].
+
+    `count` is ignored. `interpret`: plgpu.InterpretGPUParams of JAX 0.11.2 or newer, to run without a GPU.
+    """
+    tokens, (out, inputs) = len(x), w.shape
+    grouped = w.block[1] < inputs
+    sizes = plan(tokens, (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
+    whole_blocks = w.block[0] % sizes.m == 0 and out % sizes.m == 0
+    if grouped and w.block[0] > 1 and not whole_blocks:
+        w = per_row(w)
+    padded = jnp.pad(x, ((0, -tokens % sizes.n), (0, 0)))
+    arguments = (w.codes, padded, w.scale) if grouped else (w.codes, padded)
+    y = _call(sizes, w, len(padded), x.dtype, interpret)(*arguments)
+    y = _drop_repeated(y, sizes.m, out).sum(0).T[:tokens]
+    if not grouped:
+        y = y * expand(w.scale, w.block, (out, 1)).T
+    if w.zero is not None or w.bias is not None:
+        y = y + _constant_part(x, w)
+    return y
+
+
+def _drop_repeated(y: jax.Array, m: int, out: int) -> jax.Array:
+    """[splits, tiles * m, tokens] -> [splits, out, tokens], without what the last tile computed again."""
+    if y.shape[1] == out:
+        return y
+    whole = out // m * m
+    return jnp.concatenate([y[:, :whole], y[:, whole - out :]], axis=1)
+
+
+def _constant_part(x: jax.Array, w: QuantArray) -> jax.Array:
+    """What zero points and biases add [tokens, out]: the sum of x over each group times the group's constant."""
+    (out, inputs), groups = w.shape, w.scale.shape[1]
+    constant = jnp.zeros(w.scale.shape, jnp.float32)
+    if w.zero is not None:
+        constant -= w.zero.astype(jnp.float32) * w.scale.astype(jnp.float32)
+    if w.bias is not None:
+        constant += w.bias.astype(jnp.float32)
+    group = min(w.block[1], inputs)
+    wide = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, groups * group - inputs)))
+    sums = wide.reshape(len(x), groups, group).sum(-1)
+    part = jnp.matmul(sums, constant.T, precision=lax.Precision.HIGHEST)
+    return expand(part, (1, w.block[0]), (len(x), out))
+
+
+def _call(sizes: Plan, w: QuantArray, tokens: int, dtype: jnp.dtype, interpret: Any):
+    """The kernel: codes [out, in], x [tokens, in] and, with groups, scales -> float32 [splits, tiles * m, tokens]."""
+    tiles = -(-w.shape[0] // sizes.m)
+    out, grouped = w.shape[0], w.block[1] < w.shape[1]
+    codes_bits, bits = jax.dtypes.itemsize_bits(w.codes.dtype), jax.dtypes.itemsize_bits(dtype)
+    scratch = {
+        "w_smem": _tiles((sizes.stages, sizes.m, sizes.k), w.codes.dtype, max(sizes.group * codes_bits, SWIZZLE_BITS)),
+        "x_smem": _tiles((sizes.stages, sizes.n, sizes.k), dtype, sizes.group * bits),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages),
+    }
+    if interpret is not None:
+        scratch["a_smem"] = _tiles((sizes.m, sizes.group), dtype, sizes.group * bits)
+    body = partial(_kernel, sizes=sizes, block=w.block if grouped else None, out=out)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((sizes.splits, tiles * sizes.m, tokens), jnp.float32),
+        grid=(tiles, tokens // sizes.n, sizes.splits),
+        grid_names=("outputs", "tokens", "split"),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+        kernel_name="quant_matmul",
+    )
+
+
+def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
+    """Shared memory in the swizzled layout that wgmma and TMA agree on; a piece of a row that is used alone has so many
+    bits."""
+    swizzle = plgpu.find_swizzle(row_bits)
+    tiling = plgpu.TilingTransform((8, swizzle * 8 // jax.dtypes.itemsize_bits(dtype)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def _kernel(w_gmem, x_gmem, *refs, sizes: Plan, block, out: int, w_smem, x_smem, full, a_smem=None):
+    scale_gmem: Any = refs[0] if block else None
+    out_gmem = refs[-1]
+    # The last tile computes some outputs of the one before it again where they do not divide.
+    first = jnp.minimum(lax.axis_index("outputs") * sizes.m, out - sizes.m)
+    rows, tokens = pl.ds(first, sizes.m), pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)
+    start = lax.axis_index("split") * sizes.steps
+    pieces = range(sizes.k // sizes.group)
+
+    def fetch(step):
+        slot, inputs = lax.rem(step, sizes.stages), pl.ds((start + step) * sizes.k, sizes.k)
+        plgpu.copy_gmem_to_smem(w_gmem.at[rows, inputs], w_smem.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(x_gmem.at[tokens, inputs], x_smem.at[slot], full.at[slot])
+
+    def multiply(acc, slot, piece):
+        """acc += codes x^T for one piece of `group` inputs."""
+        inputs = pl.ds(piece * sizes.group, sizes.group)
+        if sizes.group * jax.dtypes.itemsize_bits(w_smem.dtype) >= SWIZZLE_BITS:
+            a = _convert(w_smem[slot, :, inputs], x_smem.dtype)
+        else:  # too short a row to be cut out of a swizzled tile
+            a = _convert(w_smem[slot], x_smem.dtype)[:, piece * sizes.group : (piece + 1) * sizes.group]
+        if a_smem is not None:  # the interpreter knows wgmma with both operands in shared memory only
+            a_smem[...] = a
+            plgpu.commit_smem()
+            a = a_smem
+        plgpu.wgmma(acc, a, plgpu.transpose_ref(x_smem.at[slot, :, inputs], (1, 0)))
+
+    def scales_of(step):
+        """The scale, or one for each output, of each group of a step."""
+        scales = []
+        for piece in pieces:
+            group = ((start + step) * sizes.k + piece * sizes.group) // block[1]
+            if block[0] > 1:
+                scales.append(scale_gmem[first // block[0], group])
+            else:
+                scales.append(plgpu.load(scale_gmem, (rows, group), optimized=False))
+        return tuple(scales)
+
+    def times(product, scale):
+        scale = scale.astype(jnp.float32)
+        return product * (lax.broadcast_in_dim(scale, product.shape, (0,)) if scale.shape else scale)
+
+    def loop(body, total):
+        """body(step, slot, total) -> total, with the slot's tiles in shared memory."""
+        for step in range(sizes.stages):
+            fetch(step)
+
+        def one(step, total):
+            slot = lax.rem(step, sizes.stages)
+            plgpu.barrier_wait(full.at[slot])
+            total = body(step, slot, total)
+
+            @pl.when(step + sizes.stages < sizes.steps)
+            def _():
+                fetch(step + sizes.stages)
+
+            return total
+
+        return lax.fori_loop(0, sizes.steps, one, total)
+
+    acc_type = plgpu.ACC((sizes.m, sizes.n), jnp.float32)
+
+    def whole(acc):
+        def body(step, slot, total):
+            for piece in pieces:
+                multiply(acc, slot, piece)
+            plgpu.wgmma_wait(0)
+            return total
+
+        loop(body, None)
+        return acc[...]
+
+    def grouped(step, slot, carry):
+        total, scales = carry
+        following = scales_of(jnp.minimum(step + 1, sizes.steps - 1))  # in flight during this step
+        for piece in pieces:
+
+            def product(acc, piece=piece):
+                multiply(acc, slot, piece)
+                return acc[...]
+
+            total = total + times(pl.run_scoped(product, acc_type), scales[piece])
+        return total, following
+
+    if block:
+        zeros = jnp.zeros((sizes.m, sizes.n), jnp.float32)
+        result, _ = loop(grouped, (zeros, scales_of(jnp.int32(0))))
+    else:
+        result = pl.run_scoped(whole, acc_type)
+    out_gmem[lax.axis_index("split"), pl.ds(lax.axis_index("outputs") * sizes.m, sizes.m), tokens] = result
+
+
+def _convert(codes: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Codes in registers to the dtype of x, exactly. Hopper converts float8 to float16 only."""
+    if codes.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16:
+        return codes.astype(jnp.float16).astype(jnp.float32).astype(dtype)
+    return codes.astype(dtype)

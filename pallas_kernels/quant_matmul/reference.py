@@ -1,0 +1,115 @@
+"""Products with quantized weights in plain XLA: the oracle of the kernels, and what runs where there is none.
+
+XLA materializes the operands of a dot, so a weight is dequantized in blocks of rows of at most BLOCK_BYTES, and there
+is no copy of all of it. Where a row has one scale, the codes enter the product as they are, in the dtype of x, which
+holds every code exactly, and the scale multiplies the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.types import QuantArray
+
+BLOCK_BYTES = 16 << 20  # of dequantized rows at a time, in float32
+
+
+def why_not(device: Device, problem: MatmulProblem) -> str | None:
+    return None
+
+
+def expand(values: jax.Array, block: tuple[int, int], shape: tuple[int, ...]) -> jax.Array:
+    """One value per block [..., ceil(out / rows), ceil(in / inputs)] -> one per weight [..., out, in], float32."""
+    values = values.astype(jnp.float32)
+    for axis, size in ((-2, block[0]), (-1, block[1])):
+        repeated = values if values.shape[axis] == shape[axis] else jnp.repeat(values, size, axis)
+        values = lax.slice_in_dim(repeated, 0, shape[axis], axis=axis)
+    return values
+
+
+def per_row(w: QuantArray) -> QuantArray:
+    """The same weight with blocks of one row."""
+
+    def spread(values):
+        return None if values is None else jnp.repeat(values, w.block[0], -2)[..., : w.shape[-2], :]
+
+    return replace(w, scale=spread(w.scale), zero=spread(w.zero), bias=spread(w.bias), block=(1, w.block[1]))
+
+
+def dequantize(w: QuantArray) -> jax.Array:
+    """The weight [..., out, in] in float32."""
+    codes = w.codes.astype(jnp.float32)
+    if w.zero is not None:
+        codes = codes - expand(w.zero, w.block, w.shape)
+    values = codes * expand(w.scale, w.block, w.shape)
+    return values if w.bias is None else values + expand(w.bias, w.block, w.shape)
+
+
+def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+    """x [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out]. `count` is ignored."""
+    out, inputs = w.shape
+    step = max(BLOCK_BYTES // (4 * inputs), 1)
+    if step >= out:
+        return _product(x, w)
+    if step < w.block[0]:
+        w = per_row(w)
+    step = step // w.block[0] * w.block[0]
+    whole = out // step
+
+    def block(i):
+        return _product(x, _rows(w, i * step, step))
+
+    y = lax.map(block, jnp.arange(whole)).transpose(1, 0, 2).reshape(len(x), whole * step)
+    if whole * step == out:
+        return y
+    return jnp.concatenate([y, _product(x, _rows(w, whole * step, out - whole * step))], axis=1)
+
+
+def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
+    """Each expert's tokens times its weight.
+
+    Args:
+      x: [tokens, in], sorted by expert.
+      w: [experts, out, in], all its arrays with the leading dimension of experts.
+      group_sizes: int32 [experts], tokens of each; those beyond their sum belong to nobody.
+
+    Returns:
+      float32 [tokens, out], zero for tokens of nobody.
+    """
+    last = jnp.cumsum(group_sizes)
+    token = jnp.arange(len(x))
+
+    def expert(y, of_expert):
+        weight, end, size = of_expert
+        mine = (token >= end - size) & (token < end)
+        return lax.cond(size > 0, lambda: jnp.where(mine[:, None], quant_matmul(x, weight), y), lambda: y), None
+
+    start = jnp.zeros((len(x), w.shape[-2]), jnp.float32)
+    return lax.scan(expert, start, (w, last, group_sizes))[0]
+
+
+def _rows(w: QuantArray, start: jax.Array | int, size: int) -> QuantArray:
+    """Rows [start, start + size), of which `start` begins a block."""
+    first, blocks = start // w.block[0], -(-size // w.block[0])
+
+    def cut(values):
+        return None if values is None else lax.dynamic_slice_in_dim(values, first, blocks)
+
+    codes = lax.dynamic_slice_in_dim(w.codes, start, size)
+    return replace(w, codes=codes, scale=cut(w.scale), zero=cut(w.zero), bias=cut(w.bias))
+
+
+def _product(x: jax.Array, w: QuantArray) -> jax.Array:
+    if w.block[1] < w.shape[1] or w.zero is not None or w.bias is not None:
+        return _dot(x.astype(jnp.float32), dequantize(w))
+    return _dot(x, w.codes.astype(x.dtype)) * expand(w.scale, w.block, (w.shape[0], 1)).T
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    contract_last = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, w, contract_last, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -1,0 +1,476 @@
+"""Matmul with quantized weights on TPU (Mosaic): the weights are read as they are stored, and dequantized in VMEM.
+
+Grid: (token tiles, output tiles, input tiles), the inputs innermost; products are accumulated in float32 in scratch.
+  The grouped variant's grid is (output tiles, work items, input tiles); a work item is a token tile and an expert that
+  has rows in it, listed in SMEM by `_work_items`.
+Traffic: codes and scales once per token tile, x once per output tile, the result once. Up to 64 tokens are one token
+  tile, so that each weight is read once. Scales go in transposed, [groups, out], which is how XLA lays them out anyway;
+  float16 scales are first converted to float32 by XLA, since Mosaic loads no float16.
+Pipeline: pallas_call's double buffering; tiles of about 1 MiB of codes for few tokens (their DMA is the bound), tiles
+  of 512 x 1024 x 1024 otherwise (the MXU is the bound).
+
+Dequantization, by `Plan.scaling`:
+  "parts"    few tokens: each group's partial product is scaled, in float32. Groups of less than 128 inputs share one
+             MXU pass: x goes in once per group, the other groups' inputs zeroed.
+  "weights"  many tokens: codes * scale is computed in float32 and rounded to x's dtype.
+  "end"      many tokens and one scale per output: the sum is scaled.
+Zero and bias never touch weights: they add (sums of x over groups) @ (bias - zero * scale), with which sums start.
+
+Compiled for v5e and v6e, interpreted on CPU; not yet run on a TPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.types import QuantArray
+
+LANES = 128
+FEW_TOKENS = 64  # up to here the weights' traffic is the bound
+FEW_CODES = 1 << 20  # then bytes of codes in a tile
+FEW_INPUTS = 8192  # and inputs in a tile at most
+TOKENS, OUTS, INPUTS = 512, 1024, 1024  # otherwise, at most
+OUTS_STEP = 256  # of a tile that are multiplied at a time, which bounds the size of the program
+VMEM_LIMIT = 48 << 20
+CODES = ("int4", "int8", "float8_e4m3fn")
+
+
+def why_not(device: Device, problem: MatmulProblem) -> str | None:
+    """The reason why this kernel cannot run the problem on the device, or None."""
+    if device.platform != "tpu":
+        return f"Mosaic TPU kernels run on TPUs, this is a {device.platform} device"
+    if any(old in device.kind for old in ("v2", "v3", "v4")):
+        return f"its tiles need more than the 16 MiB of VMEM of a {device.kind}; v5e, v5p and v6e are supported"
+    codes, x = jnp.dtype(problem.codes_dtype).name, jnp.dtype(problem.x_dtype).name
+    if codes not in CODES:
+        return f"codes must be one of {', '.join(CODES)}, these are {codes}"
+    if x not in ("bfloat16", "float16", "float32"):
+        return f"x must be bfloat16, float16 or float32, it is {x}"
+    rows, inputs = problem.block
+    if inputs < problem.inputs and not (inputs in (16, 32, 64) or (inputs % LANES == 0 and inputs <= 1024)):
+        return f"groups must have 16, 32, 64 or a multiple of 128 up to 1024 inputs, or all; they have {inputs}"
+    if 1 < rows < problem.rows and not (LANES % rows == 0 or (rows % LANES == 0 and rows <= 1024)):
+        return f"blocks must have 1 output, a divisor of 128, a multiple of it up to 1024, or all; they have {rows}"
+    return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel is specialised for.
+
+    tokens, outs, ins: sizes of a tile; in_tiles of them cover `inputs`. rows, group: outputs and inputs that share a
+    scale. groups: scales along the inputs. scaling: see the top. rounds: weights are rounded to bfloat16.
+    """
+
+    tokens: int
+    outs: int
+    ins: int
+    in_tiles: int
+    inputs: int
+    rows: int
+    group: int
+    groups: int
+    scaling: str
+    has_zero: bool
+    has_bias: bool
+    rounds: bool
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last input tile reaches beyond the inputs."""
+        return self.ins * self.in_tiles > self.inputs
+
+    @property
+    def tile_groups(self) -> int:
+        return 1 if self.groups == 1 else -(-self.ins // self.group)
+
+    @property
+    def outs_first(self) -> bool:
+        """Whether XLA lays scales out as [outs, groups]; where that would need padding, it takes [groups, outs]."""
+        return self.rows == 1 and self.groups % LANES == 0
+
+    @property
+    def has_offset(self) -> bool:
+        return self.has_zero or self.has_bias
+
+    @property
+    def scratch_shape(self) -> tuple[int, int, int]:
+        """Of scales: [input tiles, groups in a tile, outputs]."""
+        return (1 if self.groups == 1 else self.in_tiles, -(-self.tile_groups // 8) * 8, self.outs)
+
+
+def make_plan(w: QuantArray, x_dtype, tile_tokens: int, most_inputs: int | None = None, most_outs: int = OUTS) -> Plan:
+    """For codes [..., out, in] and that many tokens per tile; tiles as large as is good, or as they are let."""
+    out, inputs = w.codes.shape[-2:]
+    few = tile_tokens <= FEW_TOKENS
+    groups = w.scale.shape[-1]
+    group = w.block[1] if groups > 1 else inputs
+    rows = min(w.block[0], out)
+    unit = LANES if groups == 1 else math.lcm(group, LANES)
+    ins = _tile(inputs, unit, most_inputs or (FEW_INPUTS if few else INPUTS))
+    code_bits = 4 if w.codes.dtype == jnp.int4 else 8
+    outs = min(FEW_CODES * 8 // (code_bits * ins), most_outs) if few else most_outs
+    outs_unit = LANES if w.scale.shape[-2] == 1 else math.lcm(rows, LANES)
+    outs = max(outs // outs_unit, 1) * outs_unit
+    offset = w.zero is not None or w.bias is not None
+    scaling = "parts" if few else "end" if groups == 1 and not offset else "weights"
+    return Plan(
+        tokens=tile_tokens,
+        outs=min(outs, out),
+        ins=ins,
+        in_tiles=pl.cdiv(inputs, ins),
+        inputs=inputs,
+        rows=rows,
+        group=group,
+        groups=groups,
+        scaling=scaling,
+        has_zero=w.zero is not None,
+        has_bias=w.bias is not None,
+        rounds=scaling == "weights" and x_dtype == jnp.bfloat16,
+    )
+
+
+def _tile(size: int, unit: int, most: int) -> int:
+    """A tile of `size` in units: all of it, else the largest that divides it if large, else `most`, the last ragged."""
+    if size <= most:
+        return size
+    candidates = range(most // unit * unit, most // 2 - 1, -unit)
+    return next((tile for tile in candidates if size % tile == 0), most // unit * unit)
+
+
+def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+    """x [tokens, in] @ dequantized w [out, in].T -> float32 [tokens, out]; `count` is ignored."""
+    del count
+    return dense_call(x, w, make_plan(w, x.dtype, min(_padded(x.shape[0]), TOKENS)))
+
+
+@partial(jax.jit, static_argnames="plan")
+def dense_call(x: jax.Array, w: QuantArray, plan: Plan) -> jax.Array:
+    tokens, out = x.shape[0], w.shape[0]
+    x = _kernel_input(x)
+    side, sums = _side_inputs(w, plan), _group_sums(x, plan)
+    grid = (pl.cdiv(x.shape[0], plan.tokens), pl.cdiv(out, plan.outs), plan.in_tiles)
+    result = pl.pallas_call(
+        partial(_dense_kernel, plan),
+        grid=grid,
+        in_specs=[
+            pl.BlockSpec((plan.tokens, plan.ins), lambda i, j, k: (i, k)),
+            pl.BlockSpec((plan.outs, plan.ins), lambda i, j, k: (j, k)),
+            *(_side_spec(array, plan, lambda i, j, k: (0, j)) for array in side),
+            *(pl.BlockSpec((plan.tokens, plan.groups), lambda i, j, k: (i, 0)) for _ in sums),
+        ],
+        out_specs=pl.BlockSpec((plan.tokens, plan.outs), lambda i, j, k: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32),
+        scratch_shapes=_scratch(plan),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=_cost(x, w),
+        name="quant_matmul",
+    )(x, w.codes, *side, *sums)
+    return result[:tokens]
+
+
+def _dense_kernel(plan: Plan, x, codes, *refs):
+    *side, out, total, scales = refs
+    k = pl.program_id(2)
+
+    @pl.when(k == 0)
+    def _():
+        _begin(plan, side, scales, total)
+
+    _accumulate(plan, k, x, codes, scales, total)
+
+    @pl.when(k == plan.in_tiles - 1)
+    def _():
+        out[...] = _finish(plan, total, scales)
+
+
+def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
+    """Rows of x [tokens, in], sorted by expert, each times its expert's dequantized weight -> float32 [tokens, out].
+
+    w: with a leading dimension of experts. group_sizes: int32 [experts], rows of each; rows beyond their sum give 0.
+    """
+    # A tile is as large as an expert's share, since a tile that many experts share is multiplied once for each.
+    share = max(pl.next_power_of_2(pl.cdiv(x.shape[0], w.shape[0])), 16)
+    return grouped_call(x, w, group_sizes, make_plan(w, x.dtype, min(_padded(x.shape[0]), share, TOKENS)))
+
+
+@partial(jax.jit, static_argnames="plan")
+def grouped_call(x: jax.Array, w: QuantArray, group_sizes: jax.Array, plan: Plan) -> jax.Array:
+    tokens, out = x.shape[0], w.shape[1]
+    x = _kernel_input(x)
+    side, sums = _side_inputs(w, plan), _group_sums(x, plan)
+    items = _work_items(group_sizes, x.shape[0], plan.tokens)
+
+    def step(item, k, start, stop):
+        """The input tile; items without work stay on the last, which is then not fetched again."""
+        return jnp.where(start[item] < stop[item], k, plan.in_tiles - 1)
+
+    def x_index(j, item, k, expert, tile, start, stop):
+        return tile[item], step(item, k, start, stop)
+
+    def codes_index(j, item, k, expert, tile, start, stop):
+        return expert[item], j, step(item, k, start, stop)
+
+    result = pl.pallas_call(
+        partial(_grouped_kernel, plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(items),
+            grid=(pl.cdiv(out, plan.outs), items[0].shape[0], plan.in_tiles),
+            in_specs=[
+                pl.BlockSpec((plan.tokens, plan.ins), x_index),
+                pl.BlockSpec((None, plan.outs, plan.ins), codes_index),
+                *(_side_spec(array, plan, lambda j, item, k, expert, *_: (expert[item], j)) for array in side),
+                *(
+                    pl.BlockSpec((plan.tokens, plan.groups), lambda j, item, k, _, tile, *__: (tile[item], 0))
+                    for _ in sums
+                ),
+            ],
+            out_specs=pl.BlockSpec((plan.tokens, plan.outs), lambda j, item, k, expert, tile, *_: (tile[item], j)),
+            scratch_shapes=_scratch(plan),
+        ),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=_cost(x, w),
+        name="grouped_quant_matmul",
+    )(*items, x, w.codes, *side, *sums)
+    return result[:tokens]
+
+
+def _grouped_kernel(plan: Plan, expert, tile, start, stop, x, codes, *refs):
+    *side, out, total, scales = refs
+    item, k = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(start[item] < stop[item])
+    def _():
+        @pl.when(k == 0)
+        def _():
+            _begin(plan, side, scales, total)
+
+        _accumulate(plan, k, x, codes, scales, total)
+
+    @pl.when(k == plan.in_tiles - 1)
+    def _():
+        first = (item == 0) | (tile[item] != tile[jnp.maximum(item - 1, 0)])
+        row = tile[item] * plan.tokens + lax.broadcasted_iota(jnp.int32, out.shape, 0)
+        others = jnp.where(first, 0.0, out[...])
+        out[...] = jnp.where((row >= start[item]) & (row < stop[item]), _finish(plan, total, scales), others)
+
+
+def _work_items(sizes: jax.Array, tokens: int, tile_tokens: int) -> tuple[jax.Array, ...]:
+    """Expert, token tile, first row and end of the rows of each work item, int32 [items]; tiles do not decrease.
+
+    Rows beyond the last expert's make items too, which only write zeros: `start` is not below `stop`.
+    """
+    experts = sizes.shape[0]
+    count = pl.cdiv(tokens, tile_tokens) + experts
+    ends = jnp.append(jnp.cumsum(sizes.astype(jnp.int32)), jnp.int32(tokens))
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    tiles = jnp.where(ends > starts, (ends + tile_tokens - 1) // tile_tokens - starts // tile_tokens, 0)
+    item_ends = jnp.cumsum(tiles)
+    item = jnp.arange(count, dtype=jnp.int32)
+    chosen = jnp.minimum(item, item_ends[-1] - 1)
+    group = jnp.searchsorted(item_ends, chosen, side="right").astype(jnp.int32)
+    tile = starts[group] // tile_tokens + chosen - (item_ends - tiles)[group]
+    idle = (group == experts) | (item > chosen)
+    last_expert = jnp.max(jnp.where(sizes > 0, jnp.arange(experts, dtype=jnp.int32), 0))
+    start = jnp.where(idle, tokens, starts[group])
+    return jnp.where(idle, last_expert, group), tile, start, jnp.where(idle, tokens, ends[group])
+
+
+def _padded(tokens: int) -> int:
+    """Few tokens are padded to a multiple of 16, which fills bfloat16 registers."""
+    return tokens + (-tokens % 16 if tokens <= FEW_TOKENS else 0)
+
+
+def _kernel_input(x: jax.Array) -> jax.Array:
+    """x padded, in a dtype that Mosaic loads."""
+    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+    return jnp.pad(x, ((0, _padded(x.shape[0]) - x.shape[0]), (0, 0)))
+
+
+def _side_inputs(w: QuantArray, plan: Plan) -> list[jax.Array]:
+    """Scale, and zero and bias where there are, [experts or 1, output tiles or 1, groups, outs or row blocks].
+
+    With `plan.outs_first` [experts or 1, 1, outs, groups].
+    """
+
+    def arrange(array: jax.Array) -> jax.Array:
+        array = array.astype(jnp.float32) if array.dtype == jnp.float16 else array
+        array = array[None] if array.ndim == 2 else array
+        if plan.outs_first:
+            return array[:, None]
+        if plan.rows == 1 or array.shape[1] == 1:
+            return jnp.swapaxes(array, 1, 2)[:, None]
+        per_tile = pl.cdiv(plan.outs, plan.rows)
+        array = jnp.pad(array, ((0, 0), (0, -array.shape[1] % per_tile), (0, 0)))
+        return jnp.swapaxes(array.reshape(array.shape[0], -1, per_tile, array.shape[2]), 2, 3)
+
+    return [arrange(array) for array in (w.scale, w.zero, w.bias) if array is not None]
+
+
+def _side_spec(array: jax.Array, plan: Plan, index) -> pl.BlockSpec:
+    """Block of one array of `_side_inputs`; `index` maps the grid to an expert and an output tile."""
+    _, tiles, groups, width = array.shape
+    if plan.outs_first:
+        shape, place = (None, None, plan.outs, plan.groups), lambda expert, j: (expert, 0, j, 0)
+    elif plan.rows == 1:
+        shape, place = (None, None, groups, plan.outs), lambda expert, j: (expert, 0, 0, j)
+    else:
+        shape, place = (None, None, groups, width), lambda expert, j: (expert, j if tiles > 1 else 0, 0, 0)
+    return pl.BlockSpec(shape, lambda *grid: place(*index(*grid)))
+
+
+def _scratch(plan: Plan) -> list:
+    """Float32 sums [tokens, outs], and scales [input tiles, groups in a tile, outs]."""
+    return [pltpu.VMEM(shape, jnp.float32) for shape in ((plan.tokens, plan.outs), plan.scratch_shape)]
+
+
+def _group_sums(x: jax.Array, plan: Plan) -> list[jax.Array]:
+    """The sum of x over each group, float32 [tokens, groups], where zero or bias need it."""
+    if not plan.has_offset:
+        return []
+    # A product with ones and zeros, since XLA rearranges x in memory to reshape it to groups.
+    group = lax.div(lax.broadcasted_iota(jnp.int32, (plan.groups, plan.inputs), 1), plan.group)
+    own = group == lax.broadcasted_iota(jnp.int32, group.shape, 0)
+    return [_dot(x, own.astype(jnp.float32).astype(x.dtype))]
+
+
+def _begin(plan: Plan, side, scales, total) -> None:
+    """Fills the scratch of scales, and starts the sums with what zero and bias add."""
+    arrays = [_expand(plan, ref[...].astype(jnp.float32)) for ref in side[: 1 + plan.has_zero + plan.has_bias]]
+    scale = arrays[0]
+    for tile in range(scales.shape[0]):
+        first = tile * plan.tile_groups
+        count = min(plan.tile_groups, plan.groups - first)
+        scales[tile, :count] = scale[first : first + count]
+        if count < scales.shape[1]:
+            scales[tile, count:] = jnp.zeros((scales.shape[1] - count, plan.outs), jnp.float32)
+    if not plan.has_offset:
+        total[...] = jnp.zeros_like(total)
+        return
+    offset = arrays[-1] if plan.has_bias else jnp.zeros_like(scale)
+    if plan.has_zero:
+        offset -= arrays[1] * scale
+    sums = side[-1][...]
+    if plan.groups == 1:
+        total[...] = sums * offset
+    elif not plan.rounds:
+        total[...] = jnp.dot(sums, offset, precision=lax.Precision.HIGHEST)
+    else:
+        (sums, low_sums), (offset, low_offset) = _split(sums), _split(offset)
+        left, right = jnp.concatenate([sums, low_sums, sums], 1), jnp.concatenate([offset, offset, low_offset])
+        total[...] = jnp.dot(left, right, preferred_element_type=jnp.float32, precision=lax.Precision.DEFAULT)
+
+
+def _split(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Float32 as a sum of two bfloat16."""
+    high = array.astype(jnp.bfloat16)
+    return high, (array - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def _expand(plan: Plan, array: jax.Array) -> jax.Array:
+    """[groups, row blocks] -> [groups, outs]."""
+    if plan.outs_first:
+        return array.T
+    if plan.rows == 1:
+        return array
+    if array.shape[1] == 1:
+        return jnp.broadcast_to(array, (array.shape[0], plan.outs))
+    block = lax.broadcasted_iota(jnp.int32, (array.shape[1], plan.outs), 0)
+    column = lax.broadcasted_iota(jnp.int32, (array.shape[1], plan.outs), 1)
+    return jnp.dot(array, (column // plan.rows == block).astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def _accumulate(plan: Plan, k, x, codes, scales, total) -> None:
+    """Adds this input tile's part of the result (with "end", not scaled yet), OUTS_STEP outputs at a time."""
+    left = plan.inputs - k * plan.ins  # inputs from this tile's first to the end; less than a tile in the last
+    tile = 0 if plan.groups == 1 else k
+    product = {"parts": _parts, "weights": _scaled_weights, "end": _plain_weights}[plan.scaling]
+    step = OUTS_STEP if plan.outs % OUTS_STEP == 0 else plan.outs
+
+    def add(n, carry):
+        outs = pl.ds(n * step if isinstance(n, int) else pl.multiple_of(n * step, step), step)
+        total[:, outs] += product(plan, left, x, codes.at[outs], scales.at[tile, :, outs])
+        return carry
+
+    if step == plan.outs:
+        add(0, 0)
+    else:
+        lax.fori_loop(0, plan.outs // step, add, 0)
+
+
+def _plain_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
+    """Of many tokens: float32 [tokens, outs], not scaled."""
+    weights = _inside(plan, left, codes[...].astype(x.dtype), only=codes.dtype == jnp.float8_e4m3fn)
+    return _dot(_inside(plan, left, x[...]), weights)
+
+
+def _scaled_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
+    """Of many tokens: float32 [tokens, outs]. The MXU spreads scales over inputs, times a matrix of ones and zeros."""
+    weights = _inside(plan, left, codes[...].astype(jnp.float32), only=codes.dtype == jnp.float8_e4m3fn)
+    if plan.groups == 1:
+        weights *= scales[...].T[:, :1]
+    else:
+        scale = scales[...]  # [groups, outs]
+        if plan.rounds:  # then twice the bits of bfloat16 are enough
+            scale = jnp.concatenate(_split(scale))
+        group = lax.broadcasted_iota(jnp.int32, (scale.shape[0], plan.ins), 0) % scales.shape[0]
+        own = lax.broadcasted_iota(jnp.int32, group.shape, 1) // plan.group == group
+        weights *= _dot(scale, own.astype(jnp.float32).astype(x.dtype), contract=0)
+    return _dot(_inside(plan, left, x[...]), weights.astype(x.dtype))
+
+
+def _inside(plan: Plan, left, tile: jax.Array, only: bool = True) -> jax.Array:
+    """The tile [_, inputs] with zeros beyond the `left` inputs that exist; `only` where that is needed."""
+    if not (plan.ragged and only):
+        return tile
+    return jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, 1) < left, tile, jnp.zeros_like(tile))
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: int = 1) -> jax.Array:
+    """The product of two matrices over the same dimension of both, in float32: a [tokens, inputs], b [outs, inputs]."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((contract,), (contract,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _parts(plan: Plan, left, x, codes, scales) -> jax.Array:
+    """Of few tokens: float32 [tokens, outs], the scaled partial products of groups."""
+    total = jnp.zeros((plan.tokens, codes.shape[0]), jnp.float32)
+    width = LANES if plan.group < LANES else 512 if plan.groups == 1 else math.gcd(plan.group, 512)
+    for start in range(0, plan.ins, width):
+        stop = min(start + width, plan.ins)
+        piece = _inside(plan, left - start, x[:, start:stop])
+        weights = codes[:, start:stop].astype(x.dtype)
+        weights = _inside(plan, left - start, weights, only=codes.dtype == jnp.float8_e4m3fn)
+        first, end = start // plan.group, -(-stop // plan.group)
+        if end - first > 1:
+            group = lax.broadcasted_iota(jnp.int32, piece.shape, 1) // plan.group
+            piece = jnp.concatenate([jnp.where(group == n, piece, jnp.zeros_like(piece)) for n in range(end - first)])
+        part = _dot(piece, weights)
+        for n in range(end - first):
+            total += part[n * plan.tokens : (n + 1) * plan.tokens] * scales[first + n : first + n + 1]
+    return total
+
+
+def _finish(plan: Plan, total, scales) -> jax.Array:
+    return total[...] * scales[0, :1] if plan.scaling == "end" else total[...]
+
+
+def _cost(x: jax.Array, w: QuantArray) -> pl.CostEstimate:
+    tokens, (out, inputs) = x.shape[0], w.shape[-2:]
+    read = sum(array.size * jax.dtypes.itemsize_bits(array.dtype) // 8 for array in jax.tree.leaves((x, w)))
+    return pl.CostEstimate(flops=2 * tokens * out * inputs, bytes_accessed=read + 4 * tokens * out, transcendentals=0)

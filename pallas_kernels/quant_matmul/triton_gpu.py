@@ -1,0 +1,265 @@
+"""Quantized matmul on NVIDIA GPUs of compute capability 8.0 and newer, in Triton.
+
+Grid (tiles of tokens, tiles of outputs, splits of the inputs). A program keeps a tile of the transposed result
+[outputs, tokens] in float32, so that the weights, converted in registers, are the left operand of the matrix unit and
+the tokens its narrow side. It reads each code once (int4 packed, two or four in each element that is read), in pieces
+that lie within a group. Codes are exact in the type of x; scales apply to the sum of each group, zeros and biases to
+the group's sum of x:
+
+  out += scale * (codes @ x) + (bias - zero * scale) * sum(x)
+
+Traffic: codes and scales once per 128 tokens, x once per tile of outputs (from the L2 cache). Splits, chosen from
+static sizes where the tiles alone would leave the device idle, write float32 partials which XLA adds up.
+Pipeline: `stages` steps of codes and x in flight (cp.async).
+
+Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on any of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+
+from pallas_kernels import triton_compat
+from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.triton_compat import Target, pad
+from pallas_kernels.types import QuantArray
+
+FLOATS = ("bfloat16", "float16", "float32")
+CODES = ("int4", "int8", "float8_e4m3fn")
+PTX = True  # inline, where that is faster; Triton's interpreter has none
+FP8_SHIFT = 256.0  # of float8 codes that are moved into the bits of a float16, see `_fp8_bits`
+
+
+class Tiles(NamedTuple):
+    """Sizes of a program's tile and pipeline. `inputs`, of one product, lie in a group; `step` are fetched at once."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    step: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def why_not(device: Device, problem: MatmulProblem) -> str | None:
+    """Why this kernel cannot run the problem on the device; None: it can."""
+    x, codes = problem.x_dtype.name, problem.codes_dtype.name
+    if device.platform != "gpu":
+        return f"it is for NVIDIA GPUs, not {device.platform}"
+    if (device.capability or (0, 0)) < (8, 0):
+        return f"it needs compute capability 8.0 or newer, {device.kind} has {device.capability}"
+    if x not in FLOATS:
+        return f"x must be one of {', '.join(FLOATS)}, not {x}"
+    if codes not in CODES:
+        return f"codes must be one of {', '.join(CODES)}, not {codes}"
+    if codes == "int4" and problem.inputs % 2:
+        return f"int4 codes need an even number of inputs, not {problem.inputs}"
+    least = _least_step(codes)
+    if problem.block[1] < problem.inputs and problem.block[1] % least:
+        return f"groups of {codes} codes must be multiples of {least} inputs, not {problem.block[1]}"
+    return None
+
+
+def _least_step(codes: str) -> int:
+    return 32 if codes == "int4" else 16  # the matrix unit takes 16 inputs; a byte of int4 holds two
+
+
+def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, group: int, target: Target) -> Tiles:
+    """Tile sizes for a problem; to be tuned on the devices."""
+    grouped = group < inputs
+    within = group & -group if grouped else 128  # the largest power of two that divides the group
+    if x_dtype == "float32":
+        piece = min(within, 32)
+        tile = Tiles(pad(min(tokens, 32), 16), 32, piece, piece, 1, 4, 2)
+    elif tokens <= 64:
+        # Memory stays busy if some 40 KiB of codes are in flight on each multiprocessor.
+        step = 256 if codes == "int4" and tokens <= 32 else 128
+        tile = Tiles(pad(tokens, 16), 64, min(within, 128), step, 1, 4, 4)
+    else:
+        # Capabilities 8.6, 8.9 and 12.0 have 99 KiB of shared memory, the others at least 163.
+        roomy = target.capability in (80, 90, 100, 103)
+        step = 128 if grouped and roomy else 64
+        tile = Tiles(128, 128, min(within, step), step, 1, 8, 3 if roomy else 2)
+    programs = -(-tokens // tile.tokens) * -(-outputs // tile.outputs)
+    wanted = min(3 * target.cores // programs, inputs // (4 * tile.step))
+    return tile._replace(splits=1 << (max(1, min(wanted, 16)).bit_length() - 1))
+
+
+@triton.constexpr_function
+def nibble_ptx(nibble: int, per: int, dtype: tl.dtype) -> str:
+    """PTX that turns the `nibble`-th 4 bits of int16 (per 4) or int8 (per 2) in one register into bfloat16 or float16.
+
+    1.5 instructions a code, where a plain shift and conversion takes five or more. Offset by 8 a code is 0 to 15, and
+    adds itself when put into the low bits of a float that is 128 (bfloat16) or 1024; 8 more than that is subtracted.
+    """
+    if dtype == tl.bfloat16:  # 128 + 8; times one, as there is no sub.bf16x2 before sm_90
+        high, less, subtract = 0x43, "0xC308C308", "fma.rn.bf16x2 {to}, {of}, one, less;"
+    else:  # 1024 + 8
+        high, less, subtract = 0x64, "0x64086408", "sub.f16x2 {to}, {of}, less;"
+    if per == 4:
+        mask, offset = 0x000F000F, high << 24 | 0x080000 | high << 8 | 0x08
+        body = f"shr.u32 t, $1, {4 * nibble}; lop3.b32 t, t, {mask:#010x}, {offset:#010x}, 0x6A;"
+        body += subtract.format(to="$0", of="t")
+    else:
+        body = f"shr.u32 t, $2, {4 * nibble}; lop3.b32 t, t, 0x0F0F0F0F, 0x08080808, 0x6A;"
+        for i, bytes_ in enumerate(("0x4140", "0x4342")):
+            body += f"prmt.b32 u, t, {high * 0x01010101:#010x}, {bytes_};" + subtract.format(to=f"${i}", of="u")
+    return f"{{ .reg .b32 t, u, one, less; mov.b32 one, 0x3F803F80; mov.b32 less, {less}; {body} }}"
+
+
+@triton.jit
+def _nibble(w, like, NIBBLE: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr):
+    """The NIBBLE-th of each PER int4 codes of w, in the type that the pointers `like` point to."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            nibble_ptx(NIBBLE, PER, like.dtype.element_ty),
+            "=r,r" if PER == 4 else "=r,=r,r",
+            [w],
+            like.dtype.element_ty,
+            True,
+            8 // PER,
+        )
+    return ((w << (4 * (PER - 1 - NIBBLE))) >> (4 * (PER - 1))).to(like.dtype.element_ty)
+
+
+@triton.jit
+def _fp8_bits(codes):
+    """float8_e4m3fn, as int8, times 2 ** -8: its bits moved to where a float16 has its own. No NaN."""
+    bits = codes.to(tl.int16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _shift(factor, zero, bias, at, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """What a sum of x is to be multiplied with: bias - zero * scale."""
+    shift = tl.zeros_like(factor)
+    if HAS_BIAS:
+        shift += tl.load(bias + at).to(tl.float32)
+    if HAS_ZERO:
+        shift -= tl.load(zero + at).to(tl.float32) * factor
+    return shift
+
+
+@triton.jit
+def _piece(
+    acc, sums, x_row, codes_row, scale_row, scale, zero, bias, start, column,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    PER: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of the inputs from `start`, which lie in one group, to acc [outputs, tokens], and the sums of x
+    to `sums` [tokens], which each group uses up."""
+    COLUMNS: tl.constexpr = INPUTS // PER
+    WHOLE: tl.constexpr = INPUTS % STEP == 0
+    SHIFTED: tl.constexpr = HAS_ZERO or HAS_BIAS
+    dtype: tl.constexpr = x_row.dtype.element_ty
+    at = start // PER
+    inside = (at + column < COLUMNS)[None, :]
+    w = tl.load(codes_row + at) if WHOLE else tl.load(codes_row + at, mask=inside, other=0.0)
+    part = tl.zeros_like(acc) if GROUP else acc
+    for nibble in tl.static_range(PER):
+        x_at = x_row + (nibble * TOKENS * COLUMNS + at)
+        tokens = tl.load(x_at) if WHOLE else tl.load(x_at, mask=inside, other=0.0)
+        if PER > 1:
+            left = _nibble(w, x_row, nibble, PER, PTX)
+        elif BITS:
+            left = _fp8_bits(w).to(dtype)
+        else:
+            left = w.to(dtype)
+        part = tl.dot(left, tl.trans(tokens), part, input_precision="ieee")
+        if SHIFTED:
+            sums += tl.sum(tokens.to(tl.float32), 1)
+    if GROUP:
+        group = scale_row + tl.minimum(start // GROUP, GROUPS - 1)
+        factor = tl.load(scale + group).to(tl.float32)
+        acc += part * (factor * FACTOR)[:, None]
+        if SHIFTED:
+            acc += _shift(factor, zero, bias, group, HAS_ZERO, HAS_BIAS)[:, None] * sums[None, :]
+            sums = tl.zeros_like(sums)
+    else:
+        acc = part
+    return acc, sums
+
+
+@triton.jit
+def _matmul(
+    x, codes, scale, zero, bias, count, out,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROUP: tl.constexpr,
+    PER: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FACTOR: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """PER 2 or 4: int4 codes in int8 or int16, [OUTPUTS, INPUTS / PER], with x [PER, TOKENS, INPUTS / PER]: what
+    belongs to the first of each PER codes, to the second, and so on. BITS: float8 codes as int8. GROUP 0: all inputs
+    share a scale. `out` is [SPLITS, TOKENS, OUTPUTS]."""
+    COLUMNS: tl.constexpr = INPUTS // PER
+    SHIFTED: tl.constexpr = HAS_ZERO or HAS_BIAS
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUP else 1
+    token = tl.program_id(0) * BM + tl.arange(0, BM)
+    output = tl.program_id(1) * BN + tl.arange(0, BN)
+    column = tl.arange(0, BK // PER)
+    # What lies beyond the edges repeats the last row, and is not stored.
+    x_row = x + tl.minimum(token, TOKENS - 1).to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    codes_row = codes + tl.minimum(output, OUTPUTS - 1).to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    scale_row = tl.minimum(output, OUTPUTS - 1) // BLOCK_OUT * GROUPS
+
+    share: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
+    first = tl.program_id(2) * share
+    end = tl.minimum(first + share, INPUTS)
+    end = tl.where(tl.program_id(0) * BM < tl.load(count), end, first)
+    acc = tl.zeros([BN, BM], tl.float32)
+    sums = tl.zeros([BM], tl.float32)
+    for start in range(first, end, STEP):
+        for piece in tl.static_range(STEP // BK):
+            acc, sums = _piece(
+                acc, sums, x_row, codes_row, scale_row, scale, zero, bias, start + piece * BK, column,
+                TOKENS, INPUTS, STEP, GROUP, GROUPS, PER, BITS, PTX, HAS_ZERO, HAS_BIAS, FACTOR,
+            )  # fmt: skip
+    if not GROUP:
+        factor = tl.load(scale + scale_row).to(tl.float32)
+        acc *= (factor * FACTOR)[:, None]
+        if SHIFTED:
+            acc += _shift(factor, zero, bias, scale_row, HAS_ZERO, HAS_BIAS)[:, None] * sums[None, :]
+    to = (tl.program_id(2).to(tl.int64) * TOKENS + token)[:, None] * OUTPUTS + output[None, :]
+    tl.store(out + to, tl.trans(acc), mask=(token < TOKENS)[:, None] & (output < OUTPUTS)[None, :])
+
+
+@jax.jit
+def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+    """x [tokens, in] times the weights [out, in], transposed -> float32 [tokens, out].
+
+    `count`, an int32 scalar, says how many leading rows of x matter; tiles beyond hold zeros, minus zero or biases.
+    """
+    tokens, inputs = x.shape
+    outputs = w.shape[0]
+    target, kind = triton_compat.target(), w.codes.dtype.name
+    group = w.block[1]
+    tile = tiles(x.dtype.name, kind, tokens, outputs, inputs, group, target)
+    codes, factor, per, bits = w.codes, 1.0, 1, False
+    if kind == "int4":
+        # No copy: XLA's int4 arrays are packed, low half first. x is reordered by what computes it, or by a small copy.
+        per = 4 if tile.inputs >= 64 and inputs % 4 == 0 else 2
+        codes = codes.reshape(outputs, inputs // per, per)
+        codes = lax.bitcast_convert_type(codes, jnp.int16 if per == 4 else jnp.int8)
+        x = x.reshape(tokens, inputs // per, per).transpose(2, 0, 1)
+    elif kind == "float8_e4m3fn" and target.capability < 89:
+        codes, bits, factor = lax.bitcast_convert_type(codes, jnp.int8), True, FP8_SHIFT
+    count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
+    out = triton_compat.call(
+        _matmul, x, codes, w.scale, w.scale if w.zero is None else w.zero, w.scale if w.bias is None else w.bias, count,
+        out=[jax.ShapeDtypeStruct((tile.splits, tokens, outputs), jnp.float32)],
+        grid=(-(-tokens // tile.tokens), -(-outputs // tile.outputs), tile.splits),
+        num_warps=tile.warps, num_stages=tile.stages,
+        TOKENS=tokens, OUTPUTS=outputs, INPUTS=inputs, BLOCK_OUT=w.block[0], GROUP=group if group < inputs else 0,
+        PER=per, BITS=bits, PTX=PTX and x.dtype != jnp.float32, HAS_ZERO=w.zero is not None,
+        HAS_BIAS=w.bias is not None, FACTOR=factor, SPLITS=tile.splits,
+        BM=tile.tokens, BN=tile.outputs, BK=tile.inputs, STEP=tile.step,
+    )[0]  # fmt: skip
+    return out[0] if tile.splits == 1 else out.sum(0)

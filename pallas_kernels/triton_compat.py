@@ -1,0 +1,129 @@
+"""Calls Triton kernels from JAX; holds what differs between versions of jax-triton and Triton.
+
+What it takes to lower a kernel where no GPU is present:
+
+  `compute_capability=`   `triton_call` asks the first GPU otherwise; here it comes from `target`.
+  `TRITON_PTXAS_BLACKWELL_PATH`   Triton 3.9 writes PTX for sm_90 and newer in the version of its newest assembler,
+      which is CUDA 13.4's. XLA assembles PTX with its own, CUDA 12.9's or newer (jax-triton 0.4 while XLA compiles,
+      0.3 when the kernel is loaded), and refuses what is newer than itself. Triton also brings CUDA 12.9's assembler,
+      and writes the version that it understands when this variable points there, before the first kernel is lowered.
+  `jax.set_mesh(mesh)`    of a mesh of the topology's devices tells `target` which GPU is compiled for.
+
+jax-triton 0.4 renamed `out_shape` and `enable_fp_fusion`, gives aliased outputs no parameter of their own, and passes
+Python floats as float32 instead of float64: sizes and options are therefore compile-time constants (`tl.constexpr`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax_triton
+import triton
+
+_ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+if _ASSEMBLER.exists():
+    os.environ.setdefault("TRITON_PTXAS_BLACKWELL_PATH", str(_ASSEMBLER))
+
+_PARAMETERS = inspect.signature(jax_triton.triton_call).parameters
+_RENAMED = "out_type" in _PARAMETERS
+
+# Compute capability by what device_kind contains, the first match counts; for programs compiled without the device.
+KINDS = {
+    "A100": 80,
+    "A800": 80,
+    "A30": 80,
+    "A10": 86,
+    "A40": 86,
+    "A16": 86,
+    "RTX A": 86,
+    "RTX 30": 86,
+    "L4": 89,  # and L40, L40S
+    "RTX 40": 89,
+    "Ada": 89,
+    "H100": 90,
+    "H200": 90,
+    "H800": 90,
+    "H20": 90,
+    "B100": 100,
+    "B200": 100,
+    "B300": 103,
+    "RTX 50": 120,
+    "RTX PRO": 120,
+}
+
+
+class Target(NamedTuple):
+    """The GPU that is compiled for: compute capability (90 is 9.0) and number of multiprocessors."""
+
+    capability: int
+    cores: int
+
+
+def target() -> Target:
+    """The GPU of the mesh that `jax.set_mesh` has set; without one, the first local GPU."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform != "cpu":
+        for kind, capability in KINDS.items():
+            if kind in device.device_kind:
+                return Target(capability, device.num_cores)
+    try:
+        local = jax.local_devices(backend="gpu")[0]
+    except RuntimeError as error:
+        kind = "no mesh" if device is None else f"a mesh of {device.device_kind}"
+        raise RuntimeError(
+            f"which GPU to compile for is not known: {kind} is set and there is no GPU here. "
+            "Lower inside jax.set_mesh(mesh of the topology's devices)."
+        ) from error
+    major, minor = str(local.compute_capability).split(".")
+    return Target(int(major) * 10 + int(minor), getattr(local, "core_count", None) or 108)
+
+
+def call(
+    kernel: Any,
+    *arrays: jax.Array,
+    out: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    aliases: dict[int, int] | None = None,
+    **constants: Any,
+) -> tuple[jax.Array, ...]:
+    """Runs `kernel` over `grid` with pointers to the arrays, then to the outputs; the constants are its constexprs.
+
+    `aliases` maps inputs to the outputs that take their place; the kernel leaves the parameters of those inputs alone.
+    """
+    options: dict[str, Any] = {
+        "kernel": kernel,
+        "grid": grid,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "compute_capability": target().capability,
+        **constants,
+    }
+    aliases = aliases or {}
+    if not _RENAMED:
+        return jax_triton.triton_call(
+            *arrays, out_shape=tuple(out), enable_fp_fusion=True, input_output_aliases=aliases, **options
+        )
+    # An aliased output has no parameter of its own here: the input takes that of the output, and its own, which no
+    # kernel reads, is given any array.
+    operands: list[jax.Array | None] = [arrays[0] if i in aliases else array for i, array in enumerate(arrays)]
+    taken = {output: arrays[i] for i, output in aliases.items()}
+    return jax_triton.triton_call(
+        *operands,
+        **{kernel.arg_names[len(arrays) + output]: array for output, array in taken.items()},
+        out_type=tuple(out),
+        backend_options={"enable_fp_fusion": True},
+        input_output_aliases={len(arrays) + i: output for i, output in enumerate(sorted(taken))},
+        **options,
+    )
+
+
+def pad(size: int, least: int = 1) -> int:
+    """The next power of two, as Triton's blocks must be."""
+    return max(least, triton.next_power_of_2(size))

@@ -1,0 +1,108 @@
+"""The steps of a Llama-3-8B shape, compiled ahead of time by the real compilers for devices that are not here.
+
+What the compiled program says is asserted: the cache stays in place, temporaries are small, and under tensor
+parallelism each layer costs two reductions and no weight is gathered. With two of the layers by default, with all of
+them where slow tests run. No kernel runs here.
+"""
+
+import json
+import math
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.traverse_util import unflatten_dict
+
+from jaxserve.config import ConfigError
+from jaxserve.kv_cache import CacheLayout
+from jaxserve.mesh import make_mesh
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import read_model_config
+from jaxserve.models.load import make_decoder
+from jaxserve.models.weights import abstract_params
+from jaxserve.runner import ModelRunner
+from jaxserve.steps import StepShape
+from jaxserve.targets import target_devices
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+PAGES = 4099  # a number that no other dimension has
+TARGETS = [
+    ("h200x1", "mosaic_gpu", 16),
+    ("h200x8", "mosaic_gpu", 16),
+    ("h200x1", "triton", 16),
+    ("v5e-4", "mosaic_tpu", 64),
+    ("v5e-8", "mosaic_tpu", 64),
+    ("v6e-4", "mosaic_tpu", 64),
+]
+
+
+def make_runner(folder, target: str, backend: str, page_size: int, layers: int) -> ModelRunner:
+    try:
+        devices = target_devices(target)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers}))
+    mesh = make_mesh(len(devices), devices)
+    decoder = make_decoder(read_model_config(HFConfig.read(folder)), mesh, jnp.bfloat16, page_size, backend)
+    runner = ModelRunner(decoder, unflatten_dict(abstract_params(decoder, mesh), sep="/"), mesh, 64)
+    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, jnp.bfloat16)
+    runner.plan(layout, 8192 // page_size)
+    return runner
+
+
+def cache_copies(text: str, elements: int) -> list[str]:
+    """Copies and transposes in a compiled program of arrays as large as one layer's cache."""
+    found = []
+    for line in text.splitlines():
+        if match := re.search(r"= \w+\[([\d,]*)\]\S* (copy|copy-start|transpose)\(", line):
+            size = math.prod(map(int, filter(None, match[1].split(","))))
+            if size >= elements // 2 and str(PAGES) in match[1]:
+                found.append(line.strip()[:200])
+    return found
+
+
+def check(runner: ModelRunner, shape: StepShape, layers: int) -> None:
+    compiled = runner.lower(shape).compile()
+    memory, text, devices = compiled.memory_analysis(), compiled.as_text(), runner.mesh.size
+    cache = runner.layout.num_pages * runner.layout.page_bytes // devices
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < 2**30
+    assert cache_copies(text, cache // layers // 2) == []
+    reductions = len(re.findall(r" all-reduce(?:-start)?\(", text))
+    gathered = re.findall(r"= (?:\()?bf16\[([\d,]+)\]\S* all-gather", text)
+    if devices > 1:
+        assert 2 * layers <= reductions <= 2 * layers + 8, "two in each layer, a few around them"
+        weight = 4096 * 4096 // devices
+        assert all(math.prod(map(int, dims.split(","))) < weight for dims in gathered), "a weight is gathered"
+    else:
+        assert not reductions
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    jax.config.update("jax_enable_compilation_cache", False)
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+
+@pytest.mark.parametrize(("target", "backend", "page_size"), TARGETS)
+@pytest.mark.parametrize("layers", [2, pytest.param(32, marks=pytest.mark.slow)])
+def test_steps_of_llama_8b(target, backend, page_size, layers, tmp_path):
+    runner = make_runner(tmp_path, target, backend, page_size, layers)
+    check(runner, StepShape.of(64, 64, page_size, decode_only=True), layers)
+    check(runner, StepShape.of(1024, 64, page_size, decode_only=False), layers)

@@ -1,0 +1,197 @@
+"""The Mosaic GPU kernel for quantized weights: interpreted against float64 NumPy, and compiled for H200."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_quant_matmul import CODES, IN, OUT, check, make_weight, numbers, problem_of
+
+from pallas_kernels.quant_matmul import mosaic_gpu
+from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.types import QuantArray
+
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # with no driver, the CUDA compiler loads only then
+
+HOPPER = Device("gpu", "NVIDIA H200", (9, 0))
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+# --- interpreted ---
+
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX's interpreter of Mosaic GPU kernels comes with JAX 0.11.2"
+)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("tokens", "shape", "codes", "block", "options"),
+    [
+        (5, (128, 256), "int8", (1, IN), {}),
+        (3, (128, 1024), "int8", (OUT, IN), {"bias": True}),  # the inputs are split
+        (9, (136, 384), "int4", (1, 64), {"zero": True}),  # the last tile of outputs overlaps
+        (2, (64, 192), "int4", (1, 32), {"zero": True, "scale": jnp.bfloat16}),  # one row of 32 codes is too short
+        (1, (256, 256), "fp8", (128, 128), {}),  # one scale for a whole tile
+        (4, (72, 160), "fp8", (128, 128), {"bias": True}),
+        (70, (64, 64), "int8", (1, 32), {}),  # two tiles of tokens
+    ],
+)
+def test_interpreted(tokens, shape, codes, block, options, capfd, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "SLOT_BYTES", 0)  # two slots, so that they are filled again
+    rng = np.random.default_rng(0)
+    x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, codes, block, **options)
+    assert mosaic_gpu.why_not(HOPPER, problem_of(x, w)) is None
+    y = mosaic_gpu.quant_matmul(x, w, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    check(y, x, w)
+    output = capfd.readouterr()
+    assert "RACE" not in output.out + output.err
+
+
+@needs_interpreter
+def test_interpreted_in_float16():
+    rng = np.random.default_rng(1)
+    x, w = numbers(rng, (3, 128), jnp.float16), make_weight(rng, (64, 128), "fp8", (1, 64))
+    check(mosaic_gpu.quant_matmul(x, w, interpret=plgpu.InterpretGPUParams()), x, w)
+
+
+# --- compiled ahead of time ---
+
+
+def mesh_of(devices: int) -> Mesh:
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=H200, topology=f"1x1x{devices}"
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"JAX's CUDA compiler is not here: {error}")
+    return Mesh(np.array(topology.devices), ("device",))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return mesh_of(1)
+
+
+def compile_for(mesh, tokens, shape, codes, block, dtype=jnp.bfloat16, scale=jnp.bfloat16, zero=False):
+    block = (block[0] or shape[0], block[1] or shape[1])
+    blocks = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    w = QuantArray(
+        array(shape, CODES[codes]), array(blocks, scale), array(blocks, jnp.int8) if zero else None, None, block
+    )
+    x = array((tokens, shape[1]), dtype)
+    assert mosaic_gpu.why_not(Device.of(mesh.devices[0]), problem_of(x, w)) is None
+    with jax.set_mesh(mesh):
+        return jax.jit(mosaic_gpu.quant_matmul).lower(x, w).compile(), w
+
+
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336)]  # Llama 3 8B
+FORMATS = [("int8", (1, IN)), ("int4", (1, 128)), ("fp8", (1, IN))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [
+        pytest.param(shape, tokens, marks=[] if shape == (14336, 4096) and tokens in (16, 1024) else pytest.mark.slow)
+        for shape in SHAPES
+        for tokens in (1, 16, 64, 1024)
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("codes", "block"), FORMATS, ids=str)
+def test_compiles_without_a_dequantized_copy(mesh, shape, tokens, codes, block):
+    compiled, w = compile_for(mesh, tokens, shape, codes, block)
+    assert "quant_matmul" in compiled.as_text()
+    sizes = mosaic_gpu.plan(tokens, w.shape, w.block, 4 if codes == "int4" else 8)
+    padded = -(-tokens // sizes.n) * sizes.n
+    partial_results, x = sizes.splits * padded * shape[0] * 4, padded * shape[1] * 2
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    assert temp <= partial_results + x + 65536
+    assert temp < shape[0] * shape[1] * 2  # bytes of a copy in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "codes", "block", "options"),
+    [
+        (16, (4096, 4096), "fp8", (128, 128), {"scale": jnp.float32}),
+        (16, (4096, 4096), "fp8", (OUT, IN), {}),
+        (300, (4096, 4096), "int4", (1, 32), {"zero": True}),
+        (16, (4096, 4096), "int4", (1, 64), {"dtype": jnp.float16, "zero": True}),
+        (16, (1024, 4096), "fp8", (1, IN), {"dtype": jnp.float16}),
+        (300, (1024, 4096), "int8", (1, IN), {"dtype": jnp.float16}),
+        (5, (72, 96), "int8", (1, 32), {}),
+        (5, (200, 160), "fp8", (128, 128), {}),
+        (5, (4096, 11008 // 4), "int8", (1, IN), {}),  # a shard of Llama 2 7B: 43 times 64 inputs
+    ],
+)
+def test_compiles(mesh, tokens, shape, codes, block, options):
+    compiled, _ = compile_for(mesh, tokens, shape, codes, block, **options)
+    assert "quant_matmul" in compiled.as_text()
+
+
+@pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_compiles_under_shard_map(devices):
+    """Column-parallel: each device has some of the outputs."""
+    mesh = mesh_of(devices)
+
+    def array(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    w = QuantArray(array((14336, 4096), jnp.int4, "device"), array((14336, 32), jnp.bfloat16, "device"))
+    x = array((16, 4096), jnp.bfloat16)
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("device")), "out_specs": PartitionSpec(None, "device")}
+    step = jax.shard_map(mosaic_gpu.quant_matmul, mesh=mesh, check_vma=False, **specs)
+    with jax.set_mesh(mesh):
+        text = jax.jit(step).lower(x, w).compile().as_text()
+    assert "quant_matmul" in text
+    assert "all-gather" not in text
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "reason"),
+    [
+        (Device("gpu", "NVIDIA A100", (8, 0)), {}, "Hopper"),
+        (Device("gpu", "NVIDIA B200", (10, 0)), {}, "Hopper"),
+        (Device("tpu", "TPU v5e"), {}, "Hopper"),
+        (HOPPER, {"x_dtype": np.dtype(np.float32)}, "float32"),
+        (HOPPER, {"codes_dtype": np.dtype(np.int16)}, "int16"),
+        (HOPPER, {"rows": 60}, "60"),
+        (HOPPER, {"rows": 100}, "100"),
+        (HOPPER, {"inputs": 4112}, "4112"),
+        (HOPPER, {"inputs": 4128, "codes_dtype": np.dtype(jnp.int4)}, "64"),
+        (HOPPER, {"block": (1, 48)}, "48"),
+        (HOPPER, {"block": (1, 16)}, "16"),
+    ],
+)
+def test_refusals(device, changes, reason):
+    fields = {"x_dtype": np.dtype(jnp.bfloat16), "codes_dtype": np.dtype(np.int8), "rows": 4096, "inputs": 4096}
+    assert mosaic_gpu.why_not(HOPPER, MatmulProblem(**fields, block=(1, 4096))) is None
+    problem = MatmulProblem(**{**fields, "block": (1, 4096), **changes})
+    assert reason in mosaic_gpu.why_not(device, problem)

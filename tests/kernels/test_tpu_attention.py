@@ -1,0 +1,331 @@
+"""The TPU kernels for attention and the KV write: interpreted on CPU against float64, and compiled ahead of time.
+
+What no row owns is NaN, table entries beyond a row's pages or behind its window point nowhere, and races fail.
+"""
+
+import importlib.util
+import re
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import kv_write_tpu
+from pallas_kernels.paged_attention import tpu
+from pallas_kernels.registry import AttentionProblem, Device
+from pallas_kernels.types import KVPages
+
+NOWHERE = 10**6
+V5E = Device("tpu", "TPU v5 lite")
+
+
+def interpreted(function, *args, **options):
+    """The function's result in interpret mode; fails where two copies, or a copy and a read, race."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    try:
+        with pltpu.force_tpu_interpret_mode(params):
+            result = jax.block_until_ready(function(*args, **options))
+    except Exception:
+        pltpu.reset_tpu_interpret_mode_state()
+        raise
+    assert interpreter.races is None or not interpreter.races.races_found
+    return result
+
+
+@dataclass(frozen=True)
+class Config:
+    head_dim: int = 64
+    page_dim: int | None = None
+    group: int = 4
+    kv_heads: int = 1
+    page_size: int = 16
+    q_dtype: type = np.float32
+    kv_dtype: type = np.float32
+    has_scale: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    width: int = 4
+    tokens: int = 32
+    lengths: tuple = ((1, 37), (1, 16), (0, 0), (5, 20), (0, 0), (20, 47), (1, 17), (0, 0))  # query tokens, cached
+    num_decodes: int = 2
+
+    def __str__(self) -> str:
+        names = f"dim{self.head_dim}-group{self.group}x{self.kv_heads}-page{self.page_size}-{self.kv_dtype.__name__}"
+        options = "".join(f"-{name}" for name in ("window", "softcap", "sinks") if getattr(self, name))
+        return names + options + ("-decode" if self.decode_only else "")
+
+    @property
+    def decode_only(self) -> bool:
+        return all(new == 0 for new, _ in self.lengths[self.num_decodes :])
+
+
+DECODES = ((1, 1), (1, 300), (1, 256), (1, 257), (0, 0))
+LONG = ((1, 300), (3, 140), (0, 0), (2, 2))
+CONFIGS = [
+    Config(),
+    Config(head_dim=80, group=7, kv_heads=2, window=5, sinks=True),
+    Config(head_dim=64, page_dim=128, group=1, softcap=5.0, q_dtype=ml_dtypes.bfloat16, kv_dtype=ml_dtypes.bfloat16),
+    Config(
+        head_dim=128,
+        group=8,
+        page_size=128,
+        kv_dtype=np.int8,
+        has_scale=True,
+        width=3,
+        tokens=8,
+        lengths=LONG,
+        num_decodes=1,
+    ),
+    Config(head_dim=96, group=3, page_size=32, kv_dtype=ml_dtypes.float8_e4m3fn, width=10, lengths=LONG, num_decodes=0),
+    Config(head_dim=256, group=2, kv_heads=3, width=40, tokens=5, lengths=DECODES, num_decodes=4, sinks=True),
+    Config(head_dim=64, group=7, width=40, page_size=64, tokens=9, lengths=DECODES, num_decodes=4, window=130),
+    Config(width=1, tokens=3, lengths=((1, 0), (0, 0)), num_decodes=1),
+]
+
+
+class Batch:
+    """Host arrays as the kernel takes them; kv: float64 [2, kv_heads, cached, head_dim] of each row."""
+
+    def __init__(self, config: Config, seed: int):
+        rng = np.random.default_rng(seed)
+        self.config, c = config, config
+        size, shape = c.page_size, (2, c.kv_heads)
+        needed = [-(-cached // size) for _, cached in c.lengths]
+        dim = c.page_dim or c.head_dim
+        free = iter(rng.permutation(np.arange(1, 2 + sum(needed))))
+        data = np.full((2 + sum(needed), *shape, size, dim), np.nan if c.kv_dtype != np.int8 else 99, np.float64)
+        scale = np.full(data.shape[:-1], np.nan, np.float32)
+        self.tables = np.full((len(c.lengths), c.width), NOWHERE, np.int32)
+        self.kv = []
+        for row, (new, cached) in enumerate(c.lengths):
+            kv = rng.standard_normal((*shape, cached, dim)) * (30 if c.has_scale else 1)
+            kv[..., c.head_dim :] = 0
+            kv = (np.round(kv) if c.kv_dtype == np.int8 else kv).astype(c.kv_dtype).astype(np.float64)
+            factor = rng.uniform(0.01, 0.1, kv.shape[:-1]).astype(np.float32) if c.has_scale else 1.0
+            oldest = max(cached - new + 1 - c.window, 0) if c.window else 0
+            for page in range(oldest // size, needed[row]):
+                self.tables[row, page] = chosen = next(free)
+                part = slice(page * size, min((page + 1) * size, cached))
+                data[chosen, :, :, : part.stop - part.start] = kv[:, :, part]
+                if c.has_scale:
+                    scale[chosen, :, :, : part.stop - part.start] = factor[:, :, part]
+            self.kv.append(kv[..., : c.head_dim] * (factor[..., None] if c.has_scale else 1.0))
+        self.pages = KVPages(jnp.asarray(data.astype(c.kv_dtype)), jnp.asarray(scale) if c.has_scale else None)
+        q = rng.standard_normal((c.tokens, c.kv_heads, c.group, c.head_dim))
+        self.q = q.astype(c.q_dtype)
+        self.sinks = rng.standard_normal((c.kv_heads, c.group)).astype(np.float32) if c.sinks else None
+        self.q_start = np.cumsum([0, *(new for new, _ in c.lengths)]).astype(np.int32)
+        self.kv_len = np.array([cached for _, cached in c.lengths], np.int32)
+
+    def expected(self) -> np.ndarray:
+        """float64 [real tokens, kv_heads, group, head_dim]."""
+        c, out = self.config, []
+        for row, (new, cached) in enumerate(c.lengths):
+            for i in range(new):
+                end = cached - new + i + 1
+                begin = max(end - c.window, 0) if c.window else 0
+                k, v = self.kv[row][:, :, begin:end]
+                q = self.q[self.q_start[row] + i].astype(np.float64)
+                scores = np.einsum("hgd,hkd->hgk", q, k) * c.head_dim**-0.5
+                scores = c.softcap * np.tanh(scores / c.softcap) if c.softcap else scores
+                p = np.exp(scores)
+                total = np.maximum(p.sum(-1) + (np.exp(self.sinks) if c.sinks else 0), 1e-300)
+                out.append(np.einsum("hgk,hkd->hgd", p / total[..., None], v))
+        return np.array(out).reshape(-1, c.kv_heads, c.group, c.head_dim)
+
+    def attend(self) -> np.ndarray:
+        c = self.config
+        options = {"window": c.window, "softcap": c.softcap, "sinks": self.sinks, "decode_only": c.decode_only}
+        arrays = (self.q, self.pages, self.tables, self.q_start, self.kv_len, np.int32(c.num_decodes))
+        out = interpreted(tpu.paged_attention, *arrays, scale=c.head_dim**-0.5, **options)
+        assert out.dtype == self.q.dtype
+        return np.asarray(out, np.float64)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_attention_equals_float64(config, monkeypatch):
+    monkeypatch.setattr(tpu, "TILE", 16)  # several tiles, tiles of several rows, several blocks
+    monkeypatch.setattr(tpu, "BLOCK", 256)
+    tpu.paged_attention.clear_cache()
+    batch = Batch(config, seed=len(str(config)))
+    out, expected = batch.attend(), batch.expected()
+    assert np.isfinite(out).all()
+    tolerance = 2e-5 if config.q_dtype == config.kv_dtype == np.float32 else 2e-2
+    scale = np.abs(expected).max(initial=1.0)
+    np.testing.assert_allclose(out[: len(expected)] / scale, expected / scale, atol=tolerance)
+
+
+WRITES = [
+    (np.float32, 16, 80, 80, False),
+    (ml_dtypes.bfloat16, 16, 64, 128, False),
+    (np.int8, 128, 64, 64, True),
+    (ml_dtypes.float8_e4m3fn, 128, 128, 128, True),
+]
+
+
+@pytest.mark.parametrize(("dtype", "page_size", "head_dim", "page_dim", "has_scale"), WRITES)
+def test_write_changes_the_slots_and_nothing_else(dtype, page_size, head_dim, page_dim, has_scale, monkeypatch):
+    """A prompt across a page border, decodes out of order, two tokens in one tile far apart, padding between them."""
+    for name, value in {"CHUNK": 8, "RING": 3, "AHEAD": 2}.items():  # several chunks, groups that wait for their place
+        monkeypatch.setattr(kv_write_tpu, name, value)
+    kv_write_tpu.write_kv.clear_cache()
+    rng = np.random.default_rng(page_size)
+    slots = [4 * page_size - 3 + i for i in range(7)]
+    slots += [0, 9 * page_size + 1, 2 * page_size, 0, 7 * page_size - 1, 9 * page_size, 0, 2 * page_size + 15]
+    slots += [(10 + i) * page_size for i in range(7)] + [1, 0]
+    slots = np.array(slots, np.int32)
+    old = rng.standard_normal((18, 2, 2, page_size, page_dim)).astype(dtype)
+    old_scale = rng.uniform(1, 2, old.shape[:-1]).astype(np.float32) if has_scale else None
+    kv = rng.standard_normal((2, len(slots), 2, head_dim)).astype(np.float32)
+    kv[0, 0] = 0
+    pages = KVPages(jnp.asarray(old), old_scale if old_scale is None else jnp.asarray(old_scale))
+    data, scale = interpreted(kv_write_tpu.write_kv, pages, kv[0], kv[1], slots)
+
+    assert data.dtype == dtype
+    data, old = np.array(data, np.float64), old.astype(np.float64)
+    real = slots >= page_size
+    page, offset = slots[real] // page_size, slots[real] % page_size
+    new = kv[:, real].transpose(1, 0, 2, 3)
+    written = data[page, :, :, offset]
+    if has_scale:
+        scale = np.array(scale)
+        largest = 127 if dtype == np.int8 else 448
+        peak = np.abs(new).max(-1)
+        factor = scale[page, :, :, offset]
+        np.testing.assert_allclose(factor, np.where(peak > 0, peak / largest, 1), rtol=1e-6)
+        error = 0.501 if dtype == np.int8 else 16.1
+        assert (np.abs(written / largest - new / factor[..., None] / largest).max()) <= error / largest
+        scale[page, :, :, offset] = old_scale[page, :, :, offset]
+        np.testing.assert_array_equal(scale[1:], old_scale[1:])
+    else:
+        np.testing.assert_array_equal(written[..., :head_dim], new.astype(dtype))
+        assert not written[..., head_dim:].any()
+    data[page, :, :, offset] = old[page, :, :, offset]
+    np.testing.assert_array_equal(data[1:], old[1:])
+
+
+def test_write_of_padding_only_changes_nothing():
+    old = np.arange(2 * 2 * 16 * 64, dtype=np.float32).reshape(2, 2, 1, 16, 64)
+    new = np.ones((3, 1, 64), np.float32)
+    data, _ = interpreted(kv_write_tpu.write_kv, KVPages(jnp.asarray(old)), new, new, np.zeros(3, np.int32))
+    np.testing.assert_array_equal(np.asarray(data), old)
+
+
+PROBLEM = AttentionProblem(np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.bfloat16), 8, 4, 128, 16)
+REFUSED = [
+    (Device("gpu", "NVIDIA H200", (9, 0)), {}, "TPU"),
+    (V5E, {"q_dtype": np.dtype(np.float16)}, "float16"),
+    (V5E, {"kv_dtype": np.dtype(np.float16)}, "float16"),
+    (V5E, {"page_size": 24}, "24"),
+    (V5E, {"kv_dtype": np.dtype(np.int8)}, "at least 32"),
+    (V5E, {"kv_dtype": np.dtype(np.int8), "page_size": 32, "has_scale": True}, "at least 128"),
+    (Device("tpu", "TPU v4"), {"kv_heads": 32, "page_size": 256, "head_dim": 256}, "VMEM"),
+]
+
+
+@pytest.mark.parametrize(("device", "change", "reason"), REFUSED)
+def test_refusals_name_the_reason(device, change, reason):
+    assert reason in tpu.why_not(device, replace(PROBLEM, **change))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+def test_usual_shapes_are_accepted(head_dim, page_size, group):
+    problem = replace(PROBLEM, head_dim=head_dim, page_size=page_size, group=group)
+    for device in (V5E, Device("tpu", "TPU v6 lite")):
+        assert tpu.why_not(device, problem) is None
+
+
+def test_tables_that_do_not_fit_smem_are_refused():
+    def shape(*size, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(size, dtype)
+
+    arrays = (shape(8, 1, 4, 64, dtype=jnp.float32), KVPages(shape(9, 2, 1, 16, 64, dtype=jnp.float32)))
+    with pytest.raises(ValueError, match="SMEM"):
+        jax.eval_shape(
+            lambda *a: tpu.paged_attention(*a, scale=1.0), *arrays, shape(256, 1024), shape(257), shape(256), shape()
+        )
+
+
+def compile_for(topology: str, devices: int, config: Config, pages: int = 4001):
+    """One layer, the write and the attention, heads split over the devices, for a machine that is not here."""
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:devices]
+    mesh, c, rows = Mesh(np.array(chips), ("tensor",)), config, 16
+    heads = c.kv_heads * devices
+
+    def array(size, dtype, axis=None):
+        spec = P(*(None,) * axis, "tensor") if axis is not None else P()
+        return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+
+    dim = c.page_dim or c.head_dim
+    cache = KVPages(
+        array((pages, 2, heads, c.page_size, dim), c.kv_dtype, 2),
+        array((pages, 2, heads, c.page_size), jnp.float32, 2) if c.has_scale else None,
+    )
+    q, kv = (
+        array((c.tokens, heads, c.group, c.head_dim), c.q_dtype, 1),
+        array((c.tokens, heads, c.head_dim), c.q_dtype, 1),
+    )
+    sinks = array((heads, c.group), jnp.float32, 0) if c.sinks else None
+    integers = [array(size, jnp.int32) for size in ((c.tokens,), (rows, c.width), (rows + 1,), (rows,), ())]
+
+    def layer(cache, q, k, v, sinks, slots, *rest):
+        cache = tpu.write_kv(cache, k, v, slots)
+        options = {"window": c.window, "softcap": c.softcap, "sinks": sinks, "decode_only": c.decode_only}
+        return tpu.paged_attention(q, cache, *rest, scale=0.1, **options), cache
+
+    by_head, pages_spec = P(None, "tensor"), P(None, None, "tensor")
+    inputs = (pages_spec, by_head, by_head, by_head, P("tensor"), *(P(),) * 5)
+    split = jax.shard_map(layer, mesh=mesh, in_specs=inputs, out_specs=(by_head, pages_spec), check_vma=False)
+    with jax.set_mesh(mesh):
+        return jax.jit(split, donate_argnums=0).lower(cache, q, kv, kv, sinks, *integers).compile()
+
+
+BF16 = ml_dtypes.bfloat16
+MIXED = {"q_dtype": BF16, "kv_heads": 2, "tokens": 32}
+COMPILED = [
+    ("v5e:2x2", 1, Config(head_dim=64, page_dim=128, group=7, kv_dtype=BF16, **MIXED)),
+    (
+        "v6e:2x2",
+        4,
+        Config(head_dim=128, page_size=128, kv_dtype=np.int8, has_scale=True, window=99, sinks=True, **MIXED),
+    ),
+    ("v6e:2x2", 1, Config(head_dim=256, page_size=64, kv_heads=1, softcap=9.0, lengths=DECODES, num_decodes=4)),
+]
+
+
+@pytest.fixture
+def tpu_compiler(monkeypatch):
+    """Without the cache on disk, which cannot keep what is compiled for a machine that is not here."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the compiler for TPU is not installed (libtpu)")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile at once
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+@pytest.mark.usefixtures("tpu_compiler")
+@pytest.mark.parametrize(("topology", "devices", "config"), COMPILED, ids=str)
+def test_compiles_ahead_of_time_with_the_cache_in_place(topology, devices, config):
+    pages = 4001  # no other dimension is
+    compiled = compile_for(topology, devices, config, pages)
+    stats, text = compiled.memory_analysis(), compiled.as_text()
+    page_bytes = 2 * config.kv_heads * config.page_size * (config.page_dim or config.head_dim)
+    cache_bytes = pages * page_bytes * np.dtype(config.kv_dtype).itemsize
+    assert stats.alias_size_in_bytes >= cache_bytes
+    assert stats.temp_size_in_bytes < cache_bytes / 20
+    assert text.count("tpu_custom_call") >= 2
+    assert not re.search(rf"\[{pages},[^ ]* (copy|copy-start|transpose|fusion)\(", text)

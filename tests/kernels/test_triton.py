@@ -1,0 +1,528 @@
+"""The Triton kernels: interpreted against float64 NumPy, and compiled ahead of time.
+
+Triton decides on import whether it interprets its kernels, and interpreted kernels do not pass through jax-triton.
+The interpreted tests therefore run in a process of their own (`test_interpreted`), where a stand-in for
+`triton_compat.call` hands the kernels pointers to NumPy arrays. What no row owns is poisoned with NaN.
+"""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import triton_compat
+from pallas_kernels.paged_attention import triton_gpu as attention
+from pallas_kernels.quant_matmul import triton_gpu as matmul
+from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
+from pallas_kernels.types import KVPages, QuantArray
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRET, reason="runs in a process of its own, by test_interpreted")
+compiled = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted in this process")
+
+TRITON_TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8",
+    "float8_e4m3fn": "fp8e4nv",
+}  # fmt: skip
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
+
+
+@compiled
+def test_interpreted():
+    """Runs this file's interpreted tests where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+# --- interpreted ---
+
+
+class Pointer:
+    """A NumPy array as the interpreter wants its arguments."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, TRITON_TYPES[array.dtype.name]
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def copy_(self, other): ...
+
+    def new_empty(self, *sizes, device):
+        return self
+
+    def set_(self, *of): ...
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return self.array.strides
+
+
+def interpret(kernel, *arrays, out, grid, num_warps=4, num_stages=2, aliases=None, **constants):
+    """As `triton_compat.call`; what the kernel does not write is NaN (or the lowest integer)."""
+    inputs = [np.array(array) for array in arrays]
+    outputs = []
+    for like in out:
+        integer = np.issubdtype(like.dtype, np.integer)
+        outputs.append(np.full(like.shape, np.iinfo(like.dtype).min if integer else np.nan, like.dtype))
+    for i, output in (aliases or {}).items():
+        outputs[output] = inputs[i]
+    kernel[grid](*map(Pointer, inputs), *map(Pointer, outputs), **constants)
+    return tuple(map(jnp.asarray, outputs))
+
+
+def repair_interpreter(monkeypatch):
+    """Triton's interpreter holds bfloat16 as integers, and forgets it when it multiplies or converts from integers;
+    when it rounds to float8, carries out of the mantissa are lost."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    dot, cast, convert = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
+    bf16, f32, fp8 = interpreter.tl.bfloat16, interpreter.tl.float32, interpreter.tl.float8e4nv
+
+    def wide(self, a):
+        return cast(self, a, f32) if a.dtype.scalar == bf16 else a
+
+    def cast_impl(self, source, to):
+        if to.scalar == bf16 and source.dtype.scalar != f32:
+            source = cast(self, source, f32)
+        return cast(self, source, to)
+
+    def fp_to_fp(self, source, to, rounding):
+        if to.scalar == fp8 and source.dtype.scalar == f32:
+            return interpreter.TensorHandle(source.data.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), fp8)
+        return convert(self, source, to, rounding)
+
+    monkeypatch.setattr(builder, "create_fp_to_fp", fp_to_fp)
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, wide(self, a), wide(self, b), *rest))
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    if INTERPRET:
+        repair_interpreter(monkeypatch)
+        monkeypatch.setattr(triton_compat, "call", interpret)
+        monkeypatch.setattr(matmul, "PTX", False)  # see test_ptx_of_int4
+        monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 1))
+        with jax.disable_jit(), np.errstate(over="ignore"):
+            yield
+    else:
+        yield
+
+
+def rounded(rng, shape, dtype) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+def gold_attention(q, kv, lengths, q_lens, scale, window=None, softcap=None, sinks=None) -> np.ndarray:
+    """float64; kv: per row [2, kv_heads, positions, head_dim]."""
+    out, token = np.zeros(q.shape), 0
+    for row, (length, count) in enumerate(zip(lengths, q_lens, strict=True)):
+        for i in range(count):
+            last = length - count + i
+            first = max(0, last - window + 1) if window else 0
+            k, v = kv[row][:, :, first : last + 1]
+            scores = np.einsum("hgd,hsd->hgs", q[token].astype(np.float64), k) * scale
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            total = np.exp(scores).sum(-1)
+            if sinks is not None:
+                total = total + np.exp(sinks)
+            out[token] = np.einsum("hgs,hsd->hgd", np.exp(scores) / total[..., None], v)
+            token += 1
+    return out
+
+
+def batch(rng, *, q_lens, lengths, heads, group, dim, page, dtype, kv_dtype, tokens, window=None):
+    """Arguments of `paged_attention`, and what `gold_attention` wants. Pages that no row may read hold NaN (scales of
+    integers do), and table entries beyond a row's pages, or behind its window, point to them."""
+    rows, width = len(q_lens), max(-(-max(lengths) // page), 1) + 2
+    count = rows * width + 1
+    poison = count - 1
+    quantized = kv_dtype in ("int8", "float8_e4m3fn")
+    data = np.full((count, 2, heads, page, dim), 100 if kv_dtype == "int8" else np.nan, kv_dtype)
+    scale = np.full((count, 2, heads, page), np.nan, np.float32) if quantized else None
+    table = np.full((rows, width), poison, np.int32)
+    free, kv = list(rng.permutation(count - 1)), []
+    for row, length in enumerate(lengths):
+        value = rounded(rng, (2, heads, length, dim), np.float32)
+        scales = rng.uniform(0.01, 0.02, (2, heads, length)).astype(np.float32)
+        codes = np.round(value * 50).astype(kv_dtype) if quantized else value.astype(kv_dtype)
+        first = max(0, length - q_lens[row] - window + 1) if window else 0
+        for position in range(first, length):
+            if table[row, position // page] == poison:
+                table[row, position // page] = free.pop()
+            at = table[row, position // page], slice(None), slice(None), position % page
+            data[at] = codes[:, :, position]
+            if quantized:
+                scale[at] = scales[:, :, position]
+        kv.append(codes.astype(np.float64) * (scales[..., None] if quantized else 1))
+    starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    q = np.full((tokens, heads, group, dim), np.nan, dtype)
+    q[: starts[-1]] = rounded(rng, (starts[-1], heads, group, dim), dtype)
+    decodes = next((i for i, n in enumerate(q_lens) if n != 1), rows)
+    pages = KVPages(jnp.asarray(data), None if scale is None else jnp.asarray(scale))
+    arguments = jnp.asarray(q), pages, table, starts, np.array(lengths, np.int32), np.int32(decodes)
+    return arguments, q, kv
+
+
+def case(**options):
+    return options
+
+
+CASES = {
+    "decode": case(q_lens=[1, 1, 1], lengths=[1, 16, 33], group=4, decode_only=True),
+    "decode, padding": case(q_lens=[1, 1, 0, 0], lengths=[65, 48, 0, 0], group=7, dim=80, tokens=6, decode_only=True),
+    "decode, split": case(q_lens=[1, 1, 0], lengths=[700, 3, 0], heads=1, page=256, dim=16, cores=4, decode_only=True),
+    "decode, split, sinks": case(
+        q_lens=[1, 1], lengths=[520, 70], heads=1, group=2, dim=16, cores=4, sinks=True, window=300, decode_only=True
+    ),
+    "prompt": case(q_lens=[40, 0, 23], lengths=[40, 0, 64], group=4, tokens=70),
+    "mixed": case(q_lens=[1, 1, 5, 9], lengths=[17, 100, 5, 80], group=7, dim=96, page=32, tokens=18, sinks=True),
+    "mixed, page 64": case(q_lens=[1, 0, 70], lengths=[64, 0, 200], page=64, heads=1, group=1, tokens=80),
+    "mixed, window": case(q_lens=[1, 1, 20], lengths=[90, 4, 150], window=18, softcap=5.0, group=1, tokens=22),
+    "mixed, window, page 128": case(q_lens=[1, 9, 20], lengths=[190, 200, 300], window=70, page=128, heads=1),
+    "page 48": case(q_lens=[1, 3], lengths=[49, 97], page=48, heads=1),
+    "bfloat16": case(q_lens=[1, 30], lengths=[70, 130], dtype="bfloat16", softcap=20.0),
+    "float16, int8": case(q_lens=[1, 30], lengths=[70, 130], dtype="float16", kv_dtype="int8", sinks=True),
+    "bfloat16, int8": case(q_lens=[1, 30], lengths=[70, 80], dtype="bfloat16", kv_dtype="int8", window=33),
+    "bfloat16, float8": case(q_lens=[1, 30], lengths=[70, 130], dtype="bfloat16", kv_dtype="float8_e4m3fn", page=64),
+    "head_dim 256": case(q_lens=[1, 9], lengths=[40, 50], heads=1, group=1, dim=256, dtype="float16"),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name, monkeypatch):
+    case = {"heads": 2, "group": 2, "dim": 32, "page": 16, "dtype": "float32", "window": None} | CASES[name]
+    options = {key: case.pop(key, None) for key in ("softcap", "cores", "sinks", "decode_only")}
+    if options["cores"]:
+        monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, options["cores"]))
+    rng = np.random.default_rng(len(name))
+    case.setdefault("kv_dtype", case["dtype"])
+    case.setdefault("tokens", sum(case["q_lens"]))
+    arguments, q, kv = batch(rng, **case)
+    sinks = rng.standard_normal((case["heads"], case["group"])) if options["sinks"] else None
+    extra = {"scale": case["dim"] ** -0.5, "window": case["window"], "softcap": options["softcap"]}
+    out = attention.paged_attention(
+        *arguments,
+        sinks=None if sinks is None else jnp.asarray(sinks),
+        decode_only=bool(options["decode_only"]),
+        **extra,
+    )
+    assert out.dtype == q.dtype
+    out, real = np.asarray(out, np.float64), sum(case["q_lens"])
+    assert np.isfinite(out).all()
+    gold = gold_attention(q, kv, case["lengths"], case["q_lens"], sinks=sinks, **extra)
+    np.testing.assert_allclose(out[:real], gold[:real], rtol=0, atol=TOLERANCE[case["dtype"]])
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "heads", "dim"), [("float32", 2, 16), ("bfloat16", 3, 80)])
+@pytest.mark.parametrize("kv_dtype", ["same", "int8", "float8_e4m3fn"])
+def test_write_kv(dtype, kv_dtype, heads, dim):
+    rng, page, pages = np.random.default_rng(dim), 16, 5
+    kv_dtype = dtype if kv_dtype == "same" else kv_dtype
+    quantized = kv_dtype in attention.QUANTIZED
+    data = rounded(rng, (pages, 2, heads, page, dim), kv_dtype)
+    scale = rounded(rng, (pages, 2, heads, page), np.float32) if quantized else None
+    new = rounded(rng, (2, 6, heads, dim), dtype)
+    new[0, 1, 0] = 0
+    slots = np.array([16, 79, 31, 32, 0, 0], np.int32)  # page borders, padding
+    out = attention.write_kv(
+        KVPages(jnp.asarray(data), None if scale is None else jnp.asarray(scale)), *map(jnp.asarray, new), slots
+    )
+    assert out.data.dtype == kv_dtype
+    got, expected = np.array(out.data, np.float32), data.astype(np.float32)
+    got_scale = np.array(out.scale) if quantized else None
+    for token, slot in enumerate(slots[:4]):
+        at = slot // page, slice(None), slice(None), slot % page
+        value = new[:, token].astype(np.float32)
+        if quantized:
+            amax = np.abs(value).max(-1)
+            wanted = np.where(amax > 0, amax / attention.QUANTIZED[kv_dtype], 1).astype(np.float32)
+            np.testing.assert_allclose(got_scale[at], wanted, rtol=1e-6)
+            value = value / got_scale[at][..., None]
+            value = np.round(value) if kv_dtype == "int8" else value
+        expected[at] = value.astype(kv_dtype).astype(np.float32)
+    np.testing.assert_array_equal(got[1:], expected[1:])
+    if quantized:
+        touched = np.zeros(pages * page, bool)
+        touched[slots] = True
+        untouched = np.broadcast_to(~touched.reshape(pages, 1, 1, page), scale.shape)
+        np.testing.assert_array_equal(got_scale[untouched], scale[untouched])
+
+
+def quantized_weight(rng, outputs, inputs, codes, block, zero=False, bias=False, scale_dtype="float32"):
+    """A random QuantArray, and its values in float64."""
+    if codes == "float8_e4m3fn":
+        values = rounded(rng, (outputs, inputs), codes)
+        values[0, 0] = 2.0**-9  # the smallest, below the normal ones
+    else:
+        low, high = (-8, 8) if codes == "int4" else (-128, 128)
+        values = rng.integers(low, high, (outputs, inputs)).astype(np.int8)
+    shape = -(-outputs // block[0]), -(-inputs // block[1])
+    scale = rng.uniform(0.5, 1, shape).astype(scale_dtype)
+    zeros = rng.integers(-8, 8, shape).astype(np.int8) if zero else None
+    biases = rng.standard_normal(shape).astype(scale_dtype) if bias else None
+
+    def spread(parameter):
+        return np.kron(parameter.astype(np.float64), np.ones(block))[:outputs, :inputs]
+
+    gold = values.astype(np.float64)
+    gold = (gold - (spread(zeros) if zero else 0)) * spread(scale) + (spread(biases) if bias else 0)
+    array = jnp.asarray(values).astype(jnp.int4) if codes == "int4" else jnp.asarray(values)
+    optional = [None if parameter is None else jnp.asarray(parameter) for parameter in (zeros, biases)]
+    return QuantArray(array, jnp.asarray(scale), *optional, block=block), gold
+
+
+MATMULS = {
+    "int8, per channel": case(codes="int8", block=(1, 200), inputs=200, outputs=70),
+    "int8, per channel, zero, bias": case(codes="int8", block=(1, 256), inputs=256, zero=True, bias=True),
+    "int8, groups": case(codes="int8", block=(1, 128), inputs=320, outputs=100, zero=True),
+    "int4, groups of 32": case(codes="int4", block=(1, 32), inputs=96),
+    "int4, groups of 64": case(codes="int4", block=(1, 64), inputs=200, outputs=33, zero=True, scale_dtype="float16"),
+    "int4, groups of 128": case(codes="int4", block=(1, 128), inputs=256, bias=True, zero=True, tokens=17),
+    "int4, per channel": case(codes="int4", block=(1, 130), inputs=130, bias=True),
+    "int4, splits": case(codes="int4", block=(1, 32), inputs=2048, outputs=16, tokens=1, cores=4, zero=True),
+    "float8, per tensor": case(codes="float8_e4m3fn", block=(64, 128), inputs=128),
+    "float8, per channel": case(codes="float8_e4m3fn", block=(1, 128), inputs=128, capability=80),
+    "float8, blocks": case(codes="float8_e4m3fn", block=(128, 128), inputs=200, outputs=130, tokens=3),
+    "prompt, int4": case(codes="int4", block=(1, 128), inputs=128, outputs=130, tokens=130, zero=True, count=129),
+    "prompt, int8": case(codes="int8", block=(1, 64), inputs=64, outputs=100, tokens=260, count=100, capability=89),
+    "prompt, float8, blocks": case(codes="float8_e4m3fn", block=(128, 128), inputs=256, tokens=70),
+}
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "name"), [
+    *[("bfloat16" if i % 2 else "float16", name) for i, name in enumerate(MATMULS)],
+    ("float32", "int8, groups"), ("float32", "int4, groups of 128"), ("bfloat16", "int4, groups of 64"),
+    ("bfloat16", "float8, per channel"),
+])  # fmt: skip
+def test_quant_matmul(name, dtype, monkeypatch):
+    case = {"outputs": 64, "tokens": 5, "cores": 1, "capability": 90, "count": None} | MATMULS[name]
+    tokens, count = case.pop("tokens"), case.pop("count")
+    place = triton_compat.Target(case.pop("capability"), case.pop("cores"))
+    monkeypatch.setattr(triton_compat, "target", lambda: place)
+    rng = np.random.default_rng(len(name))
+    w, gold = quantized_weight(rng, **case)
+    x = rounded(rng, (tokens, case["inputs"]), dtype)
+    out = matmul.quant_matmul(jnp.asarray(x), w, count=None if count is None else jnp.int32(count))
+    assert out.dtype == jnp.float32
+    assert out.shape == (tokens, case["outputs"])
+    assert np.isfinite(out).all()
+    gold = x.astype(np.float64) @ gold.T
+    np.testing.assert_allclose(
+        out[:count], gold[:count], rtol=0, atol=2e-6 * np.abs(gold).max() * case["inputs"] ** 0.5
+    )
+    if case["inputs"] == 2048:
+        assert matmul.tiles(dtype, "int4", tokens, 16, 2048, 32, place).splits > 1
+
+
+# --- PTX ---
+
+
+def run_ptx(text: str, register: int) -> list[int]:
+    """What `nibble_ptx` returns for an input register: an interpreter of the few instructions in it."""
+    count = text.count("bf16x2 $") + text.count("f16x2 $") - text.count("bf16x2 $")
+    values, dtype = {f"${count}": register}, ml_dtypes.bfloat16 if "bf16" in text else np.float16
+
+    def value(name):
+        return values[name] if name in values else int(name, 0)
+
+    def halves(name):
+        return np.array([value(name)], np.uint32).view(dtype).astype(np.float32)
+
+    for line in text.strip("{ }").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        to, *of = [operand.strip() for operand in rest.split(",")]
+        if operation == "mov.b32":
+            values[to] = value(of[0])
+        elif operation == "shr.u32":
+            values[to] = value(of[0]) >> value(of[1])
+        elif operation == "lop3.b32":
+            assert of[3] == "0x6A"  # (a & b) ^ c
+            values[to] = (value(of[0]) & value(of[1])) ^ value(of[2])
+        elif operation == "prmt.b32":
+            source = (value(of[1]) << 32 | value(of[0])).to_bytes(8, "little")
+            values[to] = int.from_bytes([source[value(of[2]) >> 4 * i & 7] for i in range(4)], "little")
+        elif operation in ("fma.rn.bf16x2", "sub.f16x2"):
+            result = halves(of[0]) * halves(of[1]) + halves(of[2]) if len(of) == 3 else halves(of[0]) - halves(of[1])
+            values[to] = int(result.astype(dtype).view(np.uint32)[0])
+        else:
+            assert operation in (".reg", ""), operation
+    return [float(half) for i in range(count) for half in halves(f"${i}")]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("per", [4, 2])
+def test_ptx_of_int4(dtype, per):
+    """The kernels' inline PTX, which the interpreted tests leave out."""
+    import triton.language as tl
+
+    for register in (0x00000000, 0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0xF08080F7):
+        codes = [(register >> 4 * i & 15 ^ 8) - 8 for i in range(8)]
+        for nibble in range(per):
+            text = matmul.nibble_ptx(nibble, per, getattr(tl, dtype))
+            assert run_ptx(str(getattr(text, "value", text)), register) == codes[nibble::per]
+
+
+# --- what is refused ---
+
+
+def test_why_not():
+    gpu, old = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA A100", (8, 0))
+    bf16, f32, int8, fp8 = (np.dtype(t) for t in ("bfloat16", "float32", "int8", "float8_e4m3fn"))
+    asked = {"q_dtype": bf16, "kv_dtype": bf16, "kv_heads": 8, "group": 7, "head_dim": 80, "page_size": 16}
+    assert attention.why_not(gpu, AttentionProblem(**asked)) is None
+    assert "cpu" in attention.why_not(Device("cpu", "cpu"), AttentionProblem(**asked))
+    assert "8.0 or newer" in attention.why_not(Device("gpu", "T4", (7, 5)), AttentionProblem(**asked))
+    assert "float32" in attention.why_not(gpu, AttentionProblem(**asked | {"kv_dtype": f32}))
+    assert "scales" in attention.why_not(gpu, AttentionProblem(**asked | {"kv_dtype": int8}))
+    assert "512" in attention.why_not(gpu, AttentionProblem(**asked | {"head_dim": 512}))
+    quantized = AttentionProblem(**asked | {"kv_dtype": fp8, "has_scale": True})
+    assert attention.why_not(gpu, quantized) is None
+    assert "8.9" in attention.why_not(old, quantized)
+
+    asked = {"x_dtype": bf16, "codes_dtype": np.dtype("int4"), "rows": 100, "inputs": 96, "block": (1, 32)}
+    assert matmul.why_not(old, MatmulProblem(**asked)) is None
+    assert "tpu" in matmul.why_not(Device("tpu", "v5e"), MatmulProblem(**asked))
+    assert "multiples of 32" in matmul.why_not(gpu, MatmulProblem(**asked | {"block": (1, 16)}))
+    assert "even" in matmul.why_not(gpu, MatmulProblem(**asked | {"inputs": 31}))
+    assert "int32" in matmul.why_not(gpu, MatmulProblem(**asked | {"codes_dtype": np.dtype("int32")}))
+
+
+# --- compiled ahead of time ---
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    try:
+        found = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
+    except Exception as error:
+        pytest.skip(f"no compiler plugin for CUDA: {error}")
+    return Mesh(np.array(found.devices), ("tensor",))
+
+
+@pytest.fixture
+def compile_for(mesh, monkeypatch, tmp_path):
+    """Compiles a function for an H200, has Triton's own assembler assemble each kernel (XLA's does so only with
+    jax-triton 0.4 and newer), and returns the compiled program."""
+    monkeypatch.setattr("jax_triton.triton_lib._JAX_TRITON_DUMP_DIR", str(tmp_path))
+    assembler = os.environ["TRITON_PTXAS_BLACKWELL_PATH"]
+
+    def compile(function, *arguments, donate=()):
+        place = NamedSharding(mesh, PartitionSpec())
+        arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments)
+        with jax.set_mesh(mesh):
+            program = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+        kernels = list(tmp_path.rglob("*.ptx"))
+        assert kernels
+        for kernel in kernels:
+            subprocess.run([assembler, "-arch=sm_90a", kernel, "-o", os.devnull], check=True)
+            shared = int(kernel.with_suffix(".compile_info").read_text().split(":")[-1])
+            assert shared <= 232448
+        return program
+
+    return compile
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype", "group", "dim", "page", "decode_only"),
+    [
+        ("bfloat16", "bfloat16", 8, 128, 64, True),
+        ("float16", "int8", 7, 80, 16, False),
+        ("bfloat16", "float8_e4m3fn", 1, 256, 256, False),
+    ],
+)
+def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, decode_only):
+    like, heads, tokens, rows, count = jax.ShapeDtypeStruct, 2, 32, 32, 733
+    data = like((count, 2, heads, page, dim), kv_dtype)
+    pages = KVPages(data, like(data.shape[:-1], np.float32) if kv_dtype != q_dtype else None)
+    q, new = like((tokens, heads, group, dim), q_dtype), like((tokens, heads, dim), q_dtype)
+    numbers = [like(shape, np.int32) for shape in ((rows, 16), (rows + 1,), (rows,), ())]
+
+    def step(pages, q, k, v, slots, *numbers):
+        pages = attention.write_kv(pages, k, v, slots)
+        return pages, attention.paged_attention(
+            q, pages, *numbers, scale=dim**-0.5, window=None if decode_only else 77, decode_only=decode_only
+        )
+
+    program = compile_for(step, pages, q, new, new, like((tokens,), np.int32), *numbers, donate=0)
+    memory, text = program.memory_analysis(), program.as_text()
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
+    assert memory.alias_size_in_bytes == cache_bytes
+    assert not [line for line in text.splitlines() if " copy" in line and f"[{count}," in line]
+    assert memory.temp_size_in_bytes < cache_bytes / 4
+    assert text.count(" custom-call(") >= 2
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("dtype", "codes", "block", "tokens", "zero"),
+    [
+        ("bfloat16", "int4", (1, 128), 16, True),
+        ("float16", "int4", (1, 32), 256, False),
+        ("bfloat16", "int8", (1, 1024), 256, False),
+        ("bfloat16", "float8_e4m3fn", (128, 128), 64, False),
+    ],
+)
+def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
+    like, outputs, inputs = jax.ShapeDtypeStruct, 4096, 1024
+    scales = -(-outputs // block[0]), -(-inputs // block[1])
+    w = QuantArray(
+        like((outputs, inputs), codes), like(scales, dtype), like(scales, np.int8) if zero else None, block=block
+    )
+    program = compile_for(lambda x, w: matmul.quant_matmul(jnp.tanh(x), w), like((tokens, inputs), dtype), w)
+    # No copy of the weights: one operation computes x, reordered, one adds up the splits.
+    entry = program.as_text().partition("\nENTRY")[2]
+    assert entry.count(" fusion(") <= 2
+    assert " copy(" not in entry
+    assert entry.count(" custom-call(") == 1
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + inputs) + 1024
