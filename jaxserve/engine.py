@@ -121,7 +121,7 @@ class Engine:
         tokens = max(max_batched_tokens(config), config.max_num_seqs)
         free = device.platform == "cpu" and mesh.size == 1 and dtype == np.float32 and cpu_build.possible()
         shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size, padding_is_free=free)
-        one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, dtype)
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, dtype, device.platform)
 
         def set_pages(pages: int, max_len: int) -> None:
             runner.plan(replace(one_page, num_pages=pages), -(-max_len // config.page_size))

@@ -32,8 +32,11 @@ class CacheLayout:
     dtype: Any
 
     @classmethod
-    def of(cls, model: ModelConfig, kv_heads: int, num_pages: int, page_size: int, dtype: Any) -> CacheLayout:
-        return cls(model.num_layers, num_pages, page_size, kv_heads, model.head_dim, jnp.dtype(dtype))
+    def of(
+        cls, model: ModelConfig, kv_heads: int, num_pages: int, page_size: int, dtype: Any, platform: str = "cpu"
+    ) -> CacheLayout:
+        head_dim = stored_head_dim(model.head_dim, platform)
+        return cls(model.num_layers, num_pages, page_size, kv_heads, head_dim, jnp.dtype(dtype))
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -59,6 +62,12 @@ class CacheLayout:
     def create(self, mesh: Mesh) -> KVCache:
         zeros = jax.jit(partial(jnp.zeros, self.layer_shape, self.dtype), out_shardings=self.sharding(mesh))
         return [KVPages(zeros()) for _ in range(self.num_layers)]
+
+
+def stored_head_dim(head_dim: int, platform: str) -> int:
+    """A head's width in the cache. TPUs hold rows of 128 numbers in any case; XLA lays narrower ones out in another
+    order, which kernels cannot read without a copy of the whole cache."""
+    return -(-head_dim // 128) * 128 if platform == "tpu" else head_dim
 
 
 def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array) -> KVCache:

@@ -16,6 +16,7 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KV
     """
     page, offset = slots // pages.page_size, slots % pages.page_size
     new = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
+    new = jnp.pad(new, [(0, 0)] * 3 + [(0, pages.head_dim - new.shape[-1])])
     scale = pages.scale
     if scale is not None:
         new, own = quantize(new, pages.data.dtype)

@@ -1,7 +1,7 @@
 """A kernel against plain XLA on the device at hand, before it is trusted there.
 
-Kernels are compiled for devices that nobody has run them on yet; drivers and compilers change. A small ragged batch tells
-within seconds whether this one computes what it should.
+Kernels are compiled for devices that nobody has run them on yet; drivers and compilers change. A small ragged batch
+tells within seconds whether this one computes what it should.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from checkpoints.load import load_weights
 from checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.kv_cache import stored_head_dim
 from jaxserve.mesh import embed_sharded, padded_vocab, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
@@ -55,10 +56,9 @@ def make_decoder(model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot."""
     kv_heads = sharded_kv_heads(model, mesh.size)
     dtype = np.dtype(dtype)
-    problem = AttentionProblem(
-        dtype, dtype, kv_heads // mesh.size, model.num_heads // kv_heads, model.head_dim, page_size
-    )
     device = Device.of(mesh.devices.flat[0])
+    head_dim = stored_head_dim(model.head_dim, device.platform)
+    problem = AttentionProblem(dtype, dtype, kv_heads // mesh.size, model.num_heads // kv_heads, head_dim, page_size)
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():

@@ -25,7 +25,6 @@ Compiled for H200 without register spills worth the name; not yet run on. JAX's 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,18 +34,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.mosaic_gpu_items import (
+    FIRST,
+    FULL_FIRST,
+    FULL_LAST,
+    LANES,
+    LAST,
+    LENGTH,
+    MIN_BLOCKS,
+    POSITION,
+    ROW,
+    TOKEN,
+    Tile,
+    decode_items,
+    prompt_items,
+)
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
 
 MASKED = -1e30  # finite, so that a row that sees nothing stays finite
 LOG2E = math.log2(math.e)
-LANES = 64  # query rows of a warpgroup
-SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that programs may use
-OVERHEAD = 704  # of them for a program's barriers, alignment and the compiler's scratch
 PARALLEL = 4 * 132  # items that decode aims at, over all heads: four for each multiprocessor of an H200
-MIN_BLOCKS = 4  # of a part of a decode row
-
-ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST = range(8)  # columns of the list of items
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
@@ -91,41 +99,6 @@ def paged_attention(
     return decoded if decode_only else _prompts(decoded, *args, **options)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """The static side of a launch. head_dim: as in shared memory; heads: of the group, at most `lanes / tokens`."""
-
-    lanes: int  # query rows, a multiple of LANES
-    heads: int
-    tokens: int
-    head_dim: int
-    page_size: int
-    block: int  # cached tokens of a step
-    dtype: Any
-    out_dtype: Any
-    scale: float
-    window: int | None
-    softcap: float | None
-    interpret: Any
-
-    @property
-    def decode(self) -> bool:
-        return self.tokens == 1
-
-    @property
-    def groups(self) -> int:
-        return self.lanes // LANES
-
-    @property
-    def stages(self) -> int:
-        """Slots of the ring, as many as fit."""
-        per_slot = 2 * self.block * self.head_dim * self.dtype.itemsize
-        fixed = self.lanes * self.head_dim * (self.dtype.itemsize + (4 if self.decode else 0)) + 4 * self.lanes
-        # Up to head_dim 128 the registers of two programs of decode fit a multiprocessor; each also reserves 1 KiB.
-        room = SHARED_MEMORY // 2 - 512 if self.decode and self.head_dim <= 128 else SHARED_MEMORY
-        return min((room - OVERHEAD - fixed) // per_slot, 6)
-
-
 def _decode(q, data, block_tables, q_start, kv_len, num_decodes, *, sinks, interpret, scale, window, softcap):
     """[rows, kv_heads, group, head_dim] as q; row r's query is token r."""
     del q_start
@@ -136,7 +109,7 @@ def _decode(q, data, block_tables, q_start, kv_len, num_decodes, *, sinks, inter
     length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     most = -(-block_tables.shape[1] * tile.page_size // tile.block)
     spare = min(-(-PARALLEL // kv_heads), rows * (-(-most // MIN_BLOCKS) - 1))
-    items, owner = _decode_items(length, tile.block, window, spare)
+    items, owner = decode_items(length, tile.block, window, spare)
     padded = jnp.pad(q[:rows], [(0, 0), (0, 0), (0, heads - group), (0, 0)])
     values, logs = _launch(tile, items, block_tables, padded, data)
     values, logs = values[:, :, :group], logs[:, :, :group]
@@ -162,34 +135,12 @@ def _merge(values: jax.Array, logs: jax.Array, owner: jax.Array, rows: int, sink
     return weighted / total[..., None]
 
 
-def _decode_items(length: jax.Array, block: int, window: int | None, spare: int) -> tuple[jax.Array, jax.Array]:
-    """The items [rows + spare, 8], and the row of each spare one (any that no row has, where unused)."""
-    rows = length.shape[0]
-    first = jnp.maximum(length - window, 0) // block if window else jnp.zeros_like(length)
-    last = (length + block - 1) // block
-    count = last - first
-    # Σ (ceil(count / part) - 1) < Σ count / part <= spare, so the spare items suffice.
-    part = jnp.maximum((count.sum() + max(spare, 1) - 1) // max(spare, 1), MIN_BLOCKS) if spare else count.max() + 1
-    more = jnp.maximum((count + part - 1) // part - 1, 0)
-    ends = jnp.cumsum(more)
-    index = jnp.arange(spare, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-    row = jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), jnp.minimum(owner, rows - 1)])
-    which = jnp.concatenate([jnp.zeros(rows, jnp.int32), index - (ends - more)[row[rows:]] + 1])
-    begin = first[row] + which * part
-    end = jnp.minimum(begin + part, last[row])
-    end = jnp.where(jnp.concatenate([jnp.ones(rows, bool), owner < rows]), end, begin)
-    columns = {ROW: row, TOKEN: row, POSITION: length[row] - 1, LENGTH: length[row], FIRST: begin, LAST: end}
-    columns |= {FULL_FIRST: end, FULL_LAST: end}  # all blocks are masked: it costs nothing beside the traffic
-    return jnp.stack([columns[i] for i in range(8)], axis=1).astype(jnp.int32), owner
-
-
 def _prompts(out, q, data, block_tables, q_start, kv_len, num_decodes, *, sinks, interpret, scale, window, softcap):
     """`out` with the tokens of the rows from num_decodes on filled in."""
     tokens, kv_heads, group, head_dim = q.shape
     tile = Tile(2 * LANES, group, 2 * LANES // group // 8 * 8, head_dim, data.shape[3], 128 if head_dim <= 128 else 64,
                 q.dtype, q.dtype, scale, window, softcap, interpret)  # fmt: skip
-    items, before = _prompt_items(tile, tokens, q_start, kv_len, num_decodes)
+    items, before = prompt_items(tile, tokens, q_start, kv_len, num_decodes)
     padded = jnp.pad(q, [(0, max(tile.tokens - tokens, 0)), (0, 0), (0, 0), (0, 0)])
     values, logs = _launch(tile, items, block_tables, padded, data)
 
@@ -205,30 +156,6 @@ def _prompts(out, q, data, block_tables, q_start, kv_len, num_decodes, *, sinks,
         chosen = (chosen.astype(jnp.float32) * jax.nn.sigmoid(log / LOG2E - sinks)[..., None]).astype(q.dtype)
     theirs = (row >= num_decodes) & (token < q_start[-1])
     return jnp.where(theirs[:, None, None, None], chosen, out)
-
-
-def _prompt_items(tile: Tile, tokens: int, q_start, kv_len, num_decodes) -> tuple[jax.Array, jax.Array]:
-    """The items [count, 8], and the tiles before each row. The last tiles come first: they have most to do."""
-    rows = kv_len.shape[0]
-    q_len = q_start[1:] - q_start[:-1]
-    tiles = jnp.where(jnp.arange(rows) >= num_decodes, (q_len + tile.tokens - 1) // tile.tokens, 0)
-    before = jnp.concatenate([jnp.zeros(1, tiles.dtype), jnp.cumsum(tiles)])
-    index = before[-1] - 1 - jnp.arange(min(tokens, tokens // tile.tokens + rows), dtype=jnp.int32)
-    row = jnp.clip(jnp.searchsorted(before, index, side="right") - 1, 0, rows - 1)
-    offset = (index - before[row]) * tile.tokens
-    length = kv_len[row]
-    oldest = length - q_len[row] + offset
-    newest = jnp.minimum(oldest + tile.tokens, length) - 1
-    last = jnp.where(index >= 0, newest // tile.block + 1, 0)
-    if tile.window:
-        first = jnp.minimum(jnp.maximum(oldest - tile.window + 1, 0) // tile.block, last)
-        full_first = jnp.maximum(newest - tile.window + tile.block, 0) // tile.block
-    else:
-        first = full_first = jnp.zeros_like(last)
-    full_first = jnp.minimum(full_first, last)
-    full_last = jnp.clip((oldest + 1) // tile.block, full_first, last)
-    columns = [row, q_start[row] + offset, oldest, length, first, full_first, full_last, last]
-    return jnp.stack(columns, axis=1).astype(jnp.int32), before
 
 
 def _swizzled(minor: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:

@@ -98,7 +98,7 @@ def paged_attention(
 
     Args:
       q: [tokens, kv_heads, group, head_dim], rows back to back.
-      pages: the layer's cache.
+      pages: the layer's cache; its head_dim may be larger, the rest is left alone.
       block_tables: int32 [rows, max_pages], the pages of each row in order.
       q_start: int32 [rows + 1], where each row's tokens begin; equal neighbours are an empty row.
       kv_len: int32 [rows], cached tokens of each row, its new ones included; its last query token is the last of them.
@@ -119,7 +119,9 @@ def paged_attention(
     return _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sinks, masking)
 
 
-def _gather(pages: KVPages, table: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _gather(
+    pages: KVPages, head_dim: int, table: jax.Array, block: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values, float32 [..., kv_heads, KV_BLOCK, head_dim], of one block of each table row, and positions."""
     page_size, width = pages.page_size, table.shape[-1]
     count = min(max(KV_BLOCK // page_size, 1), width)
@@ -131,7 +133,7 @@ def _gather(pages: KVPages, table: jax.Array, block: jax.Array) -> tuple[jax.Arr
     position = jnp.where(position < block * count * page_size, jnp.iinfo(jnp.int32).max, position)
 
     def tokens(which: int) -> jax.Array:
-        found = pages.data.at[chosen, which].get(mode="clip").astype(jnp.float32)
+        found = pages.data.at[chosen, which].get(mode="clip")[..., :head_dim].astype(jnp.float32)
         if pages.scale is not None:
             found *= pages.scale.at[chosen, which].get(mode="clip")[..., None]
         found = jnp.moveaxis(found, -4, -3)  # [..., kv_heads, count, page_size, head_dim]
@@ -158,7 +160,7 @@ def _decode_rows(q, pages, block_tables, kv_len, num_decodes, sinks, masking: _M
         oldest = jnp.maximum(length - window, 0) if window else jnp.zeros_like(length)
 
         def kv_block(block, state):
-            k, v, position = _gather(pages, table, block)
+            k, v, position = _gather(pages, head_dim, table, block)
             seen = (position < length[:, None]) & (position >= oldest[:, None])
             seen = seen[:, None, :]
             scores = masking.cap(jnp.einsum("rkgd,rksd->rkgs", query, k))
@@ -195,7 +197,7 @@ def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sink
         oldest = jnp.maximum(where[0] - window + 1, 0) if window else 0
 
         def kv_block(block, state):
-            k, v, position = _gather(pages, block_tables[row], block)
+            k, v, position = _gather(pages, head_dim, block_tables[row], block)
             seen = (position <= where[:, None]) & (position < kv_len[row])
             if window:
                 seen &= position > where[:, None] - window

@@ -22,7 +22,6 @@ Compiled for v5e and v6e, interpreted on CPU; not yet run on a TPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -31,14 +30,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.quant_matmul.tpu_plan import FEW_TOKENS, LANES, TOKENS, Plan, make_plan
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
 
-LANES = 128
-FEW_TOKENS = 64  # up to here the weights' traffic is the bound
-FEW_CODES = 1 << 20  # then bytes of codes in a tile
-FEW_INPUTS = 8192  # and inputs in a tile at most
-TOKENS, OUTS, INPUTS = 512, 1024, 1024  # otherwise, at most
 OUTS_STEP = 256  # of a tile that are multiplied at a time, which bounds the size of the program
 VMEM_LIMIT = 48 << 20
 CODES = ("int4", "int8", "float8_e4m3fn")
@@ -61,90 +56,6 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
     if 1 < rows < problem.rows and not (LANES % rows == 0 or (rows % LANES == 0 and rows <= 1024)):
         return f"blocks must have 1 output, a divisor of 128, a multiple of it up to 1024, or all; they have {rows}"
     return None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a kernel is specialised for.
-
-    tokens, outs, ins: sizes of a tile; in_tiles of them cover `inputs`. rows, group: outputs and inputs that share a
-    scale. groups: scales along the inputs. scaling: see the top. rounds: weights are rounded to bfloat16.
-    """
-
-    tokens: int
-    outs: int
-    ins: int
-    in_tiles: int
-    inputs: int
-    rows: int
-    group: int
-    groups: int
-    scaling: str
-    has_zero: bool
-    has_bias: bool
-    rounds: bool
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last input tile reaches beyond the inputs."""
-        return self.ins * self.in_tiles > self.inputs
-
-    @property
-    def tile_groups(self) -> int:
-        return 1 if self.groups == 1 else -(-self.ins // self.group)
-
-    @property
-    def outs_first(self) -> bool:
-        """Whether XLA lays scales out as [outs, groups]; where that would need padding, it takes [groups, outs]."""
-        return self.rows == 1 and self.groups % LANES == 0
-
-    @property
-    def has_offset(self) -> bool:
-        return self.has_zero or self.has_bias
-
-    @property
-    def scratch_shape(self) -> tuple[int, int, int]:
-        """Of scales: [input tiles, groups in a tile, outputs]."""
-        return (1 if self.groups == 1 else self.in_tiles, -(-self.tile_groups // 8) * 8, self.outs)
-
-
-def make_plan(w: QuantArray, x_dtype, tile_tokens: int, most_inputs: int | None = None, most_outs: int = OUTS) -> Plan:
-    """For codes [..., out, in] and that many tokens per tile; tiles as large as is good, or as they are let."""
-    out, inputs = w.codes.shape[-2:]
-    few = tile_tokens <= FEW_TOKENS
-    groups = w.scale.shape[-1]
-    group = w.block[1] if groups > 1 else inputs
-    rows = min(w.block[0], out)
-    unit = LANES if groups == 1 else math.lcm(group, LANES)
-    ins = _tile(inputs, unit, most_inputs or (FEW_INPUTS if few else INPUTS))
-    code_bits = 4 if w.codes.dtype == jnp.int4 else 8
-    outs = min(FEW_CODES * 8 // (code_bits * ins), most_outs) if few else most_outs
-    outs_unit = LANES if w.scale.shape[-2] == 1 else math.lcm(rows, LANES)
-    outs = max(outs // outs_unit, 1) * outs_unit
-    offset = w.zero is not None or w.bias is not None
-    scaling = "parts" if few else "end" if groups == 1 and not offset else "weights"
-    return Plan(
-        tokens=tile_tokens,
-        outs=min(outs, out),
-        ins=ins,
-        in_tiles=pl.cdiv(inputs, ins),
-        inputs=inputs,
-        rows=rows,
-        group=group,
-        groups=groups,
-        scaling=scaling,
-        has_zero=w.zero is not None,
-        has_bias=w.bias is not None,
-        rounds=scaling == "weights" and x_dtype == jnp.bfloat16,
-    )
-
-
-def _tile(size: int, unit: int, most: int) -> int:
-    """A tile of `size` in units: all of it, else the largest that divides it if large, else `most`, the last ragged."""
-    if size <= most:
-        return size
-    candidates = range(most // unit * unit, most // 2 - 1, -unit)
-    return next((tile for tile in candidates if size % tile == 0), most // unit * unit)
 
 
 def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:

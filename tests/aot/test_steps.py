@@ -52,16 +52,16 @@ TARGETS = [
 ]
 
 
-def make_runner(folder, target: str, backend: str, page_size: int, layers: int) -> ModelRunner:
+def make_runner(folder, target: str, backend: str, page_size: int, layers: int, **changes) -> ModelRunner:
     try:
         devices = target_devices(target)
     except ConfigError as error:
         pytest.skip(str(error))
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers} | changes))
     mesh = make_mesh(len(devices), devices)
     decoder = make_decoder(read_model_config(HFConfig.read(folder)), mesh, jnp.bfloat16, page_size, backend)
     runner = ModelRunner(decoder, unflatten_dict(abstract_params(decoder, mesh), sep="/"), mesh, 64)
-    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, jnp.bfloat16)
+    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, jnp.bfloat16, devices[0].platform)
     runner.plan(layout, 8192 // page_size)
     return runner
 
@@ -106,3 +106,11 @@ def test_steps_of_llama_8b(target, backend, page_size, layers, tmp_path):
     runner = make_runner(tmp_path, target, backend, page_size, layers)
     check(runner, StepShape.of(64, 64, page_size, decode_only=True), layers)
     check(runner, StepShape.of(1024, 64, page_size, decode_only=False), layers)
+
+
+def test_narrow_heads_on_tpu(tmp_path):
+    """Heads of 64 numbers, as in Llama 3.2 1B, are stored as 128, so that the cache needs no copy."""
+    small = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "vocab_size": 32000}
+    runner = make_runner(tmp_path, "v5e-1", "mosaic_tpu", 64, 2, **small)
+    assert runner.layout.head_dim == 128
+    check(runner, StepShape.of(16, 16, 64, decode_only=True), 2)

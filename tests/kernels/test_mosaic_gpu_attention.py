@@ -52,7 +52,7 @@ def test_refusals_name_the_reason(device, changes, reason):
 @pytest.mark.parametrize(("window", "spare"), [(None, 66), (700, 5), (100, 66), (None, 0)])
 def test_decode_items_cover_each_row_once(window, spare):
     lengths = [6400, 1, 0, 64, 65, 3000, 0, 128]
-    items = jax.jit(mosaic_gpu._decode_items, static_argnums=(1, 2, 3))
+    items = jax.jit(mosaic_gpu.decode_items, static_argnums=(1, 2, 3))
     items, owner = jax.tree.map(np.asarray, items(jnp.asarray(lengths, jnp.int32), 64, window, spare))
     assert items.shape == (len(lengths) + spare, 8)
     for row, length in enumerate(lengths):
@@ -69,7 +69,7 @@ def test_only_blocks_that_all_tokens_see_in_full_are_left_unmasked(window):
     q_len, kv_len = [1, 1, 300, 0, 17, 40], [70, 200, 1000, 30, 17, 257]
     q_start = jnp.asarray(np.cumsum([0, *q_len]), jnp.int32)
     tile = mosaic_gpu.Tile(128, 4, 32, 64, 16, 128, None, None, 1.0, window, None, None)
-    items = jax.jit(mosaic_gpu._prompt_items, static_argnums=(0, 1))
+    items = jax.jit(mosaic_gpu.prompt_items, static_argnums=(0, 1))
     items, before = items(tile, 400, q_start, jnp.asarray(kv_len, jnp.int32), jnp.int32(2))
     assert before[-1] == 10 + 1 + 2
     seen = []
