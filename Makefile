@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= demo
 EXTRA ?=
+KERNEL_TESTS ?= tests/kernels tests/aot
 BIN = $(VENV)/bin
 
 .PHONY: serve test test-engine test-kernels slow lint format clean
@@ -26,7 +27,7 @@ test-engine: $(VENV)/installed-test
 test-kernels: VENV = .venv-aot
 test-kernels: aot-environment
 	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 $(BIN)/python -m pytest tests/kernels tests/aot
+	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 $(BIN)/python -m pytest $(KERNEL_TESTS)
 
 .PHONY: aot-environment
 aot-environment: pyproject.toml

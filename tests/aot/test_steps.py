@@ -46,7 +46,7 @@ TARGETS = [
     ("h200x1", "mosaic_gpu", 16),
     ("h200x8", "mosaic_gpu", 16),
     ("h200x1", "triton", 16),
-    ("v5e-4", "mosaic_tpu", 64),
+    pytest.param("v5e-4", "mosaic_tpu", 64, marks=pytest.mark.slow),
     ("v5e-8", "mosaic_tpu", 64),
     ("v6e-4", "mosaic_tpu", 64),
 ]
