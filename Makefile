@@ -57,4 +57,4 @@ $(VENV)/installed-test: pyproject.toml
 	touch $(VENV)/installed $@
 
 clean:
-	rm -rf $(VENV) .venv-aot build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv*-aot build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kv_write import quantize
 from pallas_kernels.types import KVPages
 
 RING = 8
@@ -62,23 +63,14 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KV
     """
     if slots.shape[0] > MAX_TOKENS:
         raise ValueError(f"write_kv takes at most {MAX_TOKENS} tokens at once, not {slots.shape[0]}")
-    new = jnp.stack([k, v], axis=1).astype(jnp.float32)
+    new = jnp.stack([k, v], axis=1)
     new_scale = None
     if pages.scale is not None:
-        new, codes_scale = _quantize(new, pages.data.dtype)
-        new_scale = _write(pages.scale, codes_scale, slots, pages.page_size)
-    new = jnp.pad(new, ((0, 0),) * 3 + ((0, pages.head_dim - new.shape[-1]),))
+        new, codes_scale = quantize(new, pages.data.dtype)
+        new_scale = _write(pages.scale, codes_scale[..., None], slots, pages.page_size)
+    new = jnp.pad(new.astype(jnp.float32), ((0, 0),) * 3 + ((0, pages.head_dim - new.shape[-1]),))
     rows = TILE_BYTES // pages.data.dtype.itemsize
     return KVPages(_write(pages.data, new[:, :, :, None], slots, rows), new_scale)
-
-
-def _quantize(new: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Codes, as float32, and scale [tokens, 2, kv_heads, 1] of new [tokens, 2, kv_heads, head_dim]."""
-    largest = 127.0 if dtype == jnp.int8 else 448.0
-    peak = jnp.abs(new).max(-1, keepdims=True)
-    scale = jnp.where(peak > 0, peak / largest, 1.0)
-    codes = jnp.clip(new / scale, -largest, largest)
-    return jnp.round(codes) if dtype == jnp.int8 else codes, scale
 
 
 def _write(target: jax.Array, new: jax.Array, slots: jax.Array, rows: int) -> jax.Array:

@@ -14,7 +14,6 @@ Pipeline: blocks of several pages in two VMEM slots; while one block is computed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,19 +24,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write_tpu import write_kv, write_vmem_bytes
+from pallas_kernels.paged_attention.tpu_plan import BLOCK, LANES, OTHER_VMEM_BYTES, TILE, Plan, make_plan
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
 
 __all__ = ["paged_attention", "why_not", "write_kv"]
 
-LANES = 128
-TILE = 128  # most query tokens in a tile of a prompt
-TILE_ELEMENTS = 4096 * LANES  # most float32 elements of a tile's result, all heads
-BLOCK = 512  # cached tokens in a block, where BLOCK_BYTES allows
-BLOCK_BYTES = 2 << 20
 SMEM_BYTES = 896 << 10  # of 1 MiB
 VMEM_BYTES = {"TPU v5 lite": 96 << 20, "TPU v5e": 96 << 20, "TPU v6 lite": 96 << 20, "TPU v6e": 96 << 20}
-OTHER_VMEM_BYTES = 14 << 20
 MASKED = -1e30  # a score that is not seen
 UNSEEN = -1e20  # largest score of a token that has seen nothing; exp(MASKED - UNSEEN) is 0
 
@@ -51,46 +45,6 @@ class Scalars(NamedTuple):
     tables: Any
     q_start: Any
     kv_len: Any
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is fixed when a kernel is built."""
-
-    tile: int  # query tokens in a tile
-    queries: int  # of a head in a tile: tile * group, padded
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    block_pages: int
-    table_width: int
-    q_dtype: Any
-    kv_dtype: Any
-    has_scale: bool
-    scale: float
-    window: int | None
-    softcap: float | None
-
-    @property
-    def block_tokens(self) -> int:
-        return self.block_pages * self.page_size
-
-    @property
-    def compute_dtype(self) -> Any:
-        """Of the operands of the matrix unit."""
-        return jnp.float32 if jnp.float32 in (self.q_dtype, self.kv_dtype) else jnp.bfloat16
-
-    @property
-    def vmem_bytes(self) -> int:
-        """An upper estimate of what the kernel needs."""
-        lanes = _round_up(self.head_dim, LANES)
-        block = 2 * self.kv_heads * self.block_tokens * lanes * jnp.dtype(self.kv_dtype).itemsize
-        scales = 2 * self.block_pages * _round_up(self.kv_heads, 8) * _round_up(self.page_size, LANES) * 4
-        softmax = self.kv_heads * self.queries * (lanes + 3 * LANES) * 4
-        blocked = 4 * self.kv_heads * _round_up(self.queries, 16) * lanes * jnp.dtype(self.q_dtype).itemsize
-        temporaries = 8 * (self.queries + 2 * lanes) * max(self.block_tokens, LANES) * 4
-        needed = 2 * (block + (scales if self.has_scale else 0)) + softmax + blocked + temporaries
-        return max(needed + (2 << 20), OTHER_VMEM_BYTES)
 
 
 class Scratch(NamedTuple):
@@ -124,36 +78,6 @@ class Scratch(NamedTuple):
         )
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return (value + multiple - 1) // multiple * multiple
-
-
-def _make_plan(problem: AttentionProblem, tokens: int, table_width: int, **options: Any) -> Plan:
-    """tokens: 1 for decode, otherwise the number of tokens in the batch."""
-    lanes = _round_up(problem.head_dim, LANES)
-    tile = 1
-    if tokens > 1:
-        tile = min(TILE, _round_up(tokens, 16))
-        while tile > 16 and tile * problem.group * problem.kv_heads * lanes > TILE_ELEMENTS:
-            tile = _round_up(tile // 2, 16)
-    token_bytes = 2 * problem.kv_heads * lanes * jnp.dtype(problem.kv_dtype).itemsize
-    most = max(min(BLOCK, BLOCK_BYTES // token_bytes), LANES, problem.page_size)
-    block = _round_up(min(most, _round_up(table_width * problem.page_size, LANES)), LANES)
-    return Plan(
-        tile=tile,
-        queries=_round_up(tile * problem.group, 8),
-        kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        page_size=problem.page_size,
-        block_pages=block // problem.page_size,
-        table_width=table_width,
-        q_dtype=jnp.dtype(problem.q_dtype),
-        kv_dtype=jnp.dtype(problem.kv_dtype),
-        has_scale=problem.has_scale,
-        **options,
-    )
-
-
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
     """Why this device cannot run `paged_attention` and `write_kv` on the problem, or None."""
     if device.platform != "tpu":
@@ -171,7 +95,7 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
         return f"scales need a page size of at least {LANES}, not {problem.page_size}, because copies move whole tiles"
     limit = VMEM_BYTES.get(device.kind, OTHER_VMEM_BYTES)
     options = {"scale": 1.0, "window": None, "softcap": None}
-    need = max(_make_plan(problem, tokens, BLOCK, **options).vmem_bytes for tokens in (1, TILE))
+    need = max(make_plan(problem, tokens, BLOCK, **options).vmem_bytes for tokens in (1, TILE))
     need = max(need, write_vmem_bytes(problem.kv_heads, problem.head_dim))
     if need > limit:
         return f"the kernels need {need >> 20} MiB of VMEM, {device.kind} gives them {limit >> 20}; take smaller pages"
@@ -215,14 +139,14 @@ def paged_attention(
     row_arrays = (block_tables.reshape(-1), q_start, kv_len)
 
     decodes = min(rows, tokens)
-    plan = _make_plan(problem, 1, width, **options)
+    plan = make_plan(problem, 1, width, **options)
     item = jnp.arange(decodes, dtype=jnp.int32)
     out = _attend(plan, q[:decodes], pages, sinks, Scalars(item, item, num_decodes, *row_arrays))
     out = jnp.concatenate([out, jnp.zeros((tokens - decodes, *q.shape[1:]), q.dtype)])
     token = jnp.arange(tokens)[:, None, None, None]
     if decode_only:
         return jnp.where(token < num_decodes, out, 0)[..., :head_dim]
-    plan = _make_plan(problem, max(tokens, 2), width, **options)
+    plan = make_plan(problem, max(tokens, 2), width, **options)
     tile, row, count = _prompt_items(plan.tile, tokens, q_start, num_decodes)
     prompts = _attend(plan, q, pages, sinks, Scalars(tile, row, count, *row_arrays))
     return jnp.where(token < num_decodes, out, jnp.where(token < q_start[-1], prompts, 0))[..., :head_dim]

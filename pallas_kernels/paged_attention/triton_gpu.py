@@ -1,4 +1,4 @@
-"""Paged attention and the write of new keys and values on NVIDIA GPUs of compute capability 8.0 and newer, in Triton.
+"""Paged attention on NVIDIA GPUs of compute capability 8.0 and newer, in Triton.
 
   decode    grid (rows, kv_heads, splits). A program reads its share of one row's pages once, for all query heads of a
             key-value head: the scores of 16 padded queries cost nothing beside the reads. Each share leaves a partial
@@ -6,7 +6,6 @@
   prompts   grid (tiles, kv_heads). A tile is up to 128 (token, head) pairs of one row that share a key-value head; it
             reads the row's keys and values up to its last token. The longest tiles start first. Blocks below the
             diagonal carry no mask.
-  write_kv  grid (tokens,). Reads a token's keys and values once, quantizes them, writes them to their slot.
 
 Both attention loops gather BLOCK cached tokens a step through the block table, and Triton's pipeline fetches the next
 ones meanwhile (cp.async, `num_stages` blocks). Running softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; splits:
@@ -26,11 +25,13 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import triton_compat
+from pallas_kernels.kv_write_triton import QUANTIZED, write_kv
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.triton_compat import pad
 from pallas_kernels.types import KVPages
 
-QUANTIZED = {"int8": 127, "float8_e4m3fn": 448}  # largest code
+__all__ = ["paged_attention", "why_not", "write_kv"]
+
 FLOATS = ("bfloat16", "float16", "float32")
 MASKED = tl.constexpr(-1e30)  # finite, so that a row that sees nothing stays finite
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -346,63 +347,3 @@ def _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, *, rows, decode_on
         num_warps=1 if splits * fixed["DIM_PAD"] <= 2048 else 4, SPLITS=splits, SPLITS_PAD=pad(splits),
         **{name: fixed[name] for name in ("HAS_SINKS", "HEADS", "GROUP", "DIM", "DIM_PAD")},
     )[0]  # fmt: skip
-
-
-@triton.jit
-def _quantized(new, TOP: tl.constexpr):
-    """Values [heads, head_dim] whose largest amount is TOP, rounded to even where TOP is int8's, and their scales."""
-    amax = tl.max(tl.abs(new), 1)
-    scale = tl.where(amax > 0, amax / TOP, 1.0)
-    new = new / scale[:, None]
-    new = tl.minimum(tl.maximum(new, -TOP), TOP)
-    if TOP == 127:
-        new = (new + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: float32 keeps no fraction there
-    return new, scale
-
-
-@triton.jit
-def _write(
-    k, v, slots, before, scales_before, data, scales,
-    HAS_SCALES: tl.constexpr, TOP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    HEADS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
-):  # fmt: skip
-    """`data` and `scales` are the memory of `before` and `scales_before`."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    head, dim = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
-    real = (head < HEADS)[:, None] & (dim < DIM)[None, :]
-    at = token * HEADS * DIM + head[:, None] * DIM + dim[None, :]
-    to = (slot // PAGE * (2 * HEADS) + head) * PAGE + slot % PAGE
-    for side in tl.static_range(2):
-        new = tl.load((v if side else k) + at, mask=real, other=0.0).to(tl.float32)
-        place = to + side * HEADS * PAGE
-        if HAS_SCALES:
-            new, scale = _quantized(new, TOP)
-            tl.store(scales + place, scale, mask=head < HEADS)
-        elif TOP > 0:
-            new = tl.minimum(tl.maximum(new, -TOP), TOP)
-        tl.store(data + place[:, None] * DIM + dim[None, :], new.to(data.dtype.element_ty), mask=real)
-
-
-@jax.jit
-def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVPages:
-    """Writes k, v [tokens, kv_heads, head_dim] at slots [tokens], page * page_size + offset, of the cache, in place.
-
-    Padding tokens carry slots of page 0, which nobody owns. Where the pages have scales, each token's head is quantized
-    with its own.
-    """
-    tokens, heads, dim = k.shape
-    scales = pages.scale
-    arrays = [pages.data] if scales is None else [pages.data, scales]
-    # Without scales the place of theirs is taken by the data, once more, and by an output that nobody reads.
-    extra = (
-        jax.ShapeDtypeStruct((1,), jnp.float32) if scales is None else jax.ShapeDtypeStruct(scales.shape, scales.dtype)
-    )
-    data, new_scales = triton_compat.call(
-        _write, k, v, slots, pages.data, slots if scales is None else scales,
-        out=[jax.ShapeDtypeStruct(pages.data.shape, pages.data.dtype), extra], grid=(tokens,),
-        aliases={3 + i: i for i in range(len(arrays))}, num_warps=4,
-        HAS_SCALES=scales is not None, TOP=QUANTIZED.get(pages.data.dtype.name, 0), HEADS=heads, PAGE=pages.page_size,
-        DIM=dim, HEADS_PAD=pad(heads), DIM_PAD=pad(dim),
-    )  # fmt: skip
-    return KVPages(data, None if scales is None else new_scales)

@@ -7,15 +7,14 @@ them where slow tests run. No kernel runs here.
 
 import json
 import math
-import os
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from devices import devices_of
 from flax.traverse_util import unflatten_dict
 
-from jaxserve.config import ConfigError
 from jaxserve.kv_cache import CacheLayout
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import HFConfig
@@ -24,7 +23,6 @@ from jaxserve.models.load import make_decoder
 from jaxserve.models.weights import abstract_params
 from jaxserve.runner import ModelRunner
 from jaxserve.steps import StepShape
-from jaxserve.targets import target_devices
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,10 +51,7 @@ TARGETS = [
 
 
 def make_runner(folder, target: str, backend: str, page_size: int, layers: int, **changes) -> ModelRunner:
-    try:
-        devices = target_devices(target)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    devices = devices_of(target)
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers} | changes))
     mesh = make_mesh(len(devices), devices)
     decoder = make_decoder(read_model_config(HFConfig.read(folder)), mesh, jnp.bfloat16, page_size, backend)
@@ -97,7 +92,6 @@ def check(runner: ModelRunner, shape: StepShape, layers: int) -> None:
 @pytest.fixture(autouse=True)
 def no_compilation_cache():
     jax.config.update("jax_enable_compilation_cache", False)
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 
 @pytest.mark.parametrize(("target", "backend", "page_size"), TARGETS)

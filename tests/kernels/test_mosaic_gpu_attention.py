@@ -1,10 +1,5 @@
 """The Mosaic GPU attention kernels: interpreted against float64 NumPy, and compiled ahead of time for H200."""
 
-import os
-
-if os.environ.get("JAX_PLATFORMS") == "cpu":
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # with no driver, the CUDA compiler loads only then
-
 from dataclasses import replace
 from functools import partial
 
@@ -12,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import mesh_of
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from test_paged_attention import Config, gold, make_batch
 
-from jaxserve.config import ConfigError
-from jaxserve.targets import target_devices
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
@@ -163,10 +157,7 @@ def test_a_prompt_with_a_window_and_sinks():
 
 
 def lowered(target: str, config: Config, *, kv_heads: int = 8, dtype=jnp.bfloat16, decode_only=False):
-    try:
-        mesh = Mesh(np.array(target_devices(target)), ("tensor",))
-    except ConfigError as error:
-        pytest.skip(str(error))
+    mesh = mesh_of(target)
 
     def spec(shape, *axes, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))

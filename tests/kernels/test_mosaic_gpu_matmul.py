@@ -1,42 +1,19 @@
 """The Mosaic GPU kernel for quantized weights: interpreted against float64 NumPy, and compiled for H200."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
+from devices import mesh_of
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from test_quant_matmul import CODES, IN, OUT, check, make_weight, numbers, problem_of
 
 from pallas_kernels.quant_matmul import mosaic_gpu
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
 
-if os.environ.get("JAX_PLATFORMS") == "cpu":
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # with no driver, the CUDA compiler loads only then
-
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0))
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-
-
 # --- interpreted ---
 
 needs_interpreter = pytest.mark.skipif(
@@ -78,19 +55,9 @@ def test_interpreted_in_float16():
 # --- compiled ahead of time ---
 
 
-def mesh_of(devices: int) -> Mesh:
-    try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology_name="", target_config=H200, topology=f"1x1x{devices}"
-        )
-    except (NotImplementedError, RuntimeError) as error:
-        pytest.skip(f"JAX's CUDA compiler is not here: {error}")
-    return Mesh(np.array(topology.devices), ("device",))
-
-
 @pytest.fixture(scope="module")
 def mesh():
-    return mesh_of(1)
+    return mesh_of("h200x1", "device")
 
 
 def compile_for(mesh, tokens, shape, codes, block, dtype=jnp.bfloat16, scale=jnp.bfloat16, zero=False):
@@ -156,7 +123,7 @@ def test_compiles(mesh, tokens, shape, codes, block, options):
 @pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_compiles_under_shard_map(devices):
     """Column-parallel: each device has some of the outputs."""
-    mesh = mesh_of(devices)
+    mesh = mesh_of(f"h200x{devices}", "device")
 
     def array(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))

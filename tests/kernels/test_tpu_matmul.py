@@ -1,13 +1,12 @@
 """The TPU matmul with quantized weights: interpreted, against float64 NumPy, and compiled for two kinds of TPU."""
 
-import os
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
+from devices import devices_of
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -218,14 +217,10 @@ def test_refuses_with_the_reason(device, change, reason):
     assert got is None if reason is None else reason in got
 
 
-@pytest.fixture(scope="module", params=["v5e:2x2", "v6e:2x2"])
+@pytest.fixture(scope="module", params=["v5e-4", "v6e-4"])
 def devices(request):
     """Four TPUs that are only compiled for."""
-    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
-    os.environ.setdefault(
-        "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-    )  # no TPU is touched, so that processes need not exclude others
-    return np.array(topologies.get_topology_desc(platform="tpu", topology_name=request.param).devices)
+    return np.array(devices_of(request.param))
 
 
 FORMATS = {

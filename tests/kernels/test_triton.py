@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from devices import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import triton_compat
 from pallas_kernels.paged_attention import triton_gpu as attention
@@ -422,31 +422,10 @@ def test_why_not():
 
 # --- compiled ahead of time ---
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-
 
 @pytest.fixture(scope="module")
 def mesh():
-    try:
-        found = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
-    except Exception as error:
-        pytest.skip(f"no compiler plugin for CUDA: {error}")
-    return Mesh(np.array(found.devices), ("tensor",))
+    return mesh_of("h200x1")
 
 
 @pytest.fixture

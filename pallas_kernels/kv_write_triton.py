@@ -1,0 +1,77 @@
+"""The write of new keys and values on NVIDIA GPUs, in Triton. Compiled for H200, not yet run on.
+
+Grid (tokens,). A program reads a token's keys and values once, quantizes them, and writes them to their slot.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import triton_compat
+from pallas_kernels.triton_compat import pad
+from pallas_kernels.types import KVPages
+
+QUANTIZED = {"int8": 127, "float8_e4m3fn": 448}  # largest code
+
+
+@triton.jit
+def _quantized(new, TOP: tl.constexpr):
+    """Values [heads, head_dim] whose largest amount is TOP, rounded to even where TOP is int8's, and their scales."""
+    amax = tl.max(tl.abs(new), 1)
+    scale = tl.where(amax > 0, amax / TOP, 1.0)
+    new = new / scale[:, None]
+    new = tl.minimum(tl.maximum(new, -TOP), TOP)
+    if TOP == 127:
+        new = (new + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: float32 keeps no fraction there
+    return new, scale
+
+
+@triton.jit
+def _write(
+    k, v, slots, before, scales_before, data, scales,
+    HAS_SCALES: tl.constexpr, TOP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    HEADS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """`data` and `scales` are the memory of `before` and `scales_before`."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    head, dim = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
+    real = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+    at = token * HEADS * DIM + head[:, None] * DIM + dim[None, :]
+    to = (slot // PAGE * (2 * HEADS) + head) * PAGE + slot % PAGE
+    for side in tl.static_range(2):
+        new = tl.load((v if side else k) + at, mask=real, other=0.0).to(tl.float32)
+        place = to + side * HEADS * PAGE
+        if HAS_SCALES:
+            new, scale = _quantized(new, TOP)
+            tl.store(scales + place, scale, mask=head < HEADS)
+        elif TOP > 0:
+            new = tl.minimum(tl.maximum(new, -TOP), TOP)
+        tl.store(data + place[:, None] * DIM + dim[None, :], new.to(data.dtype.element_ty), mask=real)
+
+
+@jax.jit
+def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVPages:
+    """Writes k, v [tokens, kv_heads, head_dim] at slots [tokens], page * page_size + offset, of the cache, in place.
+
+    Padding tokens carry slots of page 0, which nobody owns. Where the pages have scales, each token's head is quantized
+    with its own.
+    """
+    tokens, heads, dim = k.shape
+    scales = pages.scale
+    arrays = [pages.data] if scales is None else [pages.data, scales]
+    # Without scales the place of theirs is taken by the data, once more, and by an output that nobody reads.
+    extra = (
+        jax.ShapeDtypeStruct((1,), jnp.float32) if scales is None else jax.ShapeDtypeStruct(scales.shape, scales.dtype)
+    )
+    data, new_scales = triton_compat.call(
+        _write, k, v, slots, pages.data, slots if scales is None else scales,
+        out=[jax.ShapeDtypeStruct(pages.data.shape, pages.data.dtype), extra], grid=(tokens,),
+        aliases={3 + i: i for i in range(len(arrays))}, num_warps=4,
+        HAS_SCALES=scales is not None, TOP=QUANTIZED.get(pages.data.dtype.name, 0), HEADS=heads, PAGE=pages.page_size,
+        DIM=dim, HEADS_PAD=pad(heads), DIM_PAD=pad(dim),
+    )  # fmt: skip
+    return KVPages(data, None if scales is None else new_scales)

@@ -1,0 +1,87 @@
+"""Sizes of the TPU's attention kernel: tiles of queries, blocks of cached tokens, and the memory that they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.registry import AttentionProblem
+
+LANES = 128
+TILE = 128  # most query tokens in a tile of a prompt
+TILE_ELEMENTS = 4096 * LANES  # most float32 elements of a tile's result, all heads
+BLOCK = 512  # cached tokens in a block, where BLOCK_BYTES allows
+BLOCK_BYTES = 2 << 20
+OTHER_VMEM_BYTES = 14 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is fixed when a kernel is built."""
+
+    tile: int  # query tokens in a tile
+    queries: int  # of a head in a tile: tile * group, padded
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    block_pages: int
+    table_width: int
+    q_dtype: Any
+    kv_dtype: Any
+    has_scale: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def block_tokens(self) -> int:
+        return self.block_pages * self.page_size
+
+    @property
+    def compute_dtype(self) -> Any:
+        """Of the operands of the matrix unit."""
+        return jnp.float32 if jnp.float32 in (self.q_dtype, self.kv_dtype) else jnp.bfloat16
+
+    @property
+    def vmem_bytes(self) -> int:
+        """An upper estimate of what the kernel needs."""
+        lanes = _round_up(self.head_dim, LANES)
+        block = 2 * self.kv_heads * self.block_tokens * lanes * jnp.dtype(self.kv_dtype).itemsize
+        scales = 2 * self.block_pages * _round_up(self.kv_heads, 8) * _round_up(self.page_size, LANES) * 4
+        softmax = self.kv_heads * self.queries * (lanes + 3 * LANES) * 4
+        blocked = 4 * self.kv_heads * _round_up(self.queries, 16) * lanes * jnp.dtype(self.q_dtype).itemsize
+        temporaries = 8 * (self.queries + 2 * lanes) * max(self.block_tokens, LANES) * 4
+        needed = 2 * (block + (scales if self.has_scale else 0)) + softmax + blocked + temporaries
+        return max(needed + (2 << 20), OTHER_VMEM_BYTES)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple
+
+
+def make_plan(problem: AttentionProblem, tokens: int, table_width: int, **options: Any) -> Plan:
+    """tokens: 1 for decode, otherwise the number of tokens in the batch."""
+    lanes = _round_up(problem.head_dim, LANES)
+    tile = 1
+    if tokens > 1:
+        tile = min(TILE, _round_up(tokens, 16))
+        while tile > 16 and tile * problem.group * problem.kv_heads * lanes > TILE_ELEMENTS:
+            tile = _round_up(tile // 2, 16)
+    token_bytes = 2 * problem.kv_heads * lanes * jnp.dtype(problem.kv_dtype).itemsize
+    most = max(min(BLOCK, BLOCK_BYTES // token_bytes), LANES, problem.page_size)
+    block = _round_up(min(most, _round_up(table_width * problem.page_size, LANES)), LANES)
+    return Plan(
+        tile=tile,
+        queries=_round_up(tile * problem.group, 8),
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        page_size=problem.page_size,
+        block_pages=block // problem.page_size,
+        table_width=table_width,
+        q_dtype=jnp.dtype(problem.q_dtype),
+        kv_dtype=jnp.dtype(problem.kv_dtype),
+        has_scale=problem.has_scale,
+        **options,
+    )

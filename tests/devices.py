@@ -1,0 +1,26 @@
+"""Devices that are only compiled for, in tests."""
+
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxserve.targets import target_devices
+
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # with no driver, the CUDA compiler loads only then
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is touched: processes need not exclude each other
+
+
+def devices_of(target: str) -> list:
+    """The devices of a target; skips the test where its compiler is not installed, but fails where that is broken."""
+    package = "jax_cuda12_plugin" if target.startswith("h") else "libtpu"
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package}, the compiler for {target}, is not installed")
+    return target_devices(target)
+
+
+def mesh_of(target: str, axis: str = "tensor") -> Mesh:
+    return Mesh(np.array(devices_of(target)), (axis,))
