@@ -33,10 +33,14 @@ class KVPages(NamedTuple):
         return self.data.shape[4]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale", "zero", "bias"], meta_fields=["block"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale", "zero", "bias", "order"], meta_fields=["block"]
+)
 @dataclass(frozen=True)
 class QuantArray:
     """A quantized weight [out, in]: value = (codes - zero) * scale + bias, in float32.
+
+    Kernels know no `order`: whoever calls them brings the inputs into it first.
 
     codes: int4, int8 or float8_e4m3fn [out, in].
     block: rows and inputs that share a scale: (1, in) per channel, (1, 128) groups of 128, (out, in) per tensor, (128,
@@ -45,12 +49,14 @@ class QuantArray:
     zero: int8, as scale, in the units of the codes; None is 0. Formats with codes from 0 to 15 and zero points store
       both less 8.
     bias: as scale; None is 0.
+    order: int32 [in], the input that each column belongs to (act-order formats sort columns by group); None: in order.
     """
 
     codes: jax.Array
     scale: jax.Array
     zero: jax.Array | None = None
     bias: jax.Array | None = None
+    order: jax.Array | None = None
     block: tuple[int, int] = (1, 128)
 
     @property
