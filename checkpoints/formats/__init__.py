@@ -1,7 +1,7 @@
 """How others store quantized weights, one file each.
 
-A module in this folder that defines `open_format` is found by itself. A weight comes out as a QuantArray of NumPy arrays
-whose values (`checkpoints.quantized.dequantize`) are exactly those of the format's own reference.
+A module in this folder that defines `open_format` is found by itself. A weight comes out as a QuantArray of NumPy
+arrays whose values (`checkpoints.quantized.dequantize`) are exactly those of the format's own reference.
 """
 
 from __future__ import annotations
