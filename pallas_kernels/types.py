@@ -56,8 +56,8 @@ class QuantArray:
     scale: jax.Array
     zero: jax.Array | None = None
     bias: jax.Array | None = None
-    order: jax.Array | None = None
     block: tuple[int, int] = (1, 128)
+    order: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
