@@ -137,6 +137,11 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="devices that share each layer")  # fmt: skip
     flag("--attention-backend", field="attention_backend", choices=["auto", *BACKENDS],
          help="kernels for attention; auto: the first that runs here, see `jaxserve kernels`")  # fmt: skip
+    flag("--matmul-backend", field="matmul_backend", choices=["auto", *BACKENDS],
+         help="the same for products with quantized weights")  # fmt: skip
+    flag("--quantization", field="quantization", metavar="NAME",
+         help="of the weights; auto: as the checkpoint is; int8, int4 or fp8: quantize one in floats while it is "
+         "loaded; a format such as awq: insist on it")  # fmt: skip
     flag("--load-format", field="load_format", choices=["auto", "dummy"],
          help="auto: read the safetensors; dummy: random weights from config.json alone")  # fmt: skip
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")

@@ -113,7 +113,7 @@ class Engine:
         device = mesh.devices.flat[0]
         dtype = compute_dtype(config, model, device.platform)
         longest = memory.max_model_len(config, model)
-        decoder = make_decoder(model, mesh, dtype, config.page_size, config.attention_backend)
+        decoder = make_decoder(model, mesh, dtype, config.page_size, config.attention_backend, config.matmul_backend)
         params = make_params(decoder, folder, mesh, config, progress=progress)
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
 

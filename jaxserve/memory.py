@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,6 +124,11 @@ def _available_host_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 4 * CPU_CACHE_BYTES
+
+
+def stored_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Of an array on a device, where two int4 share a byte."""
+    return math.ceil(x.size * jax.dtypes.itemsize_bits(x.dtype) / 8)
 
 
 def size(count: float) -> str:

@@ -15,14 +15,16 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
+from checkpoints.formats import find_format
 from checkpoints.load import load_weights
 from checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.kv_cache import stored_head_dim
-from jaxserve.mesh import embed_sharded, padded_vocab, sharded_kv_heads
+from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family, read_model_config
+from jaxserve.models.quantized import SCHEMES, place
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels.ops import checked, choose_ops
 from pallas_kernels.registry import AttentionProblem, BackendError, Device
@@ -52,7 +54,9 @@ def compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> An
     return jnp.dtype(model.dtype if model.dtype in ("float16", "bfloat16") else "bfloat16")
 
 
-def make_decoder(model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16, attention: str = "auto") -> Decoder:
+def make_decoder(
+    model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16, attention: str = "auto", matmul: str = "auto"
+) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot."""
     kv_heads = sharded_kv_heads(model, mesh.size)
     dtype = np.dtype(dtype)
@@ -60,30 +64,47 @@ def make_decoder(model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16
     head_dim = stored_head_dim(model.head_dim, device.platform)
     problem = AttentionProblem(dtype, dtype, kv_heads // mesh.size, model.num_heads // kv_heads, head_dim, page_size)
     try:
-        ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
+        ops = choose_ops(device, problem, backend=attention, matmul_backend=matmul, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
             ops = checked(ops, problem, attention)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if mesh.size > 1:
-        ops = dataclasses.replace(ops, embed=partial(embed_sharded, mesh))
+        sharded = partial(quant_matmul_sharded, mesh, ops.quant_matmul)
+        ops = dataclasses.replace(ops, embed=partial(embed_sharded, mesh), quant_matmul=sharded)
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
 
 
-def load_params(decoder: Decoder, folder: Path, mesh: Mesh, *, progress: bool = True) -> dict[str, Any]:
-    """Streams the folder's safetensors into sharded arrays. Raises CheckpointError when files and config disagree."""
-    family = find_family(HFConfig.read(folder))
+def load_params(
+    decoder: Decoder, folder: Path, mesh: Mesh, *, quantization: str = "auto", progress: bool = True
+) -> dict[str, Any]:
+    """Streams the folder's safetensors into sharded arrays, quantized as they are.
+
+    Raises CheckpointError when files and config disagree, ConfigError when `quantization` insists on another format.
+    """
+    hf = HFConfig.read(folder)
+    family, tensors = find_family(hf), read_folder(folder)
+    reader = find_format(hf.values, tensors)
+    if quantization not in ("auto", reader.name if reader else None):
+        has = f"is quantized as {reader.name}" if reader else "is not quantized"
+        raise ConfigError(f"quantization {quantization} was asked for, but {folder} {has}")
+    if reader:
+        log.info("quantized weights: %s", reader.description)
     pieces = weight_pieces(decoder, family.names)
     tied_head = {family.names["head.weight"]} if decoder.config.tie_embeddings else set()
 
     def ignored(name: str) -> bool:
         return name in tied_head or name.endswith(family.ignored)
 
-    flat = load_weights(read_folder(folder), abstract_params(decoder, mesh), pieces, ignored, progress)
-    return unflatten_dict(flat, sep="/")
+    abstract = abstract_params(decoder, mesh)
+    return unflatten_dict(load_weights(tensors, abstract, pieces, ignored, progress, reader, place), sep="/")
 
 
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
-    if config.load_format == "dummy":
-        return dummy_params(decoder, mesh, config.seed)
-    return load_params(decoder, folder, mesh, progress=progress)
+    """Raises ConfigError or CheckpointError, see `load_params`."""
+    if config.load_format != "dummy":
+        return load_params(decoder, folder, mesh, quantization=config.quantization, progress=progress)
+    scheme = None if config.quantization == "auto" else config.quantization
+    if scheme and scheme not in SCHEMES:
+        raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
+    return dummy_params(decoder, mesh, config.seed, scheme)
