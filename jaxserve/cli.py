@@ -131,6 +131,8 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",
          help="size of the KV cache in pages; None: what the memory allows")  # fmt: skip
     flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS", help="tokens per KV page")
+    flag("--kv-cache-dtype", field="kv_cache_dtype", choices=["auto", "bf16", "fp8", "int8"],
+         help="of cached keys and values, fp8 and int8 with a scale for each; auto: that of the computation")  # fmt: skip
     flag("--dtype", field="dtype", choices=["auto", "float32", "bfloat16", "float16"],
          help="of weights, computation and cache; auto: float32 on CPU, else the checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",

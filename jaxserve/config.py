@@ -32,6 +32,7 @@ class EngineConfig:
         elsewhere no such limit.
       max_waiting: most requests waiting for a place before new ones are turned away; None is no limit.
       page_size: tokens per KV page.
+      kv_cache_dtype: of keys and values in the cache; fp8 and int8 with a scale for each head of each token.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
         the memory that is available at start, and at most 1 GiB of cache unless kv_pages says otherwise.
@@ -60,6 +61,7 @@ class EngineConfig:
     prefill_chunk: int | None = None
     max_waiting: int | None = None
     page_size: int = 16
+    kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = "auto"
     kv_pages: int | None = None
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
@@ -102,6 +104,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("load_format", ("auto", "dummy")),
+            ("kv_cache_dtype", ("auto", "bf16", "fp8", "int8")),
             ("attention_backend", ("auto", *BACKENDS)),
             ("matmul_backend", ("auto", *BACKENDS)),
         ):

@@ -185,7 +185,7 @@ class ModelRunner:
     @property
     def _precision(self) -> str:
         """float32 means float32, on every platform; smaller types leave the choice to the compiler."""
-        return "highest" if self.layout.dtype == jnp.float32 else "default"
+        return "highest" if self.model.dtype == jnp.float32 else "default"
 
     def _signature(self, name: Any) -> tuple[Callable, tuple[int, ...], tuple, Any]:
         """Function, donated arguments, abstract arguments and shardings of the results of an executable."""

@@ -19,7 +19,7 @@ from checkpoints.formats import find_format
 from checkpoints.load import load_weights
 from checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.kv_cache import stored_head_dim
+from jaxserve.kv_cache import has_scale, stored_head_dim
 from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
@@ -55,14 +55,23 @@ def compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> An
 
 
 def make_decoder(
-    model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16, attention: str = "auto", matmul: str = "auto"
+    model: ModelConfig,
+    mesh: Mesh,
+    dtype: Any,
+    *,
+    page_size: int = 16,
+    kv_dtype: Any = None,
+    attention: str = "auto",
+    matmul: str = "auto",
 ) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot."""
     kv_heads = sharded_kv_heads(model, mesh.size)
     dtype = np.dtype(dtype)
     device = Device.of(mesh.devices.flat[0])
     head_dim = stored_head_dim(model.head_dim, device.platform)
-    problem = AttentionProblem(dtype, dtype, kv_heads // mesh.size, model.num_heads // kv_heads, head_dim, page_size)
+    kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
+    heads, group = kv_heads // mesh.size, model.num_heads // kv_heads
+    problem = AttentionProblem(dtype, kv_dtype, heads, group, head_dim, page_size, has_scale(kv_dtype))
     try:
         ops = choose_ops(device, problem, backend=attention, matmul_backend=matmul, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():

@@ -61,7 +61,8 @@ def make_runner(
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers} | changes))
     mesh = make_mesh(len(devices), devices)
     model = read_model_config(HFConfig.read(folder))
-    decoder = make_decoder(model, mesh, jnp.bfloat16, page_size, backend, "auto" if scheme == "bf16" else backend)
+    backends = {"attention": backend, "matmul": "auto" if scheme == "bf16" else backend}
+    decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, **backends)
     params = abstract_params(decoder, mesh)
     if scheme != "bf16":
         params = quantized_abstract(params, scheme)
@@ -106,7 +107,7 @@ def check(runner: ModelRunner, shape: StepShape, layers: int, params: dict) -> N
     assert cache_copies(text, cache // layers // 2) == []
     assert dequantized_copies(text, params) == []
     reductions = len(re.findall(r" all-reduce(?:-start)?\(", text))
-    gathered = re.findall(r"= (?:\()?\w+\[([\d,]+)\]\S* all-gather", text)
+    gathered = re.findall(r"= (?:\()?(?:bf16|s8|s4|f8\w+)\[([\d,]+)\]\S* all-gather", text)
     if devices > 1:
         assert 2 * layers <= reductions <= 2 * layers + 8, "two in each layer, a few around them"
         weight = 4096 * 4096 // devices
