@@ -68,7 +68,19 @@ TYPES = {
     }.items()
 }
 # Of metadata values, by the number in the file; 7 is bool, 8 string, 9 array.
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SMALLEST_ENTRY = 13  # bytes of a metadata entry: a key's length, a type, a value
 _SMALLEST_TENSOR = 32  # bytes of a tensor info: a name's length, a count, one dimension, a type, an offset

@@ -7,7 +7,9 @@ float32 products; those that stand in the file keep their float16.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -35,37 +37,40 @@ Decoded = tuple[np.ndarray, np.ndarray, int, np.ndarray | None]
 def decode(data: np.ndarray, kind: BlockType, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
     """A tensor from its bytes [nbytes]: plain floats of any shape, QuantArray [out, in] where its type is quantized.
 
-    Types that only the `gguf` package knows come out as float32; without it CheckpointError is raised.
+    Types that only the `gguf` package knows come out as float32; CheckpointError where that is missing.
     """
     if kind.name in FLOATS:
         return data.view(FLOATS[kind.name]).reshape(shape)
-    if kind.name not in _DECODERS:
+    if needs_package(kind):
         return _by_package(data, kind, shape)
     fields, decoder = _DECODERS[kind.name]
     codes, scale, zero, bias = decoder(data.view(np.dtype(fields)))
-    rows = int(np.prod(shape[:-1]))
-    scale = scale.reshape(rows, -1)
+
+    def in_rows(values: np.ndarray) -> Any:
+        return np.ascontiguousarray(values).reshape(int(np.prod(shape[:-1])), -1)
+
+    scale = in_rows(scale)
     return QuantArray(
-        codes=codes.reshape(rows, shape[-1]),
+        codes=in_rows(codes),
         scale=scale,
-        zero=np.full(scale.shape, zero, np.int8) if zero else None,
-        bias=None if bias is None else bias.reshape(scale.shape),
+        zero=in_rows(np.full(scale.shape, zero, np.int8)) if zero else None,
+        bias=None if bias is None else in_rows(bias),
         block=(1, shape[-1] // scale.shape[1]),
     )
 
 
-def is_decoded(kind: BlockType) -> bool:
-    """Whether a type is decoded here, and not by the `gguf` package."""
-    return kind.name in FLOATS or kind.name in _DECODERS
+def needs_package(kind: BlockType) -> bool:
+    """Whether only the `gguf` package knows a type. Raises CheckpointError where that is missing."""
+    if kind.name in FLOATS or kind.name in _DECODERS:
+        return False
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError(f"tensors of type {kind.name} are read by the gguf package: pip install jaxserve[gguf]")
+    return True
 
 
 def _by_package(data: np.ndarray, kind: BlockType, shape: tuple[int, ...]) -> np.ndarray:
-    try:
-        import gguf
-    except ImportError:
-        raise CheckpointError(
-            f"tensors of type {kind.name} are read by the gguf package: pip install jaxserve[gguf]"
-        ) from None
+    import gguf
+
     number = next(number for number, known in TYPES.items() if known == kind)
     rows = data.reshape(*shape[:-1], -1)
     return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(number)).reshape(shape)
