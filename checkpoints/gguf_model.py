@@ -226,7 +226,7 @@ def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_ids(file.metadata),
     }
-    if scaling := _rope_scaling(file, keys, config["rope_theta"], head_dim):
+    if scaling := _rope_scaling(file, keys, config):
         config["rope_scaling"] = scaling
     if keys.architecture != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -248,14 +248,14 @@ def _dtype(kinds: set[str]) -> str:
     return {frozenset(["F16"]): "float16", frozenset(["F32"]): "float32"}.get(frozenset(kinds), "bfloat16")
 
 
-def _rope_scaling(file: GGUFFile, keys: _Keys, theta: float, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
     kind = keys.take("rope.scaling.type", lambda value: value in ("none", "linear", "yarn"), "none")
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
-    original = keys.size("rope.scaling.original_context_length", keys.size("context_length"))
+    original = keys.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     if _ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise keys.refuse(f"{_ROPE_FACTORS} beside rope.scaling.type {kind!r} is not supported")
-        return _llama3_scaling(file, keys, theta, head_dim)
+        return _llama3_scaling(file, keys, config["rope_theta"], config["head_dim"])
     keys.expect("rope.scaling.attn_factor", 1.0)
     keys.expect("rope.scaling.yarn_attn_factor", 1.0)
     keys.expect("rope.scaling.yarn_ext_factor", 1.0)
@@ -277,12 +277,12 @@ def _llama3_scaling(file: GGUFFile, keys: _Keys, theta: float, head_dim: int) ->
         raise keys.refuse(
             f"tensor {_ROPE_FACTORS!r} is {stored.type.name} {list(stored.shape)}, not F32 [{head_dim // 2}]"
         )
-    divisors = _tensor(stored._replace(name="output_norm.weight"), 0).read().astype(np.float64)
+    divisors = _floats(stored, stored.name).read().astype(np.float64)
     factor = float(divisors.max())
     if (divisors == 1).all():
         return None
     turns = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)  # per position
-    for original in (2**n for n in range(4, 24)):
+    for original in (2**n for n in range(4, 24 if 1 < factor < 1e6 else 0)):
         smooth = np.clip((original * turns - 1.0) / (4.0 - 1.0), 0, 1)
         if np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
             return {
@@ -309,6 +309,9 @@ def _tensor(stored: StoredTensor, head_dim: int) -> GGUFTensor:
         raise CheckpointError(
             f"{stored.path}: tensor {stored.name!r} of {list(stored.shape)} has no whole heads of an even size {pairs}"
         )
-    full = f"model.layers.{layer}.{name}.{kind}" if layer else f"{name}.{kind}"
+    return _floats(stored, f"model.layers.{layer}.{name}.{kind}" if layer else f"{name}.{kind}", pairs)
+
+
+def _floats(stored: StoredTensor, name: str, head_dim: int = 0) -> GGUFTensor:
     dtype = FLOATS.get(stored.type.name, np.dtype(np.float32))
-    return GGUFTensor(full, stored.path, dtype, stored.shape, stored.start, stored.type, pairs)
+    return GGUFTensor(name, stored.path, dtype, stored.shape, stored.start, stored.type, head_dim)
