@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,12 @@ from pallas_kernels.types import QuantArray
 INT4 = np.dtype(ml_dtypes.int4)
 
 
-def expand(values: np.ndarray, block: tuple[int, int], shape: tuple[int, int]) -> np.ndarray:
+def on_host(codes: Any, scale: Any, zero: Any = None, *, block: tuple[int, int], order: Any = None) -> QuantArray:
+    """A QuantArray of NumPy arrays, which its own declaration does not know."""
+    return QuantArray(codes, scale, zero, block=block, order=order)
+
+
+def expand(values: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
     """One value per block [ceil(out / rows), ceil(in / inputs)] -> one per weight [out, in], in the same dtype."""
     for axis in (0, 1):
         if values.shape[axis] != shape[axis]:
@@ -38,7 +44,7 @@ def dequantize(w: QuantArray) -> np.ndarray:
 
 def refine(w: QuantArray, block: tuple[int, int]) -> QuantArray:
     """The same values with smaller blocks, which must divide the old ones (or the old ones hold a whole axis)."""
-    new = tuple(min(b, size) for b, size in zip(block, w.shape, strict=True))
+    new = (min(block[0], w.shape[0]), min(block[1], w.shape[1]))
     if new == w.block:
         return w
     counts = tuple(-(-size // b) for size, b in zip(w.shape, new, strict=True))
