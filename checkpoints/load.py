@@ -66,14 +66,14 @@ def load_weights(
     total = sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         for path, target in abstract.items():
-            host = _read(pieces[path], tensors, target, reader)
+            host = read_weight(pieces[path], tensors, target, reader)
             weights[path] = jax.block_until_ready(place(host, target.sharding))  # so that one host copy lives at a time
             bar.update(math.prod(target.shape) * target.dtype.itemsize)
             del host
     return weights
 
 
-def _read(
+def read_weight(
     pieces: list[Piece], tensors: Mapping[str, TensorInfo], target: jax.ShapeDtypeStruct, reader: QuantReader | None
 ) -> np.ndarray | QuantArray:
     """One weight on the host: quantized when all its pieces are, and have a form in common."""

@@ -118,6 +118,7 @@ class Engine:
         decoder = make_decoder(model, mesh, dtype, page_size=config.page_size, kv_dtype=kv_dtype, **backends)
         params = make_params(decoder, folder, mesh, config, progress=progress)
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
+        log.info("%s", memory.describe_weights(params))
 
         runner = ModelRunner(decoder, params, mesh, config.max_num_seqs)
         tokens = max(max_batched_tokens(config), config.max_num_seqs)
@@ -141,8 +142,9 @@ class Engine:
             set_pages(pages, max_len)
         runner.allocate()
         log.info(
-            "KV cache: %d pages of %d tokens (%s), %d tokens; longest request %d tokens",
-            pages, config.page_size, memory.size(pages * one_page.page_bytes), (pages - 1) * config.page_size, max_len,
+            "KV cache: %d pages of %d tokens (%s, %d bytes a token in %s), %d tokens; longest request %d tokens",
+            pages, config.page_size, memory.size(pages * one_page.page_bytes), one_page.token_bytes, kv_dtype,
+            (pages - 1) * config.page_size, max_len,
         )  # fmt: skip
         return cls(config, model, runner, folder, max_len, shapes, budget)
 

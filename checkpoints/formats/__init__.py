@@ -27,8 +27,11 @@ class QuantReader(Protocol):
     description: for the log, "AWQ int4 in groups of 128".
     """
 
-    name: str
-    description: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
 
     def parts(self, weight: str) -> tuple[str, ...]:
         """The tensors that make up a weight ("model.layers.0.mlp.down_proj.weight"); empty: it is stored as it is."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,16 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
-from checkpoints.formats import find_format
-from checkpoints.load import load_weights
-from checkpoints.safetensors import read_folder
+from checkpoints.formats import QuantReader, find_format
+from checkpoints.gguf_model import open_gguf
+from checkpoints.load import Piece, load_weights
+from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.kv_cache import has_scale, stored_head_dim
 from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families import find_family, read_model_config
+from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.quantized import SCHEMES, place
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels.ops import checked, choose_ops
@@ -32,9 +35,50 @@ from pallas_kernels.registry import AttentionProblem, BackendError, Device
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a model's files before the weights are read."""
+
+    hf: HFConfig
+    family: Family
+    tensors: Mapping[str, TensorInfo]
+    reader: QuantReader | None  # of those weights that are quantized
+
+    @classmethod
+    def open(cls, path: Path, quantization: str = "auto") -> Checkpoint:
+        """Of a folder or a GGUF file. Raises CheckpointError for broken files, ConfigError when `quantization` insists
+        on a format that they do not have."""
+        tensors: Mapping[str, TensorInfo]
+        reader: QuantReader | None
+        if path.suffix == ".gguf":
+            file = open_gguf(path)
+            hf, tensors, reader = HFConfig(file.config, str(path)), file.tensors, file.reader
+        else:
+            hf, tensors = HFConfig.read(path), read_folder(path)
+            reader = find_format(hf.values, tensors)
+        if quantization not in ("auto", reader.name if reader else None):
+            has = f"is quantized as {reader.name}" if reader else "is not quantized"
+            raise ConfigError(f"quantization {quantization} was asked for, but {path} {has}")
+        return cls(hf, find_family(hf), tensors, reader)
+
+    def pieces(self, decoder: Decoder) -> dict[str, list[Piece]]:
+        """Path in the decoder's parameters -> the tensors that make it up."""
+        return weight_pieces(decoder, self.family.names)
+
+    def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
+        """Whether nobody is told that a tensor goes unused."""
+        tied_head = {self.family.names["head.weight"]} if decoder.config.tie_embeddings else set()
+        return lambda name: name in tied_head or name.endswith(self.family.ignored)
+
+
+def read_hf_config(path: Path) -> HFConfig:
+    """The config of a folder, or of a GGUF file in the same words."""
+    return HFConfig(open_gguf(path).config, str(path)) if path.suffix == ".gguf" else HFConfig.read(path)
+
+
 def read_model(folder: Path) -> ModelConfig:
     """The model's shape, with the end-of-sequence ids of generation_config.json joined to the config's own."""
-    config = read_model_config(HFConfig.read(folder))
+    config = read_model_config(read_hf_config(folder))
     path = folder / "generation_config.json"
     if path.exists():
         try:
@@ -85,28 +129,18 @@ def make_decoder(
 
 
 def load_params(
-    decoder: Decoder, folder: Path, mesh: Mesh, *, quantization: str = "auto", progress: bool = True
+    decoder: Decoder, path: Path, mesh: Mesh, *, quantization: str = "auto", progress: bool = True
 ) -> dict[str, Any]:
-    """Streams the folder's safetensors into sharded arrays, quantized as they are.
+    """Streams a folder's safetensors, or a GGUF file, into sharded arrays, quantized as they are.
 
-    Raises CheckpointError when files and config disagree, ConfigError when `quantization` insists on another format.
+    Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
-    hf = HFConfig.read(folder)
-    family, tensors = find_family(hf), read_folder(folder)
-    reader = find_format(hf.values, tensors)
-    if quantization not in ("auto", reader.name if reader else None):
-        has = f"is quantized as {reader.name}" if reader else "is not quantized"
-        raise ConfigError(f"quantization {quantization} was asked for, but {folder} {has}")
-    if reader:
-        log.info("quantized weights: %s", reader.description)
-    pieces = weight_pieces(decoder, family.names)
-    tied_head = {family.names["head.weight"]} if decoder.config.tie_embeddings else set()
-
-    def ignored(name: str) -> bool:
-        return name in tied_head or name.endswith(family.ignored)
-
-    abstract = abstract_params(decoder, mesh)
-    return unflatten_dict(load_weights(tensors, abstract, pieces, ignored, progress, reader, place), sep="/")
+    source = Checkpoint.open(path, quantization)
+    if source.reader:
+        log.info("quantized weights: %s", source.reader.description)
+    abstract, pieces = abstract_params(decoder, mesh), source.pieces(decoder)
+    flat = load_weights(source.tensors, abstract, pieces, source.ignored(decoder), progress, source.reader, place)
+    return unflatten_dict(flat, sep="/")
 
 
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:

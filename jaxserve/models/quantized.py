@@ -37,6 +37,14 @@ def place(host: np.ndarray | QuantArray, sharding: Sharding) -> Any:
     return jax.tree.map(jax.device_put, host, _shardings(host, sharding))
 
 
+def abstract_like(host: QuantArray, sharding: Sharding) -> QuantArray:
+    """The shapes and shardings of what `place` would make."""
+    host = refine(host, quant_block(host, *_split(sharding)))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), host, _shardings(host, sharding)
+    )
+
+
 def is_quantizable(path: str) -> bool:
     """The matrices of the layers; embeddings and head are few and matter more."""
     return path.startswith("layers_") and path.endswith("/kernel")
