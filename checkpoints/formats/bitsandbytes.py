@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import FLOATS, Tensors, block_size, fetch, find, method, quant_config, unpack
+from checkpoints.formats.packing import FLOATS, Tensors, block_size, fetch, find, look_up, method, quant_config, unpack
 from checkpoints.quantized import expand, on_host
 from pallas_kernels.types import QuantArray
 
@@ -69,7 +69,8 @@ class BitsAndBytes:
         numbers, absmax, size = self._load(weight, shape)
         if shape[1] % size:
             return self.decode(weight, shape)
-        codes = np.rint(numbers * np.float32(127)).astype(np.int8)[self._codes(weight, shape)]
+        rounded = np.rint(numbers * np.float32(127)).astype(np.int8)
+        codes = look_up(rounded, self._codes(weight, shape))
         return on_host(codes, absmax.reshape(shape[0], -1) * INVERSE_127, block=(1, size))
 
     def decode(self, weight: str, shape: tuple[int, int]) -> np.ndarray:
