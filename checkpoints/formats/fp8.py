@@ -52,5 +52,5 @@ class NativeFP8:
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         scale_name = self.parts(weight)[1]
         codes = fetch(self.tensors, weight, (FP8,), shape)
-        scale, block = fetch_scale(self.tensors, scale_name, shape, *self.blocks)
+        scale, block = fetch_scale(self.tensors, scale_name, shape, shape, (1, shape[1]), *self.blocks)
         return on_host(codes, scale, block=block)

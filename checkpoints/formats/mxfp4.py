@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import EXPONENTS, Tensors, fetch, find, look_up, method, power_of_two, unpack
+from checkpoints.formats.packing import EXPONENTS, Tensors, fetch, find, method, power_of_two, unpack
 from checkpoints.quantized import on_host
 from pallas_kernels.types import QuantArray
 
@@ -30,7 +30,7 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> MXFP4 | None:
 
 def decode(packed: np.ndarray, exponents: np.ndarray, name: str) -> QuantArray:
     """uint8 [out, in / 2] and, of the tensor called `name`, uint8 [out, in / 32] -> [out, in]."""
-    return on_host(look_up(DOUBLED, unpack(packed, 4)), power_of_two(exponents, name, below=1), block=(1, GROUP))
+    return on_host(unpack(packed, 4, DOUBLED), power_of_two(exponents, name, below=1), block=(1, GROUP))
 
 
 @dataclass
