@@ -69,7 +69,8 @@ class BitsAndBytes:
         numbers, absmax, size = self._load(weight, shape)
         if shape[1] % size:
             return self.decode(weight, shape)
-        codes = np.rint(numbers * np.float32(127)).astype(np.int8)[self._codes(weight, shape)]
+        rounded = np.rint(numbers * np.float32(127)).astype(np.int8)
+        codes = self._codes(weight, shape, rounded)
         return QuantArray(codes, absmax.reshape(shape[0], -1) * INVERSE_127, block=(1, size))
 
     def decode(self, weight: str, shape: tuple[int, int]) -> np.ndarray:
@@ -83,13 +84,14 @@ class BitsAndBytes:
             if fetch(self.tensors, name, ("uint8",), ()) != 0:
                 raise CheckpointError(f"tensor {name!r} asks for another layout of int8 than by rows (0)")
 
-    def _codes(self, weight: str, shape: tuple[int, int]) -> np.ndarray:
-        """uint8 [out, in], from 0 to 15. The file may have stored the bytes as wider numbers."""
+    def _codes(self, weight: str, shape: tuple[int, int], table: np.ndarray | None = None) -> np.ndarray:
+        """The codes, uint8 [out, in], or `table` of them. The file may have stored the bytes as wider numbers."""
         stored = find(self.tensors, weight)
         if stored.nbytes * 2 != math.prod(shape):
             raise CheckpointError(f"{stored.path.name}: tensor {weight!r} has {stored.nbytes} bytes, not {shape} / 2")
         raw = stored.read().reshape(-1).view(np.uint8)
-        return unpack(raw << 4 | raw >> 4, 4).reshape(shape)
+        rows = (raw << 4 | raw >> 4).reshape(math.gcd(shape[0], raw.size), -1)
+        return unpack(rows, 4, table).reshape(shape)
 
     def _load(self, weight: str, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, int]:
         """The sixteen numbers, float32 [16]; the absmax of each block, float32 [blocks]; the block's size."""

@@ -117,11 +117,9 @@ class CompressedTensors:
         return f"compressed-tensors {', '.join(dict.fromkeys(map(str, self.schemes)))}"
 
     def parts(self, weight: str) -> tuple[str, ...]:
-        stored = self.tensors.get(weight)
-        packed = f"{weight}_packed" in self.tensors
-        if not packed and (
-            f"{weight}_scale" not in self.tensors if stored is None else stored.dtype.name not in PLAIN.values()
-        ):
+        stored, packed = self.tensors.get(weight), f"{weight}_packed" in self.tensors
+        is_plain = f"{weight}_scale" not in self.tensors if stored is None else stored.dtype.name not in PLAIN.values()
+        if is_plain and not packed:
             return ()
         optional = [f"{weight}_{part}" for part in ("zero_point", "shape", "g_idx")]
         return (
@@ -169,7 +167,8 @@ class CompressedTensors:
     def _codes(self, name: str, scheme: Scheme, shape: tuple[int, int]) -> np.ndarray:
         if not name.endswith("_packed"):
             return fetch(self.tensors, name, (PLAIN[scheme.kind],), shape)
-        packed = fetch(self.tensors, name, ("int32",), (shape[0], -(-shape[1] * scheme.bits // 32)))
+        dtype = "int32" if scheme.kind == "int" else PLAIN[scheme.kind]
+        packed = fetch(self.tensors, name, (dtype,), (shape[0], -(-shape[1] * scheme.bits // 32)))
         return signed(np.ascontiguousarray(unpack(packed, scheme.bits)[:, : shape[1]]), scheme.bits)
 
     def _zero(self, weight: str, scheme: Scheme, out: int, counts: tuple[int, ...]) -> np.ndarray:

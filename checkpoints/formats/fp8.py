@@ -51,5 +51,5 @@ class NativeFP8:
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         scale_name = self.parts(weight)[1]
         codes = fetch(self.tensors, weight, (FP8,), shape)
-        scale, block = fetch_scale(self.tensors, scale_name, shape, *self.blocks)
+        scale, block = fetch_scale(self.tensors, scale_name, shape, shape, (1, shape[1]), *self.blocks)
         return QuantArray(codes, scale, block=block)

@@ -29,7 +29,7 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> MXFP4 | None:
 
 def decode(packed: np.ndarray, exponents: np.ndarray, name: str) -> QuantArray:
     """uint8 [out, in / 2] and, of the tensor called `name`, uint8 [out, in / 32] -> [out, in]."""
-    return QuantArray(DOUBLED[unpack(packed, 4)], power_of_two(exponents, name, below=1), block=(1, GROUP))
+    return QuantArray(unpack(packed, 4, DOUBLED), power_of_two(exponents, name, below=1), block=(1, GROUP))
 
 
 @dataclass

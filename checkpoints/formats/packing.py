@@ -15,6 +15,7 @@ from checkpoints.safetensors import TensorInfo
 FLOATS = ("float16", "bfloat16", "float32")
 EXPONENTS = ("float8_e8m0fnu", "uint8")  # powers of two
 MAX_BLOCK = 2**20
+PIECE_BYTES = 2**16  # are unpacked at a time, so that what is in between stays in the processor's cache
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -86,13 +87,17 @@ def fetch_scale(
 ) -> tuple[np.ndarray, tuple[int, int]]:
     """Scales of a weight [out, in] -> ([ceil(out / rows), ceil(in / inputs)], (rows, inputs)).
 
-    They may be one for all, one per row, or one for each of one of these `blocks`.
+    Each has one of these `blocks`, (rows, inputs). One for all may be a scalar, one per row may lack the second axis.
     """
-    out, inputs = shape
-    forms: dict[tuple[int, ...], tuple[int, int]] = {(): shape, (1,): shape, (1, 1): shape}
-    forms |= {(out,): (1, inputs), (out, 1): (1, inputs)}
-    for rows, columns in blocks:
-        forms[(-(-out // rows), -(-inputs // columns))] = (min(rows, out), min(columns, inputs))
+    forms: dict[tuple[int, ...], tuple[int, int]] = {}
+    for block in blocks:
+        block = (min(block[0], shape[0]), min(block[1], shape[1]))
+        counts = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        forms[counts] = block
+        if counts[1] == 1:
+            forms[counts[:1]] = block
+        if counts == (1, 1):
+            forms[()] = block
     scale = fetch(tensors, name, (*FLOATS, *EXPONENTS), *forms)
     block = forms[scale.shape]
     scale = power_of_two(scale, name) if scale.dtype.name in EXPONENTS else scale
@@ -107,27 +112,45 @@ def power_of_two(exponents: np.ndarray, name: str, below: int = 0) -> np.ndarray
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - (127 + below)).astype(ml_dtypes.bfloat16)
 
 
-def unpack(words: np.ndarray, bits: int) -> np.ndarray:
+def unpack(words: np.ndarray, bits: int, table: np.ndarray | None = None) -> np.ndarray:
     """Words [..., n], in whose bits codes follow each other from the lowest on -> the codes, uint8 [..., 8 n' / bits].
 
-    n' is the words' bytes, which must be a multiple of `bits` where that is 3, 5 or 6.
+    n' is the words' bytes, which must be a multiple of `bits` where that is 3, 5 or 6. With a `table` of at most 256
+    bytes, and bits up to 6: what it has for each code.
     """
     raw = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return raw
+    rows = raw.reshape(-1, raw.shape[-1])
+    made = np.empty((len(rows), rows.shape[1] * 8 // bits), np.uint8 if table is None else table.dtype)
+    step = max(1, PIECE_BYTES // max(1, rows.shape[1]))
+    for at in range(0, len(rows), step):
+        codes = _spread(rows[at : at + step], bits)
+        if table is not None:  # indexing would make an int64 of each code first
+            found = codes.tobytes().translate(table.tobytes().ljust(256))
+            codes = np.frombuffer(found, table.dtype).reshape(codes.shape)
+        made[at : at + step] = codes
+    return made.reshape(*raw.shape[:-1], made.shape[1])
+
+
+def _spread(raw: np.ndarray, bits: int) -> np.ndarray:
+    """Bytes [rows, n] -> a byte for each `bits` of them, uint8 [rows, 8 n / bits]."""
     if bits == 4:
         pair = raw.astype(np.uint16)
         pair |= pair << 4
         pair &= 0x0F0F
         return pair.view(np.uint8)
-    pieces = raw.reshape(*raw.shape[:-1], -1, bits)  # eight codes each
+    pieces = raw.reshape(len(raw), -1, bits)  # eight codes each
     stream = np.zeros(pieces.shape[:-1], np.uint64)
     for byte in range(bits):
         stream |= pieces[..., byte].astype(np.uint64) << np.uint64(8 * byte)
-    codes = np.empty((*stream.shape, 8), np.uint8)
-    for i in range(8):
-        codes[..., i] = (stream >> np.uint64(bits * i)) & np.uint64(2**bits - 1)
-    return codes.reshape(*raw.shape[:-1], -1)
+    for count in (4, 2, 1):  # of each 2 * count codes, the upper half moves to where its bytes will be
+        low = np.uint64(sum((2 ** (count * bits) - 1) << at for at in range(0, 64, 16 * count)))
+        high = stream & ~low
+        high <<= np.uint64(count * (8 - bits))
+        stream &= low
+        stream |= high
+    return stream.view(np.uint8)
 
 
 def signed(codes: np.ndarray, bits: int, dtype: np.dtype | None = None) -> np.ndarray:
