@@ -23,7 +23,7 @@ from jaxserve.kv_cache import CacheLayout, cache_dtype
 from jaxserve.logprobs import PromptScores, read_scores
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model
+from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Rows
 from jaxserve.sampling import Sampled
@@ -117,6 +117,7 @@ class Engine:
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=config.page_size, kv_dtype=kv_dtype, **backends)
         params = make_params(decoder, folder, mesh, config, progress=progress)
+        decoder = trust_matmul(decoder, params, mesh, config.matmul_backend)
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
         log.info("%s", memory.describe_weights(params))
 

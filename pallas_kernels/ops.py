@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -92,14 +92,7 @@ def matmul_of(device: Device, backend: str = "auto") -> Callable[..., jax.Array]
     return multiply
 
 
-def choose_ops(
-    device: Device,
-    attention: AttentionProblem,
-    *,
-    backend: str = "auto",
-    matmul_backend: str = "auto",
-    partitioned: bool = False,
-) -> Ops:
+def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "auto", partitioned: bool = False) -> Ops:
     """What a model on `device` runs with; `backend` is asked for attention. Raises BackendError.
 
     `partitioned` models are split over devices by XLA, which can split none but its own dense operations.
@@ -107,11 +100,7 @@ def choose_ops(
     from pallas_kernels import cpu  # which needs the functions above
 
     module = load("attention", choose("attention", device, attention, backend))
-    ops = Ops(
-        quant_matmul=partial(quant_matmul, multiply=matmul_of(device, matmul_backend)),
-        paged_attention=module.paged_attention,
-        write_kv=getattr(module, "write_kv", write_kv),
-    )
+    ops = Ops(paged_attention=module.paged_attention, write_kv=getattr(module, "write_kv", write_kv))
     if device.platform == "cpu" and not partitioned:
         ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm)
     return ops
@@ -135,3 +124,29 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str) -> Ops:
         raise BackendError(f"the attention backend {backend} {said}")
     log.warning("the attention kernel %s; plain XLA takes its place", said)
     return replace(ops, paged_attention=reference.paged_attention, write_kv=write_kv)
+
+
+def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: str) -> str:
+    """The backend to use for products with quantized weights of these forms, after what it does was compared with plain
+    XLA on the first of this machine's devices: `backend`, or xla where that was auto and is wrong.
+
+    Raises BackendError for one asked for by name that cannot do a form, or does it wrong.
+    """
+    from pallas_kernels.selfcheck import matmul_error, matmul_tolerance
+
+    for problem in problems:
+        chosen = choose("matmul", device, problem, backend)
+        if chosen in ("xla", "cpu"):
+            continue
+        try:
+            error, allowed = matmul_error(load("matmul", chosen).quant_matmul, problem), matmul_tolerance(problem)
+            if error <= allowed:
+                continue
+            said = f"differs from plain XLA by {error:.2g} of the largest value, more than {allowed:.2g}"
+        except Exception as failure:  # whatever a compiler or a driver may raise
+            said = f"does not run: {failure}"
+        if backend != "auto":
+            raise BackendError(f"the matmul backend {backend} {said}")
+        log.warning("the matmul kernel %s; plain XLA takes its place", said)
+        return "xla"
+    return backend

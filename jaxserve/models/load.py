@@ -29,8 +29,9 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.quantized import SCHEMES, place
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
-from pallas_kernels.ops import checked, choose_ops
-from pallas_kernels.registry import AttentionProblem, BackendError, Device
+from pallas_kernels.ops import checked, checked_matmul, choose_ops, matmul_of, quant_matmul
+from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
+from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
@@ -117,15 +118,44 @@ def make_decoder(
     heads, group = kv_heads // mesh.size, model.num_heads // kv_heads
     problem = AttentionProblem(dtype, kv_dtype, heads, group, head_dim, page_size, has_scale(kv_dtype))
     try:
-        ops = choose_ops(device, problem, backend=attention, matmul_backend=matmul, partitioned=mesh.size > 1)
+        ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
             ops = checked(ops, problem, attention)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if mesh.size > 1:
-        sharded = partial(quant_matmul_sharded, mesh, ops.quant_matmul)
-        ops = dataclasses.replace(ops, embed=partial(embed_sharded, mesh), quant_matmul=sharded)
+        ops = dataclasses.replace(ops, embed=partial(embed_sharded, mesh))
+    ops = dataclasses.replace(ops, quant_matmul=_quant_matmul(device, mesh, matmul))
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
+
+
+def _quant_matmul(device: Device, mesh: Mesh, backend: str) -> Callable[..., jax.Array]:
+    op = partial(quant_matmul, multiply=matmul_of(device, backend))
+    return op if mesh.size == 1 else partial(quant_matmul_sharded, mesh, op)
+
+
+def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Decoder:
+    """The decoder with kernels that were tried, on this machine's devices, on weights of these forms.
+
+    Raises ConfigError for a backend asked for by name that cannot do one of them.
+    """
+
+    def local(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+
+    def is_weight(x: Any) -> bool:
+        return isinstance(x, QuantArray)
+
+    device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
+    weights = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
+    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w)) for w in weights)
+    try:
+        chosen = checked_matmul(device, problems, backend)
+    except BackendError as error:
+        raise ConfigError(str(error)) from None
+    if chosen == backend:
+        return decoder
+    return decoder.clone(ops=dataclasses.replace(decoder.ops, quant_matmul=_quant_matmul(device, mesh, chosen)))
 
 
 def load_params(
