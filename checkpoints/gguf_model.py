@@ -148,12 +148,10 @@ def open_gguf(path: str | Path) -> GGUFModel:
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Tokens that end a text or a turn, the file's end-of-sequence token first."""
     named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
-    tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    found = [
-        i
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and isinstance(token, str) and token in _END_TEXTS
-    ]
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    found = []
+    if isinstance(tokens, list) and isinstance(types, np.ndarray):
+        found = [i for i in np.flatnonzero(types[: len(tokens)] == _CONTROL).tolist() if tokens[i] in _END_TEXTS]
     return list(dict.fromkeys([i for i in named if type(i) is int] + found))
 
 
@@ -162,11 +160,11 @@ class _Keys:
 
     def __init__(self, file: GGUFFile):
         self.file = file
-        self.architecture: str = file.metadata.get("general.architecture", "")
-        if self.architecture not in ARCHITECTURES:
+        given = file.metadata.get("general.architecture")
+        if not isinstance(given, str) or given not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise self.refuse(f"general.architecture {self.architecture!r:.80} is not supported (only {known})")
-        prefix = f"{self.architecture}."
+            raise self.refuse(f"general.architecture {given!r:.80} is not supported (only {known})")
+        self.architecture, prefix = given, f"{given}."
         self.left = {key.removeprefix(prefix): x for key, x in file.metadata.items() if key.startswith(prefix)}
 
     def refuse(self, why: str) -> CheckpointError:

@@ -118,7 +118,8 @@ def altered(model_folders, tmp_path, monkeypatch):
             for name, values in (tensors or {}).items():
                 writer.add_tensor(name, values)
             if architecture:
-                writer.kv_data[0]["general.architecture"].value = architecture
+                kind = gguf.GGUFValueType.get_type(architecture)
+                writer.kv_data[0]["general.architecture"] = gguf.gguf_writer.GGUFValue(architecture, kind)
 
         monkeypatch.setattr(gguf_files, "add_rope", patched)
         return gguf_files.write_gguf(model_folders(case), tmp_path / "model.gguf")
@@ -130,6 +131,7 @@ def altered(model_folders, tmp_path, monkeypatch):
     ("settings", "message"),
     [
         ({"architecture": "gemma"}, r"general.architecture 'gemma' is not supported \(only llama, qwen2, qwen3\)"),
+        ({"architecture": [1, 2]}, "general.architecture .* is not supported"),
         ({"block_count": None}, "llama.block_count=None is not supported"),
         ({"block_count": "two"}, "llama.block_count='two' is not supported"),
         ({"block_count": -1}, "llama.block_count=-1 is not supported"),
@@ -183,3 +185,5 @@ def test_tokens_that_end_a_turn():
         "tokenizer.ggml.eot_token_id": 1,
     }
     assert end_ids(metadata) == [3, 1, 4]
+    assert end_ids(metadata | {"tokenizer.ggml.tokens": 5}) == [3, 1]
+    assert end_ids({}) == []

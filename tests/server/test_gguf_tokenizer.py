@@ -56,7 +56,7 @@ def test_the_demo_model(tmp_path):
 def test_a_tokenizer_with_tokens_that_are_not_special(tmp_path):
     kinds.save_byte_level(tmp_path)
     writer = gguf.GGUFWriter(tmp_path / "vocab.gguf", "llama")
-    gguf_files.add_tokenizer(writer, tmp_path, "gpt-2")
+    gguf_files.add_tokenizer(writer, tmp_path)
     writer.add_float32("general.sampling.temp", 0.5)
     writer.add_int32("general.sampling.top_k", 7)
     ours = load_tokenizer(gguf_files.write(writer, tmp_path / "vocab.gguf"))
