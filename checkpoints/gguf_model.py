@@ -148,12 +148,10 @@ def open_gguf(path: str | Path) -> GGUFModel:
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Tokens that end a text or a turn, the file's end-of-sequence token first."""
     named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
-    tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    found = [
-        i
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and isinstance(token, str) and token in _END_TEXTS
-    ]
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    found = []
+    if isinstance(tokens, list) and isinstance(types, np.ndarray):
+        found = [i for i in np.flatnonzero(types[: len(tokens)] == _CONTROL).tolist() if tokens[i] in _END_TEXTS]
     return list(dict.fromkeys([i for i in named if type(i) is int] + found))
 
 
@@ -162,11 +160,11 @@ class _Keys:
 
     def __init__(self, file: GGUFFile):
         self.file = file
-        self.architecture: str = file.metadata.get("general.architecture", "")
-        if self.architecture not in ARCHITECTURES:
+        given = file.metadata.get("general.architecture")
+        if not isinstance(given, str) or given not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise self.refuse(f"general.architecture {self.architecture!r:.80} is not supported (only {known})")
-        prefix = f"{self.architecture}."
+            raise self.refuse(f"general.architecture {given!r:.80} is not supported (only {known})")
+        self.architecture, prefix = given, f"{given}."
         self.left = {key.removeprefix(prefix): x for key, x in file.metadata.items() if key.startswith(prefix)}
 
     def refuse(self, why: str) -> CheckpointError:
@@ -249,12 +247,12 @@ def _dtype(kinds: set[str]) -> str:
 
 
 def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
-    kind = keys.take("rope.scaling.type", lambda value: value in ("none", "linear", "yarn"), "none")
+    kind = keys.take("rope.scaling.type", lambda value: value in ("none", "linear", "yarn"), "linear")
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
     original = keys.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     if _ROPE_FACTORS in file.tensors:
-        if kind != "none":
-            raise keys.refuse(f"{_ROPE_FACTORS} beside rope.scaling.type {kind!r} is not supported")
+        if kind == "yarn" or factor != 1.0:
+            raise keys.refuse(f"{_ROPE_FACTORS} beside rope.scaling.type {kind!r} by {factor} is not supported")
         return _llama3_scaling(file, keys, config["rope_theta"], config["head_dim"])
     keys.expect("rope.scaling.attn_factor", 1.0)
     keys.expect("rope.scaling.yarn_attn_factor", 1.0)
@@ -264,7 +262,7 @@ def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[s
             key: keys.real(f"rope.scaling.yarn_{key}", at) for key, at in (("beta_fast", 32.0), ("beta_slow", 1.0))
         }
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
-    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else None
 
 
 def _llama3_scaling(file: GGUFFile, keys: _Keys, theta: float, head_dim: int) -> dict[str, Any] | None:

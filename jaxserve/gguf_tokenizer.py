@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names and the file's
 _SPACE = "\u2581"  # what sentencepiece writes for a space
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -67,7 +68,7 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> Any:
         raise ValueError(f"tokenizer.ggml.model {kind!r:.80} is not supported (only {', '.join(makers)})")
     backend = makers[kind](vocabulary)
     backend.add_tokens(vocabulary.added())
-    roles = {role: vocabulary.special(role) for role in ("bos", "eos", "unk", "pad")}
+    roles = {role: vocabulary.special(role) for role in _ROLES}
     edges = {role: roles[role] for role in ("bos", "eos") if vocabulary.adds(role) and roles[role]}
     if edges:
         backend.post_processor = processors.TemplateProcessing(
@@ -136,9 +137,7 @@ class _Vocabulary:
 
     def special(self, role: str) -> str | None:
         """The token of a role, "bos" say; None where the file names none."""
-        token = self.metadata.get(f"tokenizer.ggml.{'unknown' if role == 'unk' else role}_token_id")
-        if role == "pad":
-            token = self.metadata.get("tokenizer.ggml.padding_token_id")
+        token = self.metadata.get(f"tokenizer.ggml.{_ROLES[role]}_token_id")
         if token is None:
             return None
         if type(token) is not int or not 0 <= token < len(self.tokens):

@@ -88,7 +88,7 @@ def write_gguf(folder: Path, path: Path, kind: Callable[[str], Kind] = lambda na
     add_shape(writer, config, heads, kv_heads, head_dim)
     add_rope(writer, config, head_dim)
     if (folder / "tokenizer.json").exists():
-        add_tokenizer(writer, folder, "smollm" if "demo" in str(folder) else "gpt-2")
+        add_tokenizer(writer, folder)
     for name, tensor in read_folder(folder).items():
         values, stored = tensor.read().astype(np.float32), gguf_name(name)
         if family == "llama" and "_proj" in name and stored.split(".")[2] in ("attn_q", "attn_k"):
@@ -157,16 +157,17 @@ def llama3_divisor(scaling: dict, frequency: float) -> float:
     return 1 / ((1 - smooth) / scaling["factor"] + smooth)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     """A byte-level BPE tokenizer from tokenizer.json and tokenizer_config.json."""
     state = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    digits = any(step["type"] == "Digits" for step in state["pre_tokenizer"].get("pretokenizers", []))
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     added = {token["id"]: token for token in state["added_tokens"]}
     ids = state["model"]["vocab"] | {token["content"]: i for i, token in added.items()}
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
     normal, control, defined = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("smollm" if digits else "gpt-2")
     writer.add_token_list(sorted(ids, key=ids.__getitem__))
     writer.add_token_types(
         [(control if added[i]["special"] else defined) if i in added else normal for i in sorted(ids.values())]

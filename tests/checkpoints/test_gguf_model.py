@@ -118,7 +118,8 @@ def altered(model_folders, tmp_path, monkeypatch):
             for name, values in (tensors or {}).items():
                 writer.add_tensor(name, values)
             if architecture:
-                writer.kv_data[0]["general.architecture"].value = architecture
+                kind = gguf.GGUFValueType.get_type(architecture)
+                writer.kv_data[0]["general.architecture"] = gguf.gguf_writer.GGUFValue(architecture, kind)
 
         monkeypatch.setattr(gguf_files, "add_rope", patched)
         return gguf_files.write_gguf(model_folders(case), tmp_path / "model.gguf")
@@ -130,6 +131,7 @@ def altered(model_folders, tmp_path, monkeypatch):
     ("settings", "message"),
     [
         ({"architecture": "gemma"}, r"general.architecture 'gemma' is not supported \(only llama, qwen2, qwen3\)"),
+        ({"architecture": [1, 2]}, "general.architecture .* is not supported"),
         ({"block_count": None}, "llama.block_count=None is not supported"),
         ({"block_count": "two"}, "llama.block_count='two' is not supported"),
         ({"block_count": -1}, "llama.block_count=-1 is not supported"),
@@ -146,6 +148,10 @@ def altered(model_folders, tmp_path, monkeypatch):
         (
             {"tensors": {"blk.0.ffn_gate_inp.weight": np.ones((2, 2), np.float32)}},
             "'blk.0.ffn_gate_inp.weight' is of a",
+        ),
+        (
+            {"rope__scaling__factor": 2.0, "tensors": {"rope_freqs.weight": np.ones(64, np.float32)}},
+            "rope_freqs.weight beside rope.scaling.type 'linear' by 2.0",
         ),
         ({"tensors": {"rope_freqs.weight": np.ones(3, np.float32)}}, r"is F32 \[3\], not F32 \[64\]"),
         ({"tensors": {"rope_freqs.weight": np.full(64, np.inf, np.float32)}}, "no scaling of Llama 3.1's kind"),
@@ -173,6 +179,7 @@ def test_settings_that_change_nothing(altered):
     assert config["num_key_value_heads"] == 1
     assert "rope_scaling" not in config
     assert config["torch_dtype"] == "float32"
+    assert "rope_scaling" not in open_gguf(altered(rope__scaling__type="none", rope__scaling__factor=4.0)).config
 
 
 def test_tokens_that_end_a_turn():
@@ -183,3 +190,5 @@ def test_tokens_that_end_a_turn():
         "tokenizer.ggml.eot_token_id": 1,
     }
     assert end_ids(metadata) == [3, 1, 4]
+    assert end_ids(metadata | {"tokenizer.ggml.tokens": 5}) == [3, 1]
+    assert end_ids({}) == []
