@@ -39,6 +39,13 @@ class QueueFullError(RuntimeError):
     """The engine lets no more requests wait for now; the same request may be welcome later."""
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output has to match: `kind` says how `value` is written ("json": a JSON schema)."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "lark"]
+    value: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to continue a prompt.
 
@@ -81,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from jaxserve.tokenizer import token_strings
 from jaxserve.types import InvalidRequestError
-from server.chat import encode_chat
+from server.conversation import encode_chat
 from server.errors import APIError
 from server.openapi import openapi_document
-from server.schemas import Conversation, DetokenizeRequest, TokenizeRequest
+from server.schemas import DetokenizeRequest
+from server.schemas_chat import Conversation, TokenizeRequest
 from server.state import ServerState, read_body, state_of, to_json
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
@@ -64,6 +65,7 @@ async def tokenize(http: Request) -> Response:
     else:
         chat = Conversation(
             messages=body.messages or [],
+            tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=bool(body.add_special_tokens),

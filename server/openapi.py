@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.schemas import CompletionRequest, DetokenizeRequest
+from server.schemas_chat import ChatRequest, TokenizeRequest
 
 _POSTS = {
     "/v1/completions": (CompletionRequest, "Continue a prompt"),

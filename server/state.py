@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +16,7 @@ from starlette.requests import Request
 
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
+from server import plugins
 from server.client import EngineClient
 from server.errors import APIError, unavailable
 from server.messages import Ready
@@ -35,6 +38,9 @@ class ServerSettings:
       cors_origins: origins that browsers may call from; none by default.
       metrics_prefix: begins the names of the metrics.
       drain_seconds: how long running requests may go on after the first signal to stop.
+      tool_call_parser: a module of `server.tools.parsers`, "auto" (by the chat template) or "none".
+      reasoning_parser: a module of `server.reasoning`, "auto" or "none".
+      reasoning_field: what a chat's message calls its reasoning.
     """
 
     model_name: str
@@ -43,6 +49,9 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     metrics_prefix: str = "jaxserve"
     drain_seconds: float = 30.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    reasoning_field: str = "reasoning"
 
 
 @dataclass
@@ -80,6 +89,23 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
+
+    @cached_property
+    def tool_format(self) -> ModuleType | None:
+        """How the model writes tool calls; the tokenizer must be there."""
+        return self._format("server.tools.parsers", self.settings.tool_call_parser)
+
+    @cached_property
+    def reasoning_format(self) -> ModuleType | None:
+        """How the model marks its reasoning; the tokenizer must be there."""
+        return self._format("server.reasoning", self.settings.reasoning_parser)
+
+    def _format(self, package: str, choice: str) -> ModuleType | None:
+        tokenizer, _ = self.require_ready()
+        return plugins.find(package, choice, tokenizer.chat_template)
+
+    def cache_salt(self, http: Request, given: str | None) -> str | None:
+        return given
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """`work()` in a thread, so that the event loop goes on."""
