@@ -165,6 +165,9 @@ class Engine:
         """Queues a request. Raises InvalidRequestError or QueueFullError; then nothing has changed."""
         if self.config.max_waiting is not None and self.scheduler.num_waiting >= self.config.max_waiting:
             raise QueueFullError(f"{self.config.max_waiting} requests are waiting already; try again later")
+        waiting, most = self.scheduler.num_waiting_tokens, self.config.max_waiting_tokens
+        if most is not None and waiting and waiting + len(request.prompt_token_ids) > most:
+            raise QueueFullError(f"prompts of {waiting} tokens are waiting already; try again later")
         self.check_request(request)
         params = request.params
         room = self.max_model_len - len(request.prompt_token_ids)
@@ -173,6 +176,10 @@ class Engine:
         seq = Sequence(request, 0, seed, max_tokens, frozenset(self._stop_ids(request)), self._arrivals)
         self._arrivals += 1
         self.scheduler.add(seq)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the pages of earlier prompts; those in use stay with their owners."""
+        self.blocks.reset_prefix_cache()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drops a request, or one of its n completions, and frees its pages at once. Unknown ids are fine."""
@@ -310,6 +317,7 @@ class Engine:
         if is_first and seq.index == 0:
             self.counters.prompt_tokens += seq.prompt_len
             update.num_cached_tokens = seq.num_cached or 0
+            update.queue_seconds = seq.queue_seconds
             if seq.params.prompt_logprobs is not None:
                 update.prompt_logprobs = seq.prompt_scores
 

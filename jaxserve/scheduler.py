@@ -11,6 +11,7 @@ device knows yet.
 from __future__ import annotations
 
 import heapq
+import time
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -66,7 +67,7 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
         self.running = Running(max_num_seqs, blocks.page_size, max_model_len)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; finished ones are skipped lazily
-        self._num_waiting = 0
+        self._num_waiting = self.num_waiting_tokens = 0
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests that a client reads as they come
         self._watermark = blocks.capacity // 100
@@ -108,6 +109,7 @@ class Scheduler:
         seq.status = Status.WAITING
         heapq.heappush(self._waiting, (seq.order, seq))
         self._num_waiting += 1
+        self.num_waiting_tokens += seq.prompt_len
 
     def _displace(self, seq: Sequence) -> None:
         """Takes pages and slot from a running sequence; what it generated may be the prefix of a later prompt."""
@@ -122,6 +124,7 @@ class Scheduler:
             self._displace(seq)
         elif seq.status is Status.WAITING:
             self._num_waiting -= 1  # its place in the heap goes when it is met
+            self.num_waiting_tokens -= seq.prompt_len
         seq.status = Status.FINISHED
         siblings = self._by_request[seq.request_id]
         siblings.remove(seq)
@@ -281,11 +284,12 @@ class Scheduler:
         number it returns."""
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
+        self.num_waiting_tokens -= seq.prompt_len
         seq.pages = self._match(seq)
         self.blocks.share(seq.pages)
         computed = len(seq.pages) * self.blocks.page_size
         if seq.num_cached is None and seq.index == 0:
-            seq.num_cached = computed
+            seq.num_cached, seq.queue_seconds = computed, time.perf_counter() - seq.arrived
             self.prefix_queries += seq.prompt_len
             self.prefix_hits += computed
         left = len(seq.tokens) - computed
@@ -388,6 +392,7 @@ class Scheduler:
         self.running.check_integrity()
         waiting = [seq for _, seq in self._waiting if seq.status is Status.WAITING]
         assert len(waiting) == self._num_waiting
+        assert sum(seq.prompt_len for seq in waiting) == self.num_waiting_tokens
         everyone = [seq for siblings in self._by_request.values() for seq in siblings]
         assert set(map(id, everyone)) == set(map(id, [*self.running, *waiting]))
         for seq in waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import time
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class Sequence:
         self.prompt_len = len(self.tokens)
         self.status = Status.WAITING
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
+        self.arrived = time.perf_counter()
+        self.queue_seconds = 0.0  # from then until the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
         self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
         # Siblings that begin when this one, the 0-th, has computed the prompt.

@@ -192,8 +192,9 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
 
     `index` says which of the request's n completions. `stop_token` is the stop token id that ended it, when it was not
     one of the model's own end-of-sequence ids; the token that ended it is the last of `token_ids`.
-    The first update of completion 0 brings `num_cached_tokens`, the prompt's tokens found in the prefix cache, and
-    `prompt_logprobs` if asked for, with None for the first prompt token.
+    The first update of completion 0 brings `num_cached_tokens`, the prompt's tokens found in the prefix cache,
+    `queue_seconds`, which it waited for a place, and `prompt_logprobs` if asked for, with None for the first prompt
+    token.
     `error` explains a finish_reason of "error".
     """
 
@@ -206,6 +207,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    queue_seconds: float = 0.0
 
 
 class StepOutput(msgspec.Struct, array_like=True, gc=False):

@@ -15,7 +15,7 @@ from server import models
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.errors import APIError, handle_exception
-from server.middleware import ApiKeys, BodyLimit, RequestId, UnexpectedErrors
+from server.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
 from server.state import ServerState
 
 _ROUTES = [
@@ -30,6 +30,9 @@ _ROUTES = [
     Route("/version", models.version),
     Route("/metrics", models.metrics),
     Route("/profile", models.profile, methods=["POST"]),
+    Route("/load", models.load),
+    Route("/tokenizer_info", models.tokenizer_info),
+    Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
 ]
 
@@ -42,6 +45,14 @@ def build_app(state: ServerState) -> Starlette:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
         )
+    middleware.append(
+        Middleware(
+            ConnectionLimit,
+            limit=settings.max_connections,
+            connections=lambda: state.open_connections(),
+            refused=state.metrics.rejections.inc,
+        )
+    )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
     middleware.append(Middleware(BodyLimit, limit=settings.max_body_bytes))

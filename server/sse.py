@@ -77,7 +77,7 @@ class EventStream(Response):
         except Exception as error:
             answer = to_api_error(error)
             if not started:
-                await answer.response()(scope, receive, send)
+                await answer.response(scope)(scope, receive, send)
                 return
             closing = b"data: " + answer.body() + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": closing, "more_body": False})

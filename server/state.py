@@ -19,6 +19,7 @@ from jaxserve.types import InvalidRequestError
 from server import plugins
 from server.client import EngineClient
 from server.errors import APIError, unavailable
+from server.keys import ApiKey
 from server.messages import Ready
 from server.metrics import Metrics
 
@@ -34,7 +35,12 @@ class ServerSettings:
     Attributes:
       model_name: what clients call the model; also the `model_name` label of the metrics.
       api_keys: accepted keys; none leaves the server open.
+      salt_by_key: requests under different keys share no prefix cache.
+      admin_key: opens the admin endpoints; without one they do not exist.
       max_body_bytes: longest request body.
+      max_connections: open connections beyond which requests get 503.
+      request_timeout: seconds that a request may take; None: any time.
+      max_stored_responses: answers of /v1/responses that are kept.
       cors_origins: origins that browsers may call from; none by default.
       metrics_prefix: begins the names of the metrics.
       drain_seconds: how long running requests may go on after the first signal to stop.
@@ -44,8 +50,13 @@ class ServerSettings:
     """
 
     model_name: str
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    salt_by_key: bool = False
+    admin_key: str | None = None
     max_body_bytes: int = 32 * 2**20
+    max_connections: int = 4096
+    request_timeout: float | None = None
+    max_stored_responses: int = 1000
     cors_origins: tuple[str, ...] = ()
     metrics_prefix: str = "jaxserve"
     drain_seconds: float = 30.0
@@ -56,13 +67,17 @@ class ServerSettings:
 
 @dataclass
 class ServerState:
-    """One front: its connection to the engine, its tokenizer once loaded, its metrics."""
+    """One front: its connection to the engine, its tokenizer once loaded, its metrics.
+
+    `open_connections` tells how many clients are connected.
+    """
 
     settings: ServerSettings
     client: EngineClient
     metrics: Metrics
     tokenizer: Tokenizer | None = None
     draining: bool = False
+    open_connections: Callable[[], int] = lambda: 0
     created: int = field(default_factory=lambda: int(time.time()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="text"))
 
@@ -105,7 +120,9 @@ class ServerState:
         return plugins.find(package, choice, tokenizer.chat_template)
 
     def cache_salt(self, http: Request, given: str | None) -> str | None:
-        return given
+        """The salt of a request's prefix-cache pages: the one it brings, and that of its API key where those matter."""
+        key = key_of(http)
+        return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salt_by_key else given
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """`work()` in a thread, so that the event loop goes on."""
@@ -123,6 +140,11 @@ class ServerState:
 
 def state_of(request: Request) -> ServerState:
     return request.app.state.server
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """The API key that a request came with, where keys are demanded."""
+    return request.scope.get("state", {}).get("api_key")
 
 
 async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:

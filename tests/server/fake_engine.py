@@ -99,10 +99,36 @@ class ParrotEngine:
     def profile(self, steps: int) -> None:
         pass
 
+    def reset_prefix_cache(self) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         self._stats.num_running = len(self._running)
         self._stats.pages_used = len(self._running)
         return self._stats
+
+
+class CachingEngine(ParrotEngine):
+    """Says that a prompt was cached where the same came before under the same salt."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._seen: set[tuple[str | None, tuple[int, ...]]] = set()
+        self._hits: dict[str, int] = {}
+
+    def add_request(self, request: Request) -> None:
+        key = (request.cache_salt, tuple(request.prompt_token_ids))
+        self._hits[request.request_id] = len(key[1]) if key in self._seen else 0
+        self._seen.add(key)
+        super().add_request(request)
+
+    def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
+        update = super()._advance(key)
+        update.num_cached_tokens = self._hits[key[0]]
+        return update
+
+    def reset_prefix_cache(self) -> None:
+        self._seen.clear()
 
 
 class SlowEngine(ParrotEngine):

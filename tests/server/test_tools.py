@@ -44,14 +44,16 @@ CASES = {
     ),
     "hermes, text and two": (
         "hermes",
-        'Let me look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n'
+        "Let me look.\n\n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n'
         '<tool_call>\n{"arguments": {"a": 1, "b": -2.5}, "name": "add"}\n</tool_call>\n',
         "Let me look.",
         [PARIS, ADD],
     ),
     "hermes, escapes": (
         "hermes",
-        '<tool_call>{"name":"get_weather","arguments":{"city":"K\\u00f6ln 😀 \\"x\\" \\\\ {[","days":0}}</tool_call> done',
+        '<tool_call>{"name":"get_weather","arguments":{"city":"K\\u00f6ln 😀 \\"x\\" \\\\ {[","days":0}}</tool_call>'
+        " done",
         "done",
         [UNICODE],
     ),
