@@ -11,16 +11,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
-from server import models
+from server import models, responses
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.errors import APIError, handle_exception
+from server.messages_api import count_tokens, create_message
 from server.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
 from server.state import ServerState
 
 _ROUTES = [
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+    Route("/v1/responses", responses.create_response, methods=["POST"]),
+    Route("/v1/responses/{id}", responses.get_response),
+    Route("/v1/responses/{id}", responses.delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{id}/cancel", responses.cancel_response, methods=["POST"]),
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models.list_models),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),

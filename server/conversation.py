@@ -146,8 +146,15 @@ class ChatRun:
 
     async def collect(self) -> list[Piece]:
         """All choices, whole and in order."""
-        pieces = [self._parser(delta.index).push(delta) for delta in await self.generation.collect()]
-        return [piece for piece in pieces if piece is not None]  # all of them: each has ended
+        choices: dict[int, Piece] = {}
+        async with contextlib.aclosing(self.pieces()) as batches:
+            async for pieces in batches:
+                for piece in pieces:
+                    if (choice := choices.get(piece.index)) is not None:
+                        choice.extend(piece)
+                    else:
+                        choices[piece.index] = piece
+        return [choices[index] for index in sorted(choices)]
 
     def usage(self) -> Usage:
         usage = self.generation.usage()

@@ -27,6 +27,15 @@ class Piece(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
+    def extend(self, later: Piece) -> None:
+        """Appends a later piece of the same choice, so that a sum of pieces is the choice."""
+        self.content += later.content
+        self.reasoning += later.reasoning
+        self.calls = merge_calls([*self.calls, *later.calls])
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
     @property
     def is_empty(self) -> bool:
         return not (self.content or self.reasoning or self.calls or self.finish_reason)

@@ -22,6 +22,7 @@ from server.errors import APIError, unavailable
 from server.keys import ApiKey
 from server.messages import Ready
 from server.metrics import Metrics
+from server.response_store import ResponseStore
 
 T = TypeVar("T")
 
@@ -80,6 +81,10 @@ class ServerState:
     open_connections: Callable[[], int] = lambda: 0
     created: int = field(default_factory=lambda: int(time.time()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="text"))
+    responses: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.settings.max_stored_responses)
 
     @property
     def is_ready(self) -> bool:
