@@ -158,7 +158,8 @@ def test_response_field_by_flag(start_server, tmp_path):
 
     kinds.save_byte_level(tmp_path / "m", kinds.TOOL_TEMPLATE)
     server = start_server(
-        "ScriptEngine", config={"model": str(tmp_path / "m"), "max_model_len": 999}, reasoning_field="reasoning_content",
+        "ScriptEngine", config={"model": str(tmp_path / "m"), "max_model_len": 999},
+        reasoning_field="reasoning_content",
         tool_call_parser="none", reasoning_parser="deepseek_r1",
     )  # fmt: skip
     message = ask(server.openai(), "Hm.</think>Yes.").choices[0].message
