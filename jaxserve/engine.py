@@ -19,18 +19,20 @@ from jaxserve.batch import largest_shapes, pack, split, step_shapes
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import CompileCounter, enable_compile_cache
 from jaxserve.config import EngineConfig
+from jaxserve.grammar import Compiler
 from jaxserve.kv_cache import CacheLayout
 from jaxserve.logprobs import PromptScores, read_scores
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model
 from jaxserve.runner import ModelRunner
-from jaxserve.running import Rows
+from jaxserve.running import Notable, Rows, StepPlan
 from jaxserve.sampling import Sampled
-from jaxserve.scheduler import Notable, Scheduler, StepPlan
+from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
 from jaxserve.steps import StepShape
+from jaxserve.structured import Structured
 from jaxserve.timeline import Timeline
 from jaxserve.types import (
     MAX_STOP_TOKENS,
@@ -89,6 +91,8 @@ class Engine:
             prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if on_cpu else None),
             max_model_len=max_model_len,
         )
+        self.grammars = Compiler(folder, model.vocab_size, model.eos_token_ids)
+        self.structured = Structured(self.grammars)
         self.flights: deque[Flight] = deque()
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
@@ -149,7 +153,9 @@ class Engine:
         Raises ConfigError when the compiler says that the steps need more memory than is left.
         """
         start = time.perf_counter()
+        vocabulary = self.grammars.vocabulary
         self.runner.compile(self.shapes)
+        vocabulary.exception()  # waits; what is wrong concerns those alone who bring a grammar
         self.runner.frozen = self.config.forbid_compile
         seconds, hits = time.perf_counter() - start, self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
@@ -163,7 +169,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequestError or QueueFullError; then nothing has changed."""
-        if self.config.max_waiting is not None and self.scheduler.num_waiting >= self.config.max_waiting:
+        if self.config.max_waiting is not None and self.num_waiting >= self.config.max_waiting:
             raise QueueFullError(f"{self.config.max_waiting} requests are waiting already; try again later")
         self.check_request(request)
         params = request.params
@@ -172,10 +178,14 @@ class Engine:
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
         seq = Sequence(request, 0, seed, max_tokens, frozenset(self._stop_ids(request)), self._arrivals)
         self._arrivals += 1
-        self.scheduler.add(seq)
+        if params.grammar is None:
+            self.scheduler.add(seq)
+        else:
+            self.structured.hold(seq, params.grammar)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drops a request, or one of its n completions, and frees its pages at once. Unknown ids are fine."""
+        self.structured.abort(request_id, index)
         self.scheduler.abort(request_id, index)
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
@@ -185,7 +195,7 @@ class Engine:
     def check_request(self, request: Request) -> None:
         """Raises InvalidRequestError for what this model cannot serve."""
         prompt, params = request.prompt_token_ids, request.params
-        if request.request_id in self.scheduler:
+        if request.request_id in self.scheduler or request.request_id in self.structured:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
         if not prompt:
             raise InvalidRequestError("the prompt is empty; it must have at least one token", "prompt")
@@ -214,7 +224,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.flights)
+        return self.scheduler.has_work or bool(self.flights) or len(self.structured) > 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting + len(self.structured)
 
     def step(self) -> StepOutput:
         """Advances the batch by one step; returns what a step added to each completion.
@@ -223,6 +237,10 @@ class Engine:
         before: its tokens come back with the next call.
         """
         self.timeline.begin_step()
+        refused = []
+        if len(self.structured):
+            busy = self.scheduler.has_work or self.flights
+            refused = self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
         with self.timeline.phase("schedule"):
             plan = self.scheduler.schedule(self._steps_per_call())
         if plan is not None:
@@ -234,6 +252,7 @@ class Engine:
             tokens = self.wait(flight)
             with self.timeline.phase("commit"):
                 output = self.commit(flight, tokens)
+        output.updates += refused
         self.timeline.end_step()
         return output
 
@@ -248,6 +267,8 @@ class Engine:
     def dispatch(self, plan: StepPlan) -> Flight:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
+        if self.scheduler.running.lineup.any_grammar:
+            self._fill_masks(plan.rows)
         self.runner.copy_pages(plan.copies)
         flight = Flight([], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
         updates = plan.table_updates
@@ -273,6 +294,15 @@ class Engine:
         for seq in placed:
             if seq.params.has_penalties:
                 self.runner.count_tokens(seq.slot, seq.tokens, seq.prompt_len)
+
+    def _fill_masks(self, rows: Rows) -> None:
+        """Tells the devices what the grammars of rows that draw allow; their last tokens are known."""
+        drawing = [i for i in np.flatnonzero(rows.draws).tolist() if rows.seqs[i].matcher is not None]
+        if drawing:
+            seqs, slots = [rows.seqs[i] for i in drawing], rows.slot[drawing]
+            known = self.scheduler.running.known[slots].tolist()
+            outputs = [count - seq.prompt_len for count, seq in zip(known, seqs, strict=True)]
+            self.runner.set_masks(slots.tolist(), self.structured.masks(seqs, outputs))
 
     def wait(self, flight: Flight) -> list[np.ndarray]:
         """A step's tokens, of each of its batches; waits until they are here."""
@@ -302,8 +332,12 @@ class Engine:
         update, seq, row, is_first = notable
         tokens = update.token_ids
         self.counters.generation_tokens += len(tokens)
-        if update.finish_reason == "stop" and tokens[-1] not in self.eos_token_ids:
-            update.stop_token = tokens[-1]
+        if update.finish_reason == "stop":
+            update.complete = tokens[-1] not in seq.stop_ids
+            if not update.complete and tokens[-1] not in self.eos_token_ids:
+                update.stop_token = tokens[-1]
+        if seq.matcher is not None and update.finish_reason == "error":
+            update.error = f"the grammar failed: {seq.matcher.error}"
         if (count := seq.params.logprobs) is not None:
             rows = np.asarray(scores)[: len(tokens), row]
             update.logprobs = [read_scores(row, token, count) for row, token in zip(rows, tokens, strict=True)]
@@ -329,7 +363,7 @@ class Engine:
         return msgspec.structs.replace(
             self.counters,
             num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.num_waiting,
             pages_used=self.blocks.num_used,
             preemptions=self.scheduler.num_preemptions,
             prefix_queries=self.scheduler.prefix_queries,

@@ -23,13 +23,16 @@ from jaxserve.mesh import replicated
 from jaxserve.models.decoder import Decoder
 from jaxserve.sampling import Sampled
 from jaxserve.slots import (
+    MASKS_PER_CALL,
     SLOT_WORDS,
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
     SlotState,
     count_tokens,
     create_slots,
+    mask_words,
     padding_slot,
+    set_masks,
     set_slots,
 )
 from jaxserve.steps import SCORED_ROWS, StepShape
@@ -108,6 +111,15 @@ class ModelRunner:
             packed[3 : 3 + len(some)] = some
             self.slots = self._get("count_tokens")(self.slots, packed)
 
+    def set_masks(self, slots: list[int], masks: np.ndarray) -> None:
+        """Writes what grammars allow next, int32 [slots, mask_words]."""
+        for at in range(0, len(slots), MASKS_PER_CALL):
+            some = slots[at : at + MASKS_PER_CALL]
+            packed = np.full((MASKS_PER_CALL, 1 + masks.shape[1]), self.num_slots, np.int32)
+            packed[: len(some), 0] = some
+            packed[: len(some), 1:] = masks[at : at + MASKS_PER_CALL]
+            self.slots = self._get("set_masks")(self.slots, packed)
+
     def update_tables(self, updates: np.ndarray) -> None:
         """Writes block-table entries, int32 [3, any] of (slot, index, page)."""
         for at in range(0, updates.shape[1], TABLE_UPDATES):
@@ -151,7 +163,7 @@ class ModelRunner:
         by_size = sorted(shapes, key=lambda s: -s.tokens)
         scored = ("score_prompt", max(shape.tokens for shape in shapes if not shape.decode_only))
         # First what needs no kernel: on CPU these may still be being built.
-        names = ["set_slots", "count_tokens", "update_tables", "copy_pages", *by_size, scored]
+        names = ["set_slots", "count_tokens", "set_masks", "update_tables", "copy_pages", *by_size, scored]
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 
@@ -213,9 +225,11 @@ class ModelRunner:
             hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)
             score = partial(steps.score_prompt, model=self.model, mesh=self.mesh)
             return with_params(score), (), (params, hidden, host(2, SCORED_ROWS)), everywhere
+        vocab = self.model.config.vocab_size
         functions: dict[str, tuple[Callable, tuple, Any]] = {
             "set_slots": (set_slots, (slots, host(SLOTS_PER_CALL, SLOT_WORDS)), everywhere),
             "count_tokens": (count_tokens, (slots, host(3 + TOKENS_PER_CALL)), everywhere),
+            "set_masks": (set_masks, (slots, host(MASKS_PER_CALL, 1 + mask_words(vocab))), everywhere),
             "update_tables": (steps.update_tables, (slots, host(3, TABLE_UPDATES)), everywhere),
             "copy_pages": (copy_pages, (cache, host(COPIES), host(COPIES)), cache_sharding),
         }

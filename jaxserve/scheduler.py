@@ -11,42 +11,14 @@ device knows yet.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.block_manager import BlockManager
-from jaxserve.running import Rows, Running
+from jaxserve.running import Notable, Rows, Running, StepPlan
 from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
 from jaxserve.types import SequenceUpdate, StepOutput
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """Rows of a step, and what must be done before it runs.
-
-    Attributes:
-      rows: those that decode first.
-      copies: pages to copy, (source, target) each.
-      placed: sequences whose slots are to be filled.
-      table_updates: int32 [3, any], block-table entries that are new: (slot, index, page).
-    """
-
-    rows: Rows
-    copies: list[tuple[int, int]]
-    placed: list[Sequence]
-    table_updates: np.ndarray
-
-
-class Notable(NamedTuple):
-    """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities."""
-
-    update: SequenceUpdate
-    seq: Sequence
-    row: int  # its place among the rows that ran
-    is_first: bool
 
 
 class Scheduler:
@@ -140,7 +112,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
         draw up to `steps` tokens."""
         running, preemptions = self.running, self.num_preemptions
-        steps = 1 if self._num_waiting else steps
+        steps = 1 if self._num_waiting or running.lineup.any_grammar else steps
         while True:
             rows = self._choose(steps)
             growing, missing = self._growth(rows)
@@ -170,11 +142,15 @@ class Scheduler:
         left, spare = total - start, lineup.limit - total
         draws = np.minimum(spare, steps)
         decodes = (left == 1) & (spare > 0)
+        ready = running.known[lineup.slot] == total
+        if lineup.any_grammar and not ready[lineup.grammar].all():  # these go in step, as soon as all are known
+            ready &= ~lineup.grammar
+            decodes &= ready | ~lineup.grammar
         if decodes.all():  # mostly
             return Rows(
                 lineup.seqs, lineup.slot, lineup.tenure, start, lineup.one, draws, lineup.none, only_decodes=True
             )
-        prompts = np.flatnonzero((left > 0) & ~decodes & (running.known[lineup.slot] == total))
+        prompts = np.flatnonzero((left > 0) & ~decodes & ready)
         decodes = np.flatnonzero(decodes)
         one = lineup.one[decodes]
         if not len(prompts):
@@ -346,10 +322,12 @@ class Scheduler:
             is_first = seq.num_outputs == len(ids)
         else:
             is_first = self.running.known[seq.slot] == seq.prompt_len + len(ids)
-            if seq.params.logprobs is None and ids:
+            if seq.params.logprobs is None and seq.matcher is None and ids:
                 self.running.notables.discard(seq)
         if ids:
             self._fork(seq)
+            if seq.matcher is not None:
+                ended |= seq.matcher.advance(ids)
         if ended:
             self._finish(seq)
         elif not ids:

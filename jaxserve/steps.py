@@ -22,7 +22,7 @@ from jaxserve.config import MAX_STEPS
 from jaxserve.kv_cache import KVCache
 from jaxserve.mesh import sharding, spec
 from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
-from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
+from jaxserve.sampling import SCORE_WORDS, Sampled, SlotTokens, sample, score_tokens
 from jaxserve.slots import SlotState, decode_slots
 from pallas_kernels.ops import Ops
 from pallas_kernels.types import KVPages
@@ -196,7 +196,7 @@ def _forward(
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
     logits = _logits(head, params, last, mesh)
     words = slots.params[slot]
-    sampled = sample(logits, words, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
+    sampled = sample(logits, words, SlotTokens(slots.counts, slots.in_prompt, slots.masks, slot), position=kv_len)
 
     # Rows that draw nothing leave their slot alone: their writes go to the slot that nobody owns.
     target = jnp.where(batch.draws, slot, slots.last_token.shape[0] - 1)
