@@ -32,7 +32,7 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
 from jaxserve.steps import StepShape
-from jaxserve.structured import Structured
+from jaxserve.structured import Later, Structured
 from jaxserve.timeline import Timeline
 from jaxserve.types import (
     MAX_STOP_TOKENS,
@@ -56,6 +56,7 @@ class Flight:
 
     rows: list[Rows]
     drawn: list[Sampled]
+    later: list[Later | None]  # the rows of each batch that have a grammar
     prompt_scores: list[PromptScores]
     steps: int  # tokens that a row may have drawn
     dispatched: float  # time.perf_counter()
@@ -247,14 +248,29 @@ class Engine:
             with self.timeline.phase("upload"):
                 self.flights.append(self.dispatch(plan))
         output = StepOutput()
-        if len(self.flights) > (1 if plan is not None and self.config.async_scheduling else 0):
-            flight = self.flights.popleft()
-            tokens = self.wait(flight)
-            with self.timeline.phase("commit"):
-                output = self.commit(flight, tokens)
+        if len(self.flights) > 1:
+            output = self._land()
+        if self.flights:
+            self._draw_later(self.flights[-1])
+            if plan is None or not self.config.async_scheduling:
+                output.extend(self._land())
         output.updates += refused
         self.timeline.end_step()
         return output
+
+    def _land(self) -> StepOutput:
+        """Takes in the oldest step in flight."""
+        flight = self.flights.popleft()
+        tokens = self.wait(flight)
+        with self.timeline.phase("commit"):
+            return self.commit(flight, tokens)
+
+    def _draw_later(self, flight: Flight) -> None:
+        """Has the rows with a grammar draw, while the devices run the step; those before it have been taken in."""
+        with self.timeline.phase("mask"):
+            for later in flight.later:
+                if later is not None and not later.drawn:
+                    self.structured.draw(later, self.scheduler.running.tenure, self.runner)
 
     def _steps_per_call(self) -> int:
         """How many tokens a row may draw in the next call: few enough that clients see them, and newcomers begin,
@@ -267,10 +283,8 @@ class Engine:
     def dispatch(self, plan: StepPlan) -> Flight:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
-        if self.scheduler.running.lineup.any_grammar:
-            self._fill_masks(plan.rows)
         self.runner.copy_pages(plan.copies)
-        flight = Flight([], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
+        flight = Flight([], [], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
         updates = plan.table_updates
         for batch in split(plan.rows, self.shapes):
             room = batch.shape.table_updates
@@ -280,6 +294,7 @@ class Engine:
             drawn.tokens.copy_to_host_async()
             flight.rows.append(batch.rows)
             flight.drawn.append(drawn)
+            flight.later.append(Later.of(batch.rows, self.scheduler.running.masked))
             if hidden is not None:
                 flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
         self.counters.steps += 1
@@ -295,17 +310,10 @@ class Engine:
             if seq.params.has_penalties:
                 self.runner.count_tokens(seq.slot, seq.tokens, seq.prompt_len)
 
-    def _fill_masks(self, rows: Rows) -> None:
-        """Tells the devices what the grammars of rows that draw allow; their last tokens are known."""
-        drawing = [i for i in np.flatnonzero(rows.draws).tolist() if rows.seqs[i].matcher is not None]
-        if drawing:
-            seqs, slots = [rows.seqs[i] for i in drawing], rows.slot[drawing]
-            known = self.scheduler.running.known[slots].tolist()
-            outputs = [count - seq.prompt_len for count, seq in zip(known, seqs, strict=True)]
-            self.runner.set_masks(slots.tolist(), self.structured.masks(seqs, outputs))
-
     def wait(self, flight: Flight) -> list[np.ndarray]:
         """A step's tokens, of each of its batches; waits until they are here."""
+        pairs = zip(flight.drawn, flight.later, strict=True)
+        flight.drawn = [drawn if later is None else later.join(drawn) for drawn, later in pairs]
         tokens = [np.asarray(drawn.tokens) for drawn in flight.drawn]
         now = time.perf_counter()
         seconds = now - max(flight.dispatched, self._last_arrival)  # it began when the step before ended, or later

@@ -38,11 +38,6 @@ class Matcher:
         """Another completion, at its beginning."""
         return Matcher(self._compiled)
 
-    def advance(self, tokens: list[int]) -> bool:
-        """Takes in tokens that were drawn; returns whether they are the last."""
-        self.state.consume_tokens(tokens)
-        return self.ended
-
     @property
     def ended(self) -> bool:
         """Nothing can follow, or it failed."""

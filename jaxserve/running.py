@@ -101,8 +101,7 @@ class Lineup:
     one: np.ndarray
     none: np.ndarray  # bool [sequences]
     stop_ids: np.ndarray  # int32 [sequences, most]
-    grammar: np.ndarray  # bool [sequences]: what it may draw next is known once its last token is
-    any_grammar: bool
+    any_masked: bool
 
 
 class Running:
@@ -128,6 +127,7 @@ class Running:
         self.num_pages = numbers()
         self.num_registered = numbers()  # leading pages that were offered to the prefix cache
         self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
+        self.masked = np.zeros(max_num_seqs, bool)  # has a grammar: it draws when its tokens so far are known
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
         # What the device has not been told yet: who is new in a slot, and (slot, index) -> page of block tables.
@@ -164,7 +164,6 @@ class Running:
         if self._lineup is None:
             seqs = self._ordered.copy()
             slot = np.fromiter((seq.slot for seq in seqs), np.int32, len(seqs))
-            grammar = np.fromiter((seq.matcher is not None for seq in seqs), bool, len(seqs))
             self._lineup = Lineup(
                 seqs,
                 [seq.request_id for seq in seqs],
@@ -175,8 +174,7 @@ class Running:
                 np.ones_like(slot),
                 np.zeros(len(seqs), bool),
                 self.stop_ids[slot, : self.most_stops],
-                grammar,
-                bool(grammar.any()),
+                bool(self.masked[slot].any()),
             )
         return self._lineup
 
@@ -199,7 +197,8 @@ class Running:
         self.newcomers.append(seq)
         if computed % self.page_size:
             self.sharers.add(seq)
-        if seq.params.logprobs is not None or seq.matcher is not None or not seq.num_outputs:
+        self.masked[slot] = seq.matcher is not None
+        if seq.params.logprobs is not None or not seq.num_outputs:
             self.notables.add(seq)
 
     def show_pages(self, seq: Sequence, first: int) -> None:

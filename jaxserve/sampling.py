@@ -31,28 +31,32 @@ class Sampled(NamedTuple):
     scores: jax.Array
 
 
-class SlotTokens(NamedTuple):
-    """What slots know of each token; whole arrays of all slots, gathered only when a row asks for it."""
+class TokenCounts(NamedTuple):
+    """What penalties look at; whole arrays of all slots, gathered only when a row asks for a penalty."""
 
     counts: jax.Array  # int32 [slots, vocab], how often each token stands in the output so far
     in_prompt: jax.Array  # bool [slots, vocab], whether it stands in the prompt
-    masks: jax.Array  # int32 [slots, mask_words], a bit per token: whether the grammar allows it next
     slot: jax.Array  # int32 [rows]
 
 
-def sample(logits: jax.Array, words: jax.Array, seen: SlotTokens, position: jax.Array) -> Sampled:
+def sample(
+    logits: jax.Array, words: jax.Array, seen: TokenCounts, position: jax.Array, masks: jax.Array | None = None
+) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
     `words`, int32 [rows, SLOT_WORDS], are the rows' parameters as `encode_slot` packs them; each branch unpacks what it
     needs, which makes for fewer and smaller programs than a buffer for each field. `position`, int32 [rows], is the
     position that the sampled token will have; with the seed it fixes the randomness.
+    `masks`, int32 [rows, words], has a bit for each token: whether it may be drawn.
     """
     raw, params = logits, decode_slots(words)
     penalized = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
     logits = lax.cond(jnp.any(penalized), _penalize, lambda x, *_: x, logits, words, seen)
     biased = (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
     logits = lax.cond(jnp.any(biased), _add_bias, lambda x, *_: x, logits, words, position)
-    logits = lax.cond(jnp.any(params.masked), _mask, lambda x, *_: x, logits, words, seen)
+    if masks is not None:
+        bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
+        logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
     tokens = lax.cond(jnp.any(params.temperature > 0), _draw, _greedy, logits, words, position)
     scores = lax.cond(jnp.any(params.logprobs), score_tokens, _no_scores, raw, tokens)
     return Sampled(tokens, scores)
@@ -78,7 +82,7 @@ def _no_scores(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.zeros((logits.shape[0], SCORE_WORDS), jnp.int32)
 
 
-def _penalize(logits: jax.Array, words: jax.Array, seen: SlotTokens) -> jax.Array:
+def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; the others over the output."""
     params = decode_slots(words)
     repetition = params.repetition[:, None]
@@ -97,13 +101,6 @@ def _add_bias(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.A
     bias = jnp.concatenate([params.bias, jnp.full(params.stop_ids.shape, EXCLUDED)], axis=1)
     rows = jnp.arange(logits.shape[0])[:, None]
     return logits.at[rows, jnp.where(ids >= 0, ids, logits.shape[1])].add(bias, mode="drop")  # -1 falls outside
-
-
-def _mask(logits: jax.Array, words: jax.Array, seen: SlotTokens) -> jax.Array:
-    """Only what the grammars of the rows allow."""
-    bits = seen.masks[seen.slot][:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
-    allowed = bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] > 0
-    return jnp.where(allowed | ~decode_slots(words).masked[:, None], logits, EXCLUDED)
 
 
 def _greedy(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:

@@ -112,7 +112,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
         draw up to `steps` tokens."""
         running, preemptions = self.running, self.num_preemptions
-        steps = 1 if self._num_waiting or running.lineup.any_grammar else steps
+        steps = 1 if self._num_waiting or running.lineup.any_masked else steps
         while True:
             rows = self._choose(steps)
             growing, missing = self._growth(rows)
@@ -142,15 +142,11 @@ class Scheduler:
         left, spare = total - start, lineup.limit - total
         draws = np.minimum(spare, steps)
         decodes = (left == 1) & (spare > 0)
-        ready = running.known[lineup.slot] == total
-        if lineup.any_grammar and not ready[lineup.grammar].all():  # these go in step, as soon as all are known
-            ready &= ~lineup.grammar
-            decodes &= ready | ~lineup.grammar
         if decodes.all():  # mostly
             return Rows(
                 lineup.seqs, lineup.slot, lineup.tenure, start, lineup.one, draws, lineup.none, only_decodes=True
             )
-        prompts = np.flatnonzero((left > 0) & ~decodes & ready)
+        prompts = np.flatnonzero((left > 0) & ~decodes & (running.known[lineup.slot] == total))
         decodes = np.flatnonzero(decodes)
         one = lineup.one[decodes]
         if not len(prompts):
@@ -278,7 +274,7 @@ class Scheduler:
         -1 where a row drew none, because it was not to or had reached its end.
         """
         running, lineup, slot = self.running, self.running.lineup, rows.slot
-        if rows.seqs is lineup.seqs and not running.notables and tokens.min() >= 0:  # mostly
+        if rows.seqs is lineup.seqs and not (running.notables or lineup.any_masked) and tokens.min() >= 0:  # mostly
             known = rows.end + tokens.shape[1]
             if not ((lineup.stop_ids == tokens[:, -1:]).any() or (known >= lineup.limit).any()):
                 running.append(slot, tokens, tokens.shape[1])
@@ -296,6 +292,8 @@ class Scheduler:
         last = tokens[np.arange(len(rows)), drawn - 1]
         ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1)
         ended |= running.known[slot] >= running.limit[slot]
+        for i in np.flatnonzero(gained & running.masked[slot]).tolist():
+            ended[i] |= rows.seqs[i].advance(tokens[i, : drawn[i]].tolist())
         special = ended | ~gained | np.asarray([seq in running.notables for seq in rows.seqs])
         plain = np.flatnonzero(~special)
         seqs = [rows.seqs[i] for i in plain.tolist()]
@@ -318,16 +316,15 @@ class Scheduler:
         if seq.status is Status.WAITING:  # preempted since; the arrays tell of others now
             seq.tokens += ids
             seq.owed -= draws
+            seq.advance(ids)
             ended = bool(ids) and seq.finish_reason is not None
             is_first = seq.num_outputs == len(ids)
         else:
             is_first = self.running.known[seq.slot] == seq.prompt_len + len(ids)
-            if seq.params.logprobs is None and seq.matcher is None and ids:
+            if seq.params.logprobs is None and ids:
                 self.running.notables.discard(seq)
         if ids:
             self._fork(seq)
-            if seq.matcher is not None:
-                ended |= seq.matcher.advance(ids)
         if ended:
             self._finish(seq)
         elif not ids:

@@ -76,6 +76,13 @@ class Sequence:
             hashes.append(page_hash(parent, tokens[start : start + page_size]))
         return hashes
 
+    def advance(self, tokens: list[int]) -> bool:
+        """Takes tokens that were drawn to its grammar; returns whether nothing can follow."""
+        if self.matcher is None or not tokens:
+            return False
+        self.matcher.state.consume_tokens(tokens)
+        return self.matcher.ended
+
     def fork(self, index: int, seed: int) -> Sequence:
         """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""
         child = Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1])

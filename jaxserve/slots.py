@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
 
 SLOTS_PER_CALL = 8  # sequences whose parameters one call of `set_slots` writes
 TOKENS_PER_CALL = 512  # tokens that one call of `count_tokens` counts
-MASKS_PER_CALL = 32  # masks that one call of `set_masks` writes
 
 
 class RowParams(NamedTuple):
@@ -36,7 +36,6 @@ class RowParams(NamedTuple):
     bias_ids: jax.Array  # int32 [rows, MAX_LOGIT_BIAS], padded with -1
     bias: jax.Array  # float32 [rows, MAX_LOGIT_BIAS]
     logprobs: jax.Array  # bool: this row wants log-probabilities
-    masked: jax.Array  # bool: the slot's mask says which tokens this row may draw
 
 
 class SlotState(NamedTuple):
@@ -47,15 +46,17 @@ class SlotState(NamedTuple):
     params: jax.Array  # int32 [slots, SLOT_WORDS], as from `encode_slot`
     counts: jax.Array  # int32 [slots, vocab]: output tokens so far; kept only for sequences with penalties
     in_prompt: jax.Array  # bool [slots, vocab]; likewise
-    masks: jax.Array  # int32 [slots, mask_words]: a bit per token; kept only for sequences with a grammar
+    hidden: jax.Array  # [slots, hidden]: the last hidden state of a row that draws later, once its mask is known
 
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-_HEADER = 3 + len(_FLOATS) + 5  # slot, clear counts, masked | floats | top_k, seed x 2, no_stop_before, logprobs
+_HEADER = 3 + len(_FLOATS) + 5  # slot, clear counts, spare | floats | top_k, seed x 2, no_stop_before, logprobs
 SLOT_WORDS = _HEADER + MAX_STOP_TOKENS + 2 * MAX_LOGIT_BIAS
 
 
-def create_slots(num_slots: int, max_pages: int, vocab_size: int) -> SlotState:
+def create_slots(
+    num_slots: int, max_pages: int, vocab_size: int, hidden_size: int = 1, dtype: DTypeLike = jnp.float32
+) -> SlotState:
     rows = num_slots + 1
     return SlotState(
         last_token=jnp.zeros(rows, jnp.int32),
@@ -63,12 +64,8 @@ def create_slots(num_slots: int, max_pages: int, vocab_size: int) -> SlotState:
         params=jnp.tile(padding_slot(num_slots), (rows, 1)),
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
         in_prompt=jnp.zeros((rows, vocab_size), jnp.bool_),
-        masks=jnp.zeros((rows, mask_words(vocab_size)), jnp.int32),
+        hidden=jnp.zeros((rows, hidden_size), dtype),
     )
-
-
-def mask_words(vocab_size: int) -> int:
-    return -(-vocab_size // 32)
 
 
 def encode_slot(slot: int, params: SamplingParams, seed: int, stop_ids: tuple[int, ...], prompt_len: int) -> np.ndarray:
@@ -84,7 +81,7 @@ def encode_slot(slot: int, params: SamplingParams, seed: int, stop_ids: tuple[in
         params.frequency_penalty,
     )
     row[0] = slot
-    row[1:3] = params.has_penalties, params.grammar is not None
+    row[1] = params.has_penalties
     row[3 : 3 + len(floats)] = np.asarray(floats, np.float32).view(np.int32)
     seed_words = np.asarray([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
     row[_HEADER - 5 : _HEADER] = (
@@ -124,7 +121,6 @@ def decode_slots(rows: jax.Array) -> RowParams:
         bias_ids=bias_ids,
         bias=lax.bitcast_convert_type(bias, jnp.float32),
         logprobs=ints[:, 4] > 0,
-        masked=rows[:, 2] > 0,
     )
 
 
@@ -152,8 +148,3 @@ def count_tokens(state: SlotState, packed: jax.Array) -> SlotState:
         counts=state.counts.at[slot, output_tokens].add(1, mode="drop"),
         in_prompt=state.in_prompt.at[slot, prompt_tokens].set(True, mode="drop"),
     )
-
-
-def set_masks(state: SlotState, packed: jax.Array) -> SlotState:
-    """Writes masks: packed int32 [MASKS_PER_CALL, 1 + mask_words], a slot and its mask each."""
-    return state._replace(masks=state.masks.at[packed[:, 0]].set(packed[:, 1:]))

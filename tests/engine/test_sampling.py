@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 from jaxserve.logprobs import read_scores
-from jaxserve.sampling import EXCLUDED, Sampled, SlotTokens, _filter, sample, score_tokens, threefry
+from jaxserve.sampling import EXCLUDED, Sampled, TokenCounts, _filter, sample, score_tokens, threefry
 from jaxserve.slots import (
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
@@ -51,9 +51,7 @@ def draw(logits, params: list[SamplingParams], *, position=None, **options) -> S
     slots = slots_of(params, logits.shape[1], **options)
     index = jnp.arange(len(params), dtype=jnp.int32)
     position = jnp.zeros(len(params), jnp.int32) if position is None else jnp.asarray(position, jnp.int32)
-    return jit_sample(
-        logits, slots.params[:-1], SlotTokens(slots.counts, slots.in_prompt, slots.masks, index), position
-    )
+    return jit_sample(logits, slots.params[:-1], TokenCounts(slots.counts, slots.in_prompt, index), position)
 
 
 def row_params(count: int, **fields) -> RowParams:
@@ -195,7 +193,7 @@ def test_penalties_and_bias(params, seed):
         slots = jit_count_tokens(slots, count_buffer(i, tokens, prompt_len))
     # Rows in another order than slots.
     order = rng.permutation(ROWS).astype(np.int32)
-    seen = SlotTokens(slots.counts, slots.in_prompt, slots.masks, jnp.asarray(order))
+    seen = TokenCounts(slots.counts, slots.in_prompt, jnp.asarray(order))
     tokens = np.asarray(jit_sample(jnp.asarray(logits), slots.params[order], seen, jnp.zeros(ROWS, jnp.int32)).tokens)
     for row, slot in enumerate(order):
         prompt, output = sequences[slot][: prompt_lens[slot]], sequences[slot][prompt_lens[slot] :]
@@ -316,12 +314,7 @@ def test_tokens_follow_the_distribution(varied, temperature):
     seeds = {"seeds": index, "both": index * 7919, "high words of seeds": index << 32}.get(varied, np.full(DRAWS, 3))
     params = SamplingParams(temperature=temperature)
     words = jnp.asarray(np.stack([encode_slot(0, params, seed, (), 0) for seed in seeds.tolist()]))
-    none_seen = SlotTokens(
-        jnp.zeros((1, 12), jnp.int32),
-        jnp.zeros((1, 12), bool),
-        jnp.zeros((1, 1), jnp.int32),
-        jnp.zeros(DRAWS, jnp.int32),
-    )
+    none_seen = TokenCounts(jnp.zeros((1, 12), jnp.int32), jnp.zeros((1, 12), bool), jnp.zeros(DRAWS, jnp.int32))
     batch = jnp.asarray(np.tile(logits, (DRAWS, 1)).astype(np.float32))
     tokens = [
         np.asarray(jit_sample(batch, words, none_seen, jnp.asarray(position + DRAWS * block, jnp.int32)).tokens)
