@@ -12,42 +12,14 @@ from __future__ import annotations
 
 import heapq
 import time
-from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.block_manager import BlockManager
-from jaxserve.running import Rows, Running
+from jaxserve.running import Notable, Rows, Running, StepPlan
 from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
 from jaxserve.types import SequenceUpdate, StepOutput
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """Rows of a step, and what must be done before it runs.
-
-    Attributes:
-      rows: those that decode first.
-      copies: pages to copy, (source, target) each.
-      placed: sequences whose slots are to be filled.
-      table_updates: int32 [3, any], block-table entries that are new: (slot, index, page).
-    """
-
-    rows: Rows
-    copies: list[tuple[int, int]]
-    placed: list[Sequence]
-    table_updates: np.ndarray
-
-
-class Notable(NamedTuple):
-    """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities."""
-
-    update: SequenceUpdate
-    seq: Sequence
-    row: int  # its place among the rows that ran
-    is_first: bool
 
 
 class Scheduler:
@@ -143,7 +115,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
         draw up to `steps` tokens."""
         running, preemptions = self.running, self.num_preemptions
-        steps = 1 if self._num_waiting else steps
+        steps = 1 if self._num_waiting or running.lineup.any_masked else steps
         while True:
             rows = self._choose(steps)
             growing, missing = self._growth(rows)
@@ -306,7 +278,7 @@ class Scheduler:
         -1 where a row drew none, because it was not to or had reached its end.
         """
         running, lineup, slot = self.running, self.running.lineup, rows.slot
-        if rows.seqs is lineup.seqs and not running.notables and tokens.min() >= 0:  # mostly
+        if rows.seqs is lineup.seqs and not (running.notables or lineup.any_masked) and tokens.min() >= 0:  # mostly
             known = rows.end + tokens.shape[1]
             if not ((lineup.stop_ids == tokens[:, -1:]).any() or (known >= lineup.limit).any()):
                 running.append(slot, tokens, tokens.shape[1])
@@ -324,6 +296,8 @@ class Scheduler:
         last = tokens[np.arange(len(rows)), drawn - 1]
         ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1)
         ended |= running.known[slot] >= running.limit[slot]
+        for i in np.flatnonzero(gained & running.masked[slot]).tolist():
+            ended[i] |= rows.seqs[i].advance(tokens[i, : drawn[i]].tolist())
         special = ended | ~gained | np.asarray([seq in running.notables for seq in rows.seqs])
         plain = np.flatnonzero(~special)
         seqs = [rows.seqs[i] for i in plain.tolist()]
@@ -346,6 +320,7 @@ class Scheduler:
         if seq.status is Status.WAITING:  # preempted since; the arrays tell of others now
             seq.tokens += ids
             seq.owed -= draws
+            seq.advance(ids)
             ended = bool(ids) and seq.finish_reason is not None
             is_first = seq.num_outputs == len(ids)
         else:

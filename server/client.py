@@ -168,7 +168,11 @@ class EngineClient:
             case Update(output, stats):
                 for update in output:
                     if (stream := self._streams.get(update.request_id)) is not None:
-                        stream.put(update)
+                        if update.error_param is None:
+                            stream.put(update)
+                        else:
+                            stream.running.pop(update.request_id, None)
+                            stream.fail(InvalidRequestError(update.error or "", update.error_param))
                 if stats is not None:
                     self.stats = stats
                     self.on_stats(stats)

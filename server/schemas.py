@@ -13,6 +13,7 @@ import msgspec
 
 from jaxserve.tokenizer import GenerationDefaults
 from jaxserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, InvalidRequestError, SamplingParams
+from server.structured import grammar_of
 
 MAX_PROMPTS = 1024
 MAX_STOP_LENGTH = 1024  # characters of one stop string
@@ -27,8 +28,6 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -81,6 +80,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
     # known and not served, see _NOT_SERVED
     suffix: Any = None
     use_beam_search: Any = None
@@ -88,8 +89,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     early_stopping: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -169,6 +168,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
+            grammar=grammar_of(self.response_format, self.structured_outputs),
         )
         for field, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
             if (beyond := max(ids, default=0)) >= vocab_size:
