@@ -45,9 +45,9 @@ export function showTip(anchor, ...content) {
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();
   const left = Math.min(Math.max(8, anchor.left + anchor.width / 2 - width / 2), innerWidth - width - 8);
-  const above = anchor.top - height - 8;
+  const above = anchor.top - height - 8, below = anchor.bottom + 8;
   tip.style.left = `${left}px`;
-  tip.style.top = `${above > 8 ? above : anchor.bottom + 8}px`;
+  tip.style.top = `${above < 56 && below + height < innerHeight ? below : above}px`;
 }
 
 export const hideTip = () => { $("tip").hidden = true; };
