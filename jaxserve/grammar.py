@@ -52,14 +52,14 @@ class Compiler:
     """Compiles the grammars of one model's requests, and keeps them."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]):
-        self._folder, self._vocab_size, self._eos_token_ids = folder, vocab_size, eos_token_ids
+        self._folder, self.vocab_size, self._eos_token_ids = folder, vocab_size, eos_token_ids
         self._pool = ThreadPoolExecutor(2, "grammar")
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
 
     @cached_property
     def vocabulary(self) -> Future[LLTokenizer]:
         """The bytes of each token; the first to ask has them read in the background."""
-        return self._submit(read_vocabulary, self._folder, self._vocab_size, self._eos_token_ids)
+        return self._submit(read_vocabulary, self._folder, self.vocab_size, self._eos_token_ids)
 
     def check(self, grammar: Grammar) -> None:
         """Waits until it is compiled. Raises InvalidRequestError when it cannot be, or not in time."""
