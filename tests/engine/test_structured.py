@@ -71,12 +71,10 @@ def check_schemas(llm, count):
         for i, schema in enumerate(schemas)
     ]
     outputs = llm.generate([[7 + i % 50] for i in range(count)], params, progress=False)
-    finished = [
-        (s, o.outputs[0]) for s, o in zip(schemas, outputs, strict=True) if o.outputs[0].finish_reason == "stop"
-    ]
-    assert len(finished) >= 0.98 * count
-    for schema, output in finished:
-        checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    finished = [(i, o.outputs[0].text) for i, o in enumerate(outputs) if o.outputs[0].finish_reason == "stop"]
+    assert len(finished) >= 0.98 * count  # the others were cut by the length
+    for i, text in finished:
+        checker = jsonschema.Draft202012Validator(schemas[i], format_checker=jsonschema.FormatChecker())
         checker.validate(json.loads(text))
 
 
@@ -347,7 +345,8 @@ def test_the_vocabulary_has_the_bytes_of_the_tokenizer(model_folders, tmp_path, 
     vocabulary = read_vocabulary(folder, 515, (2, 4))  # the model's own is padded
     assert (vocabulary.vocab_size, sorted(vocabulary.eos_tokens)) == (515, [2, 4])
     for token in set(range(512)) - tokenizer.special_ids:
-        assert vocabulary.decode_bytes([token]) == tokenizer.token_bytes(token)
+        expected = tokenizer.token_bytes(token)
+        assert vocabulary.decode_bytes([token]) == (b"" if expected == b"\xff" else expected)  # which no text holds
     assert all(vocabulary.is_special_token(token) for token in tokenizer.special_ids)
 
 
