@@ -176,8 +176,7 @@ class Engine:
         if most is not None and waiting and waiting + len(request.prompt_token_ids) > most:
             raise QueueFullError(f"prompts of {waiting} tokens are waiting already; try again later")
         self.check_request(request)
-        params = request.params
-        room = self.max_model_len - len(request.prompt_token_ids)
+        params, room = request.params, self.max_model_len - len(request.prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
         seq = Sequence(request, 0, seed, max_tokens, frozenset(self._stop_ids(request)), self._arrivals)
