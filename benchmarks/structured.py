@@ -55,9 +55,7 @@ def main() -> None:
     llm = LLM(args.model, max_num_seqs=args.batch)
     llm.engine.compile()
     free = SamplingParams(max_tokens=args.tokens, temperature=1.0, ignore_eos=True, seed=1)
-    bound = SamplingParams(
-        max_tokens=args.tokens, temperature=1.0, ignore_eos=True, seed=1, grammar=Grammar("json", json.dumps(SCHEMA))
-    )
+    bound = SamplingParams(max_tokens=args.tokens, temperature=1.0, seed=1, grammar=Grammar("json", json.dumps(SCHEMA)))
     for params in (free, bound):
         measure(llm, params, args.batch)
     ratios = []

@@ -183,8 +183,7 @@ class Engine:
         if most is not None and waiting and waiting + len(request.prompt_token_ids) > most:
             raise QueueFullError(f"prompts of {waiting} tokens are waiting already; try again later")
         self.check_request(request)
-        params = request.params
-        room = self.max_model_len - len(request.prompt_token_ids)
+        params, room = request.params, self.max_model_len - len(request.prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
         seq = Sequence(request, 0, seed, max_tokens, frozenset(self._stop_ids(request)), self._arrivals)
@@ -228,8 +227,10 @@ class Engine:
         if (low := min(prompt)) < 0 or (high := max(prompt)) >= self.vocab_size:
             wrong = low if low < 0 else high
             raise InvalidRequestError(f"token id {wrong} is outside the vocabulary [0, {self.vocab_size})", "prompt")
-        for name in ("stop_token_ids", "logit_bias"):
-            if wrong_ids := [token for token in getattr(params, name) or () if token >= self.vocab_size]:
+        ids = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+        ids["bad_words"] = [token for word in params.bad_words for token in word]
+        for name, tokens in ids.items():
+            if wrong_ids := [token for token in tokens if token >= self.vocab_size]:
                 raise InvalidRequestError(
                     f"{name}: token id {wrong_ids[0]} is outside the vocabulary [0, {self.vocab_size})", name
                 )
@@ -288,7 +289,7 @@ class Engine:
         with self.timeline.phase("mask"):
             for later in flight.later:
                 if later is not None and not later.drawn:
-                    self.structured.draw(later, self.scheduler.running.tenure, self.runner)
+                    self.structured.draw(later, self.scheduler.running, self.runner)
 
     def _steps_per_call(self) -> int:
         """How many tokens a row may draw in the next call: few enough that clients see them, and newcomers begin,

@@ -52,14 +52,14 @@ class Compiler:
     """Compiles the grammars of one model's requests, and keeps them."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]):
-        self._folder, self._vocab_size, self._eos_token_ids = folder, vocab_size, eos_token_ids
+        self._folder, self.vocab_size, self._eos_token_ids = folder, vocab_size, eos_token_ids
         self._pool = ThreadPoolExecutor(2, "grammar")
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
 
     @cached_property
     def vocabulary(self) -> Future[LLTokenizer]:
         """The bytes of each token; the first to ask has them read in the background."""
-        return self._submit(read_vocabulary, self._folder, self._vocab_size, self._eos_token_ids)
+        return self._submit(read_vocabulary, self._folder, self.vocab_size, self._eos_token_ids)
 
     def check(self, grammar: Grammar) -> None:
         """Waits until it is compiled. Raises InvalidRequestError when it cannot be, or not in time."""
@@ -107,16 +107,18 @@ def read_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
             return LLTokenizer(file.read_text(encoding="utf-8"), vocab_size, eos)
         except ValueError:
             pass
-    return LLTokenizer(llguidance.TokenizerWrapper(_Pieces(load_tokenizer(folder, placeholder=True))), vocab_size, eos)
+    return LLTokenizer(
+        llguidance.TokenizerWrapper(_Pieces(load_tokenizer(folder, placeholder=True), vocab_size)), eos_token=eos
+    )
 
 
 class _Pieces:
     """A tokenizer as llguidance asks for it; it never needs to encode."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self.eos_token_id = (*tokenizer.eos_token_ids, 0)[0]
         self.bos_token_id = tokenizer.bos_token_id
-        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
 
     def __call__(self, text: str | bytes) -> list[int]:

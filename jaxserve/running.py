@@ -127,7 +127,7 @@ class Running:
         self.num_pages = numbers()
         self.num_registered = numbers()  # leading pages that were offered to the prefix cache
         self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
-        self.masked = np.zeros(max_num_seqs, bool)  # has a grammar: it draws when its tokens so far are known
+        self.masked = np.zeros(max_num_seqs, bool)  # it draws when its tokens so far are known, see `structured`
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
         # What the device has not been told yet: who is new in a slot, and (slot, index) -> page of block tables.
@@ -197,7 +197,7 @@ class Running:
         self.newcomers.append(seq)
         if computed % self.page_size:
             self.sharers.add(seq)
-        self.masked[slot] = seq.matcher is not None
+        self.masked[slot] = seq.params.has_mask
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.notables.add(seq)
 

@@ -1,8 +1,12 @@
-"""Requests with a grammar (host side): those that wait until it is compiled, and the masks of those that run."""
+"""What requests may draw (host side): grammars, lists of allowed tokens and bad words.
+
+Holds those that wait until their grammar is compiled, and masks what those that run may draw next.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +17,11 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from jaxserve.grammar import COMPILE_SECONDS, Compiler, Matcher, too_slow
 from jaxserve.runner import ModelRunner
-from jaxserve.running import Rows
+from jaxserve.running import Rows, Running
 from jaxserve.sampling import Sampled
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
-from jaxserve.types import Grammar, InvalidRequestError, SequenceUpdate
+from jaxserve.types import MAX_BAD_WORD_TOKENS, Grammar, InvalidRequestError, SequenceUpdate
 
 
 @dataclass
@@ -40,7 +44,7 @@ class Later:
 
     @classmethod
     def of(cls, rows: Rows, masked: np.ndarray) -> Later | None:
-        """masked: bool [slots], of those that have a grammar."""
+        """masked: bool [slots], of those that need masks."""
         index = np.flatnonzero(masked[rows.slot] & (rows.draws > 0))
         return cls(rows, index) if len(index) else None
 
@@ -109,35 +113,48 @@ class Structured:
             ]
         return refused
 
-    def draw(self, later: Later, tenure: np.ndarray, runner: ModelRunner) -> None:
+    def draw(self, later: Later, running: Running, runner: ModelRunner) -> None:
         """Has the rows draw that are still there; all tokens before must have been taken in."""
         rows = later.rows
-        later.index = index = later.index[(tenure[rows.slot] == rows.tenure)[later.index]]
+        later.index = index = later.index[(running.tenure[rows.slot] == rows.tenure)[later.index]]
         if not len(index):
             return
         seqs, slots, end = [rows.seqs[i] for i in index.tolist()], rows.slot[index], rows.end[index]
-        outputs = [last - seq.prompt_len for last, seq in zip(end.tolist(), seqs, strict=True)]
+        outputs = [
+            running.tokens[slot, seq.prompt_len : last]
+            for slot, last, seq in zip(slots.tolist(), end.tolist(), seqs, strict=True)
+        ]
         later.drawn = runner.draw(slots, end, self._masks(seqs, outputs))
         for one in later.drawn:
             one.tokens.copy_to_host_async()
 
-    def _masks(self, seqs: list[Sequence], num_outputs: list[int]) -> np.ndarray:
+    def _masks(self, seqs: list[Sequence], outputs: list[np.ndarray]) -> np.ndarray:
         """What each may draw next, int32 [sequences, words], a bit per token; threads of its own do the work."""
-        tokens = self._compiler.vocabulary.result()
-        masks = allocate_token_bitmask(len(seqs), tokens.vocab_size)
+        masks = allocate_token_bitmask(len(seqs), self._compiler.vocab_size)
         matchers = [(seq.matcher.state, i) for i, seq in enumerate(seqs) if seq.matcher is not None]
-        fill_next_token_bitmask_par(self._masking, matchers, masks)
-        for mask, seq, outputs in zip(masks, seqs, num_outputs, strict=True):
-            unwanted = list(tokens.eos_tokens) if seq.params.ignore_eos else []
-            if outputs < seq.params.min_tokens:
+        if matchers:
+            fill_next_token_bitmask_par(self._masking, matchers, masks)
+        for mask, seq, output in zip(masks, seqs, outputs, strict=True):
+            if allowed := seq.params.allowed_token_ids:
+                mask &= ~_without(np.full_like(mask, -1), allowed)
+            unwanted = _bad_ends(seq.params.bad_words, output)
+            if seq.matcher is not None and seq.params.ignore_eos:
+                unwanted += self._compiler.vocabulary.result().eos_tokens
+            if len(output) < seq.params.min_tokens:
                 unwanted += seq.stop_ids
-            if unwanted and (others := _without(mask, unwanted)).any():  # else it cannot but end
+            if unwanted and (others := _without(mask, unwanted)).any():  # else it cannot but take one of these
                 mask[:] = others
         return masks
 
 
-def _without(mask: np.ndarray, ids: list[int]) -> np.ndarray:
+def _bad_ends(words: tuple[tuple[int, ...], ...], output: np.ndarray) -> list[int]:
+    """Tokens that would complete one of the words after this output."""
+    tail = output[-MAX_BAD_WORD_TOKENS:].tolist()
+    return [word[-1] for word in words if len(word) == 1 or tuple(tail[1 - len(word) :]) == word[:-1]]
+
+
+def _without(mask: np.ndarray, ids: Iterable[int]) -> np.ndarray:
+    tokens = np.asarray(list(ids), np.int32)
     mask = mask.copy()
-    for token in ids:
-        mask[token // 32] &= ~np.left_shift(np.int32(1), token % 32)
+    np.bitwise_and.at(mask, tokens // 32, ~np.left_shift(np.int32(1), tokens % 32))
     return mask

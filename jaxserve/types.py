@@ -17,6 +17,8 @@ MAX_N = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
 MAX_LOGIT_BIAS = 512
+MAX_ALLOWED_TOKENS = 2**17
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR = 2**18  # characters of a grammar
 MAX_GRAMMAR_NESTING = 64
@@ -101,6 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       presence_penalty, frequency_penalty: subtracted once, respectively once per occurrence in the output; in [-2, 2].
       logit_bias: added to the logits of these token ids, values clamped to [-100, 100].
       seed: the same seed gives the same tokens, whatever else the engine does; None draws one from the engine's seed.
+      allowed_token_ids: no other tokens are sampled, not even those that end a sequence (at most 131,072).
+      bad_words: sequences of token ids that the output never holds (at most 256 of at most 64 tokens).
       stop: strings (at most 4) that end the output; they are cut off unless include_stop_str_in_output.
       stop_token_ids: token ids (at most 16 with the model's own) that end the output, besides the model's own.
       ignore_eos: go on after the model's own end-of-sequence tokens.
@@ -122,6 +126,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -160,8 +166,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
+        self._check_words()
         self._check_stop()
         self._check_logit_bias()
+
+    def _check_words(self) -> None:
+        msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids or ()))
+        msgspec.structs.force_setattr(self, "bad_words", tuple(map(tuple, self.bad_words or ())))
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            raise InvalidRequestError(
+                f"allowed_token_ids has {len(self.allowed_token_ids)} ids; at most {MAX_ALLOWED_TOKENS} are allowed",
+                "allowed_token_ids",
+            )
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words has {len(self.bad_words)} sequences; at most {MAX_BAD_WORDS} are allowed", "bad_words"
+            )
+        for token in self.allowed_token_ids:
+            _check_int("allowed_token_ids", token, 0, 2**31 - 1)
+        for word in self.bad_words:
+            _check_int("length of each of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
+            for token in word:
+                _check_int("bad_words", token, 0, 2**31 - 1)
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -197,6 +223,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_mask(self) -> bool:
+        """What may be sampled next depends on more than the logits, and on tokens that the host must know."""
+        return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words)
 
     @property
     def has_penalties(self) -> bool:

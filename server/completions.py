@@ -48,7 +48,7 @@ async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionReques
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs)
     params = body.sampling_params(
-        tokenizer.generation_defaults,
+        tokenizer,
         info.vocab_size,
         max_tokens=max_tokens,
         logprobs=body.logprobs,

@@ -36,7 +36,7 @@ async def prepare(state: ServerState, http: HTTPRequest, body: ChatRequest) -> C
     ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens)
     room = room_for(max_tokens, len(ids), info)
     params = body.sampling_params(
-        tokenizer.generation_defaults,
+        tokenizer,
         info.vocab_size,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -7,15 +7,17 @@ A field that we know and do not serve yet is refused by name when it is set; fie
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from jaxserve.tokenizer import GenerationDefaults
+from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, InvalidRequestError, SamplingParams
 from server.structured import grammar_of
 
 MAX_PROMPTS = 1024
+MAX_BAD_WORDS = 128
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the client gives none
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -26,8 +28,6 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -63,6 +63,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -87,8 +89,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -123,6 +123,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                 raise InvalidRequestError(
                     f"stop strings must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(stop)}", "stop"
                 )
+        if len(self.bad_words or ()) > MAX_BAD_WORDS or not all(0 < len(w) <= 256 for w in self.bad_words or ()):
+            raise InvalidRequestError(
+                f"bad_words must hold at most {MAX_BAD_WORDS} words of 1 to 256 characters", "bad_words"
+            )
         check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, excluded=0)
         check_range("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 256:
@@ -139,7 +143,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     def sampling_params(
         self,
-        defaults: GenerationDefaults,
+        tokenizer: Tokenizer,
         vocab_size: int,
         *,
         max_tokens: int | None,
@@ -147,7 +151,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         prompt_logprobs: int | None,
     ) -> SamplingParams:
         """The engine's parameters: the client's where given, else the model's recommendation, else OpenAI's default."""
-        given = {}
+        given, defaults = {}, tokenizer.generation_defaults
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             value = getattr(defaults, name) if value is None else value
@@ -160,6 +164,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             **given,
             logit_bias=_logit_bias(self.logit_bias),
             seed=self.seed,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=_bad_words(self.bad_words or (), tokenizer),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             include_stop_str_in_output=self.include_stop_str_in_output,
@@ -170,7 +176,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             skip_special_tokens=self.skip_special_tokens,
             grammar=grammar_of(self.response_format, self.structured_outputs),
         )
-        for field, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids = getattr(params, field) or ()
             if (beyond := max(ids, default=0)) >= vocab_size:
                 raise InvalidRequestError(f"{field} holds id {beyond}; the vocabulary has {vocab_size} tokens", field)
         return params
@@ -228,6 +235,12 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
             raise InvalidRequestError(f"logit_bias keys must be token ids, got {key[:64]!r}", "logit_bias")
         bias[int(key)] = value
     return bias
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word's tokens, as it stands at a text's beginning and after a space."""
+    forms = (tokenizer.encode(space + word, add_special_tokens=False) for word in words for space in ("", " "))
+    return tuple(dict.fromkeys(tuple(form) for form in forms if form))
 
 
 def check_range(name: str, value: int | None, low: int, high: int, excluded: int | None = None) -> None:

@@ -88,8 +88,9 @@ def word_pieces() -> Tokenizer:
 TOOL_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }} answer with "
     '<tool_call>{"name": n, "arguments": a}</tool_call> {# <think> </think> #}<|im_end|>\n{% endif %}'
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for m in messages %}{% if m.role == 'clown' %}{{ raise_exception('no clowns') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
     "{% for call in m.tool_calls or [] %}[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.city }}]"
     "{% endfor %}{% if m.tool_call_id %}[for {{ m.tool_call_id }}]{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
