@@ -15,7 +15,8 @@ from server.tracing import Tracer
 
 log = logging.getLogger("jaxserve.access")
 
-QUIET_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/pool"})  # asked for all the time; not logged but for a wrong key
+# Asked for all the time, as what is below /ui; not logged, but where the key is wrong.
+QUIET_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/pool"})
 
 
 class Access:
