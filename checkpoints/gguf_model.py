@@ -247,12 +247,12 @@ def _dtype(kinds: set[str]) -> str:
 
 
 def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
-    kind = keys.take("rope.scaling.type", lambda value: value in ("none", "linear", "yarn"), "none")
+    kind = keys.take("rope.scaling.type", lambda value: value in ("none", "linear", "yarn"), "linear")
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
     original = keys.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     if _ROPE_FACTORS in file.tensors:
-        if kind != "none":
-            raise keys.refuse(f"{_ROPE_FACTORS} beside rope.scaling.type {kind!r} is not supported")
+        if kind == "yarn" or factor != 1.0:
+            raise keys.refuse(f"{_ROPE_FACTORS} beside rope.scaling.type {kind!r} by {factor} is not supported")
         return _llama3_scaling(file, keys, config["rope_theta"], config["head_dim"])
     keys.expect("rope.scaling.attn_factor", 1.0)
     keys.expect("rope.scaling.yarn_attn_factor", 1.0)
@@ -262,7 +262,7 @@ def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[s
             key: keys.real(f"rope.scaling.yarn_{key}", at) for key, at in (("beta_fast", 32.0), ("beta_slow", 1.0))
         }
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
-    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else None
 
 
 def _llama3_scaling(file: GGUFFile, keys: _Keys, theta: float, head_dim: int) -> dict[str, Any] | None:

@@ -149,6 +149,10 @@ def altered(model_folders, tmp_path, monkeypatch):
             {"tensors": {"blk.0.ffn_gate_inp.weight": np.ones((2, 2), np.float32)}},
             "'blk.0.ffn_gate_inp.weight' is of a",
         ),
+        (
+            {"rope__scaling__factor": 2.0, "tensors": {"rope_freqs.weight": np.ones(64, np.float32)}},
+            "rope_freqs.weight beside rope.scaling.type 'linear' by 2.0",
+        ),
         ({"tensors": {"rope_freqs.weight": np.ones(3, np.float32)}}, r"is F32 \[3\], not F32 \[64\]"),
         ({"tensors": {"rope_freqs.weight": np.full(64, np.inf, np.float32)}}, "no scaling of Llama 3.1's kind"),
         ({"tensors": {"rope_freqs.weight": np.arange(64, dtype=np.float32)}}, "no scaling of Llama 3.1's kind"),
@@ -175,6 +179,19 @@ def test_settings_that_change_nothing(altered):
     assert config["num_key_value_heads"] == 1
     assert "rope_scaling" not in config
     assert config["torch_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("none", None),
+        ("linear", {"rope_type": "linear", "factor": 4.0}),
+        (None, {"rope_type": "linear", "factor": 4.0}),
+    ],
+)
+def test_kinds_of_scaling(altered, kind, expected):
+    config = open_gguf(altered(rope__scaling__type=kind, rope__scaling__factor=4.0)).config
+    assert config.get("rope_scaling") == expected
 
 
 def test_tokens_that_end_a_turn():
