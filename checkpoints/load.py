@@ -24,7 +24,8 @@ from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 64 * 2**20
+READ_BYTES = 2 * 2**20  # at a time: what was just read is still in the processor's cache when it is copied
+ALIGNMENT = 64  # bytes; such arrays become JAX arrays on CPU without another copy
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -78,7 +79,7 @@ def read_weight(
 ) -> np.ndarray | QuantArray:
     """One weight on the host: quantized when all its pieces are, and have a form in common."""
     if reader is None or not any(reader.parts(piece.name) for piece in pieces):
-        host = np.zeros(target.shape, target.dtype)
+        host = _zeros(target.shape, target.dtype)
         for piece in pieces:
             _fill(host, piece, tensors[piece.name])
         return host
@@ -112,7 +113,7 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
         values = [getattr(part, name) for part in parts]
         if values[0] is None:
             return None
-        host = np.zeros((shape[0], values[0].shape[1]), values[0].dtype)
+        host = _zeros((shape[0], values[0].shape[1]), values[0].dtype)
         for piece, value in zip(pieces, values, strict=True):
             _put(host, piece, value)
         return host
@@ -156,12 +157,18 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
-    if piece.split is not None:
-        _put(host, piece, tensor.read())
-        return
-    view = _view(host, piece)
-    for first, rows in tensor.read_rows(READ_BYTES):
-        view[first : first + len(rows)] = rows
+    view, split = _view(host, piece), piece.split
+    of_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor
+    for first, rows in tensor.read_rows(READ_BYTES, of_entry):
+        entries = rows if split is None else rows.reshape(len(rows) // of_entry, *split[1:])
+        view[first // of_entry : first // of_entry + len(entries)] = entries
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _put(host: np.ndarray, piece: Piece, value: np.ndarray) -> None:
