@@ -6,8 +6,9 @@ ROW …), each of them one tile of query rows against some blocks of one row's c
   grid      (kv_heads, items); items beyond those that the batch needs leave at once
   threads   one warpgroup that fetches, and one (decode) or two (prompts) that compute 64 query rows each
   pipeline  the fetcher reads page numbers from the block table and copies a block of keys and values, several pages
-            or a part of one, into a ring of shared memory slots (TMA; barriers `full` and `free`); the others compute
-            scores = Q K^T and values += P V with wgmma, a running softmax in float32 between them, P in registers
+            or a part of one, into a ring of shared memory slots (TMA; barriers `full` and `free`, one of keys and one
+            of values in each slot); the others compute scores = Q K^T and values += P V with wgmma, a running softmax
+            in float32 between them, P in registers. Codes go through a ring of their own, and the fetcher converts them
 
   decode    A tile is one token's group of heads, padded to 64 rows: the matrix unit has time to spare, as each cached
             token is read once (the traffic is that of the cache). Long rows are split into several items, so that few
@@ -18,7 +19,8 @@ ROW …), each of them one tile of query rows against some blocks of one row's c
             masked. XLA gathers the tiles' results back to tokens.
 
 What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
-Compiled for H200 without register spills worth the name; not yet run on. JAX's own causal kernel refuses CUDA 12.8 and
+Compiled for H200, not yet run on: without register spills worth the name, except for prompts with codes, which at
+head_dim 128 spill some 300 bytes a thread with pages of 16 tokens and 90 with pages of 64. JAX's own causal kernel refuses CUDA 12.8 and
 12.9, whose ptxas miscompiles it; whether these are affected is unknown.
 """
 
@@ -135,7 +137,8 @@ def _prompts(out, q, pages, block_tables, q_start, kv_len, num_decodes, *, sinks
     """`out` with the tokens of the rows from num_decodes on filled in."""
     tokens, kv_heads, group, head_dim = q.shape
     tile = Tile(2 * LANES, group, 2 * LANES // group // 8 * 8, head_dim, pages.page_size,
-                128 if head_dim <= 128 else 64, q.dtype, q.dtype, scale, window, softcap, interpret, _codes(pages))  # fmt: skip
+                128 if head_dim <= 128 else 64, q.dtype, q.dtype, scale, window, softcap, interpret,
+                _codes(pages))  # fmt: skip
     items, before = prompt_items(tile, tokens, q_start, kv_len, num_decodes)
     padded = jnp.pad(q, [(0, max(tile.tokens - tokens, 0)), (0, 0), (0, 0), (0, 0)])
     values, logs = launch(tile, items, block_tables, padded, pages)

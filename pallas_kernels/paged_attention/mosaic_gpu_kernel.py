@@ -68,7 +68,7 @@ def launch(
 
 
 def _scratch(tile: Tile) -> dict[str, Any]:
-    def array(*shape: int, dtype: Any = tile.dtype) -> plgpu.SMEM:
+    def array(*shape: int, dtype: Any = tile.dtype) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=_swizzled(tile.head_dim, jnp.dtype(dtype)))
 
     kv = array(tile.slots, 2, tile.block, tile.head_dim)
