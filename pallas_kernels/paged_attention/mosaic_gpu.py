@@ -20,8 +20,8 @@ ROW …), each of them one tile of query rows against some blocks of one row's c
 
 What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
 Compiled for H200, not yet run on: without register spills worth the name, except for prompts with codes, which at
-head_dim 128 spill some 300 bytes a thread with pages of 16 tokens and 90 with pages of 64. JAX's own causal kernel refuses CUDA 12.8 and
-12.9, whose ptxas miscompiles it; whether these are affected is unknown.
+head_dim 128 spill some 300 bytes a thread with pages of 16 tokens and 90 with pages of 64. JAX's own causal kernel
+refuses CUDA 12.8 and 12.9, whose ptxas miscompiles it; whether these are affected is unknown.
 """
 
 from __future__ import annotations
