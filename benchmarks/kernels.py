@@ -164,11 +164,13 @@ def line(row: Row) -> str:
 def plot(rows: Sequence[Row], title: str) -> Any:
     """A figure: for each operation a group of bars per case, a bar per backend: the fraction of the floor reached."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     done = [row for row in rows if "us" in row]
     operations = list(dict.fromkeys(row["operation"] for row in done))
     labels = {op: list(dict.fromkeys(row["case"] for row in done if row["operation"] == op)) for op in operations}
     heights = [len(labels[op]) + 1 for op in operations]
+    most = max([1.0, *(row["fraction"] for row in done)])
     figure = Figure(figsize=(10, 1 + 0.45 * sum(heights)), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     backends = list(dict.fromkeys(row["backend"] for row in done))
@@ -176,13 +178,14 @@ def plot(rows: Sequence[Row], title: str) -> Any:
         for i, name in enumerate(backends):
             mine = [row for row in done if row["operation"] == op and row["backend"] == name]
             places = [labels[op].index(row["case"]) + 0.8 * ((i + 0.5) / len(backends) - 0.5) for row in mine]
-            axes.barh(places, [row["fraction"] for row in mine], 0.8 / len(backends), color=COLORS[name], label=name)
-        axes.set(title=op, yticks=range(len(labels[op])), ylim=(len(labels[op]) - 0.5, -0.5), xlim=(0, None))
+            axes.barh(places, [row["fraction"] for row in mine], 0.8 / len(backends), color=COLORS[name])
+        axes.set(title=op, yticks=range(len(labels[op])), ylim=(len(labels[op]) - 0.5, -0.5), xlim=(0, 1.05 * most))
         axes.set_yticklabels(labels[op], fontsize="small")
         axes.axvline(1.0, color="0.4", linestyle="--")
         axes.grid(axis="x", alpha=0.3)
     figure.axes[-1].set_xlabel("fraction of the floor: least time / measured time")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(backends))
+    handles = [Patch(color=COLORS[name], label=name) for name in backends]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(backends))
     return figure
 
 
@@ -215,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = "float32" if platform == "cpu" else "bfloat16"
     chosen = [case for case in cases(args.sizes, dtype, args.page_size) if case.part in args.op]
     rows = []
-    for row in compare_all(chosen, able, ceilings, args.limit or LIMITS[args.sizes]):
+    for row in compare_all(chosen, able, ceilings, LIMITS[args.sizes] if args.limit is None else args.limit):
         rows.append(row)
         print(line(row), flush=True)
         if args.json is not None:  # after every row, so that an interrupted run leaves what it has

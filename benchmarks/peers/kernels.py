@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, WriteCase
-from jaxserve.bench.timing import Chain, Work
+from jaxserve.bench.timing import Chain, Work, in_groups
 from pallas_kernels.quant_matmul.reference import dequantize
 from pallas_kernels.registry import Device, explain, load
 
@@ -65,36 +65,55 @@ def _not_dense(case: Case) -> str | None:
 
 
 class TorchWork:
-    """Calls of functions without arguments, on a GPU as one CUDA graph where they can be captured."""
+    """Calls of functions without arguments, in groups as a `Chain` has them; on a GPU each group is a CUDA graph where
+    it can be captured."""
+
+    state = ()
 
     def __init__(self, torch: Any, functions: Sequence[Callable[[], Any]], give: Callable[[Any], Any]) -> None:
-        self.torch, self.functions, self.give = torch, functions, give
-        self.calls, self.asynchronous, self.state, self.graph = len(functions), torch.cuda.is_available(), (), None
-        self.last = [function() for function in functions][-1]
-        if self.asynchronous:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph):
-                    self.last = [function() for function in functions][-1]
-                self.graph = graph
-            except RuntimeError:
-                torch.cuda.synchronize()
+        self.torch, self.give, self.turn = torch, give, 0
+        self.asynchronous = torch.cuda.is_available()
+        self.groups = [_Group(torch, group) for group in in_groups(functions)]
+        self.calls = len(self.groups[0].functions)
 
     @property
     def outputs(self) -> list[jax.Array]:
+        """The last one of the last round."""
         return [jax.dlpack.from_dlpack(self.give(self.last).contiguous())]
 
     def enqueue(self, rounds: int) -> None:
         for _ in range(rounds):
-            if self.graph is not None:
-                self.graph.replay()
-            else:
-                self.last = [function() for function in self.functions][-1]
+            self.last = self.groups[self.turn % len(self.groups)].run()
+            self.turn += 1
 
     def wait(self) -> None:
         if self.asynchronous:
             self.torch.cuda.synchronize()
+
+
+class _Group:
+    def __init__(self, torch: Any, functions: Sequence[Callable[[], Any]]) -> None:
+        self.functions, self.graph = functions, None
+        self.call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    self.captured = self.call()
+                self.graph = graph
+            except RuntimeError:  # something that cannot be captured
+                torch.cuda.synchronize()
+
+    def call(self) -> Any:
+        """Keeps all results until the end, as they would be."""
+        return [function() for function in self.functions][-1]
+
+    def run(self) -> Any:
+        if self.graph is None:
+            return self.call()
+        self.graph.replay()
+        return self.captured
 
 
 class Torch:

@@ -7,6 +7,7 @@ donated.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +35,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ABC):
     """A problem and a way to make inputs for it.
 
     operation: of the registry. part: of it, as in results and in tables of block sizes.
@@ -53,12 +54,37 @@ class Case:
         """Of an error, over the largest value or norm."""
         return max(EPSILONS * float(jnp.finfo(self.dtype).eps), 1e-4)
 
+    @property
+    @abstractmethod
+    def problem(self) -> Any:
+        """As the registry is asked."""
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """The fewest that have to be read and written."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int: ...
+
     def state(self) -> Any:
         return ()
 
+    @abstractmethod
+    def arguments(self, seed: int) -> tuple[Any, ...]: ...
+
+    @abstractmethod
+    def call(self, module: ModuleType) -> Callable[..., tuple[Any, Any]]:
+        """The operation of a backend."""
+
     def result(self, state: Any, output: Any) -> jax.Array:
-        """What an operation is judged by."""
+        """What it is judged by."""
         return output
+
+    @abstractmethod
+    def exact(self, result: jax.Array, *arguments: Any) -> Compared:
+        """Some values of a result, and what they are to be."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +143,7 @@ class AttentionCase(Case):
         pages = make_pages(-1 - seed, sum(needed) + 1, self.problem)
         return q, pages, *(jnp.asarray(x) for x in (tables, q_start, kv_len)), jnp.int32(self.decodes)
 
-    def call(self, module: ModuleType) -> Callable[..., Any]:
+    def call(self, module: ModuleType) -> Callable[..., tuple[Any, Any]]:
         options = {"scale": self.head_dim**-0.5, "decode_only": self.part == "decode"}
         return lambda state, *arguments: (state, module.paged_attention(*arguments, **options))
 
@@ -205,7 +231,7 @@ class WriteCase(Case):
         number = problem.q_dtype.itemsize + problem.kv_dtype.itemsize
         return 2 * self.tokens * self.kv_heads * (self.head_dim * number + (4 if problem.has_scale else 0))
 
-    flops: ClassVar[int] = 0
+    flops = 0
 
     def state(self) -> KVPages:
         return make_pages(0, -(-4 * self.tokens // self.page_size) + 1, self.problem)
@@ -216,7 +242,7 @@ class WriteCase(Case):
         k, v = normal(seed, shape, self.dtype)
         return k, v, jnp.asarray(self.page_size + free, jnp.int32)
 
-    def call(self, module: ModuleType) -> Callable[..., Any]:
+    def call(self, module: ModuleType) -> Callable[..., tuple[Any, Any]]:
         write = getattr(module, "write_kv", kv_write.write_kv)
 
         return lambda pages, *arguments: (write(pages, *arguments), ())
@@ -279,7 +305,7 @@ class MatmulCase(Case):
         zero = integers(seed, -8, 8, blocks, jnp.int8) if self.has_zero else None
         return normal(-1 - seed, (self.tokens, self.inputs), self.dtype), QuantArray(codes, scale, zero, block=block)
 
-    def call(self, module: ModuleType) -> Callable[..., Any]:
+    def call(self, module: ModuleType) -> Callable[..., tuple[Any, Any]]:
         return lambda state, x, w: (state, module.quant_matmul(x, w))
 
     def exact(self, result: jax.Array, x: jax.Array, w: QuantArray) -> Compared:

@@ -74,15 +74,22 @@ def measure(work: Work) -> Timing:
     return Timing([total / (rounds * work.calls) for total, _ in taken], queued > 0.9 * total)
 
 
+def in_groups(items: Sequence[Any]) -> list[Sequence[Any]]:
+    """What each round calls, in turn."""
+    size = 1 if jax.default_backend() == "cpu" else math.gcd(len(items), CHAIN)
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
 class Chain:
     """Calls of `call(state, *arguments) -> (state, output)`, one for each of the sets of arguments, in turn. The state,
     which is donated, goes from each to the next."""
 
     def __init__(self, call: Callable[..., tuple[Any, Any]], state: Any, sets: Sequence[tuple[Any, ...]]) -> None:
         self.asynchronous = jax.default_backend() != "cpu"  # which may run several at a time
-        self.calls = math.gcd(len(sets), CHAIN) if self.asynchronous else 1
-        self.groups = [sets[i : i + self.calls] for i in range(0, len(sets), self.calls)]
-        self.state, self.outputs, self.turn = state, None, 0
+        self.groups = in_groups(sets)
+        self.calls = len(self.groups[0])
+        self.state, self.turn = state, 0
+        self.outputs: Any = None
 
         def run(state, sets):
             outputs = []
