@@ -137,18 +137,18 @@ def test_dense_matmul_stands_beside_one_format():
 
 def test_a_run(tmp_path, capsys):
     code = kernels.main(
-        ["--op", "decode", "write_kv", "--json", str(tmp_path / "k.json"), "--plot", str(tmp_path / "k.png")]
+        ["--op", "write_kv", "matmul", "--json", str(tmp_path / "k.json"), "--plot", str(tmp_path / "k.png")]
     )
     printed = capsys.readouterr().out
     assert code == 0, printed
     document = json.loads((tmp_path / "k.json").read_text())
     results = document["results"]
-    assert {row["operation"] for row in results} == {"decode", "write_kv"}
+    assert {row["operation"] for row in results} == {"write_kv", "matmul"}
     assert {row["status"] for row in results} == {"ok"}
-    assert {"xla"} <= {row["backend"] for row in results}
+    assert {"xla", "xla dense"} <= {row["backend"] for row in results}
     assert document["machine"]["backend"] == "cpu"
     assert document["ceilings"]["bytes_per_s"] > 1e6
-    assert document["command"][2:4] == ["--op", "decode"]
+    assert document["command"][2:4] == ["--op", "write_kv"]
     assert all(np.median(row["samples_us"]) == pytest.approx(row["us"]) for row in results)
     assert all(f"absent: {name}" in printed for name in document["absent"])
     assert (tmp_path / "k.png").read_bytes()[:4] == b"\x89PNG"

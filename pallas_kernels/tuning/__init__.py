@@ -153,7 +153,7 @@ def read(path: Path, kind: str) -> dict[tuple[str, str, str], dict[str, int]]:
         table = json.loads(path.read_text())
         found = table["device"]
         entries = [
-            (operation, backend, key, entry["sizes"])
+            (operation, backend, key, dict(entry["sizes"]))
             for operation, backends in table["sizes"].items()
             for backend, problems in backends.items()
             for key, entry in problems.items()
