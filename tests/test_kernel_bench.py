@@ -88,7 +88,7 @@ def test_time_per_call(queue, run, host_bound, monkeypatch):
 
 def test_a_chain_goes_through_all_inputs():
     sets = [(jnp.float32(10**i),) for i in range(4)]
-    chain = timing.Chain(lambda total, x: (total + x, 2 * x), jnp.float32(0), sets)
+    chain = timing.Chain(lambda total, x: (total + x, 2 * x), jnp.float32(0), sets, 2)
     chain.enqueue(8 // chain.calls)
     chain.wait()
     assert chain.state == 2222

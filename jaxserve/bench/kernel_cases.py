@@ -8,7 +8,7 @@ donated.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxserve.bench.timing import Work
 from pallas_kernels import kv_write
 from pallas_kernels.registry import AttentionProblem, MatmulProblem
 from pallas_kernels.types import KVPages, QuantArray
@@ -42,6 +43,7 @@ class Case(ABC):
     """
 
     operation: ClassVar[str]
+    checked: ClassVar[int] = 0  # which of the first round's results is checked
     name: str
     dtype: str
 
@@ -206,6 +208,7 @@ class WriteCase(Case):
     """New tokens' keys and values, to be written to scattered places."""
 
     operation: ClassVar[str] = "attention"
+    checked: ClassVar[int] = -1  # what was written last is there in the end
     tokens: int
     kv_heads: int = 8
     head_dim: int = 128
@@ -320,6 +323,13 @@ class MatmulCase(Case):
         if w.zero is not None:
             weight -= spread(w.zero)
         return pick(result, rows)[:, columns], pick(x, rows) @ (weight * spread(w.scale)).T
+
+
+def first_result(case: Case, work: Work, sets: Sequence[tuple[Any, ...]]) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Runs the first round of `work` on `sets`: the result that is checked, and its arguments."""
+    work.enqueue(1)
+    work.wait()
+    return case.result(work.state, work.outputs[case.checked]), sets[: work.calls][case.checked]
 
 
 def largest_error(found: np.ndarray, expected: np.ndarray) -> float:

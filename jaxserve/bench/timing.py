@@ -74,27 +74,31 @@ def measure(work: Work) -> Timing:
     return Timing([total / (rounds * work.calls) for total, _ in taken], queued > 0.9 * total)
 
 
-def in_groups(items: Sequence[Any]) -> list[Sequence[Any]]:
-    """What each round calls, in turn."""
-    size = 1 if jax.default_backend() == "cpu" else math.gcd(len(items), CHAIN)
+def in_groups(items: Sequence[Any], most: int = CHAIN) -> list[Sequence[Any]]:
+    """What each round calls, in turn; `most` is a power of two."""
+    size = 1 if jax.default_backend() == "cpu" else math.gcd(len(items), most)
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 class Chain:
     """Calls of `call(state, *arguments) -> (state, output)`, one for each of the sets of arguments, in turn. The state,
-    which is donated, goes from each to the next."""
+    which is donated, goes from each to the next. `most` calls in one program."""
 
-    def __init__(self, call: Callable[..., tuple[Any, Any]], state: Any, sets: Sequence[tuple[Any, ...]]) -> None:
+    def __init__(
+        self, call: Callable[..., tuple[Any, Any]], state: Any, sets: Sequence[tuple[Any, ...]], most: int = CHAIN
+    ) -> None:
         self.asynchronous = jax.default_backend() != "cpu"  # which may run several at a time
-        self.groups = in_groups(sets)
+        self.groups = in_groups(sets, most)
         self.calls = len(self.groups[0])
         self.state, self.turn = state, 0
         self.outputs: Any = None
 
+        inner = jax.jit(call)  # is lowered once
+
         def run(state, sets):
             outputs = []
             for arguments in sets:
-                state, output = call(state, *arguments)
+                state, output = inner(state, *arguments)
                 outputs.append(output)
             return state, outputs
 
