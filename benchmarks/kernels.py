@@ -202,15 +202,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     enable_compile_cache()
     facts, platform = machine(), Device.of(jax.devices()[0]).platform
     ceilings = timing.ceilings(platform)
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    chosen = [case for case in cases(args.sizes, dtype, args.page_size) if case.part in args.op]
     able, absent = contestants(args.backends)
+    for one in able:
+        reasons = [one.why_not(case, Device.of(jax.devices()[0])) for case in chosen]
+        if all(reasons):
+            absent[one.name] = "; ".join(dict.fromkeys(reasons))
     title = (f"{facts['device']}, jax {facts['jax']}: copies {1e-9 * ceilings['bytes_per_s']:,.0f} GB/s, "
              f"matmul {1e-12 * ceilings['flops_per_s']:,.2f} TFLOP/s")  # fmt: skip
     print(f"{report.machine_line(facts)}\n{title}")
     for name, reason in absent.items():
         print(f"absent: {name}: {reason}")
     print(f"\n{FORMAT.format(*HEADER)}", flush=True)
-    dtype = "float32" if platform == "cpu" else "bfloat16"
-    chosen = [case for case in cases(args.sizes, dtype, args.page_size) if case.part in args.op]
     rows = []
     for row in compare_all(chosen, able, ceilings, LIMITS[args.sizes] if args.limit is None else args.limit):
         rows.append(row)
