@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve | generate | chat | batch | models | kernels | bench`.
+"""The command line: `jaxserve serve | generate | chat | batch | models | kernels | tune | bench`.
 
 The composition root: the one place below `server` that knows it, and imports it only for the commands that need it.
 Nothing heavy is imported before the arguments have been understood, so that help and mistakes are instant.
@@ -16,6 +16,8 @@ from typing import Any
 
 from jaxserve.config import POOL_FRACTION, EngineConfig
 from pallas_kernels.registry import BACKENDS
+
+TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,6 +80,12 @@ def make_parser() -> argparse.ArgumentParser:
     for name, default, help_ in (("head-dim", 128, "of attention"), ("group", 4, "query heads of a key-value head"),
                                  ("page-size", 16, "tokens per page")):  # fmt: skip
         kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
+
+    tune = _command(commands, "tune", run_tune, "measure the kernels' block sizes on this device and keep the best")
+    tune.add_argument("--op", nargs="+", choices=TUNABLE, default=TUNABLE, help="which operations")
+    tune.add_argument("--sizes", choices=["small", "full"], default="full", help="full: those of Llama 3 8B and 70B")
+    tune.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="tokens per page of the cache")
+    tune.add_argument("--out", type=Path, metavar="JSON", help="the table to write; None: in the user's cache folder")
 
     models = _command(commands, "models", run_models, "list the models on this machine, or inspect one")
     models.set_defaults(folder=[])
@@ -287,6 +295,12 @@ def run_kernels(args: argparse.Namespace) -> int:
     device = (target_devices(args.target) if args.target else jax.devices())[0]
     print("\n".join(describe(Device.of(device), args.head_dim, args.group, args.page_size)))
     return 0
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    from jaxserve.tune import tune
+
+    return tune(args.op, args.sizes, args.page_size, args.out)
 
 
 def run_models(args: argparse.Namespace) -> int:

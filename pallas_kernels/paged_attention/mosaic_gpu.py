@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention.mosaic_gpu_items import (
     FIRST,
     LANES,
@@ -102,7 +103,8 @@ def _decode(q, pages, block_tables, q_start, kv_len, num_decodes, *, sinks, inte
                 scale, window, softcap, interpret, _codes(pages))  # fmt: skip
     length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     most = -(-block_tables.shape[1] * tile.page_size // tile.block)
-    spare = min(-(-PARALLEL // kv_heads), rows * (-(-most // MIN_BLOCKS) - 1))
+    tuned = tuning.lookup("decode", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), rows=rows)
+    spare = min(-(-tuned.get("parallel", PARALLEL) // kv_heads), rows * (-(-most // MIN_BLOCKS) - 1))
     items, owner = decode_items(length, tile.block, window, spare)
     padded = jnp.pad(q[:rows], [(0, 0), (0, 0), (0, heads - group), (0, 0)])
     values, logs = launch(tile, items, block_tables, padded, pages)
@@ -136,9 +138,10 @@ def _merge(values: jax.Array, logs: jax.Array, owner: jax.Array, rows: int, sink
 def _prompts(out, q, pages, block_tables, q_start, kv_len, num_decodes, *, sinks, interpret, scale, window, softcap):
     """`out` with the tokens of the rows from num_decodes on filled in."""
     tokens, kv_heads, group, head_dim = q.shape
-    tile = Tile(2 * LANES, group, 2 * LANES // group // 8 * 8, head_dim, pages.page_size,
-                128 if head_dim <= 128 else 64, q.dtype, q.dtype, scale, window, softcap, interpret,
-                _codes(pages))  # fmt: skip
+    tuned = tuning.lookup("prompts", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), tokens=tokens)
+    block = tuned.get("block") or (128 if head_dim <= 128 else 64)
+    tile = Tile(2 * LANES, group, 2 * LANES // group // 8 * 8, head_dim, pages.page_size, block,
+                q.dtype, q.dtype, scale, window, softcap, interpret, _codes(pages))  # fmt: skip
     items, before = prompt_items(tile, tokens, q_start, kv_len, num_decodes)
     padded = jnp.pad(q, [(0, max(tile.tokens - tokens, 0)), (0, 0), (0, 0), (0, 0)])
     values, logs = launch(tile, items, block_tables, padded, pages)

@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import tuning
 from pallas_kernels.quant_matmul.reference import expand, per_row
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
@@ -73,13 +74,16 @@ def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int)
     out, inputs = shape
     grouped = block[1] < inputs
     few = tokens <= 64
-    m = 128 if out >= 128 else 64
-    n = next((n for n in (8, 16, 32, 64) if n >= tokens), 64 if grouped else 128)
-    k = _step_size(inputs, block[1], bits, 128 if few or grouped else 64)
+    group = block[1] if grouped else 0
+    tuned = tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)
+    m = tuned.get("m") or (128 if out >= 128 else 64)
+    n = tuned.get("n") or next((n for n in (8, 16, 32, 64) if n >= tokens), 64 if grouped else 128)
+    k = _step_size(inputs, block[1], bits, tuned.get("k") or (128 if few or grouped else 64))
     assert k is not None, "why_not refuses what has no step size"
     slot = m * k * bits // 8 + n * k * 2
-    stages = min(max((SLOT_BYTES if few else WIDE_SLOT_BYTES) // slot, 2), 12)
-    splits = _splits(-(-out // m) * -(-tokens // n), inputs // k, inputs * bits // (128 * n))
+    stages = tuned.get("stages") or min(max((SLOT_BYTES if few else WIDE_SLOT_BYTES) // slot, 2), 12)
+    most = tuned.get("splits") or inputs * bits // (128 * n)
+    splits = _splits(-(-out // m) * -(-tokens // n), inputs // k, most)
     steps = inputs // k // splits
     return Plan(m, n, k, min(block[1], k) if grouped else k, min(stages, steps), splits, steps)
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from jax import lax
 
-from pallas_kernels import triton_compat
+from pallas_kernels import triton_compat, tuning
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.triton_compat import Target, pad
 from pallas_kernels.types import QuantArray
@@ -88,6 +88,14 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
         roomy = target.capability in (80, 90, 100, 103)
         step = 128 if grouped and roomy else 64
         tile = Tiles(128, 128, min(within, step), step, 1, 8, 3 if roomy else 2)
+    tuned = tuning.lookup(
+        "matmul", "triton",
+        x=x_dtype, codes=codes, group=group if grouped else 0, out=outputs, inputs=inputs, tokens=tokens,
+    )  # fmt: skip
+    tile = tile._replace(**tuned)
+    tile = tile._replace(inputs=min(tile.inputs, tile.step))
+    if "splits" in tuned:
+        return tile
     programs = -(-tokens // tile.tokens) * -(-outputs // tile.outputs)
     wanted = min(3 * target.cores // programs, inputs // (4 * tile.step))
     return tile._replace(splits=1 << (max(1, min(wanted, 16)).bit_length() - 1))
