@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -38,20 +39,17 @@ def compress(module: str, w: QuantArray, layout: str = LAYOUTS[0]) -> dict[str, 
 
     Raises CheckpointError for what the layout cannot say.
     """
-    w = refine(w, (1, w.block[1]))
+    w = jax.tree.map(np.asarray, refine(w, (1, w.block[1])))
     if w.order is not None or w.bias is not None:
         raise CheckpointError(f"{module}: neither {' nor '.join(LAYOUTS)} has a place for its column order or biases")
     if layout == "awq":
         return {f"{module}.{name}": values for name, values in _awq(module, w).items()}
-    scale = {f"{module}.weight_scale": w.scale}
+    tensors: dict[str, Any] = {f"{module}.weight_scale": w.scale}
     if w.codes.dtype not in (INT4, np.int8):
-        return {f"{module}.weight": w.codes, **scale}
+        return tensors | {f"{module}.weight": w.codes}
     bits = _bits(w)
-    tensors = {
-        f"{module}.weight_packed": pack(_unsigned(w.codes, bits), bits),
-        f"{module}.weight_shape": np.array(w.shape, np.int64),
-        **scale,
-    }
+    tensors[f"{module}.weight_packed"] = pack(_unsigned(w.codes, bits), bits)
+    tensors[f"{module}.weight_shape"] = np.array(w.shape, np.int64)
     if w.zero is not None:
         tensors[f"{module}.weight_zero_point"] = pack(_unsigned(w.zero, bits).T, bits).T
     return tensors
@@ -61,16 +59,16 @@ def _bits(w: QuantArray) -> int:
     return 4 if w.codes.dtype == INT4 else 8
 
 
-def _unsigned(values: np.ndarray, bits: int) -> np.ndarray:
-    return np.asarray(values).astype(np.int32) + (1 << bits - 1)
+def _unsigned(values: Any, bits: int) -> np.ndarray:
+    return values.astype(np.int32) + (1 << bits - 1)
 
 
-def _awq(module: str, w: QuantArray) -> dict[str, np.ndarray]:
+def _awq(module: str, w: QuantArray) -> dict[str, Any]:
     """Outputs last, eight of them in a word."""
     if w.codes.dtype != INT4 or w.shape[0] % 8:
         raise CheckpointError(f"{module}: the awq layout holds int4 for multiples of 8 outputs, not {w.shape[0]}")
 
-    def packed(values: np.ndarray) -> np.ndarray:
+    def packed(values: Any) -> np.ndarray:
         rows = _unsigned(values, 4).T
         return pack(rows.reshape(len(rows), -1, 8)[..., _AWQ_ORDER].reshape(rows.shape), 4)
 
@@ -84,12 +82,14 @@ def quantization_config(weights: Mapping[str, QuantArray], plain: list[str], lay
     Only dtypes and shapes of the weights are looked at.
     """
     if layout == "awq":
-        (size,) = {min(w.block[1], w.shape[1]) for w in weights.values()}
+        sizes = {min(w.block[1], w.shape[1]) for w in weights.values()}
+        size = sizes.pop() if len(sizes) == 1 else -1  # all inputs
         extra = {"group_size": size, "zero_point": True, "version": "gemm", "modules_to_not_convert": plain or None}
         return {"quant_method": "awq", "bits": 4, **extra}
+    sizes = {w.block[1] for w in weights.values() if w.block[1] < w.shape[1]}
     kinds: dict[str, list[str]] = {}
     for module, w in weights.items():
-        kinds.setdefault(json.dumps(_arguments(w)), []).append(module)
+        kinds.setdefault(json.dumps(_arguments(w, sizes)), []).append(module)
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if len(kinds) == 1 else modules,
@@ -113,8 +113,9 @@ def quantization_config(weights: Mapping[str, QuantArray], plain: list[str], lay
     }
 
 
-def _arguments(w: QuantArray) -> dict[str, Any]:
-    whole = w.block[1] >= w.shape[1]
+def _arguments(w: QuantArray, sizes: set[int]) -> dict[str, Any]:
+    """Inputs that are one group are called so where others have groups of that size."""
+    whole = w.block[1] >= w.shape[1] and w.block[1] not in sizes
     return {
         "num_bits": _bits(w),
         "type": "int" if w.codes.dtype in (INT4, np.int8) else "float",
@@ -143,9 +144,7 @@ def write_index(folder: Path, shards: Mapping[str, Mapping[str, int]]) -> None:
     """model.safetensors.index.json, from the bytes of each tensor of each file."""
     total = sum(size for tensors in shards.values() for size in tensors.values())
     weight_map = {name: file for file, tensors in shards.items() for name in tensors}
-    write_json(
-        folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
-    )
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def copy_rest(source: Path, folder: Path) -> None:

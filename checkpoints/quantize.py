@@ -41,7 +41,7 @@ class Scheme:
     kind: str
     group_size: int | None = None
     symmetric: bool = True
-    scale_dtype: Any = np.dtype(np.float32)
+    scale_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -92,12 +92,13 @@ def _change(w: jax.Array, scale: jax.Array, zero: jax.Array, scheme: Scheme) -> 
 
 def _array(codes: jax.Array, scale: jax.Array, zero: jax.Array, scheme: Scheme) -> QuantArray:
     """A QuantArray of NumPy arrays from codes, scales and zero points in float32."""
-    return QuantArray(
-        codes=np.asarray(codes.astype(KINDS[scheme.kind][2])),
-        scale=np.asarray(scale.astype(scheme.scale_dtype)),
-        zero=None if scheme.symmetric else np.asarray(zero.astype(jnp.int8)),
+    made = QuantArray(
+        codes=codes.astype(KINDS[scheme.kind][2]),
+        scale=scale.astype(scheme.scale_dtype),
+        zero=None if scheme.symmetric else zero.astype(jnp.int8),
         block=(1, codes.shape[1] // scale.shape[1]),
     )
+    return jax.tree.map(np.asarray, made)
 
 
 def rtn(weight: Any, scheme: Scheme) -> QuantArray:
@@ -127,8 +128,8 @@ def gptq(weight: Any, hessian: Any, scheme: Scheme, *, damping: float = 0.01, ac
     factor = _inverse_factor(hessian[order][:, order], damping)
     scale, zero = _grid(w, scheme)
     w, size = w[:, order], scheme.group_size
-    ahead = act_order or size is None or size > COLUMNS
-    step = COLUMNS if ahead else size
+    ahead = act_order or size is None
+    step = COLUMNS if size is None or ahead else size
     scales, zeros = (_columns(values, w)[:, order] for values in (scale, zero))
     done, grids = [], []
     for first in range(0, w.shape[1], step):
@@ -166,7 +167,7 @@ def _inverse_factor(hessian: jax.Array, damping: float) -> jax.Array:
 def _gptq_block(
     w: jax.Array, factor: jax.Array, scale: jax.Array, zero: jax.Array, kind: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes of neighbouring columns, and by how much they miss in units of the factor's diagonal; all [out, columns]."""
+    """Codes of neighbouring columns, and their errors over the factor's diagonal; all [out, columns]."""
 
     def column(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         w, codes, errors = state

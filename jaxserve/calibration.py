@@ -43,7 +43,7 @@ def read_windows(path: Path, tokenizer: Tokenizer, samples: int, length: int) ->
         if path.suffix == ".jsonl":
             text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no calibration text, nor JSON lines with a \"text\" each: {error!r}") from None
+        raise ConfigError(f'{path} is no calibration text, nor JSON lines with a "text" each: {error!r}') from None
     ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
     windows = ids[: len(ids) // length * length].reshape(-1, length)
     if not len(windows):
@@ -128,7 +128,8 @@ def _forward(
     config = decoder.config
     rope = rope_angles(config.rope, config.head_dim, jnp.arange(len(x)))
     layer = decoder.clone(ops=Ops(matmul=recording)).layer
-    return layer.apply({"params": unflatten_dict(params, sep="/")}, x, rope, attend), seen
+    output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, rope, attend)
+    return output, seen
 
 
 @partial(jax.jit, static_argnames=("decoder", "window"))

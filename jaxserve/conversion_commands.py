@@ -30,10 +30,27 @@ def add_commands(commands: Any) -> None:
                           help="gptq takes columns as they stand, not those with large inputs first")  # fmt: skip
     quantize.add_argument("--quantize-head", action="store_true", help="the output head too")
 
+    convert = _command(commands, "convert", run_convert, "write a copy of a model in another format")
+    _add_model(convert)
+    convert.add_argument("out", type=Path, help="a new folder")
+    convert.add_argument("--format", choices=["orbax", "safetensors"], required=True,
+                         help="orbax: each device of a mesh reads its own part; safetensors: what everybody reads, "
+                         "quantized weights as compressed-tensors")  # fmt: skip
+    convert.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="DEVICES",
+                         help="the most that an orbax checkpoint will be split over, where these are more than the "
+                         "model has key-value heads")  # fmt: skip
+
 
 def run_quantize(args: argparse.Namespace) -> int:
     from jaxserve.quantize import QuantizeConfig, quantize_model
 
     given = {name: getattr(args, name) for name in QuantizeConfig.__dataclass_fields__}
     quantize_model(args.model, args.out, QuantizeConfig(**given))
+    return 0
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    from jaxserve.convert import convert_model
+
+    convert_model(args.model, args.out, args.format, args.tensor_parallel_size)
     return 0

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 METHODS = ("rtn", "gptq", "awq")
 GROUP_SIZES = (128, 64, 32)
-RECIPE = "quantize.json"  # in the output folder: the settings that its layers were made with
+RECIPE = "quantize.json"  # in an unfinished folder: the settings that its layers were made with
 TEXT = "calibration.txt"  # in the model's folder: what is read where no text is named
 
 # A matrix of the decoder, the roles whose tensors it is made of, and what gives its inputs: AWQ divides that.
@@ -170,7 +170,9 @@ class _Run:
             before = json.loads(path.read_text(encoding="utf-8"))
             if changed := [name for name in recipe if recipe[name] != before.get(name)]:
                 what = ", ".join(f"{name}: {before.get(name)!r:.80}, now {recipe[name]!r:.80}" for name in changed)
-                raise ConfigError(f"{self.out} was begun with other settings ({what}); remove it, or choose another folder")
+                raise ConfigError(
+                    f"{self.out} was begun with other settings ({what}); remove it, or choose another folder"
+                )
             return
         if self.out.exists() and any(self.out.iterdir()):
             raise ConfigError(f"{self.out} is not empty, and holds no {RECIPE} of an interrupted run")
@@ -229,8 +231,8 @@ class _Run:
             heads = (1, 1, -1)
             if giver == "v":  # query heads of a group see the same values
                 heads = (self.model.num_kv_heads, self.model.group_size, -1)
-            alike = np.asarray(magnitude).reshape(heads)
-            alike = np.broadcast_to(alike.mean(1, keepdims=True), alike.shape).ravel()
+            by_head = np.asarray(magnitude).reshape(heads)
+            alike = np.broadcast_to(by_head.mean(1, keepdims=True), by_head.shape).ravel()
             scales = awq_scales([tensors[name] for name in consumers], hessian, alike, self.scheme)
             rows = scales.reshape(heads)[:, 0].ravel()
             for kind in ("weight", "bias"):
@@ -245,7 +247,7 @@ class _Run:
                     scales = np.divide(old, new, dtype=np.float32, out=scales, where=new != 0, casting="unsafe")
             for name in consumers:
                 tensors[name] = tensors[name].astype(np.float32) * scales
-            seen[path] = Statistics(hessian / jnp.outer(scales, scales), magnitude)
+            seen[path] = Statistics(hessian / jnp.outer(jnp.asarray(scales), jnp.asarray(scales)), magnitude)
 
     def _write(self, layer: int, tensors: dict[str, np.ndarray], weights: dict[str, QuantArray]) -> None:
         for name, weight in weights.items():
@@ -263,6 +265,7 @@ class _Run:
         copy_rest(self.folder, self.out)
         self.activations(len(layers)).unlink(missing_ok=True)
         write_json(self.out / "config.json", self.values | {"quantization_config": self._quantization_config()})
+        (self.out / RECIPE).unlink()
 
     def _quantized_head(self) -> dict[str, QuantArray]:
         if self.head is None:
