@@ -16,7 +16,8 @@ _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.t
 
 
 def resolve_model(model: str, *, weights: bool = True) -> Path:
-    """The folder of a local path, a hub id (downloaded to the hub's cache when needed) or the bundled "demo".
+    """The folder of a local path, a hub id (downloaded to the hub's cache when needed) or the bundled "demo"; or the
+    path of a GGUF file.
 
     Raises CheckpointError when there is no such model.
     """
@@ -26,7 +27,11 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
     if model and os.path.isdir(path):
         return path.resolve()
     if model and os.path.exists(path):
-        raise CheckpointError(f"{model} is a file; give the folder that holds config.json and the .safetensors files")
+        if path.suffix == ".gguf":
+            return path.resolve()
+        raise CheckpointError(
+            f"{model} is a file; give the folder that holds config.json and the .safetensors files, or a .gguf file"
+        )
     if not _HUB_ID.match(model):
         raise CheckpointError(
             f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo'"

@@ -1,7 +1,7 @@
 """Files to sharded device arrays, one weight at a time.
 
-A weight of ours may be made of several tensors of the file (query, key and value, say), each transposed into its place.
-Host memory holds one weight and READ_BYTES of file at a time.
+A weight of ours may be made of several tensors of the file (query, key and value, say), each brought into its place.
+Host memory holds one weight and READ_BYTES of file at a time. Quantized weights stay quantized.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
 from checkpoints.errors import CheckpointError
+from checkpoints.formats import QuantReader
+from checkpoints.quantized import common_form, dequantize
 from checkpoints.safetensors import TensorInfo
+from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ class Piece:
 
     `shape` must be the tensor's in the file. `view` gives, of the host array of our weight, a writable view whose axes
     line up with the tensor's own; the view may have more rows, which stay zero. With `split` the tensor is reshaped to
-    it first, read at once, and broadcast where the view is larger.
+    it first, read at once, and broadcast where the view is larger. Neither depends on the number of columns.
     """
 
     name: str
@@ -39,36 +43,95 @@ class Piece:
     split: tuple[int, ...] | None = None
 
 
+Placer = Callable[[np.ndarray | QuantArray, jax.sharding.Sharding], Any]
+
+
 def load_weights(
     tensors: Mapping[str, TensorInfo],
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     pieces: Mapping[str, list[Piece]],
     ignored: Callable[[str], bool] = lambda name: False,
     progress: bool = True,
-) -> dict[str, jax.Array]:
+    reader: QuantReader | None = None,
+    place: Placer = jax.device_put,
+) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
 
-    Raises CheckpointError for missing tensors, wrong shapes and types that are no plain floats. Tensors that nothing
-    uses are logged, unless `ignored`.
+    What `reader` knows comes out quantized; `place` brings a weight that is whole on the host to the devices, given the
+    sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes and types that are no plain
+    floats. Tensors that nothing uses are logged, unless `ignored`.
     """
-    check(tensors, pieces, ignored)
+    check(tensors, pieces, ignored, reader)
     weights = {}
     total = sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         for path, target in abstract.items():
-            host = np.zeros(target.shape, target.dtype)
-            for piece in pieces[path]:
-                _fill(host, piece, tensors[piece.name])
-            weights[path] = jax.device_put(host, target.sharding)
-            weights[path].block_until_ready()  # so that one host copy lives at a time
-            bar.update(host.nbytes)
+            host = read_weight(pieces[path], tensors, target, reader)
+            weights[path] = jax.block_until_ready(place(host, target.sharding))  # so that one host copy lives at a time
+            bar.update(math.prod(target.shape) * target.dtype.itemsize)
             del host
     return weights
 
 
-def check(tensors: Mapping[str, TensorInfo], pieces: Mapping[str, list[Piece]], ignored: Callable[[str], bool]) -> None:
+def read_weight(
+    pieces: list[Piece], tensors: Mapping[str, TensorInfo], target: jax.ShapeDtypeStruct, reader: QuantReader | None
+) -> np.ndarray | QuantArray:
+    """One weight on the host: quantized when all its pieces are, and have a form in common."""
+    if reader is None or not any(reader.parts(piece.name) for piece in pieces):
+        host = np.zeros(target.shape, target.dtype)
+        for piece in pieces:
+            _fill(host, piece, tensors[piece.name])
+        return host
+    values = [_value(piece, tensors, reader) for piece in pieces]
+    parts = [value for value in values if isinstance(value, QuantArray)]
+    if len(pieces) == len(parts) == 1 and pieces[0].split is None and pieces[0].shape == target.shape:
+        return parts[0]
+    if len(parts) == len(values) and (alike := common_form(parts)) is not None:
+        return _join(pieces, alike, target.shape)
+    if parts:
+        log.warning("%s: kept as %s, since its parts are quantized differently", pieces[0].name, target.dtype.name)
+    host = np.zeros(target.shape, target.dtype)
+    for piece, value in zip(pieces, values, strict=True):
+        _put(host, piece, dequantize(value) if isinstance(value, QuantArray) else value)
+    return host
+
+
+def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader) -> np.ndarray | QuantArray:
+    if not reader.parts(piece.name):
+        return tensors[piece.name].read()
+    assert len(piece.shape) == 2, f"{piece.name} is no matrix"
+    value = reader.read(piece.name, (piece.shape[0], piece.shape[1]))
+    assert value.shape == piece.shape, (piece.name, value.shape)
+    return value
+
+
+def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) -> QuantArray:
+    """The rows of parts that are alike, with blocks of one row, in their places in [out, in]."""
+
+    def placed(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if values[0] is None:
+            return None
+        host = np.zeros((shape[0], values[0].shape[1]), values[0].dtype)
+        for piece, value in zip(pieces, values, strict=True):
+            _put(host, piece, value)
+        return host
+
+    arrays = {name: placed(name) for name in ("codes", "scale", "zero", "bias")}
+    return QuantArray(**arrays, block=parts[0].block, order=parts[0].order)
+
+
+def check(
+    tensors: Mapping[str, TensorInfo],
+    pieces: Mapping[str, list[Piece]],
+    ignored: Callable[[str], bool],
+    reader: QuantReader | None = None,
+) -> None:
     """Compares what the model needs with what the files have, before anything is read."""
     needed = {piece.name: piece for some in pieces.values() for piece in some}
+    parts = {name: reader.parts(name) for name in needed} if reader else {}
+    quantized = {part for some in parts.values() for part in some}
+    needed = {name: piece for name, piece in needed.items() if not parts.get(name)}
     if missing := [name for name in needed if name not in tensors]:
         raise CheckpointError(f"the checkpoint lacks {_listed(missing)}, which its config.json asks for")
     for name, piece in needed.items():
@@ -82,7 +145,7 @@ def check(tensors: Mapping[str, TensorInfo], pieces: Mapping[str, list[Piece]], 
             raise CheckpointError(
                 f"{tensor.path.name}: tensor {name!r} has dtype {tensor.dtype.name}, not a plain float"
             )
-    if unused := [name for name in tensors if name not in needed and not ignored(name)]:
+    if unused := [name for name in tensors if name not in needed and name not in quantized and not ignored(name)]:
         log.warning("unused tensors in the checkpoint: %s", _listed(unused))
 
 
@@ -93,10 +156,23 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
-    view = piece.view(host)
-    assert np.shares_memory(view, host), f"the place of {piece.name} in {host.shape} is a copy, not a view"
     if piece.split is not None:
-        view[...] = tensor.read().reshape(piece.split)
+        _put(host, piece, tensor.read())
         return
+    view = _view(host, piece)
     for first, rows in tensor.read_rows(READ_BYTES):
         view[first : first + len(rows)] = rows
+
+
+def _put(host: np.ndarray, piece: Piece, value: np.ndarray) -> None:
+    view = _view(host, piece)
+    if piece.split is not None:
+        view[...] = value.reshape(piece.split)
+    else:
+        view[: len(value)] = value
+
+
+def _view(host: np.ndarray, piece: Piece) -> np.ndarray:
+    view = piece.view(host)
+    assert np.shares_memory(view, host), f"the place of {piece.name} in {host.shape} is a copy, not a view"
+    return view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ from pallas_kernels.types import QuantArray
 INT4 = np.dtype(ml_dtypes.int4)
 
 
-def expand(values: np.ndarray, block: tuple[int, int], shape: tuple[int, int]) -> np.ndarray:
+def expand(values: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
     """One value per block [ceil(out / rows), ceil(in / inputs)] -> one per weight [out, in], in the same dtype."""
     for axis in (0, 1):
         if values.shape[axis] != shape[axis]:
@@ -38,7 +39,7 @@ def dequantize(w: QuantArray) -> np.ndarray:
 
 def refine(w: QuantArray, block: tuple[int, int]) -> QuantArray:
     """The same values with smaller blocks, which must divide the old ones (or the old ones hold a whole axis)."""
-    new = tuple(min(b, size) for b, size in zip(block, w.shape, strict=True))
+    new = min(block[0], w.shape[0]), min(block[1], w.shape[1])
     if new == w.block:
         return w
     counts = tuple(-(-size // b) for size, b in zip(w.shape, new, strict=True))
@@ -54,6 +55,39 @@ def refine(w: QuantArray, block: tuple[int, int]) -> QuantArray:
         return values
 
     return replace(w, scale=spread(w.scale), zero=spread(w.zero), bias=spread(w.bias), block=new)
+
+
+def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
+    """The same values in arrays that are alike, so that the rows of all can be one weight: blocks of one row, the
+    smallest along the inputs, the widest of the integers, and zero points and biases everywhere or nowhere. None where
+    there is no such form.
+    """
+    first = parts[0]
+    if any((a.order is None) != (first.order is None) or not np.array_equal(a.order, first.order) for a in parts):
+        return None
+    kinds = {a.codes.dtype for a in parts}
+    if len(kinds) > 1 and not kinds <= {INT4, np.dtype(np.int8)}:
+        return None
+    inputs = first.shape[1]
+    sizes = {min(a.block[1], inputs) for a in parts}
+    block = (1, sizes.pop() if len(sizes) == 1 else math.gcd(*sizes))
+    parts = [refine(a, block) for a in parts]
+    codes = kinds.pop() if len(kinds) == 1 else np.dtype(np.int8)
+
+    def unite(values: list[Any], like: list[Any]) -> list[Any]:
+        """None becomes zeros where others are not None; dtypes become one that holds all."""
+        given = {x.dtype for x in values if x is not None}
+        if not given:
+            return values
+        dtype = given.pop() if len(given) == 1 else np.dtype(np.float32)
+        return [np.zeros(y.shape, dtype) if x is None else x.astype(dtype) for x, y in zip(values, like, strict=True)]
+
+    scales = [a.scale for a in parts]
+    columns = {name: unite([getattr(a, name) for a in parts], scales) for name in ("scale", "zero", "bias")}
+    return [
+        replace(a, codes=a.codes.astype(codes), **{name: values[i] for name, values in columns.items()})
+        for i, a in enumerate(parts)
+    ]
 
 
 def quant_bytes(w: QuantArray) -> int:

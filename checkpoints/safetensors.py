@@ -57,25 +57,32 @@ class TensorInfo:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def rows_at_once(self) -> int:
+        """Only multiples of so many rows can be read."""
+        return 1
+
     def read(self) -> np.ndarray:
         """The whole tensor, in the file's dtype."""
         parts = [rows for _, rows in self.read_rows(max(self.nbytes, 1))]
         return parts[0] if parts else np.empty(self.shape, self.dtype)
 
     def read_rows(self, max_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, rows) along the first axis, at most `max_bytes` (but one row) at a time."""
+        """(first row, rows) along the first axis, at most `max_bytes` (but `rows_at_once`) at a time."""
         if not self.shape:
             yield 0, self._read(0, 1).reshape(())
             return
         row = math.prod(self.shape[1:])
         if row == 0 or self.shape[0] == 0:
             return
-        step = max(1, max_bytes // (row * self.dtype.itemsize))
+        least = self.rows_at_once
+        step = max(least, max_bytes // (row * self.dtype.itemsize) // least * least)
         for first in range(0, self.shape[0], step):
             count = min(step, self.shape[0] - first)
             yield first, self._read(first * row, count * row).reshape(count, *self.shape[1:])
 
     def _read(self, first: int, count: int) -> np.ndarray:
+        """`count` numbers from the `first` on, which are whole rows where the tensor has rows."""
         data = np.fromfile(self.path, self.dtype, count, offset=self.start + first * self.dtype.itemsize)
         if data.size != count:
             raise CheckpointError(f"{self.path} ends inside tensor {self.name!r}: it was truncated while being read")

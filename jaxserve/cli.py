@@ -79,8 +79,15 @@ def make_parser() -> argparse.ArgumentParser:
                                  ("page-size", 16, "tokens per page")):  # fmt: skip
         kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
 
-    models = _command(commands, "models", run_models, "list the models on this machine and the supported architectures")
-    models.add_argument("folder", nargs="*", type=Path, help="further folders to look in")
+    models = _command(commands, "models", run_models, "list the models on this machine, or inspect one")
+    models.set_defaults(folder=[])
+    about = models.add_subparsers(title="commands", metavar="COMMAND")
+    listing = _command(about, "list", run_models, "list the models on this machine and the supported architectures")
+    listing.add_argument("folder", nargs="*", type=Path, help="further folders to look in")
+    inspect = _command(about, "inspect", run_inspect, "what a model needs of each device's memory, without loading it")
+    _add_model(inspect)
+    inspect.add_argument("--target", metavar="NAME", help="a device that is not here, such as h200x1 or v5e-4")
+    _add_engine_flags(inspect)
 
     from jaxserve import conversion_commands  # here, because these use this module
     from jaxserve.bench.commands import add_commands
@@ -133,12 +140,19 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",
          help="size of the KV cache in pages; None: what the memory allows")  # fmt: skip
     flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS", help="tokens per KV page")
+    flag("--kv-cache-dtype", field="kv_cache_dtype", choices=["auto", "bf16", "fp8", "int8"],
+         help="of cached keys and values, fp8 and int8 with scales; auto: that of the computation")  # fmt: skip
     flag("--dtype", field="dtype", choices=["auto", "float32", "bfloat16", "float16"],
          help="of weights, computation and cache; auto: float32 on CPU, else the checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",
          help="devices that share each layer")  # fmt: skip
     flag("--attention-backend", field="attention_backend", choices=["auto", *BACKENDS],
          help="kernels for attention; auto: the first that runs here, see `jaxserve kernels`")  # fmt: skip
+    flag("--matmul-backend", field="matmul_backend", choices=["auto", *BACKENDS],
+         help="the same for products with quantized weights")  # fmt: skip
+    flag("--quantization", field="quantization", metavar="NAME",
+         help="of the weights; auto: as the checkpoint is; int8, int4 or fp8: quantize one in floats while it is "
+         "loaded; a format such as awq: insist on it")  # fmt: skip
     flag("--load-format", field="load_format", choices=["auto", "dummy"],
          help="auto: read the safetensors; dummy: random weights from config.json alone")  # fmt: skip
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")
@@ -293,6 +307,17 @@ def run_models(args: argparse.Namespace) -> int:
     print("\nsupported architectures:")
     for family in families():
         print(f"  {family.name:12} {', '.join(family.architectures)}")
+    return 0
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    from jaxserve.plan import describe_model
+    from jaxserve.targets import target_devices
+
+    devices = target_devices(args.target) if args.target else None
+    if devices and args.tensor_parallel_size == 1:
+        args.tensor_parallel_size = len(devices)
+    print("\n".join(describe_model(engine_config(args), devices)))
     return 0
 
 

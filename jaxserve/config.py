@@ -32,11 +32,15 @@ class EngineConfig:
         elsewhere no such limit.
       max_waiting: most requests waiting for a place before new ones are turned away; None is no limit.
       page_size: tokens per KV page.
+      kv_cache_dtype: of keys and values in the cache; fp8 and int8 with a scale for each head of each token.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
         the memory that is available at start, and at most 1 GiB of cache unless kv_pages says otherwise.
       tensor_parallel_size: devices that share each layer.
+      quantization: of the weights: auto is what the checkpoint has; the name of a format insists on it; int8, int4 or
+        fp8 quantizes a checkpoint in floats while it is loaded (and dummy weights).
       attention_backend: the kernels for attention: auto, or one of `pallas_kernels.registry.BACKENDS`.
+      matmul_backend: the same for products with quantized weights.
       async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
       decode_steps: most tokens that a decoding sequence draws in one call of the devices, where no prompt is computed
         and nothing waits; 1 to 16. The loop runs on the devices; answers do not depend on it.
@@ -57,10 +61,13 @@ class EngineConfig:
     prefill_chunk: int | None = None
     max_waiting: int | None = None
     page_size: int = 16
+    kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = "auto"
     kv_pages: int | None = None
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
+    quantization: str = "auto"
     attention_backend: str = "auto"
+    matmul_backend: str = "auto"
     async_scheduling: bool = True
     decode_steps: int = 16
     latency_goal_ms: float | None = None
@@ -97,7 +104,9 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("load_format", ("auto", "dummy")),
+            ("kv_cache_dtype", ("auto", "bf16", "fp8", "int8")),
             ("attention_backend", ("auto", *BACKENDS)),
+            ("matmul_backend", ("auto", *BACKENDS)),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -19,11 +19,11 @@ from jaxserve.batch import largest_shapes, pack, split, step_shapes
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import CompileCounter, enable_compile_cache
 from jaxserve.config import EngineConfig
-from jaxserve.kv_cache import CacheLayout
+from jaxserve.kv_cache import CacheLayout, cache_dtype
 from jaxserve.logprobs import PromptScores, read_scores
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model
+from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Rows
 from jaxserve.sampling import Sampled
@@ -79,7 +79,7 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         layout = runner.layout
-        self.dtype = layout.dtype.name
+        self.dtype = np.dtype(runner.model.dtype).name
         self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
         on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
         self.scheduler = Scheduler(
@@ -113,15 +113,20 @@ class Engine:
         device = mesh.devices.flat[0]
         dtype = compute_dtype(config, model, device.platform)
         longest = memory.max_model_len(config, model)
-        decoder = make_decoder(model, mesh, dtype, config.page_size, config.attention_backend)
+        kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+        backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
+        decoder = make_decoder(model, mesh, dtype, page_size=config.page_size, kv_dtype=kv_dtype, **backends)
         params = make_params(decoder, folder, mesh, config, progress=progress)
+        decoder = trust_matmul(decoder, params, mesh, config.matmul_backend)
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
+        log.info("%s", memory.describe_weights(params))
 
         runner = ModelRunner(decoder, params, mesh, config.max_num_seqs)
         tokens = max(max_batched_tokens(config), config.max_num_seqs)
-        free = device.platform == "cpu" and mesh.size == 1 and dtype == np.float32 and cpu_build.possible()
+        on_one_cpu = device.platform == "cpu" and mesh.size == 1
+        free = on_one_cpu and dtype == kv_dtype == np.float32 and cpu_build.possible()
         shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size, padding_is_free=free)
-        one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, dtype, device.platform)
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, kv_dtype, device.platform)
 
         def set_pages(pages: int, max_len: int) -> None:
             runner.plan(replace(one_page, num_pages=pages), -(-max_len // config.page_size))
@@ -138,8 +143,9 @@ class Engine:
             set_pages(pages, max_len)
         runner.allocate()
         log.info(
-            "KV cache: %d pages of %d tokens (%s), %d tokens; longest request %d tokens",
-            pages, config.page_size, memory.size(pages * one_page.page_bytes), (pages - 1) * config.page_size, max_len,
+            "KV cache: %d pages of %d tokens (%s, %d bytes a token in %s), %d tokens; longest request %d tokens",
+            pages, config.page_size, memory.size(pages * one_page.page_bytes), one_page.token_bytes, kv_dtype,
+            (pages - 1) * config.page_size, max_len,
         )  # fmt: skip
         return cls(config, model, runner, folder, max_len, shapes, budget)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.mesh import sharding
@@ -22,7 +22,10 @@ KVCache = list[KVPages]  # one per layer
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shape of the cache: per layer [num_pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`."""
+    """Shape of the cache: per layer [num_pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`.
+
+    Codes of int8 or fp8 have a scale for each head of each token.
+    """
 
     num_layers: int
     num_pages: int
@@ -39,13 +42,18 @@ class CacheLayout:
         return cls(model.num_layers, num_pages, page_size, kv_heads, head_dim, jnp.dtype(dtype))
 
     @property
-    def layer_shape(self) -> tuple[int, ...]:
-        return (self.num_pages, 2, self.kv_heads, self.page_size, self.head_dim)
+    def layer(self) -> KVPages:
+        """One layer's arrays, as shapes."""
+        scales = (self.num_pages, 2, self.kv_heads, self.page_size)
+        data: Any = jax.ShapeDtypeStruct((*scales, self.head_dim), self.dtype)
+        scale: Any = jax.ShapeDtypeStruct(scales, jnp.float32) if has_scale(self.dtype) else None
+        return KVPages(data, scale)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers and devices."""
-        return self.num_layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        head = self.head_dim * self.dtype.itemsize + (4 if has_scale(self.dtype) else 0)
+        return self.num_layers * 2 * self.kv_heads * head
 
     @property
     def page_bytes(self) -> int:
@@ -56,12 +64,27 @@ class CacheLayout:
 
     def abstract(self, mesh: Mesh) -> list[KVPages]:
         """The cache's shapes, dtypes and shardings."""
-        layer = jax.ShapeDtypeStruct(self.layer_shape, self.dtype, sharding=self.sharding(mesh))
-        return [KVPages(cast(jax.Array, layer))] * self.num_layers
+        sharding = self.sharding(mesh)
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.layer)
+        return [layer] * self.num_layers
 
     def create(self, mesh: Mesh) -> KVCache:
-        zeros = jax.jit(partial(jnp.zeros, self.layer_shape, self.dtype), out_shardings=self.sharding(mesh))
-        return [KVPages(zeros()) for _ in range(self.num_layers)]
+        def zeros() -> KVPages:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.layer)
+
+        make = jax.jit(zeros, out_shardings=self.sharding(mesh))
+        return [make() for _ in range(self.num_layers)]
+
+
+def cache_dtype(name: str, compute: Any) -> np.dtype:
+    """The dtype of keys and values for `EngineConfig.kv_cache_dtype`; auto is that of the computation."""
+    named = {"auto": compute, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+    return np.dtype(named[name])
+
+
+def has_scale(dtype: Any) -> bool:
+    """Whether keys and values of this dtype are codes, which need a scale."""
+    return dtype in (jnp.int8, jnp.float8_e4m3fn)
 
 
 def stored_head_dim(head_dim: int, platform: str) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -123,6 +125,27 @@ def _available_host_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 4 * CPU_CACHE_BYTES
+
+
+def stored_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Of an array on a device, where two int4 share a byte."""
+    return math.ceil(x.size * jax.dtypes.itemsize_bits(x.dtype) / 8)
+
+
+def bytes_by_dtype(params: Any) -> dict[str, int]:
+    """Dtype -> bytes on one device of a pytree of sharded arrays, or of their shapes."""
+    total: dict[str, int] = {}
+    for x in jax.tree.leaves(params):
+        shard = jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+        total[x.dtype.name] = total.get(x.dtype.name, 0) + stored_bytes(shard)
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def describe_weights(params: Any) -> str:
+    """Bytes of weights on one device, in words."""
+    parts = bytes_by_dtype(params)
+    listed = ", ".join(f"{size(count)} {dtype}" for dtype, count in parts.items())
+    return f"weights per device: {size(sum(parts.values()))} ({listed})"
 
 
 def size(count: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import ModelConfig
+from pallas_kernels.ops import embed
+from pallas_kernels.types import QuantArray
 
 AXES = ("data", "stage", "expert", "tensor")
 
@@ -54,18 +57,73 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def embed_sharded(mesh: Mesh, table: jax.Array, ids: jax.Array) -> jax.Array:
+def quant_specs(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray:
+    """PartitionSpecs of a quantized weight's arrays, whose two axes lie on these axes of the mesh (None: on none).
+
+    Inputs that an act-order format has permuted are not split, lest they be gathered; the outputs are, where they can.
+    """
+    out, inputs = (*axes, None, None)[:2]
+    if w.order is not None and inputs is not None:
+        out, inputs = (None if w.shape[0] % mesh.shape[inputs] else inputs), None
+
+    def of_blocks(values: jax.Array | None) -> PartitionSpec | None:
+        if values is None:
+            return None
+        return PartitionSpec(*(None if size == 1 else on for size, on in zip(values.shape, (out, inputs), strict=True)))
+
+    scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
+    order = None if w.order is None else PartitionSpec()
+    return QuantArray(PartitionSpec(out, inputs), scale, zero, bias, w.block, order)
+
+
+def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, int]:
+    """The largest blocks, no larger than the weight's own, of which every device gets whole ones."""
+    split = quant_specs(w, axes, mesh).codes
+    sizes = []
+    for size, block, on, count in zip(w.shape, w.block, split, w.scale.shape, strict=True):
+        sizes.append(block if on is None or count == 1 else math.gcd(size // mesh.shape[on], block))
+    return sizes[0], sizes[1]
+
+
+def quant_matmul_sharded(
+    mesh: Mesh,
+    matmul: Callable[..., jax.Array],
+    x: jax.Array,
+    w: QuantArray,
+    axes: tuple[str | None, str | None],
+    count: jax.Array | None = None,
+) -> jax.Array:
+    """`pallas_kernels.ops.quant_matmul` by each device on its own part of the weight, with logical `axes`."""
+    specs = quant_specs(w, spec(*axes), mesh)
+    out, inputs = specs.codes
+
+    def local(x: jax.Array, w: QuantArray, *count: jax.Array) -> jax.Array:
+        y = matmul(x, w, (None, None), *count)
+        return y if inputs is None else jax.lax.psum(y, inputs)
+
+    counts = () if count is None else (count,)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, inputs), specs, *(PartitionSpec(),) * len(counts)),
+        out_specs=PartitionSpec(None, out),
+        check_vma=False,
+    )(x, w, *counts)
+
+
+def embed_sharded(mesh: Mesh, table: jax.Array | QuantArray, ids: jax.Array) -> jax.Array:
     """Rows ids int32 [tokens] of table [vocab, hidden], whose rows are split over the devices: each looks up its own.
     Left to itself, XLA gathers the whole table."""
 
-    def local(table: jax.Array, ids: jax.Array) -> jax.Array:
-        own = ids - jax.lax.axis_index("tensor") * len(table)
-        rows = jnp.take(table, own, axis=0, mode="clip")
-        mine = (own >= 0) & (own < len(table))
-        return jax.lax.psum(jnp.where(mine[:, None], rows, 0), "tensor")
+    def local(table: jax.Array | QuantArray, ids: jax.Array) -> jax.Array:
+        own = ids - jax.lax.axis_index("tensor") * table.shape[0]
+        mine = (own >= 0) & (own < table.shape[0])
+        return jax.lax.psum(jnp.where(mine[:, None], embed(table, own), 0), "tensor")
 
+    axes = spec("vocab", "embed")
+    specs = quant_specs(table, axes, mesh) if isinstance(table, QuantArray) else axes
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(spec("vocab"), PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+        local, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
     )(table, ids)
 
 

@@ -18,7 +18,9 @@ from jax.stages import Compiled, Lowered
 
 from jaxserve import steps
 from jaxserve.bundle import bundle
+from jaxserve.jax_versions import with_int4_arguments
 from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, KVCache, copy_pages
+from jaxserve.memory import stored_bytes
 from jaxserve.mesh import replicated
 from jaxserve.models.decoder import Decoder
 from jaxserve.sampling import Sampled
@@ -77,7 +79,7 @@ class ModelRunner:
     @property
     def slot_bytes(self) -> int:
         """On each device."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(self._make_slots)))
+        return sum(stored_bytes(x) for x in jax.tree.leaves(jax.eval_shape(self._make_slots)))
 
     @property
     def cache_bytes(self) -> int:
@@ -165,7 +167,7 @@ class ModelRunner:
 
     def _compile(self, name: Any) -> Compiled:
         start = time.perf_counter()
-        compiled = self.lower(name).compile()
+        compiled = with_int4_arguments(self.lower(name).compile())
         seconds = time.perf_counter() - start
         with self._lock:
             self._executables[name] = compiled
@@ -183,7 +185,7 @@ class ModelRunner:
     @property
     def _precision(self) -> str:
         """float32 means float32, on every platform; smaller types leave the choice to the compiler."""
-        return "highest" if self.layout.dtype == jnp.float32 else "default"
+        return "highest" if self.model.dtype == jnp.float32 else "default"
 
     def _signature(self, name: Any) -> tuple[Callable, tuple[int, ...], tuple, Any]:
         """Function, donated arguments, abstract arguments and shardings of the results of an executable."""
@@ -224,4 +226,4 @@ class ModelRunner:
 
 
 def _device_bytes(x: jax.Array) -> int:
-    return x.addressable_shards[0].data.nbytes
+    return stored_bytes(x.addressable_shards[0].data)

@@ -33,6 +33,14 @@ GPUS = {"h200": H200}
 TPUS = {"v5e": {1: "2x2", 4: "2x2", 8: "2x4"}, "v6e": {1: "2x2", 4: "2x2", 8: "2x4"}}  # devices -> topology
 
 
+MEMORY = {"NVIDIA H200": 150_754_820_096, "TPU v5 lite": 16 << 30, "TPU v6 lite": 32 << 30}  # bytes by kind
+
+
+def target_memory(device: Any) -> int:
+    """Bytes of one device of a target."""
+    return MEMORY[device.device_kind]
+
+
 def target_devices(name: str) -> list[Any]:
     """The devices of a target. Raises ConfigError for one that is not known, or without its compiler."""
     match = re.fullmatch(r"([a-z0-9]+?)[x-](\d+)", name)

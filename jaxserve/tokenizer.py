@@ -198,7 +198,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 def load_tokenizer(folder: str | Path, *, placeholder: bool = False) -> Tokenizer:
-    """Loads the tokenizer in a model's folder. Raises ValueError, naming the folder, when there is none that works.
+    """Loads the tokenizer in a model's folder, or in a GGUF file. Raises ValueError, naming it, where none works.
 
     With `placeholder`, a folder that has none at all (a config for dummy weights, say) gets one byte per token.
     """
@@ -206,6 +206,8 @@ def load_tokenizer(folder: str | Path, *, placeholder: bool = False) -> Tokenize
     from transformers import AutoTokenizer
 
     folder = Path(folder)
+    if folder.suffix == ".gguf":
+        return _load_gguf(folder)
     if placeholder and not any((folder / name).exists() for name in _FILES):
         return _placeholder(folder)
     try:
@@ -213,6 +215,19 @@ def load_tokenizer(folder: str | Path, *, placeholder: bool = False) -> Tokenize
     except Exception as error:  # many kinds, from many parsers
         raise ValueError(f"no usable tokenizer in {folder}: {error}") from error
     return Tokenizer(hf_tokenizer, GenerationDefaults.load(folder))
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    from checkpoints.gguf import read_gguf
+    from checkpoints.gguf_model import end_ids
+    from jaxserve.gguf_tokenizer import make_tokenizer, recommended_sampling
+
+    metadata = read_gguf(path).metadata
+    try:
+        known = recommended_sampling(metadata) | {"eos_token_ids": end_ids(metadata)}
+        return Tokenizer(make_tokenizer(metadata), msgspec.convert(known, GenerationDefaults))
+    except Exception as error:  # of the tokenizers library, and ValueErrors
+        raise ValueError(f"no usable tokenizer in {path}: {error}") from error
 
 
 def _placeholder(folder: Path) -> Tokenizer:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import reference
-from pallas_kernels.registry import AttentionProblem, BackendError, Device, choose, load
-from pallas_kernels.types import KVPages
+from pallas_kernels.quant_matmul import reference as quantized
+from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
+from pallas_kernels.types import KVPages, QuantArray
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +37,27 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return scale * wide.astype(x.dtype)
 
 
-def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows ids int32 [tokens] of table [vocab, hidden]."""
-    return jnp.take(table, ids, axis=0, mode="clip")
+def quant_matmul(
+    x: jax.Array,
+    w: QuantArray,
+    axes: tuple[str | None, str | None] = (None, None),
+    count: jax.Array | None = None,
+    *,
+    multiply: Callable[..., jax.Array] = quantized.quant_matmul,
+) -> jax.Array:
+    """x [tokens, in] times a quantized weight [out, in], transposed -> float32 [tokens, out]; `count` as in `matmul`.
+
+    `axes` names the weight's own, for an implementation that splits it over devices; `multiply` knows no order.
+    """
+    if w.order is not None:
+        x, w = jnp.take(x, w.order, axis=1), replace(w, order=None)
+    return multiply(x, w, count=count)
+
+
+def embed(table: jax.Array | QuantArray, ids: jax.Array) -> jax.Array:
+    """Rows ids int32 [tokens] of table [vocab, hidden]; of a quantized one, in blocks of one row, in float32."""
+    rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode="clip"), table)
+    return quantized.dequantize(rows) if isinstance(rows, QuantArray) else rows
 
 
 @dataclass(frozen=True)
@@ -45,10 +65,31 @@ class Ops:
     """One implementation of each operation, with the signatures of the plain ones."""
 
     matmul: Callable[..., jax.Array] = matmul
+    quant_matmul: Callable[..., jax.Array] = quant_matmul
     rms_norm: Callable[..., jax.Array] = rms_norm
     embed: Callable[..., jax.Array] = embed
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
+
+    def linear(self, x: jax.Array, w: jax.Array | QuantArray, axes: tuple[str | None, str | None]) -> jax.Array:
+        """x [tokens, in] times a weight of either kind; see `matmul` and `quant_matmul`."""
+        return self.quant_matmul(x, w, axes) if isinstance(w, QuantArray) else self.matmul(x, w)
+
+    def counting(self, count: jax.Array) -> Ops:
+        """The same, for products of which only so many leading rows matter (int32 scalar)."""
+        return replace(
+            self, matmul=partial(self.matmul, count=count), quant_matmul=partial(self.quant_matmul, count=count)
+        )
+
+
+def matmul_of(device: Device, backend: str = "auto") -> Callable[..., jax.Array]:
+    """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
+    weight that the backend cannot do."""
+
+    def multiply(x: jax.Array, w: QuantArray, count: jax.Array | None = None) -> jax.Array:
+        return load("matmul", choose("matmul", device, MatmulProblem.of(x, w), backend)).quant_matmul(x, w, count=count)
+
+    return multiply
 
 
 def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "auto", partitioned: bool = False) -> Ops:
@@ -83,3 +124,29 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str) -> Ops:
         raise BackendError(f"the attention backend {backend} {said}")
     log.warning("the attention kernel %s; plain XLA takes its place", said)
     return replace(ops, paged_attention=reference.paged_attention, write_kv=write_kv)
+
+
+def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: str) -> str:
+    """The backend to use for products with quantized weights of these forms, after what it does was compared with plain
+    XLA on the first of this machine's devices: `backend`, or xla where that was auto and is wrong.
+
+    Raises BackendError for one asked for by name that cannot do a form, or does it wrong.
+    """
+    from pallas_kernels.selfcheck import matmul_error, matmul_tolerance
+
+    for problem in problems:
+        chosen = choose("matmul", device, problem, backend)
+        if chosen in ("xla", "cpu"):
+            continue
+        try:
+            error, allowed = matmul_error(load("matmul", chosen).quant_matmul, problem), matmul_tolerance(problem)
+            if error <= allowed:
+                continue
+            said = f"differs from plain XLA by {error:.2g} of the largest value, more than {allowed:.2g}"
+        except Exception as failure:  # whatever a compiler or a driver may raise
+            said = f"does not run: {failure}"
+        if backend != "auto":
+            raise BackendError(f"the matmul backend {backend} {said}")
+        log.warning("the matmul kernel %s; plain XLA takes its place", said)
+        return "xla"
+    return backend

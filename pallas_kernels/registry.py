@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.types import QuantArray
+
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 FOLDERS = {"attention": "paged_attention", "matmul": "quant_matmul"}
 
@@ -67,6 +69,13 @@ class MatmulProblem:
     block: tuple[int, int]
     has_zero: bool = False
     has_bias: bool = False
+
+    @classmethod
+    def of(cls, x: Any, w: QuantArray) -> MatmulProblem:
+        """Of arrays, or of their shapes."""
+        has_zero, has_bias = w.zero is not None, w.bias is not None
+        rows, inputs = w.shape[-2:]
+        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias)
 
 
 def load(operation: str, backend: str) -> ModuleType:

@@ -14,9 +14,11 @@ import numpy as np
 
 from pallas_kernels.kv_write import quantize
 from pallas_kernels.paged_attention import reference
-from pallas_kernels.registry import AttentionProblem
-from pallas_kernels.types import KVPages
+from pallas_kernels.quant_matmul import reference as quantized
+from pallas_kernels.registry import AttentionProblem, MatmulProblem
+from pallas_kernels.types import KVPages, QuantArray
 
+MATMUL_ROWS = (1, 64, 256)
 ROWS, WIDTH, TOKENS = 5, 6, 64  # two decodes, an empty row, a whole prompt and a late chunk
 
 
@@ -40,6 +42,34 @@ def attention_error(attend: Callable[..., jax.Array], problem: AttentionProblem)
 def tolerance(problem: AttentionProblem) -> float:
     """Of `attention_error`: a few units in the last place of the queries' type."""
     return 16 * float(jnp.finfo(problem.q_dtype).eps) if problem.q_dtype != np.float32 else 1e-4
+
+
+def matmul_error(multiply: Callable[..., jax.Array], problem: MatmulProblem) -> float:
+    """The same for products with a weight of `problem`'s form, for one row and for many; see `matmul_tolerance`."""
+    w, rng = _weight(problem), np.random.default_rng(1)
+    worst = 0.0
+    for rows in MATMUL_ROWS:
+        x = jnp.asarray(rng.standard_normal((rows, problem.inputs)), problem.x_dtype)
+        found = np.asarray(jax.jit(multiply)(x, w))
+        expected = np.asarray(jax.jit(quantized.quant_matmul)(x, w))
+        error = np.abs(found - expected).max() / np.abs(expected).max()
+        worst = max(worst, float(error) if np.isfinite(found).all() else float("inf"))
+    return worst
+
+
+def matmul_tolerance(problem: MatmulProblem) -> float:
+    """Of `matmul_error`: a weight may be rounded to the type of the activations."""
+    return 8 * float(jnp.finfo(problem.x_dtype).eps)
+
+
+def _weight(problem: MatmulProblem) -> QuantArray:
+    shape, rng = (problem.rows, problem.inputs), np.random.default_rng(0)
+    blocks = tuple(-(-size // block) for size, block in zip(shape, problem.block, strict=True))
+    codes = jnp.asarray(rng.integers(-7, 8, shape), jnp.int8).astype(problem.codes_dtype)
+    scale = jnp.asarray(rng.uniform(0.5, 1.5, blocks), jnp.float32)
+    zero = jnp.asarray(rng.integers(-7, 8, blocks), jnp.int8) if problem.has_zero else None
+    bias = jnp.asarray(rng.standard_normal(blocks), jnp.float32) if problem.has_bias else None
+    return QuantArray(codes, scale, zero, bias, problem.block)
 
 
 def _batch(problem: AttentionProblem) -> tuple:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -52,12 +52,13 @@ class QuantArray:
     order: int32 [in], the input that each column belongs to (act-order formats sort columns by group); None: in order.
     """
 
-    codes: jax.Array
-    scale: jax.Array
-    zero: jax.Array | None = None
-    bias: jax.Array | None = None
+    # Arrays of JAX or NumPy, or what stands for them in a pytree of the same form: shapes, shardings.
+    codes: Any
+    scale: Any
+    zero: Any = None
+    bias: Any = None
     block: tuple[int, int] = (1, 128)
-    order: jax.Array | None = None
+    order: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """How others store quantized weights, one file each.
 
-A module in this folder that defines `open_format` is found by itself. A weight comes out as a QuantArray of NumPy
+A module in this folder that defines `open_format`, and the `METHODS` (quant_method in config.json) that it
+understands, is found by itself. A weight comes out as a QuantArray of NumPy
 arrays whose values (`checkpoints.quantized.dequantize`) are exactly those of the format's own reference.
 """
 
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from checkpoints.errors import CheckpointError
+from checkpoints.formats.packing import method, quant_config
 from checkpoints.safetensors import TensorInfo
 from pallas_kernels.types import QuantArray
 
@@ -24,8 +27,11 @@ class QuantReader(Protocol):
     description: for the log, "AWQ int4 in groups of 128".
     """
 
-    name: str
-    description: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
 
     def parts(self, weight: str) -> tuple[str, ...]:
         """The tensors that make up a weight ("model.layers.0.mlp.down_proj.weight"); empty: it is stored as it is."""
@@ -39,8 +45,15 @@ def find_format(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
 
     Raises CheckpointError for a quantization_config that no module here understands.
     """
+    known: list[str] = []
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
+        known += getattr(module, "METHODS", ())
         if hasattr(module, "open_format") and (reader := module.open_format(config, tensors)) is not None:
             return reader
+    if quant_config(config):
+        raise CheckpointError(
+            f"config.json: quantization_config has quant_method {method(config)!r:.100}; "
+            f"understood are {', '.join(sorted(known))}"
+        )
     return None

@@ -110,7 +110,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("mscale", "mscale_all_dim"), _NUMBER),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate"), _FLAG),
     **dict.fromkeys(("hidden_act", "torch_dtype", "dtype", "rope_type", "type"), _TEXT),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), _OBJECT),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
 }
 
 # Keys of a Hugging Face config that do not change what a decoder computes at inference.

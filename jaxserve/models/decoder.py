@@ -6,8 +6,6 @@ closes it over the KV cache and the batch's block tables.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -125,7 +123,7 @@ class Decoder(nn.Module):
 
     def counting(self, tokens: jax.Array) -> Decoder:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
-        return self.clone(ops=replace(self.ops, matmul=partial(self.ops.matmul, count=tokens)))
+        return self.clone(ops=self.ops.counting(tokens))
 
     @property
     def layer(self) -> DecoderLayer:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops import Ops
+from pallas_kernels.types import QuantArray
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -22,7 +23,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def weight(
     module: nn.Module, name: str, init: Callable, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """Declares a parameter with its logical axes (`jaxserve.mesh.RULES`) and returns its value."""
+    """Declares a parameter with its logical axes (`jaxserve.mesh.RULES`) and returns its value.
+
+    A quantized one stands in the place of a matrix that is declared like any other.
+    """
+    if module.has_variable("params", name):
+        given: Any = module.get_variable("params", name)
+        if isinstance(given, QuantArray):
+            return cast(jax.Array, given)
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 
 
@@ -43,7 +51,7 @@ class Linear(nn.Module):
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
         # A matrix for the devices, which would lay out more axes otherwise and copy them before each use.
         axes, shape = (self.axes[0], self.axes[n_out]), (math.prod(self.out_shape), inputs)
-        y = self.ops.matmul(x.reshape(-1, inputs), weight(self, "kernel", init, axes, shape, self.dtype))
+        y = self.ops.linear(x.reshape(-1, inputs), weight(self, "kernel", init, axes, shape, self.dtype), axes)
         y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
         if self.use_bias:
             y = y + weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
@@ -77,11 +85,11 @@ class Embedding(nn.Module):
         self.table = weight(self, "table", nn.initializers.normal(1.0), ("vocab", "embed"), shape, self.dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        return self.ops.embed(self.table, token_ids)
+        return self.ops.embed(self.table, token_ids).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab]."""
-        return self.ops.matmul(hidden, self.table)
+        return self.ops.linear(hidden, self.table, ("vocab", "embed"))
 
 
 class MLP(nn.Module):

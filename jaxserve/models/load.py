@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,24 +17,69 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
-from checkpoints.load import load_weights
-from checkpoints.safetensors import read_folder
+from checkpoints.formats import QuantReader, find_format
+from checkpoints.gguf_model import open_gguf
+from checkpoints.load import Piece, load_weights
+from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.kv_cache import stored_head_dim
-from jaxserve.mesh import embed_sharded, padded_vocab, sharded_kv_heads
+from jaxserve.kv_cache import has_scale, stored_head_dim
+from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families import find_family, read_model_config
+from jaxserve.models.families import Family, find_family, read_model_config
+from jaxserve.models.quantized import SCHEMES, place
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
-from pallas_kernels.ops import checked, choose_ops
-from pallas_kernels.registry import AttentionProblem, BackendError, Device
+from pallas_kernels.ops import checked, checked_matmul, choose_ops, matmul_of, quant_matmul
+from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
+from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a model's files before the weights are read."""
+
+    hf: HFConfig
+    family: Family
+    tensors: Mapping[str, TensorInfo]
+    reader: QuantReader | None  # of those weights that are quantized
+
+    @classmethod
+    def open(cls, path: Path, quantization: str = "auto") -> Checkpoint:
+        """Of a folder or a GGUF file. Raises CheckpointError for broken files, ConfigError when `quantization` insists
+        on a format that they do not have."""
+        tensors: Mapping[str, TensorInfo]
+        reader: QuantReader | None
+        if path.suffix == ".gguf":
+            file = open_gguf(path)
+            hf, tensors, reader = HFConfig(file.config, str(path)), file.tensors, file.reader
+        else:
+            hf, tensors = HFConfig.read(path), read_folder(path)
+            reader = find_format(hf.values, tensors)
+        if quantization not in ("auto", reader.name if reader else None):
+            has = f"is quantized as {reader.name}" if reader else "is not quantized"
+            raise ConfigError(f"quantization {quantization} was asked for, but {path} {has}")
+        return cls(hf, find_family(hf), tensors, reader)
+
+    def pieces(self, decoder: Decoder) -> dict[str, list[Piece]]:
+        """Path in the decoder's parameters -> the tensors that make it up."""
+        return weight_pieces(decoder, self.family.names)
+
+    def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
+        """Whether nobody is told that a tensor goes unused."""
+        tied_head = {self.family.names["head.weight"]} if decoder.config.tie_embeddings else set()
+        return lambda name: name in tied_head or name.endswith(self.family.ignored)
+
+
+def read_hf_config(path: Path) -> HFConfig:
+    """The config of a folder, or of a GGUF file in the same words."""
+    return HFConfig(open_gguf(path).config, str(path)) if path.suffix == ".gguf" else HFConfig.read(path)
+
+
 def read_model(folder: Path) -> ModelConfig:
     """The model's shape, with the end-of-sequence ids of generation_config.json joined to the config's own."""
-    config = read_model_config(HFConfig.read(folder))
+    config = read_model_config(read_hf_config(folder))
     path = folder / "generation_config.json"
     if path.exists():
         try:
@@ -52,13 +99,24 @@ def compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> An
     return jnp.dtype(model.dtype if model.dtype in ("float16", "bfloat16") else "bfloat16")
 
 
-def make_decoder(model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16, attention: str = "auto") -> Decoder:
+def make_decoder(
+    model: ModelConfig,
+    mesh: Mesh,
+    dtype: Any,
+    *,
+    page_size: int = 16,
+    kv_dtype: Any = None,
+    attention: str = "auto",
+    matmul: str = "auto",
+) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot."""
     kv_heads = sharded_kv_heads(model, mesh.size)
     dtype = np.dtype(dtype)
     device = Device.of(mesh.devices.flat[0])
     head_dim = stored_head_dim(model.head_dim, device.platform)
-    problem = AttentionProblem(dtype, dtype, kv_heads // mesh.size, model.num_heads // kv_heads, head_dim, page_size)
+    kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
+    heads, group = kv_heads // mesh.size, model.num_heads // kv_heads
+    problem = AttentionProblem(dtype, kv_dtype, heads, group, head_dim, page_size, has_scale(kv_dtype))
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
@@ -67,23 +125,59 @@ def make_decoder(model: ModelConfig, mesh: Mesh, dtype: Any, page_size: int = 16
         raise ConfigError(str(error)) from None
     if mesh.size > 1:
         ops = dataclasses.replace(ops, embed=partial(embed_sharded, mesh))
+    ops = dataclasses.replace(ops, quant_matmul=_quant_matmul(device, mesh, matmul))
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
 
 
-def load_params(decoder: Decoder, folder: Path, mesh: Mesh, *, progress: bool = True) -> dict[str, Any]:
-    """Streams the folder's safetensors into sharded arrays. Raises CheckpointError when files and config disagree."""
-    family = find_family(HFConfig.read(folder))
-    pieces = weight_pieces(decoder, family.names)
-    tied_head = {family.names["head.weight"]} if decoder.config.tie_embeddings else set()
+def _quant_matmul(device: Device, mesh: Mesh, backend: str) -> Callable[..., jax.Array]:
+    op = partial(quant_matmul, multiply=matmul_of(device, backend))
+    return op if mesh.size == 1 else partial(quant_matmul_sharded, mesh, op)
 
-    def ignored(name: str) -> bool:
-        return name in tied_head or name.endswith(family.ignored)
 
-    flat = load_weights(read_folder(folder), abstract_params(decoder, mesh), pieces, ignored, progress)
+def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Decoder:
+    """The decoder with kernels that were tried, on this machine's devices, on weights of these forms.
+
+    Raises ConfigError for a backend asked for by name that cannot do one of them.
+    """
+
+    def local(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+
+    def is_weight(x: Any) -> bool:
+        return isinstance(x, QuantArray)
+
+    device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
+    weights = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
+    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w)) for w in weights)
+    try:
+        chosen = checked_matmul(device, problems, backend)
+    except BackendError as error:
+        raise ConfigError(str(error)) from None
+    if chosen == backend:
+        return decoder
+    return decoder.clone(ops=dataclasses.replace(decoder.ops, quant_matmul=_quant_matmul(device, mesh, chosen)))
+
+
+def load_params(
+    decoder: Decoder, path: Path, mesh: Mesh, *, quantization: str = "auto", progress: bool = True
+) -> dict[str, Any]:
+    """Streams a folder's safetensors, or a GGUF file, into sharded arrays, quantized as they are.
+
+    Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
+    """
+    source = Checkpoint.open(path, quantization)
+    if source.reader:
+        log.info("quantized weights: %s", source.reader.description)
+    abstract, pieces = abstract_params(decoder, mesh), source.pieces(decoder)
+    flat = load_weights(source.tensors, abstract, pieces, source.ignored(decoder), progress, source.reader, place)
     return unflatten_dict(flat, sep="/")
 
 
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
-    if config.load_format == "dummy":
-        return dummy_params(decoder, mesh, config.seed)
-    return load_params(decoder, folder, mesh, progress=progress)
+    """Raises ConfigError or CheckpointError, see `load_params`."""
+    if config.load_format != "dummy":
+        return load_params(decoder, folder, mesh, quantization=config.quantization, progress=progress)
+    scheme = None if config.quantization == "auto" else config.quantization
+    if scheme and scheme not in SCHEMES:
+        raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
+    return dummy_params(decoder, mesh, config.seed, scheme)

@@ -20,7 +20,9 @@ from checkpoints.load import Piece
 from jaxserve.mesh import sharding
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.quantized import quantized_abstract, random_weight
 from pallas_kernels.ops import Ops
+from pallas_kernels.types import QuantArray
 
 # Role -> name in the checkpoint; "{i}" is the layer. Roles: embed, norm, head, attention_norm, mlp_norm, q, k, v, o,
 # q_norm, k_norm, gate, up, down; biases add ".bias", weights have ".weight".
@@ -53,15 +55,24 @@ def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruc
     return flatten_dict(tree, sep="/")
 
 
-def dummy_params(model: Decoder, mesh: Mesh, seed: int) -> dict[str, Any]:
-    """Random weights by the modules' own initialisers, made on the devices."""
-    shardings = jax.tree.map(lambda a: a.sharding, unflatten_dict(abstract_params(model, mesh), sep="/"))
+def dummy_params(model: Decoder, mesh: Mesh, seed: int, scheme: str | None = None) -> dict[str, Any]:
+    """Random weights by the modules' own initialisers, made on the devices; with a `scheme`, quantized ones."""
+    abstract: dict[str, Any] = dict(abstract_params(model, mesh))
+    if scheme:
+        abstract = quantized_abstract(abstract, scheme)
+    model = model.clone(ops=Ops())
 
-    def init() -> Any:
-        variables = model.clone(ops=Ops()).init(jax.random.key(seed), jnp.zeros(1, jnp.int32), method="init_all")
-        return nn.meta.unbox(variables["params"])
+    def init() -> dict[str, Any]:
+        key = jax.random.key(seed)
+        boxed = model.init(key, jnp.zeros(1, jnp.int32), method="init_all")["params"]
+        plain = flatten_dict(nn.meta.unbox(boxed), sep="/")  # the compiler leaves out what is replaced here
+        for i, (path, target) in enumerate(abstract.items()):
+            if isinstance(target, QuantArray):
+                plain[path] = random_weight(jax.random.fold_in(key, i), target)
+        return {path: plain[path] for path in abstract}
 
-    return jax.jit(init, out_shardings=shardings)()
+    flat = jax.jit(init, out_shardings=jax.tree.map(lambda a: a.sharding, abstract))()
+    return unflatten_dict(flat, sep="/")
 
 
 def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
@@ -92,8 +103,8 @@ def _layer(model: Decoder) -> dict[str, list[_Source]]:
         "attention/qkv/kernel": _qkv(config, model.kv_heads, "weight", (hidden,)),
         "attention/out/kernel": [_Source("o.weight", (hidden, config.num_heads * dim), _whole)],
         "mlp/gate_up/kernel": [
-            _Source("gate.weight", (width, hidden), lambda t: t.reshape(width, 2, hidden)[:, 0]),
-            _Source("up.weight", (width, hidden), lambda t: t.reshape(width, 2, hidden)[:, 1]),
+            _Source("gate.weight", (width, hidden), lambda t: t.reshape(width, 2, -1)[:, 0]),
+            _Source("up.weight", (width, hidden), lambda t: t.reshape(width, 2, -1)[:, 1]),
         ],
         "mlp/down/kernel": [_Source("down.weight", (hidden, width), _whole)],
     }
@@ -117,9 +128,10 @@ def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...])
     """[kv_heads, group + 2, head_dim, *inputs], or the same with the first three as one, from query, key and value;
     keys and values repeat over kv_heads."""
     group, dim, own = config.num_heads // kv_heads, config.head_dim, config.num_kv_heads
+    columns = (-1,) * len(inputs)  # inputs of a weight, groups of inputs of its scales
 
     def by_head(target: np.ndarray) -> np.ndarray:
-        return target.reshape(kv_heads, group + 2, dim, *inputs)
+        return target.reshape(kv_heads, group + 2, dim, *columns)
 
     def query(target: np.ndarray) -> np.ndarray:
         return by_head(target)[:, :group]
@@ -131,9 +143,9 @@ def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...])
 
         return view
 
-    kv_shape, kv_split = (own * dim, *inputs), (own, 1, dim, *inputs)
+    kv_shape, kv_split = (own * dim, *inputs), (own, 1, dim, *columns)
     return [
-        _Source(f"q.{kind}", (config.num_heads * dim, *inputs), query, (kv_heads, group, dim, *inputs)),
+        _Source(f"q.{kind}", (config.num_heads * dim, *inputs), query, (kv_heads, group, dim, *columns)),
         _Source(f"k.{kind}", kv_shape, shared(group), kv_split),
         _Source(f"v.{kind}", kv_shape, shared(group + 1), kv_split),
     ]

@@ -20,9 +20,11 @@ from jaxserve.mesh import make_mesh
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder
+from jaxserve.models.quantized import quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.runner import ModelRunner
 from jaxserve.steps import StepShape
+from pallas_kernels.types import QuantArray
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,6 +41,8 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
+LLAMA_70B = {"hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672}
+PASSIVE = ("parameter", "bitcast", "get-tuple-element")
 PAGES = 4099  # a number that no other dimension has
 TARGETS = [
     ("h200x1", "mosaic_gpu", 16),
@@ -50,15 +54,22 @@ TARGETS = [
 ]
 
 
-def make_runner(folder, target: str, backend: str, page_size: int, layers: int, **changes) -> ModelRunner:
+def make_runner(
+    folder, target: str, backend: str, page_size: int, layers: int, scheme: str = "bf16", **changes
+) -> ModelRunner:
     devices = devices_of(target)
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers} | changes))
     mesh = make_mesh(len(devices), devices)
-    decoder = make_decoder(read_model_config(HFConfig.read(folder)), mesh, jnp.bfloat16, page_size, backend)
-    runner = ModelRunner(decoder, unflatten_dict(abstract_params(decoder, mesh), sep="/"), mesh, 64)
+    model = read_model_config(HFConfig.read(folder))
+    backends = {"attention": backend, "matmul": "auto" if scheme == "bf16" else backend}
+    decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, **backends)
+    params = abstract_params(decoder, mesh)
+    if scheme != "bf16":
+        params = quantized_abstract(params, scheme)
+    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, 64)
     layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, jnp.bfloat16, devices[0].platform)
     runner.plan(layout, 8192 // page_size)
-    return runner
+    return runner, params
 
 
 def cache_copies(text: str, elements: int) -> list[str]:
@@ -72,15 +83,31 @@ def cache_copies(text: str, elements: int) -> list[str]:
     return found
 
 
-def check(runner: ModelRunner, shape: StepShape, layers: int) -> None:
+def dequantized_copies(text: str, params: dict) -> list[str]:
+    """Instructions of a compiled program that make an array of the sizes, on a device, of a quantized weight, in any
+    dtype. TPUs fetch weights ahead into their own memory, S(1), which is no copy in the device's."""
+    weights = [w for w in params.values() if isinstance(w, QuantArray)]
+    shapes = {tuple(sorted(w.codes.sharding.shard_shape(w.shape))) for w in weights}
+    found = []
+    for line in text.splitlines():
+        match = re.search(r"= \(?\w+\[([\d,]+)\](\S*) ([\w-]+)\(", line)
+        if not match or match[3] in PASSIVE or "S(1)" in match[2]:
+            continue
+        if tuple(sorted(map(int, match[1].split(",")))) in shapes:
+            found.append(line.strip()[:200])
+    return found
+
+
+def check(runner: ModelRunner, shape: StepShape, layers: int, params: dict) -> None:
     compiled = runner.lower(shape).compile()
     memory, text, devices = compiled.memory_analysis(), compiled.as_text(), runner.mesh.size
     cache = runner.layout.num_pages * runner.layout.page_bytes // devices
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < 2**30
     assert cache_copies(text, cache // layers // 2) == []
+    assert dequantized_copies(text, params) == []
     reductions = len(re.findall(r" all-reduce(?:-start)?\(", text))
-    gathered = re.findall(r"= (?:\()?bf16\[([\d,]+)\]\S* all-gather", text)
+    gathered = re.findall(r"= (?:\()?(?:bf16|s8|s4|f8\w+)\[([\d,]+)\]\S* all-gather", text)
     if devices > 1:
         assert 2 * layers <= reductions <= 2 * layers + 8, "two in each layer, a few around them"
         weight = 4096 * 4096 // devices
@@ -95,16 +122,25 @@ def no_compilation_cache():
 
 
 @pytest.mark.parametrize(("target", "backend", "page_size"), TARGETS)
+@pytest.mark.parametrize("scheme", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("layers", [2, pytest.param(32, marks=pytest.mark.slow)])
-def test_steps_of_llama_8b(target, backend, page_size, layers, tmp_path):
-    runner = make_runner(tmp_path, target, backend, page_size, layers)
-    check(runner, StepShape.of(64, 64, page_size, decode_only=True), layers)
-    check(runner, StepShape.of(1024, 64, page_size, decode_only=False), layers)
+def test_steps_of_llama_8b(target, backend, page_size, scheme, layers, tmp_path):
+    runner, params = make_runner(tmp_path, target, backend, page_size, layers, scheme)
+    check(runner, StepShape.of(64, 64, page_size, decode_only=True), layers, params)
+    check(runner, StepShape.of(1024, 64, page_size, decode_only=False), layers, params)
+
+
+@pytest.mark.parametrize("target", ["h200x1", "h200x8"])
+@pytest.mark.parametrize("layers", [2, pytest.param(80, marks=pytest.mark.slow)])
+def test_steps_of_llama_70b_in_int4(target, layers, tmp_path):
+    runner, params = make_runner(tmp_path, target, "mosaic_gpu", 16, layers, "int4", **LLAMA_70B)
+    check(runner, StepShape.of(64, 64, 16, decode_only=True), layers, params)
+    check(runner, StepShape.of(1024, 64, 16, decode_only=False), layers, params)
 
 
 def test_narrow_heads_on_tpu(tmp_path):
     """Heads of 64 numbers, as in Llama 3.2 1B, are stored as 128, so that the cache needs no copy."""
     small = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "vocab_size": 32000}
-    runner = make_runner(tmp_path, "v5e-1", "mosaic_tpu", 64, 2, **small)
+    runner, params = make_runner(tmp_path, "v5e-1", "mosaic_tpu", 64, 2, **small)
     assert runner.layout.head_dim == 128
-    check(runner, StepShape.of(16, 16, 64, decode_only=True), 2)
+    check(runner, StepShape.of(16, 16, 64, decode_only=True), 2, params)

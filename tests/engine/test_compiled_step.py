@@ -19,13 +19,14 @@ UPKEEP = ("set_slots", "count_tokens", "update_tables", "copy_pages")
 
 @pytest.fixture(scope="module")
 def make(model_folders):
-    def make(devices: int = 1) -> Engine:
+    def make(devices: int = 1, **options) -> Engine:
         config = EngineConfig(
             model=str(model_folders("llama3_gqa")),
             max_num_seqs=5,
             max_num_batched_tokens=72,
             kv_pages=PAGES,
             tensor_parallel_size=devices,
+            **options,
         )
         return Engine.load(config, progress=False)
 
@@ -88,6 +89,12 @@ def test_a_sharded_step_updates_cache_and_slots_in_place(make):
     engine = make(devices=2)
     assert device_bytes(engine.runner.cache) * 2 == sum(pages.data.nbytes for pages in engine.runner.cache)
     check(engine.runner, engine.shapes[0], (engine.runner.cache, engine.runner.slots))
+
+
+@pytest.mark.parametrize("bucket", [0, -1])
+def test_a_cache_with_scales_is_updated_in_place(make, bucket):
+    engine = make(kv_cache_dtype="int8")
+    check(engine.runner, engine.shapes[bucket], (engine.runner.cache, engine.runner.slots))
 
 
 def test_a_copy_would_be_found():

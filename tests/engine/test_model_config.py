@@ -378,7 +378,7 @@ def test_unknown_keys_that_change_something():
     is_refused(
         "does not understand: attn_logit_softcapping=50.0, layer_scale=", attn_logit_softcapping=50.0, layer_scale=[1]
     )
-    is_refused('quantization_config={"bits": 4}', quantization_config={"bits": 4})
+    is_refused("quantization_config must be a JSON object, got 4", quantization_config=4)
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}], ids=repr)

@@ -4,10 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ops import Ops, checked, choose_ops
+from pallas_kernels import ops as operations
+from pallas_kernels.ops import Ops, checked, checked_matmul, choose_ops
 from pallas_kernels.paged_attention import cpu, reference
-from pallas_kernels.registry import AttentionProblem, BackendError, Device
-from pallas_kernels.selfcheck import attention_error, tolerance
+from pallas_kernels.quant_matmul import reference as quantized
+from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
+from pallas_kernels.selfcheck import attention_error, matmul_error, matmul_tolerance, tolerance
 
 F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
 PROBLEMS = [
@@ -52,3 +54,35 @@ def test_a_wrong_kernel_is_not_used(caplog):
     assert "plain XLA" in caplog.text
     with pytest.raises(BackendError, match="mosaic_gpu"):
         checked(wrong, PROBLEMS[0], "mosaic_gpu")
+
+
+INT8, INT4 = np.dtype(np.int8), np.dtype(jnp.int4)
+MATMULS = [
+    MatmulProblem(BF16, INT8, 96, 256, (1, 256)),
+    MatmulProblem(F32, INT4, 64, 256, (1, 128), has_zero=True, has_bias=True),
+]
+
+
+def one_row_off(x, w, *, count=None):
+    return jnp.roll(quantized.quant_matmul(x, w), 1, axis=1)
+
+
+@pytest.mark.parametrize("problem", MATMULS)
+def test_products(problem):
+    assert matmul_error(quantized.quant_matmul, problem) <= matmul_tolerance(problem)
+    assert matmul_error(one_row_off, problem) > matmul_tolerance(problem)
+
+
+def test_a_wrong_product_is_not_used(monkeypatch, caplog):
+    class Wrong:
+        quant_matmul = staticmethod(one_row_off)
+
+    device = Device("gpu", "some GPU", (9, 0))
+    monkeypatch.setattr(operations, "choose", lambda operation, device, problem, backend: "triton")
+    monkeypatch.setattr(operations, "load", lambda operation, backend: Wrong)
+    assert checked_matmul(device, MATMULS, "auto") == "xla"
+    assert "plain XLA takes its place" in caplog.text
+    with pytest.raises(BackendError, match="the matmul backend triton differs from plain XLA"):
+        checked_matmul(device, MATMULS, "triton")
+    monkeypatch.setattr(operations, "load", lambda operation, backend: quantized)
+    assert checked_matmul(device, MATMULS, "triton") == "triton"

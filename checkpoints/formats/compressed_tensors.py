@@ -1,0 +1,189 @@
+"""compressed-tensors checkpoints (llm-compressor): packed and plain integers, fp8, MXFP4 and MXFP8.
+
+Defined by compressed-tensors (github.com/vllm-project/compressed-tensors, `decompress` of its compressors and
+quantization/lifecycle/forward.py, `_dequantize`): value = (q - z) * scale, in the scale's dtype; here in float32, where
+it is exact. Packed codes, and zero points along the outputs, follow each other from a word's lowest bits on. With
+weight_g_idx the group of each input is named there.
+
+Which of its config_groups a weight belongs to, and whether it is ignored, show in its tensors' names, shapes and
+dtypes; so `targets` and `ignore`, whose regular expressions could take forever, need not be matched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.formats import mxfp4
+from checkpoints.formats.packing import (
+    Tensors,
+    block_size,
+    fetch,
+    fetch_scale,
+    find,
+    group_order,
+    group_size,
+    groups,
+    method,
+    quant_config,
+    signed,
+    unpack,
+)
+from pallas_kernels.types import QuantArray
+
+METHODS = ("compressed-tensors",)
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+)
+PLAIN = {"int": "int8", "float": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a config group stores weights; `block`: rows and inputs that share a scale, None is all of them."""
+
+    kind: str  # "int" or "float"
+    bits: int
+    symmetric: bool
+    block: tuple[int | None, int | None]
+
+    def __str__(self) -> str:
+        rows, inputs = (size or "all" for size in self.block)
+        return f"{self.kind}{self.bits} in blocks of {rows}x{inputs}"
+
+
+def open_format(config: Mapping[str, Any], tensors: Tensors) -> CompressedTensors | None:
+    if method(config) not in METHODS:
+        return None
+    settings = quant_config(config)
+    sparsity = settings.get("sparsity_config") or {}
+    if settings.get("transform_config") or not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise CheckpointError("compressed-tensors is read without transform_config and without sparsity_config")
+    config_groups = settings.get("config_groups")
+    if not isinstance(config_groups, dict) or not all(isinstance(group, dict) for group in config_groups.values()):
+        raise CheckpointError("config.json: quantization_config's config_groups must be an object of objects")
+    for found in (settings, *config_groups.values()):
+        if (found.get("format") or FORMATS[0]) not in FORMATS:
+            raise CheckpointError(f"compressed-tensors is read as {', '.join(FORMATS)}, not {found['format']!r:.100}")
+    schemes = [_scheme(group["weights"]) for group in config_groups.values() if group.get("weights")]
+    return CompressedTensors(tensors, schemes)
+
+
+def _scheme(weights: object) -> Scheme:
+    def refuse(key: str, allowed: str) -> CheckpointError:
+        return CheckpointError(f"config.json: a config group's weights have {key} {weights!r:.300}; {allowed}")
+
+    if not isinstance(weights, dict):
+        raise refuse("settings", "an object was expected")
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    if (kind, bits) not in (("int", 2), ("int", 4), ("int", 8), ("float", 4), ("float", 8)):
+        raise refuse("type and num_bits", "int with 2, 4 or 8, and float with 4 or 8 are read")
+    size = group_size(weights)
+    strategy = weights.get("strategy") or ("group" if size else "tensor")
+    block: tuple[int | None, int | None]
+    if strategy in ("tensor", "channel", "group"):
+        block = {"tensor": (None, None), "channel": (1, None), "group": (1, size)}[strategy]
+    elif strategy == "block":
+        found = weights.get("block_structure")
+        if not isinstance(found, list) or len(found) != 2:
+            raise refuse("block_structure", "two numbers were expected")
+        block = (block_size(found[0], "block_structure"), block_size(found[1], "block_structure"))
+    else:
+        raise refuse("strategy", "tensor, channel, group and block are read")
+    if (kind, bits) == ("float", 4) and block != (1, mxfp4.GROUP):
+        raise refuse("groups", "float with 4 bits is read in groups of 32 (MXFP4)")
+    return Scheme(kind, bits, weights.get("symmetric", True) is not False, block)
+
+
+@dataclass
+class CompressedTensors:
+    tensors: Tensors
+    schemes: list[Scheme]
+    name: str = "compressed-tensors"
+
+    @property
+    def description(self) -> str:
+        return f"compressed-tensors {', '.join(dict.fromkeys(map(str, self.schemes)))}"
+
+    def parts(self, weight: str) -> tuple[str, ...]:
+        stored, packed = self.tensors.get(weight), f"{weight}_packed" in self.tensors
+        is_plain = f"{weight}_scale" not in self.tensors if stored is None else stored.dtype.name not in PLAIN.values()
+        if is_plain and not packed:
+            return ()
+        optional = [f"{weight}_{part}" for part in ("zero_point", "shape", "g_idx")]
+        return (
+            f"{weight}_packed" if packed else weight,
+            f"{weight}_scale",
+            *(name for name in optional if name in self.tensors),
+        )
+
+    def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
+        scheme, (out, inputs) = self._scheme(weight, shape), shape
+        codes_name, scale_name = self.parts(weight)[:2]
+        self._check_shape(f"{weight}_shape", shape)
+        if (scheme.kind, scheme.bits) == ("float", 4):
+            packed = fetch(self.tensors, codes_name, ("uint8",), (out, inputs // 2))
+            groups(mxfp4.GROUP, weight, inputs)
+            return mxfp4.decode(packed, fetch(self.tensors, scale_name, ("uint8",), (out, inputs // 32)), scale_name)
+        codes = self._codes(codes_name, scheme, shape)
+        if scheme.block[0] == 1:
+            groups(scheme.block[1], weight, inputs)
+        wanted = (scheme.block[0] or out, scheme.block[1] or inputs)
+        scale, block = fetch_scale(self.tensors, scale_name, shape, wanted)
+        zero = None if scheme.symmetric else self._zero(weight, scheme, out, scale.shape)
+        order = self._order(f"{weight}_g_idx", inputs, scale.shape[1], block[1])
+        if order is not None:
+            codes = np.take(codes, order, axis=1)
+        return QuantArray(codes, scale, zero, order=order, block=block)
+
+    def _scheme(self, weight: str, shape: tuple[int, int]) -> Scheme:
+        """The config group that the weight's tensors fit; the first, whose checks then say why, if there is none."""
+        if not self.schemes:
+            raise CheckpointError(f"{weight} is quantized, but no config group of quantization_config has weights")
+        codes, scale = (find(self.tensors, name) for name in self.parts(weight)[:2])
+        asymmetric, (out, inputs) = f"{weight}_zero_point" in self.tensors, shape
+
+        def fits(s: Scheme) -> bool:
+            dtype, width = PLAIN[s.kind], inputs
+            if codes.name.endswith("_packed"):
+                dtype, width = "uint8" if s.kind == "float" else "int32", -(-inputs * s.bits // 32) * 4
+            scales = -(-out // (s.block[0] or out)) * -(-inputs // (s.block[1] or inputs))
+            return (codes.dtype.name, codes.nbytes, math.prod(scale.shape)) == (dtype, out * width, scales)
+
+        found = [s for s in self.schemes if fits(s)] or self.schemes
+        return next((s for s in found if s.symmetric != asymmetric), found[0])
+
+    def _codes(self, name: str, scheme: Scheme, shape: tuple[int, int]) -> np.ndarray:
+        if not name.endswith("_packed"):
+            return fetch(self.tensors, name, (PLAIN[scheme.kind],), shape)
+        dtype = "int32" if scheme.kind == "int" else PLAIN[scheme.kind]
+        packed = fetch(self.tensors, name, (dtype,), (shape[0], -(-shape[1] * scheme.bits // 32)))
+        return signed(np.ascontiguousarray(unpack(packed, scheme.bits)[:, : shape[1]]), scheme.bits)
+
+    def _zero(self, weight: str, scheme: Scheme, out: int, counts: tuple[int, ...]) -> np.ndarray:
+        name, per_tensor = f"{weight}_zero_point", scheme.block[0] is None
+        if per_tensor or f"{weight}_packed" not in self.tensors:
+            return fetch(self.tensors, name, ("int8",), counts, (counts[0],), ()).reshape(counts)
+        packed = fetch(self.tensors, name, ("int32",), (-(-out * scheme.bits // 32), counts[1]))
+        return signed(np.ascontiguousarray(unpack(packed.T, scheme.bits)[:, :out].T), scheme.bits, np.dtype(np.int8))
+
+    def _check_shape(self, name: str, shape: tuple[int, int]) -> None:
+        if name in self.tensors and tuple(stored := fetch(self.tensors, name, ("int64", "int32"), (2,))) != shape:
+            raise CheckpointError(f"tensor {name!r} says {stored.tolist()}, but the weight is {list(shape)}")
+
+    def _order(self, name: str, inputs: int, count: int, size: int) -> np.ndarray | None:
+        if name not in self.tensors:
+            return None
+        group = fetch(self.tensors, name, ("int32", "int64"), (inputs,))
+        return None if (group == -1).all() else group_order(group, name, count, size)

@@ -1,0 +1,55 @@
+"""Checkpoints with float8_e4m3fn weights: one scale per tensor, per output or per block (128x128, say).
+
+Defined by DeepSeek-V3's weight_dequant and transformers (`Fp8Dequantize` of integrations/finegrained_fp8.py): value =
+weight * scale, in float32. The scale is called weight_scale or, though it is no inverse, weight_scale_inv. What
+config.json lists as not converted has no scale, and is a plain weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoints.errors import CheckpointError
+from checkpoints.formats.packing import Tensors, block_size, fetch, fetch_scale, method, quant_config
+from pallas_kernels.types import QuantArray
+
+METHODS = ("fp8", "fbgemm_fp8")
+FP8 = "float8_e4m3fn"
+
+
+def open_format(config: Mapping[str, Any], tensors: Tensors) -> NativeFP8 | None:
+    if method(config) not in METHODS:
+        return None
+    key = "weight_block_size"
+    block = quant_config(config).get(key)
+    if block is None:
+        return NativeFP8(tensors, ())
+    if not isinstance(block, list) or len(block) != 2:
+        raise CheckpointError(f"config.json: quantization_config's {key} is {block!r:.100}, not two numbers")
+    return NativeFP8(tensors, ((block_size(block[0], key), block_size(block[1], key)),))
+
+
+@dataclass
+class NativeFP8:
+    tensors: Tensors
+    blocks: tuple[tuple[int, int], ...]
+    name: str = "fp8"
+
+    @property
+    def description(self) -> str:
+        return "fp8 in blocks of {}x{}".format(*self.blocks[0]) if self.blocks else "fp8"
+
+    def parts(self, weight: str) -> tuple[str, ...]:
+        names = [name for name in (f"{weight}_scale_inv", f"{weight}_scale") if name in self.tensors]
+        is_fp8 = weight in self.tensors and self.tensors[weight].dtype.name == FP8
+        if not names and is_fp8:
+            names = [f"{weight}_scale_inv" if self.blocks else f"{weight}_scale"]
+        return (weight, names[0]) if names else ()
+
+    def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
+        scale_name = self.parts(weight)[1]
+        codes = fetch(self.tensors, weight, (FP8,), shape)
+        scale, block = fetch_scale(self.tensors, scale_name, shape, shape, (1, shape[1]), *self.blocks)
+        return QuantArray(codes, scale, block=block)

@@ -1,0 +1,228 @@
+"""The blocks of GGUF tensors as QuantArrays.
+
+The layouts are those of ggml (ggml-common.h, ggml-quants.c); the values are, to the last bit of float32, those of the
+`gguf` package's NumPy dequantization. Scales that a format itself multiplies together (d * sc) are therefore kept as
+float32 products; those that stand in the file keep their float16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.gguf import TYPES, BlockType
+from checkpoints.quantized import INT4
+from pallas_kernels.types import QuantArray
+
+FLOATS = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+# Signed values of 4-bit codes: of MXFP4 (e2m1, doubled) and of ggml's non-linear 4-bit types.
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+# A decoder turns the blocks of one type, a structured array [n], into codes [n, block size], and into scale, zero (one
+# number for all) and bias, which are None or [n, parts of a block].
+Decoded = tuple[np.ndarray, np.ndarray, int, np.ndarray | None]
+
+
+def decode(data: np.ndarray, kind: BlockType, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
+    """A tensor from its bytes [nbytes]: plain floats of any shape, QuantArray [out, in] where its type is quantized.
+
+    Types that only the `gguf` package knows come out as float32; CheckpointError where that is missing.
+    """
+    if kind.name in FLOATS:
+        return data.view(FLOATS[kind.name]).reshape(shape)
+    if needs_package(kind):
+        return _by_package(data, kind, shape)
+    fields, decoder = _DECODERS[kind.name]
+    codes, scale, zero, bias = decoder(data.view(np.dtype(fields)))
+
+    def in_rows(values: np.ndarray) -> Any:
+        return np.ascontiguousarray(values).reshape(int(np.prod(shape[:-1])), -1)
+
+    scale = in_rows(scale)
+    return QuantArray(
+        codes=in_rows(codes),
+        scale=scale,
+        zero=in_rows(np.full(scale.shape, zero, np.int8)) if zero else None,
+        bias=None if bias is None else in_rows(bias),
+        block=(1, shape[-1] // scale.shape[1]),
+    )
+
+
+def needs_package(kind: BlockType) -> bool:
+    """Whether only the `gguf` package knows a type. Raises CheckpointError where that is missing."""
+    if kind.name in FLOATS or kind.name in _DECODERS:
+        return False
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError(f"tensors of type {kind.name} are read by the gguf package: pip install jaxserve[gguf]")
+    return True
+
+
+def _by_package(data: np.ndarray, kind: BlockType, shape: tuple[int, ...]) -> np.ndarray:
+    import gguf
+
+    number = next(number for number, known in TYPES.items() if known == kind)
+    rows = data.reshape(*shape[:-1], -1)
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(number)).reshape(shape)
+
+
+def _nibbles(packed: np.ndarray, group: int) -> np.ndarray:
+    """Bytes [n, m] -> 4-bit codes [n, 2 m]: of each `group` bytes the low halves, then the high ones."""
+    packed = packed.reshape(len(packed), -1, group)
+    codes = np.empty((*packed.shape[:2], 2, group), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[:, :, 0])
+    np.right_shift(packed, 4, out=codes[:, :, 1])
+    return codes.reshape(len(packed), -1)
+
+
+def _bits(packed: np.ndarray, width: int, group: int) -> np.ndarray:
+    """Bytes [n, m] -> codes of `width` bits: of each `group` bytes all the lowest ones, then all the next ones."""
+    packed = packed.reshape(len(packed), -1, 1, group)
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    codes = packed >> shifts
+    codes &= 2**width - 1
+    return codes.reshape(len(packed), -1)
+
+
+def _less(codes: np.ndarray, offset: int) -> np.ndarray:
+    """Unsigned codes less `offset`, as int8, in their own memory."""
+    signed = codes.view(np.int8)
+    signed -= np.int8(offset)
+    return signed
+
+
+def _joined(low: np.ndarray, high: np.ndarray, shift: int) -> np.ndarray:
+    """low | high << shift, in the memory of the two."""
+    high <<= shift
+    low |= high
+    return low
+
+
+def _looked_up(values: tuple[int, ...], codes: np.ndarray) -> np.ndarray:
+    """values[codes] as int8; bytes.translate is ten times as fast as NumPy's indexing."""
+    table = np.array(values, np.int8).tobytes().ljust(256)
+    return np.frombuffer(codes.tobytes().translate(table), np.int8).reshape(codes.shape)
+
+
+def _product(scale: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """[n] x [n, parts] -> float32 [n, parts]."""
+    return scale.astype(np.float32)[:, None] * factors.astype(np.float32)
+
+
+def _fifth_bits(b: np.ndarray) -> np.ndarray:
+    """The codes 0 to 31 of Q5_0 and Q5_1."""
+    return _joined(_nibbles(b["qs"], 16), np.unpackbits(b["qh"], axis=1, bitorder="little"), 4)
+
+
+def _q4_0(b: np.ndarray) -> Decoded:
+    return _less(_nibbles(b["qs"], 16), 8).astype(INT4), b["d"], 0, None
+
+
+def _q4_1(b: np.ndarray) -> Decoded:
+    return _less(_nibbles(b["qs"], 16), 8).astype(INT4), b["d"], -8, b["m"]
+
+
+def _q5_0(b: np.ndarray) -> Decoded:
+    return _less(_fifth_bits(b), 16), b["d"], 0, None
+
+
+def _q5_1(b: np.ndarray) -> Decoded:
+    return _less(_fifth_bits(b), 0), b["d"], 0, b["m"]
+
+
+def _q8_0(b: np.ndarray) -> Decoded:
+    return b["qs"], b["d"], 0, None
+
+
+def _q2_k(b: np.ndarray) -> Decoded:
+    codes = _bits(b["qs"], 2, 32).astype(INT4)
+    return codes, _product(b["d"], b["scales"] & 15), 0, -_product(b["dmin"], b["scales"] >> 4)
+
+
+def _q3_k(b: np.ndarray) -> Decoded:
+    low, high = b["scales"][:, :8], b["scales"][:, 8:]
+    scales = _joined(_nibbles(low, 8), _bits(high, 2, 4), 4)
+    codes = _joined(_bits(b["qs"], 2, 32), _bits(b["hmask"], 1, 32), 2)
+    return _less(codes, 4).astype(INT4), _product(b["d"], _less(scales, 32)), 0, None
+
+
+def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and minima, [n, 8] each, of Q4_K and Q5_K: the first four in whole bytes' low bits, the others spread."""
+    scale, minimum, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([scale & 63, (rest & 15) | ((scale >> 6) << 4)], axis=1)
+    return scales, np.concatenate([minimum & 63, (rest >> 4) | ((minimum >> 6) << 4)], axis=1)
+
+
+def _q4_k(b: np.ndarray) -> Decoded:
+    scales, minima = _six_bits(b["scales"])
+    codes = _less(_nibbles(b["qs"], 32), 8).astype(INT4)
+    return codes, _product(b["d"], scales), -8, -_product(b["dmin"], minima)
+
+
+def _q5_k(b: np.ndarray) -> Decoded:
+    scales, minima = _six_bits(b["scales"])
+    codes = _joined(_nibbles(b["qs"], 32), _bits(b["qh"], 1, 32), 4)
+    return _less(codes, 0), _product(b["d"], scales), 0, -_product(b["dmin"], minima)
+
+
+def _q6_k(b: np.ndarray) -> Decoded:
+    codes = _joined(_nibbles(b["ql"], 64), _bits(b["qh"], 2, 32), 4)
+    return _less(codes, 32), _product(b["d"], b["scales"]), 0, None
+
+
+def _iq4_nl(b: np.ndarray) -> Decoded:
+    return _looked_up(_NONLINEAR, _nibbles(b["qs"], 16)), b["d"], 0, None
+
+
+def _iq4_xs(b: np.ndarray) -> Decoded:
+    low = _nibbles(b["low"], 1)
+    high = (b["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & 3
+    return _looked_up(_NONLINEAR, _nibbles(b["qs"], 16)), _product(b["d"], _less(_joined(low, high, 4), 32)), 0, None
+
+
+def _tq1_0(b: np.ndarray) -> Decoded:
+    """Five base-3 digits to a byte, the first from the top: multiplied up modulo 256, times 3, then the carry."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+    parts = [b["qs"][:, :32], b["qs"][:, 32:], b["qh"]]
+    digits = [(p[:, None] * powers[:count]).reshape(len(b), -1) for p, count in zip(parts, (5, 5, 4), strict=True)]
+    codes = ((np.concatenate(digits, axis=1).astype(np.uint16) * 3) >> 8).astype(np.uint8)
+    return _less(codes, 1).astype(INT4), b["d"], 0, None
+
+
+def _tq2_0(b: np.ndarray) -> Decoded:
+    return _less(_bits(b["qs"], 2, 32), 1).astype(INT4), b["d"], 0, None
+
+
+def _mxfp4(b: np.ndarray) -> Decoded:
+    scale = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)  # half of 2^(e - 127), as the codes are doubled
+    return _looked_up(_E2M1, _nibbles(b["qs"], 16)), scale.astype(ml_dtypes.bfloat16), 0, None
+
+
+_D, _M, _DMIN = ("d", "<f2"), ("m", "<f2"), ("dmin", "<f2")
+_DECODERS: dict[str, tuple[list, Callable[[np.ndarray], Decoded]]] = {
+    "Q4_0": ([_D, ("qs", "u1", 16)], _q4_0),
+    "Q4_1": ([_D, _M, ("qs", "u1", 16)], _q4_1),
+    "Q5_0": ([_D, ("qh", "u1", 4), ("qs", "u1", 16)], _q5_0),
+    "Q5_1": ([_D, _M, ("qh", "u1", 4), ("qs", "u1", 16)], _q5_1),
+    "Q8_0": ([_D, ("qs", "i1", 32)], _q8_0),
+    "Q2_K": ([("scales", "u1", 16), ("qs", "u1", 64), _D, _DMIN], _q2_k),
+    "Q3_K": ([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), _D], _q3_k),
+    "Q4_K": ([_D, _DMIN, ("scales", "u1", 12), ("qs", "u1", 128)], _q4_k),
+    "Q5_K": ([_D, _DMIN, ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)], _q5_k),
+    "Q6_K": ([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D], _q6_k),
+    "IQ4_NL": ([_D, ("qs", "u1", 16)], _iq4_nl),
+    "IQ4_XS": ([_D, ("high", "<u2"), ("low", "u1", 4), ("qs", "u1", 128)], _iq4_xs),
+    "TQ1_0": ([("qs", "u1", 48), ("qh", "u1", 4), _D], _tq1_0),
+    "TQ2_0": ([("qs", "u1", 64), _D], _tq2_0),
+    "MXFP4": ([("e", "u1"), ("qs", "u1", 16)], _mxfp4),
+}

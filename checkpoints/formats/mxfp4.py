@@ -1,0 +1,55 @@
+"""MXFP4 checkpoints, as gpt-oss has them: E2M1 numbers, 32 of which share a power of two.
+
+Defined by the OCP Microscaling Formats specification 1.0; the layout by transformers (`convert_moe_packed_tensors` of
+integrations/mxfp4.py): blocks uint8 [..., out, in / 32, 16], the lower half of a byte first, and scales uint8
+[..., out, in / 32]. Twice an E2M1 number is an integer of at most 12, so int8 codes with half the scale are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.formats.packing import EXPONENTS, Tensors, fetch, find, method, power_of_two, unpack
+from pallas_kernels.types import QuantArray
+
+METHODS = ("mxfp4",)
+GROUP = 32
+DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+def open_format(config: Mapping[str, Any], tensors: Tensors) -> MXFP4 | None:
+    return MXFP4(tensors) if method(config) in METHODS else None
+
+
+def decode(packed: np.ndarray, exponents: np.ndarray, name: str) -> QuantArray:
+    """uint8 [out, in / 2] and, of the tensor called `name`, uint8 [out, in / 32] -> [out, in]."""
+    return QuantArray(unpack(packed, 4, DOUBLED), power_of_two(exponents, name, below=1), block=(1, GROUP))
+
+
+@dataclass
+class MXFP4:
+    """Reads a stack of experts' weights as one, with all their outputs below each other."""
+
+    tensors: Tensors
+    name: str = "mxfp4"
+    description: str = "MXFP4 in groups of 32, as int8 (exact)"
+
+    def parts(self, weight: str) -> tuple[str, ...]:
+        module = weight.removesuffix(".weight")
+        names = (f"{module}_blocks", f"{module}_scales")
+        return names if any(name in self.tensors for name in names) else ()
+
+    def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
+        (out, inputs), (blocks, scales) = shape, self.parts(weight)
+        stored = find(self.tensors, scales).shape
+        if inputs % GROUP or stored[-1:] != (inputs // GROUP,) or math.prod(stored[:-1]) != out:
+            raise CheckpointError(f"tensor {scales!r} has shape {list(stored)}, but the weight is {list(shape)}")
+        packed = fetch(self.tensors, blocks, ("uint8",), (*stored, GROUP // 2))
+        exponents = fetch(self.tensors, scales, EXPONENTS, stored)
+        return decode(packed.reshape(out, inputs // 2), exponents.reshape(out, -1), scales)

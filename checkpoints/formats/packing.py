@@ -1,0 +1,176 @@
+"""What the formats share: their settings, tensors that must be there, and codes packed into words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.quantized import INT4
+from checkpoints.safetensors import TensorInfo
+
+FLOATS = ("float16", "bfloat16", "float32")
+EXPONENTS = ("float8_e8m0fnu", "uint8")  # powers of two
+MAX_BLOCK = 2**20
+PIECE_BYTES = 2**16  # are unpacked at a time, so that what is in between stays in the processor's cache
+
+Tensors = Mapping[str, TensorInfo]
+
+
+def quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of config.json that say how it is quantized; empty: it is not."""
+    found = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r:.100}")
+    return found
+
+
+def method(config: Mapping[str, Any]) -> str:
+    """Its quant_method in lower case; "" where nothing is said."""
+    return str(quant_config(config).get("quant_method", "")).lower()
+
+
+def block_size(value: object, key: str) -> int:
+    """A group's or a block's size; raises CheckpointError for absurd ones."""
+    if type(value) is not int or not 1 <= value <= MAX_BLOCK:
+        raise CheckpointError(f"config.json: quantization_config's {key} is {value!r:.100}, not from 1 to {MAX_BLOCK}")
+    return value
+
+
+def group_size(settings: Mapping[str, Any], default: int | None = None) -> int | None:
+    """Inputs that share a scale; None: all of them (which files write as -1)."""
+    value = settings.get("group_size", default)
+    return None if value is None or value == -1 else block_size(value, "group_size")
+
+
+def groups(size: int | None, weight: str, inputs: int, partial: bool = False) -> tuple[int, int]:
+    """(number of groups, inputs in each). Raises where they do not divide, unless the last may be `partial`."""
+    size = inputs if size is None else size
+    if inputs % size and not partial:
+        raise CheckpointError(f"{weight} has {inputs} inputs, which are no whole groups of {size}")
+    return -(-inputs // size), min(size, inputs)
+
+
+def words(count: int, bits: int, name: str) -> int:
+    """How many words of 32 bits so many codes take; raises unless they are whole."""
+    if count * bits % 32:
+        raise CheckpointError(f"tensor {name!r}: {count} codes of {bits} bits fill no whole words")
+    return count * bits // 32
+
+
+def find(tensors: Tensors, name: str) -> TensorInfo:
+    if name not in tensors:
+        raise CheckpointError(f"the checkpoint lacks tensor {name!r}, which its quantization_config asks for")
+    return tensors[name]
+
+
+def fetch(tensors: Tensors, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> np.ndarray:
+    """Reads a tensor, after it was checked to have one of these dtypes and shapes."""
+    tensor = find(tensors, name)
+    if tensor.dtype.name not in dtypes:
+        raise CheckpointError(
+            f"{tensor.path.name}: tensor {name!r} has dtype {tensor.dtype.name}, not {' or '.join(dtypes)}"
+        )
+    if tensor.shape not in shapes:
+        raise CheckpointError(
+            f"{tensor.path.name}: tensor {name!r} has shape {list(tensor.shape)}, "
+            f"which does not fit its weight: {' or '.join(str(list(s)) for s in shapes)} would"
+        )
+    return tensor.read()
+
+
+def fetch_scale(
+    tensors: Tensors, name: str, shape: tuple[int, int], *blocks: tuple[int, int]
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """Scales of a weight [out, in] -> ([ceil(out / rows), ceil(in / inputs)], (rows, inputs)).
+
+    Each has one of these `blocks`, (rows, inputs). One for all may be a scalar, one per row may lack the second axis.
+    """
+    forms: dict[tuple[int, ...], tuple[int, int]] = {}
+    for block in blocks:
+        block = (min(block[0], shape[0]), min(block[1], shape[1]))
+        counts = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        forms[counts] = block
+        if counts[1] == 1:
+            forms[counts[:1]] = block
+        if counts == (1, 1):
+            forms[()] = block
+    scale = fetch(tensors, name, (*FLOATS, *EXPONENTS), *forms)
+    block = forms[scale.shape]
+    scale = power_of_two(scale, name) if scale.dtype.name in EXPONENTS else scale
+    return scale.reshape(scale.shape if scale.ndim == 2 else (-1, 1)), block
+
+
+def power_of_two(exponents: np.ndarray, name: str, below: int = 0) -> np.ndarray:
+    """Scales stored as e8m0 (https://www.opencompute.org, Microscaling Formats 1.0) -> bfloat16 2^(e - 127 - below)."""
+    exponents = exponents.view(np.uint8)
+    if (exponents == 255).any():
+        raise CheckpointError(f"tensor {name!r} has scales that are no numbers (255)")
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - (127 + below)).astype(ml_dtypes.bfloat16)
+
+
+def unpack(words: np.ndarray, bits: int, table: np.ndarray | None = None) -> np.ndarray:
+    """Words [..., n], in whose bits codes follow each other from the lowest on -> the codes, uint8 [..., 8 n' / bits].
+
+    n' is the words' bytes, which must be a multiple of `bits` where that is 3, 5 or 6. With a `table` of at most 256
+    bytes, and bits up to 6: what it has for each code.
+    """
+    raw = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return raw
+    rows = raw.reshape(-1, raw.shape[-1])
+    made = np.empty((len(rows), rows.shape[1] * 8 // bits), np.uint8 if table is None else table.dtype)
+    step = max(1, PIECE_BYTES // max(1, rows.shape[1]))
+    for at in range(0, len(rows), step):
+        codes = _spread(rows[at : at + step], bits)
+        if table is not None:  # indexing would make an int64 of each code first
+            found = codes.tobytes().translate(table.tobytes().ljust(256))
+            codes = np.frombuffer(found, table.dtype).reshape(codes.shape)
+        made[at : at + step] = codes
+    return made.reshape(*raw.shape[:-1], made.shape[1])
+
+
+def _spread(raw: np.ndarray, bits: int) -> np.ndarray:
+    """Bytes [rows, n] -> a byte for each `bits` of them, uint8 [rows, 8 n / bits]."""
+    if bits == 4:
+        pair = raw.astype(np.uint16)
+        pair |= pair << 4
+        pair &= 0x0F0F
+        return pair.view(np.uint8)
+    pieces = raw.reshape(len(raw), -1, bits)  # eight codes each
+    stream = np.zeros(pieces.shape[:-1], np.uint64)
+    for byte in range(bits):
+        stream |= pieces[..., byte].astype(np.uint64) << np.uint64(8 * byte)
+    for count in (4, 2, 1):  # of each 2 * count codes, the upper half moves to where its bytes will be
+        low = np.uint64(sum((2 ** (count * bits) - 1) << at for at in range(0, 64, 16 * count)))
+        high = stream & ~low
+        high <<= np.uint64(count * (8 - bits))
+        stream &= low
+        stream |= high
+    return stream.view(np.uint8)
+
+
+def signed(codes: np.ndarray, bits: int, dtype: np.dtype | None = None) -> np.ndarray:
+    """Codes from 0 (uint8, overwritten) less half their range: int4 up to four bits, else int8; or as `dtype` says."""
+    dtype = dtype or (INT4 if bits <= 4 else np.dtype(np.int8))
+    codes -= np.uint8(2 ** (bits - 1))
+    if dtype == INT4:  # an element is a byte, whose upper half is zero
+        codes &= 15
+    return codes.view(dtype)
+
+
+def group_order(g_idx: np.ndarray, name: str, count: int, size: int) -> np.ndarray | None:
+    """The group of each input [in] -> the inputs sorted by group, int32 [in]; None: they are already.
+
+    All groups must have `size` inputs, but the last, which has the rest.
+    """
+    if g_idx.min() < 0 or g_idx.max() >= count:
+        raise CheckpointError(f"tensor {name!r} names groups from {g_idx.min()} to {g_idx.max()}; there are {count}")
+    order = np.argsort(g_idx, kind="stable").astype(np.int32)
+    place = np.arange(len(g_idx), dtype=np.int32)
+    if (g_idx[order] != place // size).any():
+        raise CheckpointError(f"tensor {name!r} does not give each group {size} inputs")
+    return None if (order == place).all() else order

@@ -1,0 +1,259 @@
+"""Reading GGUF files: every count, length and offset is checked against the file before it is used.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: magic, version,
+counts, metadata (key -> typed value), tensor infos, and from the next multiple of the alignment on the tensors' data. A
+model may be split into files NAME-00001-of-0000N.gguf, of which the first holds the metadata.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.safetensors import MAX_ELEMENTS
+
+MAX_HEADER_BYTES = 2**27  # vocabularies of a million tokens take a quarter of it
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 2**20
+MAX_NAME_BYTES = 65535
+
+
+class BlockType(NamedTuple):
+    """How a tensor's rows are stored: blocks of `size` weights in `nbytes` bytes each."""
+
+    name: str
+    size: int
+    nbytes: int
+
+
+# By the number in the file (enum ggml_type). Numbers that are missing were never in use, or have been withdrawn.
+TYPES = {
+    number: BlockType(*fields)
+    for number, fields in {
+        0: ("F32", 1, 4),
+        1: ("F16", 1, 2),
+        2: ("Q4_0", 32, 18),
+        3: ("Q4_1", 32, 20),
+        6: ("Q5_0", 32, 22),
+        7: ("Q5_1", 32, 24),
+        8: ("Q8_0", 32, 34),
+        10: ("Q2_K", 256, 84),
+        11: ("Q3_K", 256, 110),
+        12: ("Q4_K", 256, 144),
+        13: ("Q5_K", 256, 176),
+        14: ("Q6_K", 256, 210),
+        16: ("IQ2_XXS", 256, 66),
+        17: ("IQ2_XS", 256, 74),
+        18: ("IQ3_XXS", 256, 98),
+        19: ("IQ1_S", 256, 50),
+        20: ("IQ4_NL", 32, 18),
+        21: ("IQ3_S", 256, 110),
+        22: ("IQ2_S", 256, 82),
+        23: ("IQ4_XS", 256, 136),
+        28: ("F64", 1, 8),
+        29: ("IQ1_M", 256, 56),
+        30: ("BF16", 1, 2),
+        34: ("TQ1_0", 256, 54),
+        35: ("TQ2_0", 256, 66),
+        39: ("MXFP4", 32, 17),
+    }.items()
+}
+# Of metadata values, by the number in the file; 7 is bool, 8 string, 9 array.
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_SMALLEST_ENTRY = 13  # bytes of a metadata entry: a key's length, a type, a value
+_SMALLEST_TENSOR = 32  # bytes of a tensor info: a name's length, a count, one dimension, a type, an offset
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies, `start` in bytes from the file's beginning; `shape` has the rows' length last."""
+
+    name: str
+    path: Path
+    type: BlockType
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.type.size * self.type.nbytes
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """metadata: ints, floats, bools, strings; arrays as NumPy arrays, those of strings as lists."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """A file and, where it is the first of several, the others too. Raises CheckpointError for whatever is wrong."""
+    first = _read_file(path)
+    count = first.metadata.get("split.count", 0)
+    if type(count) is not int or count <= 1:
+        return first
+    name = _PART.fullmatch(path.name)
+    if name is None or int(name[2]) != 1 or int(name[3]) != count:
+        raise CheckpointError(f"{path} is one of {count} parts: give the first, NAME-00001-of-{count:05}.gguf")
+    tensors = dict(first.tensors)
+    for number in range(2, count + 1):
+        part = _read_file(path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf"))
+        if twice := tensors.keys() & part.tensors.keys():
+            raise CheckpointError(f"{part.path}: tensor {min(twice)!r} is in {tensors[min(twice)].path.name} too")
+        tensors |= part.tensors
+    return GGUFFile(path, first.metadata, tensors)
+
+
+def _read_file(path: Path) -> GGUFFile:
+    try:
+        with open(path, "rb") as file:
+            return _Header(path, file, os.fstat(file.fileno()).st_size).read()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+class _Header:
+    """The part of a file before its data, being read from its beginning."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int):
+        self.path, self.file, self.size = path, file, size
+        self.left = min(size, MAX_HEADER_BYTES)
+
+    def refuse(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {why}")
+
+    def read(self) -> GGUFFile:
+        if (magic := self.bytes(4, "the magic")) != b"GGUF":
+            raise self.refuse(f"not a GGUF file: it begins with {magic!r}")
+        version = self.number("<u4", "the version")
+        if version not in (2, 3):
+            why = "big-endian" if version in (2 << 24, 3 << 24) else f"of version {version}"
+            raise self.refuse(f"a GGUF file {why}; versions 2 and 3, little-endian, can be read")
+        tensors = self.count(_SMALLEST_TENSOR, "the tensors")
+        entries = self.count(_SMALLEST_ENTRY, "the metadata")
+        metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            key = self.string("a metadata key", MAX_NAME_BYTES)
+            if key in metadata:
+                raise self.refuse(f"metadata key {key!r} stands there twice")
+            metadata[key] = self.value(key)
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise self.refuse(f"general.alignment must be a power of two up to {MAX_ALIGNMENT}, got {alignment!r:.80}")
+        infos = [self.tensor(alignment) for _ in range(tensors)]
+        base = -(-self.file.tell() // alignment) * alignment
+        return GGUFFile(self.path, metadata, dict(self.placed(infos, base)))
+
+    def placed(self, infos: list[StoredTensor], base: int) -> Iterator[tuple[str, StoredTensor]]:
+        """The tensors by name, with their place in the file; they must lie in it and may not overlap."""
+        infos = sorted((info._replace(start=base + info.start) for info in infos), key=lambda info: info.start)
+        for info, after in itertools.zip_longest(infos, infos[1:]):
+            end = info.start + info.nbytes
+            if end > self.size:
+                raise self.refuse(f"truncated: tensor {info.name!r} ends at byte {end}, but the file has {self.size}")
+            if after and end > after.start:
+                raise self.refuse(f"tensor {after.name!r} overlaps {info.name!r}")
+            yield info.name, info
+        if len({info.name for info in infos}) < len(infos):
+            names = sorted(info.name for info in infos)
+            twice = next(name for name, after in itertools.pairwise(names) if name == after)
+            raise self.refuse(f"tensor {twice!r} stands there twice")
+
+    # What a header is made of. `what` names the thing in errors.
+
+    def bytes(self, length: int, what: str) -> bytes:
+        if length > self.left:
+            raise self.refuse(f"{what} claims {length} bytes, but the header has only {self.left} left")
+        self.left -= length
+        data = self.file.read(length)
+        if len(data) < length:
+            raise self.refuse("the file was truncated while being read")
+        return data
+
+    def number(self, dtype: str, what: str) -> Any:
+        return np.frombuffer(self.bytes(np.dtype(dtype).itemsize, what), dtype)[0].item()
+
+    def count(self, smallest: int, what: str) -> int:
+        """How many things of at least `smallest` bytes follow."""
+        count = self.number("<u8", what)
+        if count * smallest > self.left:
+            raise self.refuse(f"{what}: {count} are claimed, which cannot lie in the {self.left} bytes that are left")
+        return count
+
+    def string(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
+        length = self.number("<u8", what)
+        if length > most:
+            raise self.refuse(f"{what} claims {length} bytes, more than {most}")
+        try:
+            return self.bytes(length, what).decode()
+        except UnicodeDecodeError:
+            raise self.refuse(f"{what} is not valid UTF-8") from None
+
+    def value(self, key: str) -> Any:
+        what = f"metadata {key!r}"
+        kind = self.number("<u4", what)
+        if kind == _STRING:
+            return self.string(what)
+        if kind != _ARRAY:
+            return self.scalars(kind, 1, what)[0].item()
+        kind = self.number("<u4", what)
+        if kind == _STRING:
+            return [self.string(what) for _ in range(self.count(8, what))]
+        if kind == _ARRAY:
+            raise self.refuse(f"{what} is an array of arrays, which no known key is")
+        return self.scalars(kind, self.number("<u8", what), what)
+
+    def scalars(self, kind: int, count: int, what: str) -> np.ndarray:
+        if kind not in _SCALARS:
+            raise self.refuse(f"{what} has the unknown type {kind}")
+        data = self.bytes(count * np.dtype(_SCALARS[kind]).itemsize, what)
+        if kind == _BOOL and data.strip(b"\0\1"):
+            raise self.refuse(f"{what} is neither true nor false")
+        return np.frombuffer(data, _SCALARS[kind])
+
+    def tensor(self, alignment: int) -> StoredTensor:
+        """A tensor info, its start counted from the beginning of the data."""
+        name = self.string("a tensor's name", MAX_NAME_BYTES)
+        what = f"tensor {name!r}"
+        dimensions = self.number("<u4", what)
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise self.refuse(f"{what} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are allowed")
+        shape = tuple(np.frombuffer(self.bytes(8 * dimensions, what), "<u8").tolist())[::-1]
+        number, start = self.number("<u4", what), self.number("<u8", what)
+        if 0 in shape or math.prod(shape) > MAX_ELEMENTS:
+            raise self.refuse(f"{what} has an invalid shape {list(shape)}")
+        if number not in TYPES:
+            raise self.refuse(f"{what} has the unknown type {number}; known are {_listed_types()}")
+        if shape[-1] % TYPES[number].size:
+            raise self.refuse(f"{what} has rows of {shape[-1]}, no multiple of {TYPES[number].name}'s block size")
+        if start % alignment or start > self.size:
+            raise self.refuse(f"{what} begins {start} bytes into the data, unaligned or behind the file's end")
+        return StoredTensor(name, self.path, TYPES[number], shape, start)
+
+
+def _listed_types() -> str:
+    return ", ".join(f"{number} ({kind.name})" for number, kind in TYPES.items())

@@ -1,0 +1,315 @@
+"""A GGUF file as a Hugging Face checkpoint: its metadata as a config.json, its tensors under Hugging Face's names.
+
+The metadata keys and tensor names are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of
+llama.cpp, whose architecture "llama" stands for Llama and Mistral.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.formats.gguf_blocks import FLOATS, decode, needs_package
+from checkpoints.gguf import BlockType, GGUFFile, StoredTensor, read_gguf
+from checkpoints.quantized import dequantize
+from checkpoints.safetensors import TensorInfo
+from pallas_kernels.types import QuantArray
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ROPE_FACTORS = "rope_freqs.weight"
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+# Tokens that end a turn, whether or not the file names them so (as in llama.cpp).
+_END_TEXTS = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>")
+)
+_CONTROL = 3  # the token type of special tokens
+
+
+@dataclass(frozen=True)
+class GGUFTensor(TensorInfo):
+    """A tensor that reads as plain floats, whatever its blocks; dtype is float32 for those that are quantized.
+
+    With `head_dim` the rows of each head stand in pairs (0, half, 1, half + 1, ...), as llama.cpp's rope wants them for
+    Llama, and are read in Hugging Face's order.
+    """
+
+    type: BlockType
+    head_dim: int = 0
+
+    @property
+    def rows_at_once(self) -> int:
+        return self.head_dim or 1
+
+    def read_blocks(self) -> QuantArray | np.ndarray:
+        """The whole tensor, quantized where it is stored so in a type that `decode` knows."""
+        return self._decode(0, self.shape)
+
+    def _read(self, first: int, count: int) -> np.ndarray:
+        row = self.shape[-1]
+        value = self._decode(first, (count // row, row) if len(self.shape) > 1 else (count,))
+        return (dequantize(value) if isinstance(value, QuantArray) else value).reshape(-1)
+
+    def _decode(self, first: int, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
+        stored = StoredTensor(self.name, self.path, self.type, shape, self.start)
+        begin = self.start + first // self.type.size * self.type.nbytes
+        data = np.fromfile(self.path, np.uint8, stored.nbytes, offset=begin)
+        if data.size != stored.nbytes:
+            raise CheckpointError(f"{self.path} ends inside tensor {self.name!r}: it was truncated while being read")
+        value = decode(data, self.type, shape)
+        if not self.head_dim:
+            return value
+        if not isinstance(value, QuantArray):
+            return self._in_halves(value)
+        codes, scale, zero, bias = map(self._in_halves, (value.codes, value.scale, value.zero, value.bias))
+        return replace(value, codes=codes, scale=scale, zero=zero, bias=bias)
+
+    def _in_halves(self, rows: Any) -> Any:
+        if rows is None:
+            return None
+        paired = rows.reshape(-1, self.head_dim // 2, 2, *rows.shape[1:])
+        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
+
+
+@dataclass(frozen=True)
+class GGUFReader:
+    """The QuantReader of a file (see `checkpoints.formats`)."""
+
+    tensors: Mapping[str, GGUFTensor]
+    description: str
+    name: str = "gguf"
+
+    def parts(self, weight: str) -> tuple[str, ...]:
+        tensor = self.tensors.get(weight)
+        return (weight,) if tensor is not None and tensor.type.name not in FLOATS else ()
+
+    def read(self, weight: str, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
+        """Any weight of the file, quantized where it is stored so in a type that is kept."""
+        tensor = self.tensors.get(weight)
+        if tensor is None or tensor.shape != tuple(shape):
+            has = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
+            raise CheckpointError(f"tensor {weight!r} {has}, but the model asks for {list(shape)}")
+        return tensor.read_blocks()
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """config: as in config.json. tensors: by Hugging Face's names. metadata: the file's own."""
+
+    config: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+    reader: GGUFReader
+    metadata: dict[str, Any]
+
+
+def open_gguf(path: str | Path) -> GGUFModel:
+    """Reads the header of a file, or of the first of several parts; no weights yet.
+
+    Raises CheckpointError for files that are broken, and for what a file has that is not understood.
+    """
+    file = read_gguf(Path(path))
+    keys = _Keys(file)
+    config = _config(file, keys)
+    head_dim = config["head_dim"]
+    tensors = {}
+    for stored in file.tensors.values():
+        if stored.name != _ROPE_FACTORS:
+            tensor = _tensor(stored, head_dim if keys.architecture == "llama" else 0)
+            tensors[tensor.name] = tensor
+    kinds = {tensor.type for tensor in tensors.values()}
+    if others := sorted(kind.name for kind in kinds if needs_package(kind)):
+        log.warning("%s: weights of type %s are dequantized to floats as they are read", path, ", ".join(others))
+    description = "GGUF " + ", ".join(sorted(kind.name for kind in kinds))
+    return GGUFModel(config, tensors, GGUFReader(tensors, description), file.metadata)
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end a text or a turn, the file's end-of-sequence token first."""
+    named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    found = []
+    if isinstance(tokens, list) and isinstance(types, np.ndarray):
+        found = [i for i in np.flatnonzero(types[: len(tokens)] == _CONTROL).tolist() if tokens[i] in _END_TEXTS]
+    return list(dict.fromkeys([i for i in named if type(i) is int] + found))
+
+
+class _Keys:
+    """The metadata of a file's architecture: remembers which keys were understood, and refuses the rest."""
+
+    def __init__(self, file: GGUFFile):
+        self.file = file
+        given = file.metadata.get("general.architecture")
+        if not isinstance(given, str) or given not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise self.refuse(f"general.architecture {given!r:.80} is not supported (only {known})")
+        self.architecture, prefix = given, f"{given}."
+        self.left = {key.removeprefix(prefix): x for key, x in file.metadata.items() if key.startswith(prefix)}
+
+    def refuse(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.path}: {why}")
+
+    def take(self, key: str, allowed: Callable[[Any], bool], default: Any = None) -> Any:
+        """A value, or what all values of an array (one per layer) are; `default` None: it must be there."""
+        value = self.left.pop(key, default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if isinstance(value, np.ndarray | list) or value is None or not allowed(value):
+            raise self.refuse(f"{self.architecture}.{key}={value!r:.80} is not supported")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        return self.take(key, lambda value: type(value) is int and 0 < value < 2**31, default)
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive number: the shortest decimal that is the file's float32, so that 1e-5 comes out as 1e-05."""
+        value = self.take(key, lambda value: type(value) in (int, float) and 0 < value < 1e30, default)
+        return float(str(np.float32(value)))
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """The key must be absent or one of `allowed`: anything else changes the maths."""
+        self.take(key, lambda value: value in allowed, allowed[0])
+
+    def finish(self) -> None:
+        """Keys that were not asked for may only say that something is not there."""
+        left = {key: x for key, x in self.left.items() if not isinstance(x, int | float) or x}
+        if left:
+            listed = ", ".join(f"{self.architecture}.{key}={value!r:.80}" for key, value in sorted(left.items()))
+            raise self.refuse(f"settings that are not understood: {listed}")
+
+
+def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise keys.refuse("there is no matrix token_embd.weight")
+    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    head_dim = keys.size("attention.key_length", hidden // heads)
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[keys.architecture]],
+        "model_type": keys.architecture,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": keys.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.size("context_length"),
+        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.real("rope.freq_base", 10000.0),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "torch_dtype": _dtype({tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": end_ids(file.metadata),
+    }
+    if scaling := _rope_scaling(file, keys, config):
+        config["rope_scaling"] = scaling
+    if keys.architecture != "qwen2":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if keys.architecture == "llama":
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+        if keys.left.get("attention.sliding_window"):
+            config |= {"architectures": ["MistralForCausalLM"], "sliding_window": keys.size("attention.sliding_window")}
+    keys.expect("attention.value_length", head_dim)
+    keys.expect("rope.dimension_count", head_dim)
+    keys.expect("attention.causal", True)
+    for harmless in ("vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"):
+        keys.left.pop(harmless, None)
+    keys.finish()
+    return config
+
+
+def _dtype(kinds: set[str]) -> str:
+    """In which dtype the model was made, as far as a file tells: matrices that are quantized were bfloat16 mostly."""
+    return {frozenset(["F16"]): "float16", frozenset(["F32"]): "float32"}.get(frozenset(kinds), "bfloat16")
+
+
+def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
+    kind = keys.take("rope.scaling.type", lambda value: value in ("none", "linear", "yarn"), "linear")
+    factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
+    original = keys.size("rope.scaling.original_context_length", config["max_position_embeddings"])
+    if _ROPE_FACTORS in file.tensors:
+        if kind == "yarn" or factor != 1.0:
+            raise keys.refuse(f"{_ROPE_FACTORS} beside rope.scaling.type {kind!r} by {factor} is not supported")
+        return _llama3_scaling(file, keys, config["rope_theta"], config["head_dim"])
+    keys.expect("rope.scaling.attn_factor", 1.0)
+    keys.expect("rope.scaling.yarn_attn_factor", 1.0)
+    keys.expect("rope.scaling.yarn_ext_factor", 1.0)
+    if kind == "yarn":
+        betas = {
+            key: keys.real(f"rope.scaling.yarn_{key}", at) for key, at in (("beta_fast", 32.0), ("beta_slow", 1.0))
+        }
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else None
+
+
+def _llama3_scaling(file: GGUFFile, keys: _Keys, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """Finds the parameters behind Llama 3.1's divisors of the frequencies [head_dim / 2], all that the file keeps.
+
+    The low and high frequency factors are 1 and 4 in every model known; the context length is some power of two.
+    """
+    stored = file.tensors[_ROPE_FACTORS]
+    if stored.shape != (head_dim // 2,) or stored.type.name != "F32":
+        raise keys.refuse(
+            f"tensor {_ROPE_FACTORS!r} is {stored.type.name} {list(stored.shape)}, not F32 [{head_dim // 2}]"
+        )
+    divisors = _floats(stored, stored.name).read().astype(np.float64)
+    factor = float(divisors.max())
+    if (divisors == 1).all():
+        return None
+    turns = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)  # per position
+    for original in (2**n for n in range(4, 24 if 1 < factor < 1e6 else 0)):
+        smooth = np.clip((original * turns - 1.0) / (4.0 - 1.0), 0, 1)
+        if np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": original,
+            }
+    raise keys.refuse(f"{_ROPE_FACTORS} holds no scaling of Llama 3.1's kind: {divisors.tolist()}")
+
+
+def _tensor(stored: StoredTensor, head_dim: int) -> GGUFTensor:
+    """With its Hugging Face name. `head_dim`: of architectures whose queries and keys are stored in pairs of rows."""
+    parsed = _NAME.fullmatch(stored.name)
+    layer, part, kind = parsed.groups() if parsed else (None, "", "")
+    name = (_LAYER if layer else _TOP).get(part)
+    if name is None:
+        raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is of a kind that is not supported")
+    if stored.type.name not in FLOATS and len(stored.shape) != 2:
+        raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is quantized, but no matrix")
+    pairs = head_dim if part in ("attn_q", "attn_k") else 0
+    if pairs and (pairs % 2 or stored.shape[0] % pairs):
+        raise CheckpointError(
+            f"{stored.path}: tensor {stored.name!r} of {list(stored.shape)} has no whole heads of an even size {pairs}"
+        )
+    return _floats(stored, f"model.layers.{layer}.{name}.{kind}" if layer else f"{name}.{kind}", pairs)
+
+
+def _floats(stored: StoredTensor, name: str, head_dim: int = 0) -> GGUFTensor:
+    dtype = FLOATS.get(stored.type.name, np.dtype(np.float32))
+    return GGUFTensor(name, stored.path, dtype, stored.shape, stored.start, stored.type, head_dim)

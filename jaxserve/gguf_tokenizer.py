@@ -1,0 +1,212 @@
+"""The tokenizer that a GGUF file carries, as transformers' own class.
+
+Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Two kinds are known: byte-level BPE ("gpt2"),
+whose pre-tokenizer the file only names, and sentencepiece's BPE ("llama"), whose merges follow from its scores. The
+patterns are those of the models' own tokenizer.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names and the file's
+_SPACE = "\u2581"  # what sentencepiece writes for a space
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class _Pre(NamedTuple):
+    """patterns: each splits what those before it left in one piece. Whole words that are tokens need no merges where
+    `ignore_merges`."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+_KINDS = {
+    # Files from before the pre-tokenizer had a name, as llama.cpp reads them.
+    _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): ("", "default"),
+    _Pre((_GPT2,)): ("gpt-2", "trillion"),
+    _Pre((r"\p{N}", _GPT2)): ("smollm", "starcoder", "refact", "minerva-7b"),
+    _Pre((_LLAMA3,), ignore_merges=True, add_bos=True): ("llama-bpe", "llama3", "llama-v3", "falcon3"),
+    _Pre((_LLAMA3,)): ("smaug-bpe",),
+    _Pre((_QWEN2,), nfc=True): ("qwen2", "deepseek-r1-qwen", "megrez"),
+    _Pre((_TEKKEN,), ignore_merges=True, add_bos=True): ("tekken",),
+    _Pre(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")): ("deepseek-coder",),
+    _Pre((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)): ("deepseek-v3",),
+}
+_PRE_TOKENIZERS = {name: pre for pre, names in _KINDS.items() for name in names}
+
+
+def make_tokenizer(metadata: Mapping[str, Any]) -> Any:
+    """A transformers tokenizer from a file's metadata. Raises ValueError that names the key."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = _Vocabulary(metadata)
+    makers: dict[str, Callable[[_Vocabulary], Backend]] = {"gpt2": _byte_level, "llama": _sentencepiece}
+    kind = vocabulary.take("model", "")
+    if kind not in makers:
+        raise ValueError(f"tokenizer.ggml.model {kind!r:.80} is not supported (only {', '.join(makers)})")
+    backend = makers[kind](vocabulary)
+    backend.add_tokens(vocabulary.added())
+    roles = {role: vocabulary.special(role) for role in _ROLES}
+    edges = {role: roles[role] for role in ("bos", "eos") if vocabulary.adds(role) and roles[role]}
+    if edges:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[x for x in (edges.get("bos"), "$A", edges.get("eos")) if x],
+            special_tokens=[(token, vocabulary.ids[token]) for token in edges.values()],
+        )
+    named = {f"{role}_token": token for role, token in roles.items() if token}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=_chat_template(metadata),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def recommended_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says of sampling, under the names of `GenerationDefaults`."""
+    names = {
+        "temperature": "temp",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "repetition_penalty": "penalty_repeat",
+    }
+    found = {name: metadata.get(f"general.sampling.{key}") for name, key in names.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The template, or all of them by name where the file has several."""
+    key = "tokenizer.chat_template"
+    default, named = metadata.get(key), {k[len(key) + 1 :]: x for k, x in metadata.items() if k.startswith(key + ".")}
+    return {"default": default, **named} if default and named else default
+
+
+class _Vocabulary:
+    """tokens: by id. types: by id. ids: of each token, the first where a text stands there twice."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self.metadata = metadata
+        self.tokens: list[str] = self.take("tokens", [])
+        if not self.tokens or not all(isinstance(token, str) for token in self.tokens):
+            raise ValueError("there are no tokenizer.ggml.tokens")
+        self.types: list[int] = self.numbers("token_type", _NORMAL)
+        self.ids = {
+            token: i
+            for i, (token, kind) in reversed(list(enumerate(zip(self.tokens, self.types, strict=True))))
+            if token and kind != _UNUSED  # what pads the vocabulary to a round number
+        }
+        self.pre = _Pre(())
+
+    def take(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(f"tokenizer.ggml.{key}", default)
+        if type(value) is not type(default):
+            raise ValueError(f"tokenizer.ggml.{key} must be {type(default).__name__}, got {value!r:.80}")
+        return value
+
+    def numbers(self, key: str, default: int) -> list:
+        """One number per token."""
+        values = self.metadata.get(f"tokenizer.ggml.{key}")
+        if values is None:
+            return [default] * len(self.tokens)
+        if not hasattr(values, "tolist") or len(values) != len(self.tokens):
+            raise ValueError(f"tokenizer.ggml.{key} must hold a number for each of {len(self.tokens)} tokens")
+        return values.tolist()
+
+    def special(self, role: str) -> str | None:
+        """The token of a role, "bos" say; None where the file names none."""
+        token = self.metadata.get(f"tokenizer.ggml.{_ROLES[role]}_token_id")
+        if token is None:
+            return None
+        if type(token) is not int or not 0 <= token < len(self.tokens):
+            raise ValueError(f"the {role} token {token!r:.80} is none of {len(self.tokens)} tokens")
+        return self.tokens[token] or None
+
+    def adds(self, role: str) -> bool:
+        sentencepiece = self.take("model", "") == "llama"
+        return self.take(f"add_{role}_token", role == "bos" and (sentencepiece or self.pre.add_bos))
+
+    def added(self) -> list[AddedToken]:
+        """Tokens that stand for themselves in a text, before anything else is made of it."""
+        kinds = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+        return [
+            AddedToken(token, special=kinds[kind], normalized=False)
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if token and kind in kinds
+        ]
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Backend:
+    name = vocabulary.take("pre", "")
+    if name not in _PRE_TOKENIZERS:
+        known = ", ".join(filter(None, _PRE_TOKENIZERS))
+        raise ValueError(f"tokenizer.ggml.pre {name!r:.80} is not supported (only {known})")
+    pre = vocabulary.pre = _PRE_TOKENIZERS[name]
+    merges = [tuple(merge.split(" ")) for merge in vocabulary.take("merges", [])]
+    for merge in merges:
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.ids.keys():
+            raise ValueError(f"tokenizer.ggml.merges has {' '.join(merge)!r:.80}, which are not two tokens and a third")
+    backend = Backend(models.BPE(vocabulary.ids, merges, ignore_merges=pre.ignore_merges))
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
+    unknown = vocabulary.special("unk") or next(
+        (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None
+    )
+    merges = _merges_by_score(vocabulary)
+    backend = Backend(models.BPE(vocabulary.ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+    prefix = vocabulary.take("add_space_prefix", True)
+    backend.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+    )
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Every way to put a token together from two others, the best token first: what sentencepiece does with scores.
+
+    Ties are broken as in transformers' conversion, by the parts' lengths and then by their ids.
+    """
+    scores = vocabulary.numbers("scores", 0)
+    ids = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == _NORMAL}
+    merges = [
+        (-scores[i], -cut, cut - len(token), i, ids[token[:cut]], ids[token[cut:]])
+        for token, i in ids.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [(vocabulary.tokens[left], vocabulary.tokens[right]) for *_, left, right in sorted(merges)]

@@ -1,0 +1,23 @@
+"""What differs between the versions of JAX that are supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.stages import Compiled
+
+JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+def with_int4_arguments(compiled: Compiled) -> Compiled:
+    """The same, callable with int4 arrays.
+
+    JAX 0.10 describes the layout of an int4 array on CPU without its packing, and then refuses it to a compiled
+    function, whose own description has it. The bytes are the same.
+    """
+    if JAX < (0, 11):
+        executable: Any = compiled._executable
+        layouts = executable._xla_in_layouts
+        executable._xla_in_layouts = [x if x is None or not x.sub_byte_element_size_in_bits else None for x in layouts]
+    return compiled

@@ -1,0 +1,95 @@
+"""Quantized weights of a model: their abstract form, random ones, and how they come to lie on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from checkpoints.quantized import refine
+from jaxserve.mesh import quant_block, quant_specs
+from pallas_kernels.types import QuantArray
+
+GROUP = 128  # inputs that share a scale of int4
+
+# Of weights that are quantized here: dtype of the codes, inputs in a block (None: all), dtype of the scale.
+SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
+    "int8": (jnp.int8, None, jnp.bfloat16),
+    "int4": (jnp.int4, GROUP, jnp.bfloat16),
+    "fp8": (jnp.float8_e4m3fn, None, jnp.float32),
+}
+
+
+def place(host: np.ndarray | QuantArray, sharding: Sharding) -> Any:
+    """Brings a weight to the devices; `sharding` is that of the plain one.
+
+    The blocks of a quantized one become small enough for every device to get whole ones.
+    """
+    if not isinstance(host, QuantArray):
+        return jax.device_put(host, sharding)
+    host = refine(host, quant_block(host, *_split(sharding)))
+    return jax.tree.map(jax.device_put, host, _shardings(host, sharding))
+
+
+def abstract_like(host: QuantArray, sharding: Sharding) -> QuantArray:
+    """The shapes and shardings of what `place` would make."""
+    host = refine(host, quant_block(host, *_split(sharding)))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), host, _shardings(host, sharding)
+    )
+
+
+def is_quantizable(path: str) -> bool:
+    """The matrices of the layers; embeddings and head are few and matter more."""
+    return path.startswith("layers_") and path.endswith("/kernel")
+
+
+def quantized_abstract(abstract: Mapping[str, jax.ShapeDtypeStruct], scheme: str) -> dict[str, Any]:
+    """`weights.abstract_params` with the matrices of the layers quantized by one of SCHEMES."""
+    return {path: _quantized(a, scheme) if is_quantizable(path) else a for path, a in abstract.items()}
+
+
+def random_weight(key: jax.Array, like: QuantArray) -> QuantArray:
+    """A weight of this form (of shapes) whose products with standard normal inputs have about unit variance."""
+    codes_key, scale_key = jax.random.split(key)
+    if jnp.issubdtype(like.codes.dtype, jnp.integer):
+        top = int(jnp.iinfo(like.codes.dtype).max)
+        codes = jax.random.randint(codes_key, like.shape, -top, top + 1, jnp.int8).astype(like.codes.dtype)
+        deviation = top / math.sqrt(3)
+    else:
+        codes, deviation = jax.random.normal(codes_key, like.shape).astype(like.codes.dtype), 1.0
+    unit = 1 / (deviation * math.sqrt(like.shape[1]))
+    scale = jax.random.uniform(scale_key, like.scale.shape, minval=0.5, maxval=1.5) * unit
+    return dataclasses.replace(like, codes=codes, scale=scale.astype(like.scale.dtype))
+
+
+def _quantized(dense: jax.ShapeDtypeStruct, scheme: str) -> QuantArray:
+    codes, group, scale = SCHEMES[scheme]
+    out, inputs = dense.shape
+
+    def form(group: int) -> QuantArray:
+        blocks = (out, -(-inputs // group))
+        shapes = jax.ShapeDtypeStruct(dense.shape, codes), jax.ShapeDtypeStruct(blocks, scale)
+        return QuantArray(*shapes, block=(1, group))
+
+    shape = form(min(group or inputs, inputs))
+    shape = form(quant_block(shape, *_split(dense.sharding))[1])
+    shardings = _shardings(shape, dense.sharding)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shape, shardings)
+
+
+def _shardings(w: QuantArray, of_plain: Sharding) -> QuantArray:
+    spec, mesh = _split(of_plain)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), quant_specs(w, spec, mesh))
+
+
+def _split(sharding: Sharding) -> tuple[PartitionSpec, Mesh]:
+    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.spec, sharding.mesh

@@ -1,0 +1,94 @@
+"""What a model needs of each device's memory, told before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from checkpoints.hub import resolve_model
+from checkpoints.load import read_weight
+from jaxserve import memory
+from jaxserve.config import EngineConfig
+from jaxserve.kv_cache import CacheLayout, cache_dtype
+from jaxserve.mesh import make_mesh
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.load import Checkpoint, compute_dtype, make_decoder, read_model
+from jaxserve.models.quantized import SCHEMES, abstract_like, quantized_abstract
+from jaxserve.models.weights import abstract_params
+from jaxserve.targets import target_memory
+from pallas_kernels.types import QuantArray
+
+
+def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> Iterator[str]:
+    """Lines: shape, weights by dtype, KV cache, and what fits beside them; `devices` may be those of a target.
+
+    Raises ConfigError or CheckpointError for a model that could not be served so.
+    """
+    path = resolve_model(config.model, weights=config.load_format != "dummy")
+    model, mesh = read_model(path), make_mesh(config.tensor_parallel_size, devices)
+    device = mesh.devices.flat[0]
+    dtype = compute_dtype(config, model, device.platform)
+    decoder = make_decoder(model, mesh, dtype, page_size=config.page_size)
+    params = abstract_weights(decoder, path, mesh, config)
+    yield f"model: {_shape(model)}"
+    numbers = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params, is_leaf=_is_weight))
+    yield f"parameters: {numbers:,}"
+    yield f"devices: {mesh.size} x {device.device_kind}, computing in {np.dtype(dtype)}"
+    yield memory.describe_weights(params)
+    kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+    layout = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, kv_dtype, device.platform)
+    per_device = f"{layout.token_bytes // mesh.size:,} a device"
+    yield f"KV cache per token: {layout.token_bytes:,} bytes in {kv_dtype}, {per_device}"
+    weights = sum(memory.bytes_by_dtype(params).values())
+    if devices is None:
+        budget = memory.budget(config, device, mesh.size, weights, 0)
+    else:
+        total = target_memory(device)
+        budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None)
+    pages = config.kv_pages or max(budget.left(0), 0) // (layout.page_bytes // mesh.size)
+    longest = memory.max_model_len(config, model)
+    yield f"{budget.describe(0, pages * layout.page_bytes // mesh.size)}, before the steps' temporaries and slots"
+    tokens = pages * config.page_size
+    yield f"tokens that fit the KV cache: {tokens:,}, or {tokens // longest:,} requests of {longest:,} tokens"
+
+
+def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig) -> dict[str, Any]:
+    """Path -> the form that a weight of the checkpoint will have on the devices. Reads one of each kind of quantized
+    weight, and no other."""
+    plain: dict[str, Any] = dict(abstract_params(decoder, mesh))
+    if config.load_format == "dummy":
+        return quantized_abstract(plain, config.quantization) if config.quantization in SCHEMES else plain
+    source = Checkpoint.open(path, config.quantization)
+    pieces, reader = source.pieces(decoder), source.reader
+    if reader is None:
+        return plain
+    known: dict[Any, Any] = {}
+    for weight, target in plain.items():
+        parts = [part for piece in pieces[weight] for part in reader.parts(piece.name)]
+        if not parts:
+            continue
+        stored = tuple((source.tensors[part].dtype, source.tensors[part].nbytes) for part in parts)
+        kind = (re.sub(r"^layers_\d+/", "", weight), stored)
+        if kind not in known:
+            known[kind] = read_weight(pieces[weight], source.tensors, target, reader)
+        if isinstance(known[kind], QuantArray):
+            plain[weight] = abstract_like(known[kind], target.sharding)
+    return plain
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, QuantArray)
+
+
+def _shape(model: ModelConfig) -> str:
+    heads = f"{model.num_heads} heads over {model.num_kv_heads} of keys and values"
+    return (
+        f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size}"
+    )

@@ -1,0 +1,90 @@
+"""A quantized model gives the tokens of the same values in float32, on one device and on several."""
+
+import jax
+import numpy as np
+import pytest
+from engines import generate, make_engine, request
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from checkpoints.quantized import dequantize
+from jaxserve.bundle import bundle
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.memory import stored_bytes
+from jaxserve.models.quantized import SCHEMES, is_quantizable
+from jaxserve.models.weights import abstract_params
+from pallas_kernels.types import QuantArray
+
+CASE = "tp_gqa"
+RNG = np.random.default_rng(11)
+PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (3, 40)]
+
+
+def is_quantized(x) -> bool:
+    return isinstance(x, QuantArray)
+
+
+def tokens_of(engine) -> list[list[int]]:
+    sampled = {"temperature": 0.8, "seed": 5}
+    kinds = {"greedy": {}, "sampled": sampled}
+    requests = [
+        request(f"{i}-{kind}", prompt, max_tokens=20, **params)
+        for i, prompt in enumerate(PROMPTS)
+        for kind, params in kinds.items()
+    ]
+    return [completion.token_ids for completion in generate(engine, *requests)]
+
+
+def in_floats(engine) -> None:
+    """Puts the values of the quantized weights in their place, sharded as plain ones are."""
+    runner = engine.runner
+    params, plain = flatten_dict(runner.params, sep="/"), {}
+    for path, like in abstract_params(runner.model, runner.mesh).items():
+        host = jax.tree.map(np.asarray, params[path])
+        plain[path] = jax.device_put(dequantize(host) if is_quantized(host) else host, like.sharding)
+    runner._arrays, runner._unbundle = bundle(unflatten_dict(plain, sep="/"))
+    runner._executables.clear()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_same_tokens_as_in_floats(model_folders, scheme, devices):
+    if devices == 8 and scheme != "int4":
+        pytest.skip("one scheme is enough there")
+    folder, options = model_folders(CASE), {"load_format": "dummy", "rows": 4}
+    engine = make_engine(folder, quantization=scheme, tensor_parallel_size=devices, **options)
+    kernels = [w for w in flatten_dict(engine.runner.params).values() if is_quantized(w)]
+    assert len(kernels) == 4 * engine.model.num_layers
+    assert all(len(w.codes.sharding.device_set) == devices for w in kernels)
+    found = tokens_of(engine)
+
+    in_floats(engine)
+    assert found == tokens_of(engine)
+    assert len({tuple(ids) for ids in found}) == len(found)
+
+
+def test_bytes_on_the_device(model_folders):
+    """No copy in floats: what the weights take is the sum of their quantized parts."""
+    sizes = {}
+    for scheme in ("auto", *SCHEMES):
+        engine = make_engine(model_folders(CASE), quantization=scheme, load_format="dummy")
+        leaves = jax.tree.leaves(engine.runner.params)
+        assert engine.runner.weight_bytes == sum(stored_bytes(x) for x in leaves)
+        kernels = [x for path, x in flatten_dict(engine.runner.params, sep="/").items() if is_quantizable(path)]
+        sizes[scheme] = sum(stored_bytes(x.codes if is_quantized(x) else x) for x in kernels)
+    assert sizes["auto"] == 4 * sizes["int8"] == 4 * sizes["fp8"] == 8 * sizes["int4"]
+
+
+def test_a_matmul_backend_that_cannot_run(model_folders):
+    with pytest.raises(ValueError, match="matmul backend mosaic_gpu cannot run on cpu: it needs an NVIDIA GPU"):
+        tokens_of(
+            make_engine(model_folders(CASE), quantization="int8", load_format="dummy", matmul_backend="mosaic_gpu")
+        )
+
+
+def test_insisting_on_a_quantization_that_is_not_there(model_folders):
+    with pytest.raises(ConfigError, match=r"quantization awq was asked for, but .* is not quantized"):
+        make_engine(model_folders(CASE), quantization="awq")
+    with pytest.raises(ConfigError, match="can be quantized to int8, int4, fp8, not to 'awq'"):
+        make_engine(model_folders(CASE), quantization="awq", load_format="dummy")
+    with pytest.raises(ConfigError, match="matmul_backend must be one of auto, "):
+        EngineConfig(model="demo", matmul_backend="cuda")

@@ -1,0 +1,95 @@
+"""Whole quantized checkpoints through the engine: the tokens of the same values in float32 files."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny_models
+from engines import generate, make_engine, request
+from safetensors.numpy import save_file
+
+from pallas_kernels.types import QuantArray
+
+CASE, GROUP = "tp_gqa", 32
+RNG = np.random.default_rng(21)
+PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (2, 37)]
+CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """Codes of 0 to 15 [rows, columns] -> int32 [rows / 8, columns], the first of eight in the lowest bits."""
+    eight = codes.astype(np.uint32).reshape(-1, 8, codes.shape[1])
+    return sum(eight[:, i] << np.uint32(4 * i) for i in range(8)).view(np.int32)
+
+
+def gptq(weight: np.ndarray, group_of: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A weight [out, in] rounded to GPTQ's tensors, of which input i belongs to group_of[i]; and their values."""
+    groups = group_of.max() + 1
+    low, high = (np.stack([f(weight[:, group_of == g], axis=1) for g in range(groups)]) for f in (np.min, np.max))
+    scale = ((high - low) / 15).astype(np.float16)
+    zero = np.clip(np.round(-low / scale), 1, 15)  # [groups, out]; stored less one
+    codes = np.clip(np.round(weight.T / scale[group_of] + zero[group_of]), 0, 15)
+    values = ((codes - zero[group_of]) * scale[group_of].astype(np.float32)).T
+    tensors = {"qweight": pack(codes), "qzeros": pack(zero.T - 1).T.copy(), "scales": scale, "g_idx": group_of}
+    return tensors, np.ascontiguousarray(values, np.float32)
+
+
+@pytest.fixture(scope="module", params=["one order", "orders that differ"])
+def folders(request, tmp_path_factory, model_folders):
+    """(the quantized checkpoint, the same values in float32)."""
+    made = []
+    for name in ("gptq", "float"):
+        folder = tmp_path_factory.mktemp(name)
+        tiny_models.build(CASE, folder)
+        made.append(folder)
+    quantized, plain, orders = {}, {}, {}
+    for name, tensor in tiny_models.tensors(CASE):
+        stem, module = name.removesuffix(".weight"), name.split(".")[-2]
+        if not module.endswith("_proj") or tensor.ndim == 1:
+            quantized[name] = plain[name] = tensor
+            continue
+        shared = "in" if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") else module
+        key = (name.split(".")[2], shared if request.param == "one order" else module)
+        if key not in orders:
+            orders[key] = RNG.permutation(np.arange(tensor.shape[1], dtype=np.int32) // GROUP)
+        tensors, plain[name] = gptq(tensor.astype(np.float32), orders[key])
+        quantized |= {f"{stem}.{part}": value for part, value in tensors.items()}
+    for folder, tensors in zip(made, (quantized, plain), strict=True):
+        for old in folder.glob("*.safetensors*"):
+            old.unlink()
+        save_file(tensors, folder / "model.safetensors")
+    config = json.loads((made[0] / "config.json").read_text())
+    (made[0] / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}))
+    return made
+
+
+def tokens_of(folder, **options) -> list[list[int]]:
+    engine = make_engine(folder, rows=4, **options)
+    kinds = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 5}}
+    requests = [
+        request(f"{i}-{kind}", prompt, max_tokens=16, **params)
+        for i, prompt in enumerate(PROMPTS)
+        for kind, params in kinds.items()
+    ]
+    return [completion.token_ids for completion in generate(engine, *requests)]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_act_order(folders, devices):
+    """Inputs in the order of their groups; where query, key and value have orders of their own they become floats."""
+    quantized, plain = folders
+    found = tokens_of(quantized, tensor_parallel_size=devices, quantization="gptq")
+    assert found == tokens_of(plain)
+    assert len({tuple(ids) for ids in found}) == len(found)
+
+
+def test_what_stays_quantized(folders, request):
+    engine = make_engine(folders[0])
+    layer = engine.runner.params["layers_0"]
+    kept = {
+        name: isinstance(layer[part][name]["kernel"], QuantArray)
+        for part, name in (("attention", "qkv"), ("attention", "out"), ("mlp", "gate_up"), ("mlp", "down"))
+    }
+    alike = "one order" in request.node.name
+    assert kept == {"qkv": alike, "out": True, "gate_up": alike, "down": True}
+    assert layer["mlp"]["down"]["kernel"].order is not None
