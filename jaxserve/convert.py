@@ -40,6 +40,8 @@ def convert_model(model: str, out: Path, form: str, tensor_parallel_size: int = 
     folder = resolve_model(model)
     if form not in FORMATS:
         raise ConfigError(f"the format must be one of {', '.join(FORMATS)}, got {form!r}")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; only folders are converted")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; give a new folder")
     decoder, params = _read(folder, tensor_parallel_size)
@@ -88,7 +90,8 @@ def take(value: np.ndarray | QuantArray, piece: Piece) -> np.ndarray | QuantArra
 
 def _inside(value: np.ndarray, piece: Piece) -> np.ndarray:
     """What a piece fills, without further rows and repetitions."""
-    return piece.view(value)[tuple(slice(size) for size in piece.split or piece.shape)]
+    sizes = piece.split or piece.shape
+    return piece.view(value)[tuple(slice(None if size == -1 else size) for size in sizes)]
 
 
 def _write_safetensors(

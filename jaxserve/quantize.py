@@ -24,14 +24,13 @@ from checkpoints.hub import resolve_model
 from checkpoints.load import check
 from checkpoints.quantize import KINDS, Scheme, awq_scales, clipped, gptq, rtn
 from checkpoints.quantized import dequantize
-from checkpoints.safetensors import read_folder, read_header
+from checkpoints.safetensors import read_header
 from jaxserve.calibration import Statistics, advance, embed, fuse, measure, measure_rows, read_windows
 from jaxserve.config import ConfigError
 from jaxserve.mesh import make_mesh
-from jaxserve.models.config import HFConfig, ModelConfig
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families import find_family
-from jaxserve.models.load import read_model
+from jaxserve.models.load import Checkpoint, read_model
 from jaxserve.models.weights import abstract_params, weight_pieces
 from jaxserve.tokenizer import load_tokenizer
 from pallas_kernels.ops import rms_norm
@@ -124,14 +123,15 @@ class _Run:
     """One model on its way into one folder."""
 
     def __init__(self, folder: Path, out: Path, config: QuantizeConfig):
-        hf = HFConfig.read(folder)
-        if "quantization_config" in hf.values:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is a file; give the folder of a model that is not quantized")
+        source = Checkpoint.open(folder)
+        if source.reader is not None:
             raise ConfigError(f"{folder} is quantized already; quantize the model that it was made from")
-        self.folder, self.out, self.config, self.values = folder, out, config, hf.values
+        self.folder, self.out, self.config, self.values = folder, out, config, source.hf.values
         self.model = read_model(folder)
         self.scheme = config.storage(self.model)
-        self.roles = find_family(hf).names
-        self.tensors = read_folder(folder)
+        self.roles, self.tensors = source.family.names, source.tensors
         self.decoder = Decoder(self.model, self.model.num_kv_heads, self.model.vocab_size)
         self.pieces = weight_pieces(self.decoder, self.roles)
         check(self.tensors, self.pieces, lambda name: True)
