@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve | generate | chat | batch | models | kernels | tune | bench`.
+"""The command line: `jaxserve serve | generate | chat | batch | quantize | convert | models | kernels | tune | bench`.
 
 The composition root: the one place below `server` that knows it, and imports it only for the commands that need it.
 Nothing heavy is imported before the arguments have been understood, so that help and mistakes are instant.
@@ -97,8 +97,10 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--target", metavar="NAME", help="a device that is not here, such as h200x1 or v5e-4")
     _add_engine_flags(inspect)
 
-    from jaxserve.bench.commands import add_commands  # here, because it uses this module
+    from jaxserve import conversion_commands  # here, because these use this module
+    from jaxserve.bench.commands import add_commands
 
+    conversion_commands.add_commands(commands)
     bench = commands.add_parser("bench", help="measure a server, the engine, or a start")
     add_commands(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True))
     return parser
