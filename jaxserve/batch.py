@@ -142,7 +142,7 @@ def pack(batch: Batch, running: Running, table_updates: np.ndarray) -> np.ndarra
     slot, end = rows.slot, rows.end
     field["slot"][:n] = slot
     field["kv_len"][:n] = end
-    field["draws"][:n] = rows.draws
+    field["draws"][:n] = np.where(running.masked[slot] & (rows.draws > 0), -1, rows.draws)
     field["steps"][0] = max(rows.draws.max(), 1)
     if rows.only_decodes:
         field["q_start"][:n] = np.arange(n)

@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     from jaxserve import __version__
+    from server.flags import add_server_flags
 
     parser = argparse.ArgumentParser(prog="jaxserve", description="Serve open-weight language models with JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
@@ -48,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     serve = _command(commands, "serve", run_serve, "serve a model over an OpenAI-compatible HTTP endpoint")
     _add_model(serve)
-    _add_server_flags(serve)
+    add_server_flags(serve)
     _add_engine_flags(serve)
 
     generate = _command(commands, "generate", run_generate, "continue a prompt and print the text as it comes")
@@ -143,6 +144,8 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
          "None: 40 on CPU, else 10")  # fmt: skip
     flag("--max-waiting", field="max_waiting", type=int, metavar="N",
          help="most requests in the queue, beyond which new ones get 503; None: no limit")  # fmt: skip
+    flag("--max-waiting-tokens", field="max_waiting_tokens", type=int, metavar="TOKENS",
+         help="most tokens of prompts in the queue, beyond which new requests get 503; None: no limit")  # fmt: skip
     flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",
          help="of device memory, for weights, KV cache and temporaries together")  # fmt: skip
     flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",
@@ -174,25 +177,6 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
                        help="do not reuse the KV pages of equal prompt beginnings")  # fmt: skip
 
 
-def _add_server_flags(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one")
-    group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; None: MODEL as given")
-    group.add_argument(
-        "--api-key",
-        action="append",
-        default=None,
-        metavar="KEY",
-        help="demand this bearer key (may be given several times); also read from JAXSERVE_API_KEY",
-    )
-    group.add_argument("--drain-seconds", type=float, default=30.0, help="what running requests get after SIGTERM")
-    group.add_argument("--metrics-prefix", default="jaxserve", help="first part of the metrics' names, such as vllm")
-    group.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="browsers may call from there"
-    )
-
-
 def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=128, metavar="TOKENS", help="most new tokens")
@@ -210,19 +194,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def run_serve(args: argparse.Namespace) -> int:
+    from server.flags import server_options
     from server.run import serve
 
-    keys = [*(args.api_key or []), *filter(None, [os.environ.get("JAXSERVE_API_KEY")])]
-    return serve(
-        engine_config(args),
-        host=args.host,
-        port=args.port,
-        served_model_name=args.served_model_name,
-        api_keys=keys,
-        drain_seconds=args.drain_seconds,
-        cors_origins=args.cors_origin,
-        metrics_prefix=args.metrics_prefix,
-    )
+    return serve(engine_config(args), **server_options(args))
 
 
 def run_generate(args: argparse.Namespace) -> int:

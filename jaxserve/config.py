@@ -31,6 +31,7 @@ class EngineConfig:
         possible, so that they do not stall; more where many prompts wait beside few that decode. None is 32 on CPU,
         elsewhere no such limit.
       max_waiting: most requests waiting for a place before new ones are turned away; None is no limit.
+      max_waiting_tokens: the same in tokens of their prompts; a request that would wait alone is always taken.
       page_size: tokens per KV page.
       kv_cache_dtype: of keys and values in the cache; fp8 and int8 with a scale for each head of each token.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
@@ -60,6 +61,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     prefill_chunk: int | None = None
     max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
     page_size: int = 16
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = "auto"
     kv_pages: int | None = None
@@ -83,6 +85,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1, 2**20),
             ("prefill_chunk", 1, 2**20),
             ("max_waiting", 1, 2**31),
+            ("max_waiting_tokens", 1, 2**62),
             ("kv_pages", 2, 2**31 - 1),
             ("tensor_parallel_size", 1, 2**16),
             ("decode_steps", 1, MAX_STEPS),

@@ -215,14 +215,14 @@ class _Choice:
     def process(self, update: SequenceUpdate) -> ChoiceDelta | None:
         delta = self._next
         reason = update.finish_reason
-        last = len(update.token_ids) - 1
+        last = len(update.token_ids) - 1 if reason == "stop" and not update.complete else None
         for i, token in enumerate(update.token_ids):
             delta.token_ids.append(token)
             delta.text_offsets.append(self._length)
             if update.logprobs is not None:
                 delta.logprobs.append(update.logprobs[i])
             self.num_tokens += 1
-            matched = self._add_text(self._text_of(token, ends=reason == "stop" and i == last, stop=update.stop_token))
+            matched = self._add_text(self._text_of(token, ends=i == last, stop=update.stop_token))
             if matched is not None:
                 return self._finish("stop", matched, abort=reason is None)
         if reason is None:

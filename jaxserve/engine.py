@@ -19,18 +19,20 @@ from jaxserve.batch import largest_shapes, pack, split, step_shapes
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import CompileCounter, enable_compile_cache
 from jaxserve.config import EngineConfig
+from jaxserve.grammar import Compiler
 from jaxserve.kv_cache import CacheLayout, cache_dtype
 from jaxserve.logprobs import PromptScores, read_scores
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
 from jaxserve.runner import ModelRunner
-from jaxserve.running import Rows
+from jaxserve.running import Notable, Rows, StepPlan
 from jaxserve.sampling import Sampled
-from jaxserve.scheduler import Notable, Scheduler, StepPlan
+from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
 from jaxserve.steps import StepShape
+from jaxserve.structured import Later, Structured
 from jaxserve.timeline import Timeline
 from jaxserve.types import (
     MAX_STOP_TOKENS,
@@ -54,6 +56,7 @@ class Flight:
 
     rows: list[Rows]
     drawn: list[Sampled]
+    later: list[Later | None]  # the rows of each batch that have a grammar
     prompt_scores: list[PromptScores]
     steps: int  # tokens that a row may have drawn
     dispatched: float  # time.perf_counter()
@@ -89,6 +92,8 @@ class Engine:
             prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if on_cpu else None),
             max_model_len=max_model_len,
         )
+        self.grammars = Compiler(folder, model.vocab_size, model.eos_token_ids)
+        self.structured = Structured(self.grammars)
         self.flights: deque[Flight] = deque()
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
@@ -155,7 +160,9 @@ class Engine:
         Raises ConfigError when the compiler says that the steps need more memory than is left.
         """
         start = time.perf_counter()
+        vocabulary = self.grammars.vocabulary
         self.runner.compile(self.shapes)
+        vocabulary.exception()  # waits; what is wrong concerns those alone who bring a grammar
         self.runner.frozen = self.config.forbid_compile
         seconds, hits = time.perf_counter() - start, self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
@@ -169,19 +176,29 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequestError or QueueFullError; then nothing has changed."""
-        if self.config.max_waiting is not None and self.scheduler.num_waiting >= self.config.max_waiting:
+        if self.config.max_waiting is not None and self.num_waiting >= self.config.max_waiting:
             raise QueueFullError(f"{self.config.max_waiting} requests are waiting already; try again later")
+        waiting, most = self.scheduler.num_waiting_tokens, self.config.max_waiting_tokens
+        if most is not None and waiting and waiting + len(request.prompt_token_ids) > most:
+            raise QueueFullError(f"prompts of {waiting} tokens are waiting already; try again later")
         self.check_request(request)
-        params = request.params
-        room = self.max_model_len - len(request.prompt_token_ids)
+        params, room = request.params, self.max_model_len - len(request.prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
         seq = Sequence(request, 0, seed, max_tokens, frozenset(self._stop_ids(request)), self._arrivals)
         self._arrivals += 1
-        self.scheduler.add(seq)
+        if params.grammar is None:
+            self.scheduler.add(seq)
+        else:
+            self.structured.hold(seq, params.grammar)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the pages of earlier prompts; those in use stay with their owners."""
+        self.blocks.reset_prefix_cache()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drops a request, or one of its n completions, and frees its pages at once. Unknown ids are fine."""
+        self.structured.abort(request_id, index)
         self.scheduler.abort(request_id, index)
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
@@ -191,7 +208,7 @@ class Engine:
     def check_request(self, request: Request) -> None:
         """Raises InvalidRequestError for what this model cannot serve."""
         prompt, params = request.prompt_token_ids, request.params
-        if request.request_id in self.scheduler:
+        if request.request_id in self.scheduler or request.request_id in self.structured:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
         if not prompt:
             raise InvalidRequestError("the prompt is empty; it must have at least one token", "prompt")
@@ -205,8 +222,10 @@ class Engine:
         if (low := min(prompt)) < 0 or (high := max(prompt)) >= self.vocab_size:
             wrong = low if low < 0 else high
             raise InvalidRequestError(f"token id {wrong} is outside the vocabulary [0, {self.vocab_size})", "prompt")
-        for name in ("stop_token_ids", "logit_bias"):
-            if wrong_ids := [token for token in getattr(params, name) or () if token >= self.vocab_size]:
+        ids = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+        ids["bad_words"] = [token for word in params.bad_words for token in word]
+        for name, tokens in ids.items():
+            if wrong_ids := [token for token in tokens if token >= self.vocab_size]:
                 raise InvalidRequestError(
                     f"{name}: token id {wrong_ids[0]} is outside the vocabulary [0, {self.vocab_size})", name
                 )
@@ -220,7 +239,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.flights)
+        return self.scheduler.has_work or bool(self.flights) or len(self.structured) > 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting + len(self.structured)
 
     def step(self) -> StepOutput:
         """Advances the batch by one step; returns what a step added to each completion.
@@ -229,19 +252,39 @@ class Engine:
         before: its tokens come back with the next call.
         """
         self.timeline.begin_step()
+        refused = []
+        if len(self.structured):
+            busy = self.scheduler.has_work or self.flights
+            refused = self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
         with self.timeline.phase("schedule"):
             plan = self.scheduler.schedule(self._steps_per_call())
         if plan is not None:
             with self.timeline.phase("upload"):
                 self.flights.append(self.dispatch(plan))
         output = StepOutput()
-        if len(self.flights) > (1 if plan is not None and self.config.async_scheduling else 0):
-            flight = self.flights.popleft()
-            tokens = self.wait(flight)
-            with self.timeline.phase("commit"):
-                output = self.commit(flight, tokens)
+        if len(self.flights) > 1:
+            output = self._land()
+        if self.flights:
+            self._draw_later(self.flights[-1])
+            if plan is None or not self.config.async_scheduling:
+                output.extend(self._land())
+        output.updates += refused
         self.timeline.end_step()
         return output
+
+    def _land(self) -> StepOutput:
+        """Takes in the oldest step in flight."""
+        flight = self.flights.popleft()
+        tokens = self.wait(flight)
+        with self.timeline.phase("commit"):
+            return self.commit(flight, tokens)
+
+    def _draw_later(self, flight: Flight) -> None:
+        """Has the rows with a grammar draw, while the devices run the step; those before it have been taken in."""
+        with self.timeline.phase("mask"):
+            for later in flight.later:
+                if later is not None and not later.drawn:
+                    self.structured.draw(later, self.scheduler.running, self.runner)
 
     def _steps_per_call(self) -> int:
         """How many tokens a row may draw in the next call: few enough that clients see them, and newcomers begin,
@@ -255,7 +298,7 @@ class Engine:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
-        flight = Flight([], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
+        flight = Flight([], [], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
         updates = plan.table_updates
         for batch in split(plan.rows, self.shapes):
             room = batch.shape.table_updates
@@ -265,6 +308,7 @@ class Engine:
             drawn.tokens.copy_to_host_async()
             flight.rows.append(batch.rows)
             flight.drawn.append(drawn)
+            flight.later.append(Later.of(batch.rows, self.scheduler.running.masked))
             if hidden is not None:
                 flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
         self.counters.steps += 1
@@ -282,6 +326,8 @@ class Engine:
 
     def wait(self, flight: Flight) -> list[np.ndarray]:
         """A step's tokens, of each of its batches; waits until they are here."""
+        pairs = zip(flight.drawn, flight.later, strict=True)
+        flight.drawn = [drawn if later is None else later.join(drawn) for drawn, later in pairs]
         tokens = [np.asarray(drawn.tokens) for drawn in flight.drawn]
         now = time.perf_counter()
         seconds = now - max(flight.dispatched, self._last_arrival)  # it began when the step before ended, or later
@@ -308,14 +354,19 @@ class Engine:
         update, seq, row, is_first = notable
         tokens = update.token_ids
         self.counters.generation_tokens += len(tokens)
-        if update.finish_reason == "stop" and tokens[-1] not in self.eos_token_ids:
-            update.stop_token = tokens[-1]
+        if update.finish_reason == "stop":
+            update.complete = tokens[-1] not in seq.stop_ids
+            if not update.complete and tokens[-1] not in self.eos_token_ids:
+                update.stop_token = tokens[-1]
+        if seq.matcher is not None and update.finish_reason == "error":
+            update.error = f"the grammar failed: {seq.matcher.error}"
         if (count := seq.params.logprobs) is not None:
             rows = np.asarray(scores)[: len(tokens), row]
             update.logprobs = [read_scores(row, token, count) for row, token in zip(rows, tokens, strict=True)]
         if is_first and seq.index == 0:
             self.counters.prompt_tokens += seq.prompt_len
             update.num_cached_tokens = seq.num_cached or 0
+            update.queue_seconds = seq.queue_seconds
             if seq.params.prompt_logprobs is not None:
                 update.prompt_logprobs = seq.prompt_scores
 
@@ -335,7 +386,7 @@ class Engine:
         return msgspec.structs.replace(
             self.counters,
             num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.num_waiting,
             pages_used=self.blocks.num_used,
             preemptions=self.scheduler.num_preemptions,
             prefix_queries=self.scheduler.prefix_queries,

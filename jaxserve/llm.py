@@ -182,6 +182,8 @@ class LLM:
                 own = self.tokenizer.with_eos(own, self.engine.eos_token_ids)
                 request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
                 self.engine.check_request(request)
+                if own.grammar is not None:
+                    self.engine.grammars.check(own.grammar)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {place}: {error}", error.param, error.code) from None
             requests.append(request)

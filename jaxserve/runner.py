@@ -63,13 +63,22 @@ class ModelRunner:
     def plan(self, layout: CacheLayout, max_pages: int) -> None:
         """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""
         self.layout = layout
-        self._make_slots = partial(create_slots, self.num_slots, max_pages, self.model.config.vocab_size)
+        config = self.model.config
+        self._make_slots = partial(
+            create_slots, self.num_slots, max_pages, config.vocab_size, config.hidden_size, self.model.dtype
+        )
         self._executables.clear()
 
     def allocate(self) -> None:
         """Makes the cache and the slots."""
         self.slots = jax.jit(self._make_slots, out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
+
+    @property
+    def draw_sizes(self) -> list[int]:
+        """Rows of the compiled `draw`s; on CPU a few calls cost what a large one does."""
+        few = min(32, self.num_slots)
+        return [few] if self.mesh.devices.flat[0].platform == "cpu" else sorted({few, self.num_slots})
 
     @property
     def weight_bytes(self) -> int:
@@ -109,6 +118,20 @@ class ModelRunner:
             packed[:3] = slot, len(some), min(max(prompt_len - at, 0), len(some))
             packed[3 : 3 + len(some)] = some
             self.slots = self._get("count_tokens")(self.slots, packed)
+
+    def draw(self, slots: np.ndarray, positions: np.ndarray, masks: np.ndarray) -> list[Sampled]:
+        """Draws the tokens of rows [n] that a step left for later, in calls of `draw_sizes`; see `steps.draw`."""
+        drawn = []
+        for at in range(0, len(slots), self.draw_sizes[-1]):
+            some = slice(at, at + self.draw_sizes[-1])
+            count = len(slots[some])
+            size = next(size for size in self.draw_sizes if size >= count)
+            packed = np.zeros((size, 2 + masks.shape[1]), np.int32)
+            packed[:, 0] = self.num_slots
+            packed[:count, 0], packed[:count, 1], packed[:count, 2:] = slots[some], positions[some], masks[some]
+            one, self.slots = self._get(("draw", size))(self._arrays, self.slots, packed)
+            drawn.append(one)
+        return drawn
 
     def update_tables(self, updates: np.ndarray) -> None:
         """Writes block-table entries, int32 [3, any] of (slot, index, page)."""
@@ -151,9 +174,10 @@ class ModelRunner:
     def compile(self, shapes: Sequence[StepShape], threads: int = 2) -> None:
         """Compiles all that serving can need: the steps of these buckets and the upkeep around them."""
         by_size = sorted(shapes, key=lambda s: -s.tokens)
-        scored = ("score_prompt", max(shape.tokens for shape in shapes if not shape.decode_only))
+        others = [("score_prompt", max(shape.tokens for shape in shapes if not shape.decode_only))]
+        others += [("draw", size) for size in self.draw_sizes]
         # First what needs no kernel: on CPU these may still be being built.
-        names = ["set_slots", "count_tokens", "update_tables", "copy_pages", *by_size, scored]
+        names = ["set_slots", "count_tokens", "update_tables", "copy_pages", *by_size, *others]
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 
@@ -210,6 +234,10 @@ class ModelRunner:
             results: Any = (everywhere, everywhere, cache_sharding, everywhere)  # of StepResult's fields
             results = steps.StepResult(*results)
             return with_params(step), (1, 2), (params, cache, slots, host(name.words)), results
+        if name[0] == "draw":
+            draw = partial(steps.draw, model=self.model, mesh=self.mesh)
+            packed = host(name[1], 2 + -(-self.model.config.vocab_size // 32))
+            return with_params(draw), (1,), (params, slots, packed), everywhere
         if isinstance(name, tuple):
             shape = (name[1], self.model.config.hidden_size)
             hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)

@@ -6,12 +6,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.config import MAX_STEPS
 from jaxserve.sequence import NO_SLOT, Sequence, Status
-from jaxserve.types import MAX_STOP_TOKENS
+from jaxserve.types import MAX_STOP_TOKENS, SequenceUpdate
 
 NO_TOKEN = -2  # equals no token, nor the -1 of those that were not drawn
 
@@ -61,6 +62,32 @@ class Rows:
         return self.slot, self.tenure, self.start, self.count, self.draws, self.scores_prompt
 
 
+@dataclass(slots=True)
+class StepPlan:
+    """Rows of a step, and what must be done before it runs.
+
+    Attributes:
+      rows: those that decode first.
+      copies: pages to copy, (source, target) each.
+      placed: sequences whose slots are to be filled.
+      table_updates: int32 [3, any], block-table entries that are new: (slot, index, page).
+    """
+
+    rows: Rows
+    copies: list[tuple[int, int]]
+    placed: list[Sequence]
+    table_updates: np.ndarray
+
+
+class Notable(NamedTuple):
+    """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities."""
+
+    update: SequenceUpdate
+    seq: Sequence
+    row: int  # its place among the rows that ran
+    is_first: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Lineup:
     """The running sequences in order, and what of them stays as it is until one comes or goes; not to be written to."""
@@ -74,6 +101,7 @@ class Lineup:
     one: np.ndarray
     none: np.ndarray  # bool [sequences]
     stop_ids: np.ndarray  # int32 [sequences, most]
+    any_masked: bool
 
 
 class Running:
@@ -99,6 +127,7 @@ class Running:
         self.num_pages = numbers()
         self.num_registered = numbers()  # leading pages that were offered to the prefix cache
         self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
+        self.masked = np.zeros(max_num_seqs, bool)  # it draws when its tokens so far are known, see `structured`
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
         # What the device has not been told yet: who is new in a slot, and (slot, index) -> page of block tables.
@@ -145,6 +174,7 @@ class Running:
                 np.ones_like(slot),
                 np.zeros(len(seqs), bool),
                 self.stop_ids[slot, : self.most_stops],
+                bool(self.masked[slot].any()),
             )
         return self._lineup
 
@@ -167,6 +197,7 @@ class Running:
         self.newcomers.append(seq)
         if computed % self.page_size:
             self.sharers.add(seq)
+        self.masked[slot] = seq.params.has_mask
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.notables.add(seq)
 

@@ -39,18 +39,24 @@ class TokenCounts(NamedTuple):
     slot: jax.Array  # int32 [rows]
 
 
-def sample(logits: jax.Array, words: jax.Array, seen: TokenCounts, position: jax.Array) -> Sampled:
+def sample(
+    logits: jax.Array, words: jax.Array, seen: TokenCounts, position: jax.Array, masks: jax.Array | None = None
+) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
     `words`, int32 [rows, SLOT_WORDS], are the rows' parameters as `encode_slot` packs them; each branch unpacks what it
     needs, which makes for fewer and smaller programs than a buffer for each field. `position`, int32 [rows], is the
     position that the sampled token will have; with the seed it fixes the randomness.
+    `masks`, int32 [rows, words], has a bit for each token: whether it may be drawn.
     """
     raw, params = logits, decode_slots(words)
     penalized = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
     logits = lax.cond(jnp.any(penalized), _penalize, lambda x, *_: x, logits, words, seen)
     biased = (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
     logits = lax.cond(jnp.any(biased), _add_bias, lambda x, *_: x, logits, words, position)
+    if masks is not None:
+        bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
+        logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
     tokens = lax.cond(jnp.any(params.temperature > 0), _draw, _greedy, logits, words, position)
     scores = lax.cond(jnp.any(params.logprobs), score_tokens, _no_scores, raw, tokens)
     return Sampled(tokens, scores)

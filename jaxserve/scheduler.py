@@ -11,42 +11,15 @@ device knows yet.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+import time
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.block_manager import BlockManager
-from jaxserve.running import Rows, Running
+from jaxserve.running import Notable, Rows, Running, StepPlan
 from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
 from jaxserve.types import SequenceUpdate, StepOutput
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """Rows of a step, and what must be done before it runs.
-
-    Attributes:
-      rows: those that decode first.
-      copies: pages to copy, (source, target) each.
-      placed: sequences whose slots are to be filled.
-      table_updates: int32 [3, any], block-table entries that are new: (slot, index, page).
-    """
-
-    rows: Rows
-    copies: list[tuple[int, int]]
-    placed: list[Sequence]
-    table_updates: np.ndarray
-
-
-class Notable(NamedTuple):
-    """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities."""
-
-    update: SequenceUpdate
-    seq: Sequence
-    row: int  # its place among the rows that ran
-    is_first: bool
 
 
 class Scheduler:
@@ -66,7 +39,7 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
         self.running = Running(max_num_seqs, blocks.page_size, max_model_len)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; finished ones are skipped lazily
-        self._num_waiting = 0
+        self._num_waiting = self.num_waiting_tokens = 0
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests that a client reads as they come
         self._watermark = blocks.capacity // 100
@@ -108,6 +81,7 @@ class Scheduler:
         seq.status = Status.WAITING
         heapq.heappush(self._waiting, (seq.order, seq))
         self._num_waiting += 1
+        self.num_waiting_tokens += seq.prompt_len
 
     def _displace(self, seq: Sequence) -> None:
         """Takes pages and slot from a running sequence; what it generated may be the prefix of a later prompt."""
@@ -122,6 +96,7 @@ class Scheduler:
             self._displace(seq)
         elif seq.status is Status.WAITING:
             self._num_waiting -= 1  # its place in the heap goes when it is met
+            self.num_waiting_tokens -= seq.prompt_len
         seq.status = Status.FINISHED
         siblings = self._by_request[seq.request_id]
         siblings.remove(seq)
@@ -140,7 +115,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
         draw up to `steps` tokens."""
         running, preemptions = self.running, self.num_preemptions
-        steps = 1 if self._num_waiting else steps
+        steps = 1 if self._num_waiting or running.lineup.any_masked else steps
         while True:
             rows = self._choose(steps)
             growing, missing = self._growth(rows)
@@ -281,11 +256,12 @@ class Scheduler:
         number it returns."""
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
+        self.num_waiting_tokens -= seq.prompt_len
         seq.pages = self._match(seq)
         self.blocks.share(seq.pages)
         computed = len(seq.pages) * self.blocks.page_size
         if seq.num_cached is None and seq.index == 0:
-            seq.num_cached = computed
+            seq.num_cached, seq.queue_seconds = computed, time.perf_counter() - seq.arrived
             self.prefix_queries += seq.prompt_len
             self.prefix_hits += computed
         left = len(seq.tokens) - computed
@@ -302,7 +278,7 @@ class Scheduler:
         -1 where a row drew none, because it was not to or had reached its end.
         """
         running, lineup, slot = self.running, self.running.lineup, rows.slot
-        if rows.seqs is lineup.seqs and not running.notables and tokens.min() >= 0:  # mostly
+        if rows.seqs is lineup.seqs and not (running.notables or lineup.any_masked) and tokens.min() >= 0:  # mostly
             known = rows.end + tokens.shape[1]
             if not ((lineup.stop_ids == tokens[:, -1:]).any() or (known >= lineup.limit).any()):
                 running.append(slot, tokens, tokens.shape[1])
@@ -320,6 +296,8 @@ class Scheduler:
         last = tokens[np.arange(len(rows)), drawn - 1]
         ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1)
         ended |= running.known[slot] >= running.limit[slot]
+        for i in np.flatnonzero(gained & running.masked[slot]).tolist():
+            ended[i] |= rows.seqs[i].advance(tokens[i, : drawn[i]].tolist())
         special = ended | ~gained | np.asarray([seq in running.notables for seq in rows.seqs])
         plain = np.flatnonzero(~special)
         seqs = [rows.seqs[i] for i in plain.tolist()]
@@ -342,6 +320,7 @@ class Scheduler:
         if seq.status is Status.WAITING:  # preempted since; the arrays tell of others now
             seq.tokens += ids
             seq.owed -= draws
+            seq.advance(ids)
             ended = bool(ids) and seq.finish_reason is not None
             is_first = seq.num_outputs == len(ids)
         else:
@@ -388,6 +367,7 @@ class Scheduler:
         self.running.check_integrity()
         waiting = [seq for _, seq in self._waiting if seq.status is Status.WAITING]
         assert len(waiting) == self._num_waiting
+        assert sum(seq.prompt_len for seq in waiting) == self.num_waiting_tokens
         everyone = [seq for siblings in self._by_request.values() for seq in siblings]
         assert set(map(id, everyone)) == set(map(id, [*self.running, *waiting]))
         for seq in waiting:

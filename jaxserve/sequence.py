@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import time
 
 import numpy as np
 
 from jaxserve.block_manager import page_hash, root_hash
+from jaxserve.grammar import Matcher
 from jaxserve.types import FinishReason, Request, TokenLogprob
 
 NO_SLOT = -1
@@ -38,11 +40,14 @@ class Sequence:
         self.prompt_len = len(self.tokens)
         self.status = Status.WAITING
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
+        self.arrived = time.perf_counter()
+        self.queue_seconds = 0.0  # from then until the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
         self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
         # Siblings that begin when this one, the 0-th, has computed the prompt.
         self.unforked = list(range(1, request.params.n)) if index == 0 else []
 
+        self.matcher: Matcher | None = None  # where it stands in its grammar, if it has one
         self.slot = NO_SLOT
         self.pages: list[int] = []
         self.owed = 0  # while it does not run: tokens that steps still in flight were to draw for it
@@ -61,8 +66,8 @@ class Sequence:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why its last token ends it, None if it goes on; of a sequence that does not run."""
-        if self.num_outputs and self.tokens[-1] in self.stop_ids:
-            return "stop"
+        if self.num_outputs and (self.tokens[-1] in self.stop_ids or (self.matcher is not None and self.matcher.ended)):
+            return "error" if self.matcher is not None and self.matcher.error else "stop"
         return "length" if self.num_outputs >= self.max_tokens else None
 
     def page_hashes(self, tokens: list[int] | np.ndarray, count: int, page_size: int) -> list[bytes]:
@@ -74,9 +79,18 @@ class Sequence:
             hashes.append(page_hash(parent, tokens[start : start + page_size]))
         return hashes
 
+    def advance(self, tokens: list[int]) -> bool:
+        """Takes tokens that were drawn to its grammar; returns whether nothing can follow."""
+        if self.matcher is None or not tokens:
+            return False
+        self.matcher.state.consume_tokens(tokens)
+        return self.matcher.ended
+
     def fork(self, index: int, seed: int) -> Sequence:
         """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""
-        return Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1])
+        child = Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1])
+        child.matcher = self.matcher and self.matcher.fork()
+        return child
 
 
 def child_seed(seed: int, index: int) -> int:

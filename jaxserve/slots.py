@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
 
@@ -45,6 +46,7 @@ class SlotState(NamedTuple):
     params: jax.Array  # int32 [slots, SLOT_WORDS], as from `encode_slot`
     counts: jax.Array  # int32 [slots, vocab]: output tokens so far; kept only for sequences with penalties
     in_prompt: jax.Array  # bool [slots, vocab]; likewise
+    hidden: jax.Array  # [slots, hidden]: the last hidden state of a row that draws later, once its mask is known
 
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
@@ -52,7 +54,9 @@ _HEADER = 3 + len(_FLOATS) + 5  # slot, clear counts, spare | floats | top_k, se
 SLOT_WORDS = _HEADER + MAX_STOP_TOKENS + 2 * MAX_LOGIT_BIAS
 
 
-def create_slots(num_slots: int, max_pages: int, vocab_size: int) -> SlotState:
+def create_slots(
+    num_slots: int, max_pages: int, vocab_size: int, hidden_size: int = 1, dtype: DTypeLike = jnp.float32
+) -> SlotState:
     rows = num_slots + 1
     return SlotState(
         last_token=jnp.zeros(rows, jnp.int32),
@@ -60,6 +64,7 @@ def create_slots(num_slots: int, max_pages: int, vocab_size: int) -> SlotState:
         params=jnp.tile(padding_slot(num_slots), (rows, 1)),
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
         in_prompt=jnp.zeros((rows, vocab_size), jnp.bool_),
+        hidden=jnp.zeros((rows, hidden_size), dtype),
     )
 
 
@@ -82,7 +87,7 @@ def encode_slot(slot: int, params: SamplingParams, seed: int, stop_ids: tuple[in
     row[_HEADER - 5 : _HEADER] = (
         max(params.top_k, 0),
         *seed_words,
-        min(prompt_len + params.min_tokens, 2**31 - 1) if params.min_tokens else 0,
+        min(prompt_len + params.min_tokens, 2**31 - 1) if params.min_tokens and not params.grammar else 0,
         params.logprobs is not None,
     )
     stops = row[_HEADER : _HEADER + MAX_STOP_TOKENS]

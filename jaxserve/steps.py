@@ -35,9 +35,9 @@ class StepShape:
     """A bucket: the padded sizes of one compiled step, and where each field lies in its packed buffer.
 
     Fields, int32: tokens [tokens], -1 for one that only the device knows (the slot's last); q_start [rows + 1]; kv_len
-    [rows], this step's tokens included; slot [rows]; draws [rows], how many new tokens the row draws; steps [1], the
-    largest of them, or 1; num_decodes [1]; and new block-table entries, as (slot, index, page) columns [table_updates]
-    each.
+    [rows], this step's tokens included; slot [rows]; draws [rows], how many new tokens the row draws, -1 for one that
+    `draw` draws later; steps [1], the largest of them, or 1; num_decodes [1]; and new block-table entries, as (slot,
+    index, page) columns [table_updates] each.
     """
 
     tokens: int
@@ -110,6 +110,7 @@ class Batch(NamedTuple):
     num_decodes: jax.Array
     writes: jax.Array  # bool [rows]: the row's keys and values are kept
     draws: jax.Array  # bool [rows]: so is the token that it samples
+    draws_later: jax.Array  # bool [rows]: so is its hidden state, for `draw`
 
 
 def run_step(
@@ -123,7 +124,8 @@ def run_step(
     going = slots.last_token[slot] >= 0  # a step in flight may have met a stop token that the host has not seen yet
     draws = jnp.where(going, field["draws"], 0)
     writes = (q_start[1:] > q_start[:-1]) & going
-    batch = Batch(field["tokens"], q_start, field["kv_len"], slot, field["num_decodes"][0], writes, draws > 0)
+    later = (draws < 0) & going
+    batch = Batch(field["tokens"], q_start, field["kv_len"], slot, field["num_decodes"][0], writes, draws > 0, later)
     forward = partial(_forward, params, model=model, shape=shape, mesh=mesh)
     if shape.decode_only:
         return _decode_loop(forward, cache, slots, batch, draws, field["steps"][0])
@@ -194,18 +196,44 @@ def _forward(
     hidden: Any = decoder(x, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
-    logits = _logits(head, params, last, mesh)
-    words = slots.params[slot]
-    sampled = sample(logits, words, TokenCounts(slots.counts, slots.in_prompt, slot), position=kv_len)
-
+    nothing = Sampled(jnp.zeros(shape.rows, jnp.int32), jnp.zeros((shape.rows, SCORE_WORDS), jnp.int32))
+    sampled = lax.cond(
+        jnp.any(batch.draws),
+        lambda: _sample(_logits(head, params, last, mesh), slots, slot, kv_len),
+        lambda: nothing,
+    )
     # Rows that draw nothing leave their slot alone: their writes go to the slot that nobody owns.
-    target = jnp.where(batch.draws, slot, slots.last_token.shape[0] - 1)
-    stopped = jnp.any(sampled.tokens[:, None] == decode_slots(words).stop_ids, axis=1)
-    slots = slots._replace(
+    nobody = slots.last_token.shape[0] - 1
+    slots = _note(sampled, slots, slot, jnp.where(batch.draws, slot, nobody))
+    slots = slots._replace(hidden=slots.hidden.at[jnp.where(batch.draws_later, slot, nobody)].set(last))
+    return sampled, hidden, cache, slots
+
+
+def draw(params, slots: SlotState, packed: jax.Array, *, model: Decoder, mesh: Mesh) -> tuple[Sampled, SlotState]:
+    """Draws the tokens that steps left for later, from what grammars allow.
+
+    packed: int32 [rows, 2 + words]: a slot, the position of the token to draw, and a bit for each token.
+    """
+    slot, position, masks = packed[:, 0], packed[:, 1], packed[:, 2:]
+    model = model.counting(jnp.sum(slot < slots.last_token.shape[0] - 1, dtype=jnp.int32))
+    sampled = _sample(_logits(model, params, slots.hidden[slot], mesh), slots, slot, position, masks)
+    return sampled, _note(sampled, slots, slot, slot)
+
+
+def _sample(
+    logits: jax.Array, slots: SlotState, slot: jax.Array, position: jax.Array, masks: jax.Array | None = None
+) -> Sampled:
+    counts = TokenCounts(slots.counts, slots.in_prompt, slot)
+    return sample(logits, slots.params[slot], counts, position, masks)
+
+
+def _note(sampled: Sampled, slots: SlotState, slot: jax.Array, target: jax.Array) -> SlotState:
+    """Remembers the tokens of rows, whose parameters are those of `slot`, in the slots `target` [rows]."""
+    stopped = jnp.any(sampled.tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
+    return slots._replace(
         last_token=slots.last_token.at[target].set(jnp.where(stopped, -1, sampled.tokens)),
         counts=slots.counts.at[target, sampled.tokens].add(1),
     )
-    return sampled, hidden, cache, slots
 
 
 def _layer(

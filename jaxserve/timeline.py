@@ -6,6 +6,7 @@ Phases, by the host's clock:
   upload     packing them and dispatching the compiled step, which takes the buffer along
   device     from then on, or from the end of the step before, until the tokens are here
   commit     taking them in
+  mask       finding what grammars allow next, and dispatching the draw, while the devices run a step
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxserve.types import Histogram
 
 log = logging.getLogger(__name__)
 
-PHASES = ("schedule", "upload", "device", "commit")
+PHASES = ("schedule", "upload", "device", "commit", "mask")
 
 
 class Timeline:

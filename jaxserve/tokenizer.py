@@ -82,6 +82,10 @@ class Tokenizer:
         self._char_bytes = _byte_level_alphabet() if self._byte_level else {}
         self._bytes: dict[int, bytes] = {}
 
+    @property
+    def class_name(self) -> str:
+        return type(self._hf).__name__
+
     # text <-> ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -17,7 +17,12 @@ MAX_N = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
 MAX_LOGIT_BIAS = 512
+MAX_ALLOWED_TOKENS = 2**17
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
 MAX_SEED = 2**63 - 1
+MAX_GRAMMAR = 2**18  # characters of a grammar
+MAX_GRAMMAR_NESTING = 64
+MAX_CHOICES = 1024
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -39,6 +44,52 @@ class QueueFullError(RuntimeError):
     """The engine lets no more requests wait for now; the same request may be welcome later."""
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output must be, from its first character to its last.
+
+    Attributes:
+      kind: "json", a JSON schema; "json_object", any JSON object; "regex"; "choice", one of some strings; "lark", a
+        context-free grammar in the notation of Lark or GBNF.
+      value: the schema as JSON; nothing; the expression; the strings as a JSON list; the grammar.
+    """
+
+    kind: Literal["json", "json_object", "regex", "choice", "lark"]
+    value: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in (kinds := ("json", "json_object", "regex", "choice", "lark")):
+            raise InvalidRequestError(
+                f"a grammar's kind must be one of {', '.join(kinds)}, got {self.kind!r}", "grammar"
+            )
+        if not isinstance(self.value, str) or len(self.value) > MAX_GRAMMAR:
+            raise InvalidRequestError(f"a grammar must be a string of at most {MAX_GRAMMAR} characters", "grammar")
+        if self.kind in ("json", "choice"):
+            try:
+                value = msgspec.json.decode(self.value)
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequestError(f"the {self.kind} grammar is not valid JSON: {error}", "grammar") from None
+            self._check_json(value)
+        elif self.kind != "json_object" and not self.value:
+            raise InvalidRequestError(f"the {self.kind} grammar is empty", "grammar")
+
+    def _check_json(self, value: object) -> None:
+        if self.kind == "choice":
+            if not isinstance(value, list) or not all(isinstance(choice, str) and choice for choice in value):
+                raise InvalidRequestError("choice must be a list of strings that are not empty", "grammar")
+            if not 0 < len(value) <= MAX_CHOICES:
+                raise InvalidRequestError(f"choice must hold 1 to {MAX_CHOICES} strings, got {len(value)}", "grammar")
+        elif not isinstance(value, dict | bool):
+            raise InvalidRequestError("a JSON schema must be an object, true or false", "grammar")
+        level = [value] if isinstance(value, dict | list) else []
+        for _ in range(MAX_GRAMMAR_NESTING):
+            nodes = [
+                node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)
+            ]
+            level = [child for children in nodes for child in children]
+        if any(isinstance(node, dict | list) for node in level):
+            raise InvalidRequestError(f"the JSON schema is nested deeper than {MAX_GRAMMAR_NESTING} levels", "grammar")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to continue a prompt.
 
@@ -52,6 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       presence_penalty, frequency_penalty: subtracted once, respectively once per occurrence in the output; in [-2, 2].
       logit_bias: added to the logits of these token ids, values clamped to [-100, 100].
       seed: the same seed gives the same tokens, whatever else the engine does; None draws one from the engine's seed.
+      allowed_token_ids: no other tokens are sampled, not even those that end a sequence (at most 131,072).
+      bad_words: sequences of token ids that the output never holds (at most 256 of at most 64 tokens).
       stop: strings (at most 4) that end the output; they are cut off unless include_stop_str_in_output.
       stop_token_ids: token ids (at most 16 with the model's own) that end the output, besides the model's own.
       ignore_eos: go on after the model's own end-of-sequence tokens.
@@ -60,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       logprobs: None, or how many alternatives (0 to 20) to report beside each output token.
       prompt_logprobs: the same for each prompt token but the first.
       skip_special_tokens: leave special tokens out of the text.
+      grammar: the output is of this form when it ends by itself; it ends where nothing can follow any more.
     """
 
     n: int = 1
@@ -72,6 +126,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -81,6 +137,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -109,8 +166,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
+        self._check_words()
         self._check_stop()
         self._check_logit_bias()
+
+    def _check_words(self) -> None:
+        msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids or ()))
+        msgspec.structs.force_setattr(self, "bad_words", tuple(map(tuple, self.bad_words or ())))
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            raise InvalidRequestError(
+                f"allowed_token_ids has {len(self.allowed_token_ids)} ids; at most {MAX_ALLOWED_TOKENS} are allowed",
+                "allowed_token_ids",
+            )
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words has {len(self.bad_words)} sequences; at most {MAX_BAD_WORDS} are allowed", "bad_words"
+            )
+        for token in self.allowed_token_ids:
+            _check_int("allowed_token_ids", token, 0, 2**31 - 1)
+        for word in self.bad_words:
+            _check_int("length of each of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
+            for token in word:
+                _check_int("bad_words", token, 0, 2**31 - 1)
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -148,6 +225,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     @property
+    def has_mask(self) -> bool:
+        """What may be sampled next depends on more than the logits, and on tokens that the host must know."""
+        return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words)
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
@@ -183,10 +265,13 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     """What one engine step added to one completion.
 
     `index` says which of the request's n completions. `stop_token` is the stop token id that ended it, when it was not
-    one of the model's own end-of-sequence ids; the token that ended it is the last of `token_ids`.
-    The first update of completion 0 brings `num_cached_tokens`, the prompt's tokens found in the prefix cache, and
-    `prompt_logprobs` if asked for, with None for the first prompt token.
-    `error` explains a finish_reason of "error".
+    one of the model's own end-of-sequence ids; the token that ended it is the last of `token_ids`. `complete`: no stop
+    token ended it, but its grammar, after which nothing can follow.
+    The first update of completion 0 brings `num_cached_tokens`, the prompt's tokens found in the prefix cache,
+    `queue_seconds`, which it waited for a place, and `prompt_logprobs` if asked for, with None for the first prompt
+    token.
+    `error` explains a finish_reason of "error"; `error_param` then names the field of the request that is at fault, if
+    one is.
     """
 
     request_id: str
@@ -198,6 +283,9 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_param: str | None = None
+    complete: bool = False
+    queue_seconds: float = 0.0
 
 
 class StepOutput(msgspec.Struct, array_like=True, gc=False):

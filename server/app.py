@@ -11,16 +11,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
-from server import models
+from server import models, responses
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.errors import APIError, handle_exception
-from server.middleware import ApiKeys, BodyLimit, RequestId, UnexpectedErrors
+from server.messages_api import count_tokens, create_message
+from server.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
 from server.state import ServerState
 
 _ROUTES = [
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+    Route("/v1/responses", responses.create_response, methods=["POST"]),
+    Route("/v1/responses/{id}", responses.get_response),
+    Route("/v1/responses/{id}", responses.delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{id}/cancel", responses.cancel_response, methods=["POST"]),
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models.list_models),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
@@ -30,6 +37,9 @@ _ROUTES = [
     Route("/version", models.version),
     Route("/metrics", models.metrics),
     Route("/profile", models.profile, methods=["POST"]),
+    Route("/load", models.load),
+    Route("/tokenizer_info", models.tokenizer_info),
+    Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
 ]
 
@@ -42,6 +52,14 @@ def build_app(state: ServerState) -> Starlette:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
         )
+    middleware.append(
+        Middleware(
+            ConnectionLimit,
+            limit=settings.max_connections,
+            connections=lambda: state.open_connections(),
+            refused=state.metrics.rejections.inc,
+        )
+    )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
     middleware.append(Middleware(BodyLimit, limit=settings.max_body_bytes))

@@ -73,7 +73,8 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
             return 0
         if done:
             print(f"{len(done)} of {len(asked)} requests are answered already; {len(left)} to go", file=sys.stderr)
-        config = dataclasses.replace(config, max_waiting=None)  # a request turned away would never be answered
+        # a request turned away would never be answered
+        config = dataclasses.replace(config, max_waiting=None, max_waiting_tokens=None)
         with EngineProcess(config, engine_class) as engine:
             try:
                 asyncio.run(_answer_all(config, engine, source, output, left))

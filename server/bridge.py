@@ -32,6 +32,7 @@ from server.messages import (
     Profile,
     Ready,
     Rejected,
+    ResetPrefixCache,
     Submit,
     Update,
     decode_front_message,
@@ -62,6 +63,7 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def profile(self, steps: int) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
 
 
 class _Front:
@@ -228,6 +230,8 @@ class EngineServer:
                 self._stats_due = self._stats_due or time.monotonic()
             case Profile(steps):
                 engine.profile(steps)
+            case ResetPrefixCache():
+                engine.reset_prefix_cache()
             case Drain():
                 self._draining = True
             case None:

@@ -18,6 +18,7 @@ from server.messages import (
     Profile,
     Ready,
     Rejected,
+    ResetPrefixCache,
     Submit,
     Update,
     decode_engine_message,
@@ -78,7 +79,9 @@ class EngineClient:
         """Calls of `generate` that are under way."""
         return len({id(stream) for stream in self._streams.values()})
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[SequenceUpdate], None]:
+    async def generate(
+        self, requests: Sequence[Request], timeout: float | None = None
+    ) -> AsyncGenerator[list[SequenceUpdate], None]:
         """Submits requests and yields their updates, as many at a time as have arrived since the last.
 
         Ends when every completion of every request has ended in the engine. Whatever still runs when the generator is
@@ -87,6 +90,7 @@ class EngineClient:
         Raises:
           InvalidRequestError, QueueFullError: the engine refused one of the requests; the others are aborted.
           EngineDeadError: the engine is gone, or `fail_streams` was called.
+          TimeoutError: `timeout` seconds have passed.
         """
         if self.error is not None:
             raise EngineDeadError(self.error)
@@ -96,12 +100,18 @@ class EngineClient:
                 raise ValueError(f"request id {request.request_id!r} is in use")
             stream.running[request.request_id] = set(range(request.params.n))
             self._streams[request.request_id] = stream
+        late = None
+        if timeout is not None:
+            error = TimeoutError(f"the request took longer than {timeout:g} s, the longest that this server allows")
+            late = asyncio.get_running_loop().call_later(timeout, stream.fail, error)
         try:
             for request in requests:
                 self._send(Submit([request]))
             while not stream.over:
                 yield await stream.take()
         finally:
+            if late is not None:
+                late.cancel()
             for request in requests:
                 del self._streams[request.request_id]
             if stream.running:
@@ -135,6 +145,10 @@ class EngineClient:
         """Has the engine trace its next steps, which must be 1 to 10000, into its `profile_dir`."""
         self._send(Profile(steps))
 
+    def reset_prefix_cache(self) -> None:
+        """Has the engine forget what it keeps of earlier prompts."""
+        self._send(ResetPrefixCache())
+
     def _send(self, message: FrontMessage) -> None:
         if self._writer is not None and self.error is None:
             self._writer.write(to_frame(message))
@@ -154,7 +168,11 @@ class EngineClient:
             case Update(output, stats):
                 for update in output:
                     if (stream := self._streams.get(update.request_id)) is not None:
-                        stream.put(update)
+                        if update.error_param is None:
+                            stream.put(update)
+                        else:
+                            stream.running.pop(update.request_id, None)
+                            stream.fail(InvalidRequestError(update.error or "", update.error_param))
                 if stats is not None:
                     self.stats = stats
                     self.on_stats(stats)

@@ -29,13 +29,13 @@ async def create_completion(http: HTTPRequest) -> Response:
     body = await read_body(http, _decoder)
     state.check_model(body.model)
     body.check()
-    answer = await run_until_disconnect(http.receive, _prepare(state, body))
+    answer = await run_until_disconnect(http.receive, _prepare(state, http, body))
     if body.stream:
         return EventStream(answer.stream())
     return await run_until_disconnect(http.receive, answer.whole())
 
 
-async def _prepare(state: ServerState, body: CompletionRequest) -> _Answer:
+async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionRequest) -> _Answer:
     """Tokenizes and checks the prompts."""
     tokenizer, info = state.require_ready()
     prompts = body.prompts()
@@ -48,7 +48,7 @@ async def _prepare(state: ServerState, body: CompletionRequest) -> _Answer:
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs)
     params = body.sampling_params(
-        tokenizer.generation_defaults,
+        tokenizer,
         info.vocab_size,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
@@ -65,7 +65,7 @@ async def _prepare(state: ServerState, body: CompletionRequest) -> _Answer:
         ids,
         clamped,
         priority=body.priority or 0,
-        cache_salt=body.cache_salt,
+        cache_salt=state.cache_salt(http, body.cache_salt),
         streams=bool(body.stream),
     )
     echoes: list[_Echo | None] = [None] * len(ids)

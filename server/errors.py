@@ -1,4 +1,5 @@
-"""Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}` with a fitting status."""
+"""Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}` with a fitting status; and
+Anthropic's shape for the paths of its clients."""
 
 from __future__ import annotations
 
@@ -8,14 +9,30 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
 
 log = logging.getLogger("jaxserve.server")
 
 RETRY_SECONDS = "1"  # Retry-After of a 503
+ANTHROPIC_PATHS = "/v1/messages"
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+# https://docs.anthropic.com/en/api/errors; the rest is invalid_request_error or api_error
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class APIError(Exception):
@@ -44,8 +61,15 @@ class APIError(Exception):
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+    def anthropic_body(self) -> bytes:
+        """The JSON of the error as Anthropic's clients expect it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+
+    def response(self, scope: Scope) -> Response:
+        """The answer, in the shape that clients of the request's path expect."""
+        body = self.anthropic_body() if scope["path"].startswith(ANTHROPIC_PATHS) else self.body()
+        return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 
 def unavailable(message: str, code: str) -> APIError:
@@ -62,6 +86,8 @@ def to_api_error(error: Exception) -> APIError:
             return APIError(400, str(error), param=error.param, code=error.code)
         case QueueFullError():
             return unavailable(str(error), "queue_full")
+        case TimeoutError():
+            return APIError(504, str(error), code="timeout")
         case EngineDeadError():
             return unavailable(str(error), "engine_unavailable")
         case HTTPException():
@@ -72,4 +98,4 @@ def to_api_error(error: Exception) -> APIError:
 
 async def handle_exception(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for the kinds of errors that are expected."""
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.scope)

@@ -23,13 +23,18 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct):
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
     """Token counts of one HTTP request; a prompt counts once however many completions it has."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class Generation:
@@ -71,18 +76,18 @@ class Generation:
         Close it when leaving early (`contextlib.aclosing`): that aborts what still runs. Raises what
         `EngineClient.generate` raises, and APIError (500) when the engine gives up on a completion.
         """
-        client = self._state.client
+        client, timeout = self._state.client, self._state.settings.request_timeout
         try:
-            async with contextlib.aclosing(client.generate(self.requests)) as batches:
+            async with contextlib.aclosing(client.generate(self.requests, timeout)) as batches:
                 async for updates in batches:
                     now = time.monotonic()
                     deltas = []
                     for update in updates:
                         position = self._positions[update.request_id]
-                        processor = self.processors[position]
+                        processor, times = self.processors[position], self._times[position]
                         before = processor.num_output_tokens
                         delta = processor.process(update)
-                        self._times[position].tokens(update.index, processor.num_output_tokens - before, now)
+                        times.tokens(update.index, processor.num_output_tokens - before, now, update.queue_seconds)
                         if delta is not None:
                             self._note_end(position, delta, now)
                             delta.index += position * processor.request.params.n

@@ -37,6 +37,10 @@ class Profile(msgspec.Struct, tag="profile"):
     steps: int
 
 
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
+    """Forget the pages of earlier prompts."""
+
+
 class Drain(msgspec.Struct, tag="drain"):
     """Finish what is there, take nothing new, and exit."""
 
@@ -77,7 +81,7 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-FrontMessage = Submit | Abort | Profile | Drain
+FrontMessage = Submit | Abort | Profile | ResetPrefixCache | Drain
 EngineMessage = Ready | Update | Rejected | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode

@@ -51,6 +51,9 @@ class Metrics:
             "request_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_SECONDS
         )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _REQUEST_SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "Arrival to a place in the batch", _REQUEST_SECONDS)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From there to first token", _REQUEST_SECONDS)
+        self.inference = self._histogram("request_inference_time_seconds", "From there to last token", _REQUEST_SECONDS)
         self.decode = self._histogram("request_decode_time_seconds", "First token to last token", _REQUEST_SECONDS)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.output_tokens = self._histogram("request_generation_tokens", "Output tokens per request", _TOKENS)
@@ -135,6 +138,7 @@ class RequestTimes:
     def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int):
         self._metrics = metrics
         self._arrival = time.monotonic()
+        self._queued = 0.0  # seconds
         self._first: float | None = None
         self._last: dict[int, float] = {}  # completion -> time of its latest token
         self._tokens: dict[int, int] = {}
@@ -143,12 +147,12 @@ class RequestTimes:
             metrics.max_tokens.observe(params.max_tokens)
         metrics.prompt_tokens.observe(num_prompt_tokens)
 
-    def tokens(self, index: int, count: int, now: float) -> None:
-        """`count` tokens of completion `index` have come."""
+    def tokens(self, index: int, count: int, now: float, queued: float) -> None:
+        """`count` tokens of completion `index` have come; before the first, the request waited `queued` seconds."""
         if count == 0:
             return
         if self._first is None:
-            self._first = now
+            self._first, self._queued = now, queued
             self._metrics.ttft.observe(now - self._arrival)
         if (last := self._last.get(index)) is not None:
             self._metrics.itl.observe((now - last) / count)
@@ -163,6 +167,9 @@ class RequestTimes:
         metrics.output_tokens.observe(total)
         metrics.max_output_tokens.observe(max(self._tokens.values(), default=0))
         if self._first is not None:
+            metrics.queue.observe(self._queued)
+            metrics.prefill.observe(max(self._first - self._arrival - self._queued, 0.0))
+            metrics.inference.observe(max(now - self._arrival - self._queued, 0.0))
             metrics.decode.observe(now - self._first)
             longest = max(self._tokens.values())
             if longest > 1:

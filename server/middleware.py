@@ -1,19 +1,22 @@
-"""Plain ASGI middleware: request ids, unexpected errors, API keys, and the limit on bodies."""
+"""Plain ASGI middleware: request ids, unexpected errors, API keys, and the limits on connections and bodies."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import asyncio
 import re
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import APIError, to_api_error
+from server.errors import APIError, to_api_error, unavailable
+from server.keys import ApiKey, find_key
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key
+OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key, and when there are too many connections
+ADMIN_PATHS = frozenset({"/reset_prefix_cache"})  # their handlers ask for a key of their own
+BODY_SECONDS = 60.0  # in which a request's body must have come
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -57,39 +60,65 @@ class UnexpectedErrors:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise  # half an answer is out: all that is left is to break the connection
-            await to_api_error(error).response()(scope, receive, send)
+            await to_api_error(error).response(scope)(scope, receive, send)
+
+
+class ConnectionLimit:
+    """Answers 503, and closes the connection, where more than `limit` of them are open."""
+
+    def __init__(self, app: ASGIApp, limit: int, connections: Callable[[], int], refused: Callable[[], None]):
+        self.app = app
+        self._limit, self._connections, self._refused = limit, connections, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._connections() <= self._limit or scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        self._refused()
+        error = unavailable(f"{self._limit} connections are open already; try again later", "too_many_connections")
+        error.headers["Connection"] = "close"
+        await error.response(scope)(scope, receive, send)
 
 
 class ApiKeys:
-    """Answers 401 to requests without one of the keys, whatever the path, but for OPEN_PATHS."""
+    """Answers 401 to requests without one of the keys, whatever the path, but for OPEN_PATHS and ADMIN_PATHS; and 429
+    to those beyond what may run under their key at a time. Handlers find the key in `scope["state"]["api_key"]`."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]):
         self.app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = keys
+        self._running: Counter[ApiKey] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allows(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS | ADMIN_PATHS:
             await self.app(scope, receive, send)
             return
-        error = APIError(
-            401,
-            "a valid API key is required, as in 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await error.response()(scope, receive, send)
-
-    def _allows(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return False
-        digest = hashlib.sha256(key.strip().encode()).digest()
-        # digests have one length and every key is compared, so the time tells nothing about any of them
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        key = find_key(self._keys, Headers(scope=scope))
+        if key is None:
+            error = APIError(
+                401,
+                "a valid API key is required, as in 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error.response(scope)(scope, receive, send)
+            return
+        if key.max_concurrency is not None and self._running[key] >= key.max_concurrency:
+            text = f"{key.max_concurrency} requests are running under this key already; wait for one to end"
+            error = APIError(429, text, code="too_many_requests", headers={"Retry-After": "1"})
+            await error.response(scope)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["api_key"] = key
+        self._running[key] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._running[key] -= 1
 
 
 class BodyLimit:
-    """Answers 413 to bodies longer than `limit` bytes, without reading them to their end."""
+    """Answers 413 to bodies longer than `limit` bytes, without reading them to their end, and 408 to those that have
+    not come within BODY_SECONDS."""
 
     def __init__(self, app: ASGIApp, limit: int):
         self.app = app
@@ -102,15 +131,23 @@ class BodyLimit:
         too_long = APIError(413, f"the body is longer than {self._limit} bytes", code="body_too_long")
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._limit:
-            await too_long.response()(scope, receive, send)
+            await too_long.response(scope)(scope, receive, send)
             return
-        received = 0
+        received, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def receive_limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise APIError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout") from None
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
                 if received > self._limit:
                     raise too_long
             return message

@@ -11,10 +11,12 @@ from starlette.responses import Response
 
 from jaxserve.tokenizer import token_strings
 from jaxserve.types import InvalidRequestError
-from server.chat import encode_chat
+from server.conversation import encode_chat
 from server.errors import APIError
+from server.keys import ApiKey, find_key
 from server.openapi import openapi_document
-from server.schemas import Conversation, DetokenizeRequest, TokenizeRequest
+from server.schemas import DetokenizeRequest
+from server.schemas_chat import Conversation, TokenizeRequest
 from server.state import ServerState, read_body, state_of, to_json
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
@@ -64,6 +66,7 @@ async def tokenize(http: Request) -> Response:
     else:
         chat = Conversation(
             messages=body.messages or [],
+            tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=bool(body.add_special_tokens),
@@ -126,6 +129,41 @@ async def profile(http: Request) -> Response:
         raise APIError(400, f"steps must be a number from 1 to 10000, got {text[:64]!r}", param="steps")
     state.client.profile(steps)
     return _json({"steps": steps, "folder": info.profile_dir})
+
+
+async def load(http: Request) -> Response:
+    """GET /load: requests that are being answered now."""
+    return _json({"server_load": state_of(http).client.num_streams})
+
+
+async def tokenizer_info(http: Request) -> Response:
+    """GET /tokenizer_info: what a client that tokenizes by itself has to know."""
+    tokenizer, info = state_of(http).require_ready()
+    special = {token: text for token in sorted(tokenizer.special_ids) if (text := tokenizer.decode([token], False))}
+    return _json(
+        {
+            "tokenizer_class": tokenizer.class_name,
+            "vocab_size": tokenizer.vocab_size,
+            "model_vocab_size": info.vocab_size,
+            "max_model_len": info.max_model_len,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_ids": sorted({*tokenizer.eos_token_ids, *info.eos_token_ids}),
+            "special_tokens": special,
+            "chat_template": tokenizer.chat_template,
+        }
+    )
+
+
+async def reset_prefix_cache(http: Request) -> Response:
+    """POST /reset_prefix_cache: forgets earlier prompts' pages; only with `--admin-key KEY`, and with that key."""
+    state = state_of(http)
+    if (key := state.settings.admin_key) is None:
+        raise APIError(404, "admin endpoints are off; start the server with --admin-key KEY")
+    if find_key([ApiKey(key)], http.headers) is None:
+        raise APIError(401, "the admin key is required, as in 'Authorization: Bearer KEY'", code="invalid_api_key")
+    state.require_ready()
+    state.client.reset_prefix_cache()
+    return _json({"status": "ok"})
 
 
 async def openapi(http: Request) -> Response:

@@ -6,16 +6,24 @@ from typing import Any
 
 import msgspec
 
-from server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.schemas import CompletionRequest, DetokenizeRequest
+from server.schemas_chat import ChatRequest, TokenizeRequest
+from server.schemas_messages import CountTokensRequest, MessagesRequest
+from server.schemas_responses import ResponsesRequest
 
 _POSTS = {
     "/v1/completions": (CompletionRequest, "Continue a prompt"),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation"),
+    "/v1/responses": (ResponsesRequest, "Answer, with earlier answers remembered"),
+    "/v1/messages": (MessagesRequest, "Answer a conversation, in Anthropic's shape"),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of such a conversation"),
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),
 }
 _GETS = {
     "/v1/models": "The models that are served",
+    "/load": "How many requests are being answered",
+    "/tokenizer_info": "What a client that tokenizes has to know",
     "/health": "Whether the server is alive",
     "/ready": "Whether requests are served",
     "/version": "The server's version",
@@ -37,6 +45,17 @@ def openapi_document(version: str) -> dict[str, Any]:
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": answers}}
     steps = {"name": "steps", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}}
     paths["/profile"] = {"post": {"summary": "Trace the next steps", "parameters": [steps], "responses": answers}}
+    name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/responses/{id}"] = {
+        "parameters": [name],
+        "get": {"summary": "A stored response", "responses": answers},
+        "delete": {"summary": "Forget a stored response", "responses": answers},
+    }
+    paths["/v1/responses/{id}/cancel"] = {
+        "parameters": [name],
+        "post": {"summary": "Stop a response that is made in the background", "responses": answers},
+    }
+    paths["/reset_prefix_cache"] = {"post": {"summary": "Forget earlier prompts (admin)", "responses": answers}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": version},

@@ -27,6 +27,7 @@ from server.app import build_app
 from server.bridge import DEFAULT_ENGINE
 from server.client import EngineClient
 from server.engine_process import Launch
+from server.keys import ApiKey, read_keys
 from server.metrics import Metrics
 from server.state import ServerSettings, ServerState
 
@@ -42,47 +43,51 @@ def serve(
     port: int = 8000,
     served_model_name: str | None = None,
     api_keys: Sequence[str] = (),
-    drain_seconds: float = 30.0,
-    cors_origins: Sequence[str] = (),
-    metrics_prefix: str = "jaxserve",
-    max_body_bytes: int = 32 * 2**20,
-    max_connections: int = 4096,
+    api_key_file: str | None = None,
+    ssl_certfile: str | None = None,
+    ssl_keyfile: str | None = None,
+    max_header_bytes: int = 64 * 2**10,
     access_log: bool = False,
     engine_class: str = DEFAULT_ENGINE,
+    **settings: Any,
 ) -> int:
-    """Serves until a signal ends it; returns the process's exit code.
+    """Serves until a signal ends it; returns the process's exit code. `settings` are ServerSettings's.
 
     The port is bound before anything is loaded. /health answers at once, /ready turns 200 when the engine has loaded.
     SIGTERM or SIGINT: new requests get 503, running ones may go on for `drain_seconds`, the rest ends with an error; a
     second signal exits at once. Has to run in the main thread. `port` 0 takes a free one; `served_model_name` defaults
-    to `config.model`. 1 is returned when the port is taken or the engine does not come up.
+    to `config.model`. 1 is returned when the port is taken or the engine does not come up. Raises ValueError or OSError
+    for a certificate or a file of keys that cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
+    own = ServerSettings(model_name=served_model_name or config.model, api_keys=tuple(keys), **settings)
+    state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
+    uvicorn_config = uvicorn.Config(
+        build_app(state),
+        lifespan="off",
+        http="h11",  # which bounds a request's head
+        h11_max_incomplete_event_size=max_header_bytes,
+        ws="none",
+        access_log=access_log,
+        server_header=False,
+        timeout_keep_alive=65,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+    )
+    if ssl_keyfile and not ssl_certfile:
+        raise ValueError("--ssl-keyfile needs --ssl-certfile")
+    try:
+        uvicorn_config.load()
+    except OSError as error:
+        raise ValueError(f"cannot use the certificate {ssl_certfile}: {error}") from error
     try:
         listener = bind(host, port)
     except OSError as error:
         print(f"jaxserve: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
         return 1
     cpu_build.begin()  # where the kernels are new to this machine; the engine's process is still importing JAX
-    settings = ServerSettings(
-        model_name=served_model_name or config.model,
-        api_keys=tuple(api_keys),
-        max_body_bytes=max_body_bytes,
-        cors_origins=tuple(cors_origins),
-        metrics_prefix=metrics_prefix,
-        drain_seconds=drain_seconds,
-    )
-    state = ServerState(settings, EngineClient(), Metrics(settings.model_name, metrics_prefix))
-    uvicorn_config = uvicorn.Config(
-        build_app(state),
-        lifespan="off",
-        ws="none",
-        access_log=access_log,
-        server_header=False,
-        limit_concurrency=max_connections,
-        timeout_keep_alive=65,
-        timeout_graceful_shutdown=_FLUSH_SECONDS,
-    )
     with listener, EngineProcess(config, engine_class) as engine:
         server = _Server(uvicorn_config, state, engine, config)
         server.run(sockets=[listener])
@@ -150,6 +155,7 @@ class _Server(uvicorn.Server):
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task] = set()  # keeps them alive
+        state.open_connections = lambda: len(self.server_state.connections)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves HTTP at once, while the engine loads."""

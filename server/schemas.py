@@ -7,20 +7,19 @@ A field that we know and do not serve yet is refused by name when it is set; fie
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from jaxserve.tokenizer import GenerationDefaults
+from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, InvalidRequestError, SamplingParams
+from server.structured import grammar_of
 
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 4096
+MAX_BAD_WORDS = 128
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the client gives none
-TEMPLATE_KWARGS = frozenset(
-    {"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string", "today_date", "current_date"}
-)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # Fields that are known and not served, with the values that ask for nothing.
@@ -29,18 +28,12 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
     "logits_processors": ([],),
     "prompt_embeds": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -70,6 +63,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -87,23 +82,19 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
     # known and not served, see _NOT_SERVED
     suffix: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     logits_processors: Any = None
     prompt_embeds: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -132,8 +123,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                 raise InvalidRequestError(
                     f"stop strings must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(stop)}", "stop"
                 )
-        _check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, excluded=0)
-        _check_range("priority", self.priority, -(2**31), 2**31 - 1)
+        if len(self.bad_words or ()) > MAX_BAD_WORDS or not all(0 < len(w) <= 256 for w in self.bad_words or ()):
+            raise InvalidRequestError(
+                f"bad_words must hold at most {MAX_BAD_WORDS} words of 1 to 256 characters", "bad_words"
+            )
+        check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, excluded=0)
+        check_range("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 256:
             raise InvalidRequestError("cache_salt must have 1 to 256 characters", "cache_salt")
         if self.request_id is not None and not _REQUEST_ID.fullmatch(self.request_id):
@@ -148,7 +143,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     def sampling_params(
         self,
-        defaults: GenerationDefaults,
+        tokenizer: Tokenizer,
         vocab_size: int,
         *,
         max_tokens: int | None,
@@ -156,7 +151,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         prompt_logprobs: int | None,
     ) -> SamplingParams:
         """The engine's parameters: the client's where given, else the model's recommendation, else OpenAI's default."""
-        given = {}
+        given, defaults = {}, tokenizer.generation_defaults
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             value = getattr(defaults, name) if value is None else value
@@ -169,6 +164,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             **given,
             logit_bias=_logit_bias(self.logit_bias),
             seed=self.seed,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=_bad_words(self.bad_words or (), tokenizer),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             include_stop_str_in_output=self.include_stop_str_in_output,
@@ -177,8 +174,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
+            grammar=grammar_of(self.response_format, self.structured_outputs),
         )
-        for field, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids = getattr(params, field) or ()
             if (beyond := max(ids, default=0)) >= vocab_size:
                 raise InvalidRequestError(f"{field} holds id {beyond}; the vocabulary has {vocab_size} tokens", field)
         return params
@@ -211,129 +210,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo", "max_tokens")
-
-
-class Part(msgspec.Struct):
-    type: str = "text"
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-
-    def to_template(self, position: int) -> dict[str, str]:
-        """The message as a template sees it, text parts joined by newlines. Refuses what is not text."""
-        where = f"messages[{position}]"
-        if not 0 < len(self.role) <= 64:
-            raise InvalidRequestError(f"{where}.role must have 1 to 64 characters", "messages")
-        if self.tool_calls or self.tool_call_id is not None or self.role in ("tool", "function"):
-            raise InvalidRequestError(f"{where}: tool calls are not supported by this server", "messages")
-        content = self.content
-        if isinstance(content, list):
-            for part in content:
-                if part.type != "text" or part.text is None:
-                    raise InvalidRequestError(
-                        f"{where} has a part of type {part.type!r}; only text is supported, and no URL is ever fetched",
-                        "messages",
-                    )
-            content = "\n".join(part.text or "" for part in content)
-        if content is None:
-            raise InvalidRequestError(f"{where}.content is missing", "messages")
-        message = {"role": self.role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
-        if (reasoning := self.reasoning or self.reasoning_content) is not None:
-            message["reasoning_content"] = reasoning
-        return message
-
-
-class Conversation(msgspec.Struct, kw_only=True):
-    """Messages and how to render them; the fields of a chat request that make its prompt."""
-
-    messages: list[Message]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-
-    def template_messages(self) -> list[dict[str, str]]:
-        if not 0 < len(self.messages) <= MAX_MESSAGES:
-            raise InvalidRequestError(
-                f"messages must hold 1 to {MAX_MESSAGES} messages, got {len(self.messages)}", "messages"
-            )
-        return [message.to_template(i) for i, message in enumerate(self.messages)]
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """Template variables that a request may set: plain values of allow-listed names."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        for name, value in kwargs.items():
-            if name not in TEMPLATE_KWARGS:
-                allowed = ", ".join(sorted(TEMPLATE_KWARGS))
-                raise InvalidRequestError(
-                    f"chat_template_kwargs may hold {allowed}; got {name[:64]!r}", "chat_template_kwargs"
-                )
-            if not isinstance(value, bool | int | float | str) or (isinstance(value, str) and len(value) > 256):
-                raise InvalidRequestError(
-                    f"chat_template_kwargs.{name} must be a number, a boolean or a short string", "chat_template_kwargs"
-                )
-        if self.reasoning_effort is not None:
-            if len(self.reasoning_effort) > 32:
-                raise InvalidRequestError("reasoning_effort must be a short word", "reasoning_effort")
-            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
-        return kwargs
-
-
-class ChatRequest(SamplingFields, kw_only=True):
-    """Body of /v1/chat/completions."""
-
-    messages: list[Message]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
-    echo: bool | None = None
-
-    def check(self) -> None:
-        super().check()
-        _check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", "top_logprobs")
-        for name in ("max_tokens", "max_completion_tokens"):
-            _check_range(name, getattr(self, name), 1, 2**31 - 1)
-        if self.continue_final_message and self.messages and self.messages[-1].role != "assistant":
-            raise InvalidRequestError(
-                "continue_final_message needs a last message of role assistant", "continue_final_message"
-            )
-
-    def conversation(self) -> Conversation:
-        return Conversation(**{name: getattr(self, name) for name in Conversation.__struct_fields__})
-
-
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of /tokenize: a prompt, or messages with the fields of Conversation."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -358,7 +237,13 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     return bias
 
 
-def _check_range(name: str, value: int | None, low: int, high: int, excluded: int | None = None) -> None:
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word's tokens, as it stands at a text's beginning and after a space."""
+    forms = (tokenizer.encode(space + word, add_special_tokens=False) for word in words for space in ("", " "))
+    return tuple(dict.fromkeys(tuple(form) for form in forms if form))
+
+
+def check_range(name: str, value: int | None, low: int, high: int, excluded: int | None = None) -> None:
     if value is not None and (not low <= value <= high or value == excluded):
         but = "" if excluded is None else f" and not {excluded}"
         raise InvalidRequestError(f"{name} must be between {low} and {high}{but}, got {value}", name)

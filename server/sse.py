@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import to_api_error
+from server.errors import APIError, to_api_error
 
 T = TypeVar("T")
 
@@ -49,15 +49,30 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+def event(name: str, data: Any) -> bytes:
+    """An event with a name, as OpenAI's responses and Anthropic's messages have them."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
+
+
+def error_event(error: APIError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"
+
+
 class EventStream(Response):
-    """Sends what a generator yields (whole events, one or more at a time) and closes with `[DONE]`.
+    """Sends what a generator yields (whole events, one or more at a time) and closes with `closing`.
 
     Nothing is sent before the first event, so an error until then is an ordinary response with its status; a later one
-    becomes an event. The generator is closed when the client hangs up.
+    becomes an event, as `on_error` writes it. The generator is closed when the client hangs up.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]):
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        closing: bytes = DONE,
+        on_error: Callable[[APIError], bytes] = error_event,
+    ):
         self.events = events
+        self._closing, self._on_error = closing, on_error
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +81,7 @@ class EventStream(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        closing = DONE
+        closing = self._closing
         try:
             async with contextlib.aclosing(self.events) as events:
                 async for data in events:
@@ -77,9 +92,9 @@ class EventStream(Response):
         except Exception as error:
             answer = to_api_error(error)
             if not started:
-                await answer.response()(scope, receive, send)
+                await answer.response(scope)(scope, receive, send)
                 return
-            closing = b"data: " + answer.body() + b"\n\n" + DONE
+            closing = self._on_error(answer) + closing
         await send({"type": "http.response.body", "body": closing, "more_body": False})
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,10 +16,13 @@ from starlette.requests import Request
 
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
+from server import plugins
 from server.client import EngineClient
 from server.errors import APIError, unavailable
+from server.keys import ApiKey
 from server.messages import Ready
 from server.metrics import Metrics
+from server.response_store import ResponseStore
 
 T = TypeVar("T")
 
@@ -31,31 +36,55 @@ class ServerSettings:
     Attributes:
       model_name: what clients call the model; also the `model_name` label of the metrics.
       api_keys: accepted keys; none leaves the server open.
+      salt_by_key: requests under different keys share no prefix cache.
+      admin_key: opens the admin endpoints; without one they do not exist.
       max_body_bytes: longest request body.
+      max_connections: open connections beyond which requests get 503.
+      request_timeout: seconds that a request may take; None: any time.
+      max_stored_responses: answers of /v1/responses that are kept.
       cors_origins: origins that browsers may call from; none by default.
       metrics_prefix: begins the names of the metrics.
       drain_seconds: how long running requests may go on after the first signal to stop.
+      tool_call_parser: a module of `server.tools.parsers`, "auto" (by the chat template) or "none".
+      reasoning_parser: a module of `server.reasoning`, "auto" or "none".
+      reasoning_field: what a chat's message calls its reasoning.
     """
 
     model_name: str
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    salt_by_key: bool = False
+    admin_key: str | None = None
     max_body_bytes: int = 32 * 2**20
+    max_connections: int = 4096
+    request_timeout: float | None = None
+    max_stored_responses: int = 1000
     cors_origins: tuple[str, ...] = ()
     metrics_prefix: str = "jaxserve"
     drain_seconds: float = 30.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    reasoning_field: str = "reasoning"
 
 
 @dataclass
 class ServerState:
-    """One front: its connection to the engine, its tokenizer once loaded, its metrics."""
+    """One front: its connection to the engine, its tokenizer once loaded, its metrics.
+
+    `open_connections` tells how many clients are connected.
+    """
 
     settings: ServerSettings
     client: EngineClient
     metrics: Metrics
     tokenizer: Tokenizer | None = None
     draining: bool = False
+    open_connections: Callable[[], int] = lambda: 0
     created: int = field(default_factory=lambda: int(time.time()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="text"))
+    responses: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.settings.max_stored_responses)
 
     @property
     def is_ready(self) -> bool:
@@ -81,6 +110,25 @@ class ServerState:
                 code="model_not_found",
             )
 
+    @cached_property
+    def tool_format(self) -> ModuleType | None:
+        """How the model writes tool calls; the tokenizer must be there."""
+        return self._format("server.tools.parsers", self.settings.tool_call_parser)
+
+    @cached_property
+    def reasoning_format(self) -> ModuleType | None:
+        """How the model marks its reasoning; the tokenizer must be there."""
+        return self._format("server.reasoning", self.settings.reasoning_parser)
+
+    def _format(self, package: str, choice: str) -> ModuleType | None:
+        tokenizer, _ = self.require_ready()
+        return plugins.find(package, choice, tokenizer.chat_template)
+
+    def cache_salt(self, http: Request, given: str | None) -> str | None:
+        """The salt of a request's prefix-cache pages: the one it brings, and that of its API key where those matter."""
+        key = key_of(http)
+        return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salt_by_key else given
+
     async def off_loop(self, work: Callable[[], T]) -> T:
         """`work()` in a thread, so that the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
@@ -97,6 +145,11 @@ class ServerState:
 
 def state_of(request: Request) -> ServerState:
     return request.app.state.server
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """The API key that a request came with, where keys are demanded."""
+    return request.scope.get("state", {}).get("api_key")
 
 
 async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:

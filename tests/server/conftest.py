@@ -47,6 +47,16 @@ def http(parrot) -> httpx.Client:
     return parrot.http()
 
 
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory) -> Iterator[ServerUnderTest]:
+    """A server whose engine says what the prompt tells it to; its chat template knows tools and reasoning."""
+    folder = tmp_path_factory.mktemp("tool-model")
+    kinds.save_byte_level(folder, kinds.TOOL_TEMPLATE)
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with running_server(folder, log, engine="ScriptEngine", config={"max_model_len": 4096}) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
 def slow(tiny_model_folder, tmp_path_factory) -> Iterator[ServerUnderTest]:
     """The same at 20 ms a token."""

@@ -6,6 +6,8 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
+
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.types import (
     EngineStats,
@@ -99,10 +101,68 @@ class ParrotEngine:
     def profile(self, steps: int) -> None:
         pass
 
+    def reset_prefix_cache(self) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         self._stats.num_running = len(self._running)
         self._stats.pages_used = len(self._running)
         return self._stats
+
+
+class CachingEngine(ParrotEngine):
+    """Says that a prompt was cached where the same came before under the same salt."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._seen: set[tuple[str | None, tuple[int, ...]]] = set()
+        self._hits: dict[str, int] = {}
+
+    def add_request(self, request: Request) -> None:
+        key = (request.cache_salt, tuple(request.prompt_token_ids))
+        self._hits[request.request_id] = len(key[1]) if key in self._seen else 0
+        self._seen.add(key)
+        super().add_request(request)
+
+    def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
+        update = super()._advance(key)
+        update.num_cached_tokens = self._hits[key[0]]
+        return update
+
+    def reset_prefix_cache(self) -> None:
+        self._seen.clear()
+
+
+class ScriptEngine(ParrotEngine):
+    """Says what stands between the last SAY( and )SAY of the prompt, and stops with an end-of-sequence token.
+
+    SAYSLOWLY( makes it take 20 ms a token.
+    """
+
+    def __init__(self, config: EngineConfig):
+        from tokenizers import Tokenizer
+
+        super().__init__(config)
+        self._tokenizer = Tokenizer.from_file(str(self.model_folder / "tokenizer.json"))
+        self._script: dict[str, list[int]] = {}
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        last = prompt.rpartition(")SAY")[0]
+        mark = max(last.rfind("SAY("), last.rfind("SAYSLOWLY("))
+        text = last[last.index("(", mark) + 1 :] if mark >= 0 else ""
+        self._script[request.request_id] = [*self._tokenizer.encode(text, add_special_tokens=False).ids, 2]
+        self.step_seconds = 0.02 if "SAYSLOWLY(" in prompt else 0.0
+
+    def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
+        request, done = self._running[key]
+        script = msgspec.structs.replace(request, prompt_token_ids=self._script[key[0]])
+        self._running[key] = (script, done)
+        update = super()._advance(key)
+        if key in self._running:
+            self._running[key] = (request, done + 1)
+        return update
 
 
 class SlowEngine(ParrotEngine):

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 
@@ -54,6 +55,9 @@ class ServerUnderTest:
 
     def openai_async(self, timeout: float = 30) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=timeout)
+
+    def anthropic(self) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=30)
 
     def wait_ready(self, seconds: float = 60) -> None:
         wait_until(lambda: self.status("/ready") == 200 or self.process.poll() is not None, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import httpx
@@ -175,3 +176,43 @@ def test_the_next_process_compiles_nothing(tmp_path, monkeypatch):
     assert cold["compilations_total"] >= cold["executables"] >= 5
     assert warm["compilations_total"] == 0
     assert warm["compilation_cache_hits_total"] == cold["compilations_total"]
+
+
+def test_allowed_tokens(client):
+    ids = [40, 50, 60, 70]
+    extra = {"allowed_token_ids": ids, "return_token_ids": True}
+    for temperature in (0, 1):
+        choice = complete(client, temperature=temperature, extra_body=extra).choices[0]
+        assert set(choice.token_ids) <= set(ids)
+        assert choice.finish_reason == "length"  # the end of a sequence is not among them
+
+
+def test_bad_words(client):
+    """Words of one token and of several never come, alone or after a space; what else is drawn goes on as before."""
+    whole = complete(client, max_tokens=60)
+    words = [word for word in whole.choices[0].text.split() if word.isalpha()]
+    bad = [max(words, key=len), words[0]]
+    choice = complete(client, max_tokens=60, extra_body={"bad_words": bad}).choices[0]
+    assert choice.text != whole.choices[0].text
+    assert not set(bad) & set(choice.text.split())
+    harmless = complete(client, max_tokens=60, extra_body={"bad_words": ["Rhabarberbarbara"]})
+    assert harmless.choices[0].text == whole.choices[0].text
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_tool_calls(client, choice, stream):
+    """A model that knows nothing of tools calls one all the same, because its grammar leaves nothing else."""
+    colour = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    tool = {"type": "function", "function": {"name": "paint", "parameters": {**colour, "additionalProperties": False}}}
+    options = {"messages": [{"role": "user", "content": "Paint."}], "tools": [tool], "tool_choice": choice}
+    options |= {"model": MODEL, "max_tokens": 60, "parallel_tool_calls": False, "temperature": 1, "seed": 3}
+    if stream:
+        with client.chat.completions.stream(**options) as events:
+            result = events.get_final_completion().choices[0]
+    else:
+        result = client.chat.completions.create(**options).choices[0]
+    (call,) = result.message.tool_calls
+    assert call.function.name == "paint"
+    assert json.loads(call.function.arguments)["colour"] in ("red", "blue")
+    assert result.finish_reason == "tool_calls"

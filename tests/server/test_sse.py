@@ -9,7 +9,8 @@ from starlette.requests import ClientDisconnect
 
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
 from server.errors import APIError, to_api_error
-from server.schemas import ChatRequest, CompletionRequest, Message, Part
+from server.schemas import CompletionRequest
+from server.schemas_chat import ChatRequest, Message, Part
 from server.sse import ChunkWriter, EventStream, run_until_disconnect
 
 
@@ -24,7 +25,7 @@ def send_all(events, receive=never) -> tuple[int, bytes]:
     async def send(message):
         sent.append(message)
 
-    asyncio.run(EventStream(events)({"type": "http"}, receive, send))
+    asyncio.run(EventStream(events)({"type": "http", "path": "/v1/completions"}, receive, send))
     body = b"".join(message.get("body", b"") for message in sent)
     return (0 if sent[-1].get("more_body") else sent[0]["status"]), body
 

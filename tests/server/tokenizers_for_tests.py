@@ -84,12 +84,26 @@ def word_pieces() -> Tokenizer:
     return _wrap(backend, unk_token="[UNK]")
 
 
-def save_byte_level(folder: Path) -> None:
+# With tools and reasoning, in the format of Hermes and Qwen3.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} answer with "
+    '<tool_call>{"name": n, "arguments": a}</tool_call> {# <think> </think> #}<|im_end|>\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'clown' %}{{ raise_exception('no clowns') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.city }}]"
+    "{% endfor %}{% if m.tool_call_id %}[for {{ m.tool_call_id }}]{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def save_byte_level(folder: Path, template: str = TEMPLATE) -> None:
     """Writes a tokenizer folder that `load_tokenizer` reads."""
     from transformers import PreTrainedTokenizerFast
 
     hf = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_backend(), eos_token="<|endoftext|>", chat_template=TEMPLATE
+        tokenizer_object=byte_level_backend(), eos_token="<|endoftext|>", chat_template=template
     )
     hf.save_pretrained(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2], "temperature": 0.5, "top_k": 7}')

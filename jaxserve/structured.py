@@ -1,0 +1,160 @@
+"""What requests may draw (host side): grammars, lists of allowed tokens and bad words.
+
+Holds those that wait until their grammar is compiled, and masks what those that run may draw next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from jaxserve.grammar import COMPILE_SECONDS, Compiler, Matcher, too_slow
+from jaxserve.runner import ModelRunner
+from jaxserve.running import Rows, Running
+from jaxserve.sampling import Sampled
+from jaxserve.scheduler import Scheduler
+from jaxserve.sequence import Sequence
+from jaxserve.types import MAX_BAD_WORD_TOKENS, Grammar, InvalidRequestError, SequenceUpdate
+
+
+@dataclass
+class _Held:
+    """A sequence that waits for its grammar. `aborted`: completions of its request that are not wanted any more."""
+
+    seq: Sequence
+    compiled: Future[LLMatcher]
+    deadline: float
+    aborted: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Later:
+    """Rows of a batch that draw once it is known what they may: when all tokens before are."""
+
+    rows: Rows  # the batch's
+    index: np.ndarray  # of those rows
+    drawn: list[Sampled] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows: Rows, masked: np.ndarray) -> Later | None:
+        """masked: bool [slots], of those that need masks."""
+        index = np.flatnonzero(masked[rows.slot] & (rows.draws > 0))
+        return cls(rows, index) if len(index) else None
+
+    def join(self, drawn: Sampled) -> Sampled:
+        """What the batch drew, theirs included."""
+        if not self.drawn:
+            return drawn
+        tokens: Any = np.array(drawn.tokens)
+        scores: Any = drawn.scores
+        count = len(self.index)
+        tokens[0, self.index] = np.concatenate([one.tokens for one in self.drawn])[:count]
+        if any(self.rows.seqs[i].params.logprobs is not None for i in self.index.tolist()):
+            scores = np.array(scores)
+            scores[0, self.index] = np.concatenate([one.scores for one in self.drawn])[:count]
+        return Sampled(tokens, scores)
+
+
+class Structured:
+    """The requests of one engine that have a grammar."""
+
+    def __init__(self, compiler: Compiler):
+        self._compiler = compiler
+        self._masking = LLExecutor()
+        self._held: dict[str, _Held] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, seq: Sequence, grammar: Grammar) -> None:
+        """Keeps a sequence until its grammar is compiled; see `release`."""
+        self._held[seq.request_id] = _Held(seq, self._compiler.compile(grammar), time.monotonic() + COMPILE_SECONDS)
+
+    def abort(self, request_id: str, index: int | None) -> None:
+        """Drops a request that is held, or one of its completions."""
+        if index is None:
+            self._held.pop(request_id, None)
+        elif request_id in self._held:
+            self._held[request_id].aborted.append(index)
+
+    def release(self, scheduler: Scheduler, *, patience: float) -> list[SequenceUpdate]:
+        """Hands those whose grammar is ready to the scheduler; returns the last updates of those that failed.
+
+        Waits up to `patience` seconds for the first to be ready.
+        """
+        wait([held.compiled for held in self._held.values()], patience, FIRST_COMPLETED)
+        refused = []
+        for request_id, held in list(self._held.items()):
+            if not held.compiled.done() and time.monotonic() < held.deadline:
+                continue
+            del self._held[request_id]
+            error = held.compiled.exception() if held.compiled.done() else too_slow()
+            if error is None:
+                held.seq.matcher = Matcher(held.compiled.result())
+                scheduler.add(held.seq)
+                for index in held.aborted:
+                    scheduler.abort(request_id, index)
+                continue
+            param = error.param if isinstance(error, InvalidRequestError) else None
+            indices = set(range(held.seq.params.n)) - set(held.aborted)
+            refused += [
+                SequenceUpdate(request_id, index, [], "error", error=str(error), error_param=param)
+                for index in sorted(indices)
+            ]
+        return refused
+
+    def draw(self, later: Later, running: Running, runner: ModelRunner) -> None:
+        """Has the rows draw that are still there; all tokens before must have been taken in."""
+        rows = later.rows
+        later.index = index = later.index[(running.tenure[rows.slot] == rows.tenure)[later.index]]
+        if not len(index):
+            return
+        seqs, slots, end = [rows.seqs[i] for i in index.tolist()], rows.slot[index], rows.end[index]
+        outputs = [
+            running.tokens[slot, seq.prompt_len : last]
+            for slot, last, seq in zip(slots.tolist(), end.tolist(), seqs, strict=True)
+        ]
+        later.drawn = runner.draw(slots, end, self._masks(seqs, outputs))
+        for one in later.drawn:
+            one.tokens.copy_to_host_async()
+
+    def _masks(self, seqs: list[Sequence], outputs: list[np.ndarray]) -> np.ndarray:
+        """What each may draw next, int32 [sequences, words], a bit per token; threads of its own do the work."""
+        masks = allocate_token_bitmask(len(seqs), self._compiler.vocab_size)
+        matchers = [(seq.matcher.state, i) for i, seq in enumerate(seqs) if seq.matcher is not None]
+        if matchers:
+            fill_next_token_bitmask_par(self._masking, matchers, masks)
+        for mask, seq, output in zip(masks, seqs, outputs, strict=True):
+            if allowed := seq.params.allowed_token_ids:
+                mask &= ~_without(np.full_like(mask, -1), allowed)
+            unwanted = _bad_ends(seq.params.bad_words, output)
+            if seq.matcher is not None and seq.params.ignore_eos:
+                unwanted += self._compiler.vocabulary.result().eos_tokens
+            if len(output) < seq.params.min_tokens:
+                unwanted += seq.stop_ids
+            if unwanted and (others := _without(mask, unwanted)).any():  # else it cannot but take one of these
+                mask[:] = others
+        return masks
+
+
+def _bad_ends(words: tuple[tuple[int, ...], ...], output: np.ndarray) -> list[int]:
+    """Tokens that would complete one of the words after this output."""
+    tail = output[-MAX_BAD_WORD_TOKENS:].tolist()
+    return [word[-1] for word in words if len(word) == 1 or tuple(tail[1 - len(word) :]) == word[:-1]]
+
+
+def _without(mask: np.ndarray, ids: Iterable[int]) -> np.ndarray:
+    tokens = np.asarray(list(ids), np.int32)
+    mask = mask.copy()
+    np.bitwise_and.at(mask, tokens // 32, ~np.left_shift(np.int32(1), tokens % 32))
+    return mask

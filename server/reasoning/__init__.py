@@ -1,0 +1,81 @@
+"""Reasoning: the part of an answer between <think> and </think>.
+
+One file per kind of model; each defines `splitter(prompt)`, for an answer to a prompt of which at least the end is
+given, and `matches(template)`, whether a chat template is certainly of this kind.
+"""
+
+from __future__ import annotations
+
+OPENING, CLOSING = "<think>", "</think>"
+
+
+class Splitter:
+    """Splits a growing text into reasoning and the rest; white space around the reasoning is dropped.
+
+    `inside`: the text begins with reasoning, whether or not it says so; otherwise only where it begins with <think>.
+
+    Attributes:
+      reasons: what comes next is, or may be, still reasoning.
+    """
+
+    def __init__(self, inside: bool):
+        self._assumed = inside
+        self._state = "begin"  # then "inside", "closing" (white space after the mark), "after"; or "after" at once
+        self._buffer = ""
+        self._begun = False  # some reasoning was given out
+
+    @property
+    def reasons(self) -> bool:
+        return self._state == "inside" or (self._state == "begin" and self._assumed)
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Takes the next piece of text; returns (reasoning, the rest) as far as they are certain."""
+        self._buffer += text
+        reasoning = ""
+        if self._state == "begin":
+            self._begin()
+        if self._state == "inside":
+            reasoning = self._read()
+        if self._state == "closing":
+            self._buffer = self._buffer.lstrip()
+            self._state = "after" if self._buffer else "closing"
+        if self._state != "after":
+            return reasoning, ""
+        rest, self._buffer = self._buffer, ""
+        return reasoning, rest
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back, at the end of the text."""
+        held, self._buffer = self._buffer, ""
+        if self.reasons:
+            return held.rstrip() if self._begun else held.strip(), ""
+        return "", held
+
+    def _begin(self) -> None:
+        start = self._buffer.lstrip()
+        if start.startswith(OPENING) or (self._assumed and not OPENING.startswith(start)):
+            self._state, self._buffer = "inside", start.removeprefix(OPENING)
+        elif not OPENING.startswith(start):
+            self._state = "after"
+
+    def _read(self) -> str:
+        """Takes the reasoning, up to its end if that has come."""
+        text, found, rest = self._buffer.partition(CLOSING)
+        if not self._begun:
+            text = text.lstrip()
+        if found:
+            self._state, self._buffer = "closing", rest
+            return text.rstrip()
+        held = max((n for n in range(1, len(CLOSING)) if text.endswith(CLOSING[:n])), default=0)
+        shown = text[: len(text) - held].rstrip()
+        self._buffer = text[len(shown) :]
+        self._begun = self._begun or bool(shown)
+        return shown
+
+
+def ends_inside(prompt: str) -> bool | None:
+    """Whether a prompt ends with an opened <think>; None where it ends with neither mark."""
+    end = prompt.rstrip()
+    if end.endswith(CLOSING):
+        return False
+    return True if end.endswith(OPENING) else None

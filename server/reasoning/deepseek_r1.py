@@ -1,0 +1,13 @@
+"""DeepSeek R1 and its like: an answer begins with reasoning, unless the prompt has closed it already."""
+
+from __future__ import annotations
+
+from server.reasoning import CLOSING, Splitter, ends_inside
+
+
+def matches(template: str) -> bool:
+    return CLOSING in template and "<｜Assistant｜>" in template
+
+
+def splitter(prompt: str) -> Splitter:
+    return Splitter(inside=ends_inside(prompt) is not False)

@@ -1,0 +1,192 @@
+"""Conversations: messages, tools, and how both become a prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from jaxserve.types import MAX_LOGPROBS, InvalidRequestError
+from server.schemas import SamplingFields, check_range
+from server.tools.choice import Choice, Tool, check_tools
+
+MAX_MESSAGES = 4096
+MAX_CALLS = 128  # tool calls in one message
+TEMPLATE_KWARGS = frozenset(
+    {"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string", "today_date", "current_date"}
+)
+
+
+class Part(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(msgspec.Struct):
+    """A call that an earlier answer made; `arguments` is JSON text of an object."""
+
+    function: CalledFunction
+    id: str = ""
+    type: str = "function"
+
+    def to_template(self, where: str) -> dict[str, Any]:
+        """Templates get the arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(
+                f"{where}: the arguments of {self.function.name[:64]!r} must be a JSON object as text", "messages"
+            )
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def to_template(self, position: int) -> dict[str, Any]:
+        """The message as a template sees it, text parts joined by newlines. Refuses what is not text."""
+        where = f"messages[{position}]"
+        if not 0 < len(self.role) <= 64:
+            raise InvalidRequestError(f"{where}.role must have 1 to 64 characters", "messages")
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequestError(f"{where}.content is missing", "messages")
+        message: dict[str, Any] = {"role": self.role, "content": self.text(where)}
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            if self.role != "assistant" or len(self.tool_calls) > MAX_CALLS:
+                raise InvalidRequestError(
+                    f"{where}: only a message of role assistant may hold tool_calls, and at most {MAX_CALLS}",
+                    "messages",
+                )
+            message["tool_calls"] = [call.to_template(where) for call in self.tool_calls]
+        if (reasoning := self.reasoning or self.reasoning_content) is not None:
+            message["reasoning_content"] = reasoning
+        return message
+
+    def text(self, where: str = "messages") -> str:
+        """The content's text parts, joined by newlines. Raises InvalidRequestError for a part of another type."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequestError(
+                    f"{where} has a part of type {part.type[:64]!r}; only text is supported, no URL is ever fetched",
+                    "messages",
+                )
+        return "\n".join(part.text or "" for part in self.content)
+
+
+class Conversation(msgspec.Struct, kw_only=True):
+    """Messages and how to render them; the fields of a chat request that make its prompt."""
+
+    messages: list[Message]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        if not 0 < len(self.messages) <= MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"messages must hold 1 to {MAX_MESSAGES} messages, got {len(self.messages)}", "messages"
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise InvalidRequestError(
+                "continue_final_message needs a last message of role assistant", "continue_final_message"
+            )
+        return [message.to_template(i) for i, message in enumerate(self.messages)]
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        return msgspec.to_builtins(self.tools) if self.tools else None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Template variables that a request may set: plain values of allow-listed names."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        for name, value in kwargs.items():
+            if name not in TEMPLATE_KWARGS:
+                allowed = ", ".join(sorted(TEMPLATE_KWARGS))
+                raise InvalidRequestError(
+                    f"chat_template_kwargs may hold {allowed}; got {name[:64]!r}", "chat_template_kwargs"
+                )
+            if not isinstance(value, bool | int | float | str) or (isinstance(value, str) and len(value) > 256):
+                raise InvalidRequestError(
+                    f"chat_template_kwargs.{name} must be a number, a boolean or a short string", "chat_template_kwargs"
+                )
+        if self.reasoning_effort is not None:
+            if len(self.reasoning_effort) > 32:
+                raise InvalidRequestError("reasoning_effort must be a short word", "reasoning_effort")
+            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                kwargs.setdefault("enable_thinking", False)
+        return kwargs
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: list[Message]
+    tools: list[Tool] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    echo: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", "top_logprobs")
+        for name in ("max_tokens", "max_completion_tokens"):
+            check_range(name, getattr(self, name), 1, 2**31 - 1)
+        check_tools(self.tools, self.tool_choice)
+
+    @property
+    def choice(self) -> Choice:
+        """tool_choice, or its default."""
+        return (self.tool_choice or "auto") if self.tools else "none"
+
+    def conversation(self) -> Conversation:
+        """What makes the prompt; tools that may not be called are no part of it."""
+        fields = {name: getattr(self, name) for name in Conversation.__struct_fields__}
+        return Conversation(**fields | {"tools": None if self.choice == "none" else self.tools})
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of /tokenize: a prompt, or messages with the fields of Conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None

@@ -1,0 +1,59 @@
+"""From `response_format` and `structured_outputs` to a grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jaxserve.types import Grammar, InvalidRequestError
+
+FORMATS = "text, json_object or json_schema"
+_KINDS = {"json": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "lark"}
+
+
+def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
+    """What the output must be, as OpenAI's field or vLLM's says. Raises InvalidRequestError, naming the field."""
+    one = _within("response_format", _of_format, response_format)
+    other = _within("structured_outputs", _of_outputs, structured_outputs)
+    if one is not None and other is not None:
+        raise InvalidRequestError(
+            "response_format and structured_outputs both ask for a form: give one", "structured_outputs"
+        )
+    return one or other
+
+
+def _within(field: str, read: Any, value: Any) -> Grammar | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{field} must be an object", field)
+    try:
+        return read(value)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{field}: {error}", field) from None
+
+
+def _of_format(value: dict[str, Any]) -> Grammar | None:
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json_object")
+        case "json_schema":
+            wrapper = value.get("json_schema")
+            if not isinstance(wrapper, dict) or "schema" not in wrapper:
+                raise InvalidRequestError("json_schema must be an object with the schema under `schema`")
+            return Grammar("json", json.dumps(wrapper["schema"]))
+    raise InvalidRequestError(f"type must be {FORMATS}, got {value.get('type')!r:.64}")
+
+
+def _of_outputs(value: dict[str, Any]) -> Grammar | None:
+    given = {name: form for name, form in value.items() if name in _KINDS and form not in (None, False)}
+    if len(given) != 1:
+        raise InvalidRequestError(f"give exactly one of {', '.join(_KINDS)}")
+    ((name, form),) = given.items()
+    if name == "json_object":
+        return Grammar("json_object")
+    if name == "choice" or (name == "json" and not isinstance(form, str)):
+        form = json.dumps(form)
+    return Grammar(_KINDS[name], form)  # type: ignore[arg-type]

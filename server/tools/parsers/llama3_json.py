@@ -1,0 +1,49 @@
+"""{"name": …, "parameters": {…}} as the whole answer, or several with `;` between, as Llama 3.1 and later write it.
+
+An object whose name is none of the request's tools is an ordinary answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.tools.base import ToolParser
+
+TAG = "<|python_tag|>"
+
+
+def matches(template: str) -> bool:
+    return TAG in template and '"parameters"' in template
+
+
+class Parser(ToolParser):
+    keeps_special_tokens = True
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
+        super().__init__(tools)
+        self.state = self.between  # an answer may begin with a call
+
+    def accepts(self, name: str) -> bool:
+        return name in self.tools
+
+    def after_json(self) -> None:
+        self.state = self.between
+
+    def between(self) -> bool:
+        """Where an object begins a call."""
+        space = self.buffer[: len(self.buffer) - len(self.buffer.lstrip(" \t\r\n;"))]
+        self.content(space.replace(";", "") if self.num_calls else space)
+        self.buffer = self.buffer[len(space) :]
+        if self.buffer.startswith("{"):
+            self.begin_json()
+        elif self.buffer:
+            self.state = self.outside
+        return bool(self.buffer)
+
+    def outside(self) -> bool:
+        before, mark = self.take_until(TAG)
+        self.content(before)
+        if mark:
+            self.state = self.between
+        return mark is not None

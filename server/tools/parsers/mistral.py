@@ -1,0 +1,76 @@
+"""[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and [TOOL_CALLS]name[ARGS]{…} of the tokenizers since v11."""
+
+from __future__ import annotations
+
+import secrets
+import string
+
+from server.tools.base import ToolParser
+from server.tools.json_scan import ValueScanner
+
+OPENING, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def matches(template: str) -> bool:
+    return OPENING in template
+
+
+class Parser(ToolParser):
+    keeps_special_tokens = True
+    _value: ValueScanner
+
+    def new_id(self) -> str:
+        """Nine letters and digits, which is what Mistral's templates accept."""
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+    def after_json(self) -> None:
+        self.state = self.items
+
+    def outside(self) -> bool:
+        before, mark = self.take_until(OPENING)
+        self.content(before)
+        if mark:
+            self.state = self.items
+        return mark is not None
+
+    def items(self) -> bool:
+        """After the opening, or between the objects of a list."""
+        self.buffer = self.buffer.lstrip(" \t\r\n,")
+        if self.buffer.startswith("{"):
+            self.begin_json()
+        elif self.buffer.startswith("]"):
+            self.buffer, self.state = self.buffer[1:], self.outside
+        elif self.buffer.startswith("["):
+            if len(self.buffer) < len(OPENING) and OPENING.startswith(self.buffer):
+                return False
+            self.buffer = self.buffer.removeprefix(OPENING if self.buffer.startswith(OPENING) else "[")
+        elif self.buffer:
+            self.state = self.function
+        return bool(self.buffer)
+
+    def function(self) -> bool:
+        """A name before its arguments."""
+        place = self.buffer.find("{")
+        if place < 0:
+            return False
+        name = self.buffer[:place].removesuffix(ARGS).partition(CALL_ID)[0].strip()
+        self.buffer = self.buffer[place:]
+        self.begin_call(name)
+        self._value, self.state = ValueScanner(), self.value
+        return True
+
+    def value(self) -> bool:
+        """The arguments of a named call."""
+        used = self._value.push(self.buffer)
+        self.arguments(self.buffer[:used])
+        self.buffer = self.buffer[used:]
+        if self._value.done or self._value.bad:
+            self.state = self.outside
+            return True
+        return False
+
+    def at_end(self) -> None:
+        if self.state == self.function:
+            self.content(OPENING + self.buffer)
+        super().at_end()

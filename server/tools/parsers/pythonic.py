@@ -1,0 +1,153 @@
+"""[name(key="value", …), …] as the whole answer, as Llama 3.2 and 4 write it.
+
+Read through the `ast` module: keyword arguments whose values are literals. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from server.tools.base import ToolParser
+from server.tools.json_scan import MAX_NESTING
+
+MAX_CALL = 65_536  # characters of one call
+_OPENING = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
+_OPENING_BEGUN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*)?)?")
+_PAIRS = {"(": ")", "[": "]", "{": "}"}
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def matches(template: str) -> bool:
+    return False  # nothing in a template is a safe sign of it
+
+
+class Parser(ToolParser):
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
+        super().__init__(tools)
+        self.state = self.opening
+        self._opening = ""
+        self._end = _CallEnd()
+
+    def opening(self) -> bool:
+        """At the beginning of the answer, which alone decides what it is."""
+        if _OPENING.match(self.buffer):
+            place = self.buffer.index("[") + 1
+            self._opening, self.buffer, self.state = self.buffer[:place], self.buffer[place:], self.items
+            return True
+        if _OPENING_BEGUN.fullmatch(self.buffer):
+            return False
+        self.state = self.outside
+        return True
+
+    def outside(self) -> bool:
+        self.content(self.buffer)
+        self.buffer = ""
+        return False
+
+    def items(self) -> bool:
+        """Before a call, or after the last one."""
+        self.buffer = self.buffer.lstrip(" \t\r\n,")
+        if self.buffer.startswith("]"):
+            self.buffer, self.state = self.buffer[1:], self.outside
+        elif self.buffer:
+            self._end, self.state = _CallEnd(), self.call
+        return bool(self.buffer)
+
+    def call(self) -> bool:
+        """Inside of a call, up to its last bracket."""
+        if not self._end.push(self.buffer[self._end.length :]):
+            return False
+        try:
+            name, arguments = read_call(self.buffer[: self._end.length])
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            self._give_up()
+            return True
+        self.buffer, self.state = self.buffer[self._end.length :], self.items
+        self.begin_call(name)
+        self.arguments(arguments)
+        return True
+
+    def _give_up(self) -> None:
+        self.content("" if self.num_calls else self._opening)
+        self.state = self.outside
+
+    def at_end(self) -> None:
+        if self.state in (self.items, self.call) and self.buffer:
+            self._give_up()
+        if self.state in (self.opening, self.outside):
+            self.content(self.buffer)
+
+
+class _CallEnd:
+    """Finds the bracket that ends a call. A text that cannot be one ends early, for `read_call` to refuse."""
+
+    def __init__(self) -> None:
+        self.length = 0  # characters seen; of the whole call in the end
+        self._due: list[str] = []
+        self._quote = ""
+        self._escaped = False
+
+    def push(self, text: str) -> bool:
+        """Takes more of the text; whether the call ends in it."""
+        return any(map(self._ends, text))
+
+    def _ends(self, char: str) -> bool:
+        self.length += 1
+        if self._quote:
+            self._quote = self._quote if self._escaped or char != self._quote else ""
+            self._escaped = char == "\\" and not self._escaped
+        elif char in "\"'":
+            self._quote = char
+        elif char in _PAIRS:
+            self._due.append(_PAIRS[char])
+        elif char in ")]}" and (not self._due or self._due.pop() != char or not self._due):
+            return True
+        return len(self._due) > MAX_NESTING or self.length > MAX_CALL
+
+
+def read_call(text: str) -> tuple[str, str]:
+    """Name and arguments, as JSON, of `name(key=literal, …)`. Raises ValueError or SyntaxError for anything else."""
+    node = ast.parse(text, mode="eval").body
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("not a call with keyword arguments")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("** in a call")
+        arguments[keyword.arg] = literal(keyword.value)
+    return ast.unparse(_plain_name(node.func)), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+def _plain_name(node: ast.expr) -> ast.expr:
+    inner = node
+    while isinstance(inner, ast.Attribute):
+        inner = inner.value
+    if not isinstance(inner, ast.Name):
+        raise ValueError("not a name")
+    return node
+
+
+def literal(node: ast.expr) -> Any:
+    """The value of a literal that JSON can carry. Raises ValueError for anything else."""
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id=word) if word in _WORDS:
+            return _WORDS[word]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): literal(value) for key, value in zip(keys, values, strict=True)}
+    raise ValueError("not a literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("keys must be strings")

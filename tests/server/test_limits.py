@@ -1,0 +1,189 @@
+"""Keys, certificates, and what a server takes at most: rows of the security rules of the API."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+
+import httpx
+import pytest
+from serving import wait_until
+
+from server.keys import ApiKey, read_keys
+
+BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
+
+
+def post(server, path: str = "/v1/completions", key: str | None = None, **body) -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.post(server.url + path, json={**BODY, **body}, headers=headers, timeout=30)
+
+
+def error_of(response: httpx.Response) -> dict:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def cached(server, key: str | None = None, **body) -> int:
+    answer = post(server, key=key, max_tokens=1, **body)
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_key_file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\n\nabc\ndef team-a\nghi team-b 3\n")
+    assert read_keys(path) == [ApiKey("abc"), ApiKey("def", "team-a"), ApiKey("ghi", "team-b", 3)]
+    for text, what in (("a b c\n", ":1:"), ("a b 0\n", ":1:"), ("x\na b 1 d\n", ":2:"), ("# none\n", "no API key")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=what) as caught:
+            read_keys(path)
+        assert "secret" not in str(caught.value)
+
+
+def test_keys_of_a_file_have_salts_and_limits(start_server, tmp_path):
+    """`several keys, from a file`; `an option to salt by API key stops probing across tenants`."""
+    path = tmp_path / "keys"
+    path.write_text("one a\ntwo b 1\n")
+    server = start_server("CachingEngine", api_keys=["zero"], api_key_file=str(path), salt_by_key=True)
+    assert post(server).status_code == 401
+    assert cached(server, "one") == 0
+    assert cached(server, "one") == 2
+    assert cached(server, "one", cache_salt="x") == 0
+    assert cached(server, "zero") == cached(server, "two") == 0
+    assert httpx.get(server.url + "/v1/models", headers={"x-api-key": "one"}).status_code == 200
+
+
+def test_requests_at_a_time_under_a_key(start_server, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("one a\ntwo b 1\n")
+    server = start_server("SlowEngine", api_key_file=str(path), config={"max_model_len": 2048})
+    headers = {"Authorization": "Bearer two"}
+    with server.http(headers=headers).stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+        lines = response.iter_lines()  # kept: the connection closes with it
+        next(lines)
+        refused = post(server, key="two", max_tokens=1)
+        assert (refused.status_code, error_of(refused)["type"]) == (429, "rate_limit_error")
+        assert refused.headers["retry-after"]
+        assert post(server, key="one", max_tokens=1).status_code == 200
+    wait_until(lambda: post(server, key="two", max_tokens=1).status_code == 200, seconds=3)
+
+
+def test_admin_endpoint(start_server):
+    """`admin endpoints are off by default with a key of their own`."""
+    server = start_server("CachingEngine", api_keys=["user"], admin_key="admin")
+    for key in (None, "user"):
+        assert post(server, "/reset_prefix_cache", key).status_code == 401
+    assert [cached(server, "user") for _ in range(2)] == [0, 2]
+    assert post(server, "/reset_prefix_cache", "admin").status_code == 200
+    assert cached(server, "user") == 0
+    assert post(server, key="admin", max_tokens=1).status_code == 401
+
+
+def test_no_admin_endpoint_without_a_key(http):
+    assert http.post("/reset_prefix_cache").status_code == 404
+
+
+def test_request_timeout(start_server):
+    server = start_server("SlowEngine", config={"max_model_len": 2048}, request_timeout=0.5)
+    begin = time.monotonic()
+    response = post(server)
+    assert (response.status_code, error_of(response)["code"]) == (504, "timeout")
+    assert 0.4 < time.monotonic() - begin < 5
+    *_, last, done = post(server, stream=True).text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert done == "data: [DONE]"
+    wait_until(lambda: server.metric("num_requests_running") == 0, seconds=3)
+    assert post(server, max_tokens=2).status_code == 200
+
+
+def test_too_many_connections(start_server):
+    """`Limits on … connections`: 503 in the shape of all errors, and /health goes on."""
+    server = start_server("SlowEngine", config={"max_model_len": 2048}, max_connections=2)
+    with server.http() as one, server.http() as two:
+        for client in (one, two):
+            assert client.get("/version").status_code == 200  # keeps its connection
+        refused = httpx.get(server.url + "/version")
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "too_many_connections")
+        assert refused.headers["retry-after"]
+        assert refused.headers["connection"] == "close"
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert one.get("/version").status_code == 200
+    wait_until(lambda: httpx.get(server.url + "/version").status_code == 200, seconds=3)
+    assert server.metric("admission_rejections_total") >= 1
+
+
+def test_long_head(start_server):
+    server = start_server(max_header_bytes=4096)
+    assert httpx.get(server.url + "/version", headers={"x": "y" * 1000}).status_code == 200
+    with pytest.raises(httpx.HTTPError):  # it is not even read to its end
+        httpx.get(server.url + "/version", headers={"x": "y" * 2_000_000}).raise_for_status()
+
+
+def test_body_that_does_not_come(monkeypatch):
+    import asyncio
+
+    from server import middleware
+
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
+    answers = []
+
+    async def app(scope, receive, send):
+        await receive()
+
+    async def never():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        answers.append(message)
+
+    scope = {"type": "http", "path": "/", "headers": []}
+    asyncio.run(middleware.UnexpectedErrors(middleware.BodyLimit(app, 10))(scope, never, send))
+    assert answers[0]["status"] == 408
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_https(start_server, tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = start_server(ready=False, ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    context = ssl.create_default_context(cafile=str(certificate))
+
+    def status() -> int | None:
+        try:
+            return httpx.get(f"https://127.0.0.1:{server.port}/ready", verify=context).status_code
+        except httpx.HTTPError:
+            return None
+
+    wait_until(lambda: status() == 200, seconds=60)
+    broken = start_server(ready=False, ssl_certfile=str(key))
+    assert broken.process.wait(30) == 1
+    assert "cannot use the certificate" in broken.log.read_text()
+
+
+def test_queue_of_tokens(start_server):
+    """`queued tokens`: the prompts that wait are bounded too, but a lone one is taken however long it is."""
+    config = {"max_waiting_tokens": 50, "max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 128,
+              "kv_pages": 26, "load_format": "dummy"}  # fmt: skip
+    server = start_server(engine=None, config=config)
+    answers: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(post(server, prompt=[50] * 40, max_tokens=200)))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    statuses = sorted(answer.status_code for answer in answers)
+    assert statuses[0] == 200
+    assert statuses[-1] == 503
+    assert {error_of(a)["code"] for a in answers if a.status_code == 503} == {"queue_full"}

@@ -1,0 +1,175 @@
+"""/v1/responses through the official client, and its events."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import openai
+import pytest
+from test_messages_api import events
+
+from server.errors import APIError
+from server.response_store import ResponseStore, StoredResponse
+
+MODEL = "test-model"
+TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}]
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def client(scripted):
+    return scripted.openai()
+
+
+def ask(client, text: str, **options):
+    return client.responses.create(model=MODEL, input=f"SAY({text})SAY", **options)
+
+
+def test_response(client):
+    result = ask(client, "Hello 😀.", instructions="Be brief.", metadata={"a": "b"}, user="u")
+    assert (result.object, result.status, result.output_text) == ("response", "completed", "Hello 😀.")
+    assert (result.instructions, result.metadata, result.user) == ("Be brief.", {"a": "b"}, "u")
+    assert [item.type for item in result.output] == ["message"]
+    assert result.usage.total_tokens == result.usage.input_tokens + result.usage.output_tokens
+    assert result.usage.input_tokens_details.cached_tokens == 1
+    short = ask(client, "Hello there, you all.", max_output_tokens=2)
+    assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert short.output[0].status == "incomplete"
+
+
+def test_tools_and_reasoning(client):
+    result = ask(client, f"<think>Hm.</think>Look. {CALL}{CALL}", tools=TOOLS)
+    assert [item.type for item in result.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert result.output[0].content[0].text == "Hm."
+    assert json.loads(result.output[2].arguments) == {"city": "Köln"}
+    assert result.usage.output_tokens_details.reasoning_tokens > 0
+    named = {"type": "function", "name": "get_weather"}
+    assert ask(client, "{}", tools=TOOLS, tool_choice=named).output[0].arguments == "{}"
+
+
+def test_memory(client):
+    """previous_response_id brings back what was said, but not the instructions."""
+    first = ask(client, "My name is Bob.", instructions="SECRET")
+    second = client.responses.create(
+        model=MODEL, input=[{"role": "user", "content": "Go on."}], previous_response_id=first.id
+    )
+    assert second.output_text == "My name is Bob."  # of the first input, which is there again
+    assert second.usage.input_tokens > first.usage.output_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    for call in (
+        lambda: client.responses.retrieve(first.id),
+        lambda: ask(client, "x", previous_response_id=first.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    unstored = ask(client, "x", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+
+
+def test_items_as_input(client, scripted):
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Köln"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain SAY(Wet.)SAY"},
+    ]
+    assert client.responses.create(model=MODEL, input=items, tools=TOOLS).output_text == "Wet."
+
+
+def test_background(client):
+    result = client.responses.create(model=MODEL, input="SAYSLOWLY(" + "word " * 200 + ")SAY", background=True)
+    assert result.status == "in_progress"
+    assert client.responses.retrieve(result.id).status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="not been completed"):
+        ask(client, "x", previous_response_id=result.id)
+    assert client.responses.cancel(result.id).status == "cancelled"
+    assert client.responses.retrieve(result.id).status == "cancelled"
+
+    done = ask(client, "Done.", background=True)
+    for _ in range(100):
+        if (latest := client.responses.retrieve(done.id)).status != "in_progress":
+            break
+        time.sleep(0.02)
+    assert (latest.status, latest.output_text) == ("completed", "Done.")
+    assert client.responses.cancel(done.id).status == "completed"
+    with pytest.raises(openai.BadRequestError, match="in the background"):
+        client.responses.cancel(ask(client, "x").id)
+
+
+def test_order_of_events(scripted):
+    """Every event has its number, and each item and part begins and ends around its deltas."""
+    body = {"model": MODEL, "input": f"SAY(<think>Hm.</think>Look. {CALL})SAY", "tools": TOOLS, "stream": True}
+    told = events(scripted.http().post("/v1/responses", json=body))
+    assert [data["sequence_number"] for _, data in told] == list(range(len(told)))
+    assert all(name == data["type"] for name, data in told)
+    names = [name.removeprefix("response.") for name, _ in told]
+    part = ["content_part.added", "content_part.done"]
+    assert [name for name in names if not name.endswith(".delta")] == [
+        "created", "in_progress",
+        "output_item.added", part[0], "reasoning_text.done", part[1], "output_item.done",
+        "output_item.added", part[0], "output_text.done", part[1], "output_item.done",
+        "output_item.added", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    for kind, text in (("output_text", "Look."), ("reasoning_text", "Hm.")):
+        assert "".join(data["delta"] for name, data in told if name == f"response.{kind}.delta") == text
+    last = told[-1][1]["response"]
+    assert [item["type"] for item in last["output"]] == ["reasoning", "message", "function_call"]
+    assert scripted.http().get(f"/v1/responses/{last['id']}").json() == last
+
+
+def test_stream_through_the_client(client):
+    with client.responses.stream(model=MODEL, input="SAY(Hello you.)SAY") as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert final.output_text == "Hello you."
+
+
+def test_logprobs(client):
+    result = ask(client, "Hi.", include=["message.output_text.logprobs"], top_logprobs=2)
+    entries = result.output[0].content[0].logprobs
+    assert len(entries) == result.usage.output_tokens
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("param", "options"),
+    [
+        ("input", {"input": []}),
+        ("input", {"input": [{"type": "item_reference", "id": "x"}]}),
+        ("input", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("top_logprobs", {"top_logprobs": 21}),
+        ("tools", {"tools": [{"type": "web_search"}]}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}),
+        ("background", {"background": True, "stream": True}),
+        ("conversation", {"conversation": "c"}),
+        ("temperature", {"temperature": 3}),
+        ("truncation", {"truncation": "middle"}),
+    ],
+)
+def test_bad_fields(scripted, param, options):
+    response = scripted.http().post("/v1/responses", json={"model": MODEL, "input": "x", **options})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_store_is_bounded():
+    store = ResponseStore(limit=3, max_bytes=100)
+    for name in "abcd":
+        store.put(name, StoredResponse(None, b"x" * 10, b""))
+    with pytest.raises(APIError):
+        store.get("a", None)
+    store.put("e", StoredResponse(None, b"x" * 85, b""))
+    assert store.get("e", None)
+    assert store.get("d", None)
+    with pytest.raises(APIError):
+        store.get("c", None)
+    store.remove("e")
+    store.put("d", StoredResponse(None, b"", b""))
+    assert store._bytes == 0

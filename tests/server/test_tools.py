@@ -1,0 +1,326 @@
+"""Parsers of tool calls and reasoning on texts as models write them, cut into pieces in every way."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+
+import pytest
+
+from jaxserve.detokenizer import ChoiceDelta
+from jaxserve.types import InvalidRequestError
+from server.parsing import OutputParser, Piece, merge_calls
+from server.plugins import find, names
+from server.tools.choice import (
+    Function,
+    NamedChoice,
+    NamedFunction,
+    Tool,
+    check_tools,
+    forced_parser,
+    schema_for_tools,
+)
+
+TOOLS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "units": {"type": "string"}},
+    },
+    "add": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    "write_file": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
+}
+PARIS = ("get_weather", {"city": "Paris", "days": 3})
+ADD = ("add", {"a": 1, "b": -2.5})
+UNICODE = ("get_weather", {"city": 'Köln 😀 "x" \\ {[', "days": 0})
+
+# parser, text, content, calls
+CASES = {
+    "hermes, one": (
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>',
+        "",
+        [PARIS],
+    ),
+    "hermes, text and two": (
+        "hermes",
+        "Let me look.\n\n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"arguments": {"a": 1, "b": -2.5}, "name": "add"}\n</tool_call>\n',
+        "Let me look.",
+        [PARIS, ADD],
+    ),
+    "hermes, escapes": (
+        "hermes",
+        '<tool_call>{"name":"get_weather","arguments":{"city":"K\\u00f6ln 😀 \\"x\\" \\\\ {[","days":0}}</tool_call>'
+        " done",
+        "done",
+        [UNICODE],
+    ),
+    "hermes, arguments in a string": (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": -2.5}"}</tool_call>',
+        "",
+        [ADD],
+    ),
+    "hermes, no arguments": (
+        "hermes",
+        '<tool_call>{"name": "add"}</tool_call><tool_call>{"name": "add", "arguments": null}',
+        "",
+        [("add", {}), ("add", {})],
+    ),
+    "hermes, not a call": (
+        "hermes",
+        "a < b <tool_call> is what I would write",
+        "a < b <tool_call> is what I would write",
+        [],
+    ),
+    "hermes, cut short": ("hermes", 'So: <tool_call>\n{"name": "get_', 'So: <tool_call>\n{"name": "get_', []),
+    "hermes, closed wrongly": ("hermes", '<tool_call>{"name": "x"]}</tool_call>', '<tool_call>{"name": "x"]}', []),
+    "hermes, plain": ("hermes", "Two < three, <b>bold</b>.\n", "Two < three, <b>bold</b>.\n", []),
+    "llama, one": ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', "", [PARIS]),
+    "llama, tag and two": (
+        "llama3_json",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; '
+        '{"type": "function", "name": "add", "parameters": {"a": 1, "b": -2.5}}',
+        "",
+        [PARIS, ADD],
+    ),
+    "llama, JSON that is an answer": ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    "llama, plain": ("llama3_json", "Hello; {braces} here.", "Hello; {braces} here.", []),
+    "mistral, list": (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1, "b": -2.5}, "id": "abcdefghi"}]',
+        "",
+        [PARIS, ADD],
+    ),
+    "mistral, names": (
+        "mistral",
+        'Sure.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]add{"a": 1, "b": -2.5}',
+        "Sure.",
+        [PARIS, ADD],
+    ),
+    "mistral, name with id": ("mistral", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": 1, "b": -2.5}', "", [ADD]),
+    "mistral, plain": ("mistral", "A list: [1, 2] and [TOOL", "A list: [1, 2] and [TOOL", []),
+    "mistral, cut short": ("mistral", "[TOOL_CALLS]get_wea", "[TOOL_CALLS]get_wea", []),
+    "coder, one": (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "",
+        [PARIS],
+    ),
+    "coder, lines and marks": (
+        "qwen3_coder",
+        "I will write it.\n<tool_call>\n<function=write_file>\n<parameter=path>\na b.txt\n</parameter>\n"
+        "<parameter=text>\n"
+        '\n  if a < b:\n\tprint("</p>")\n\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n'
+        "<parameter=a>\n1\n</parameter>\n<parameter=b>\n-2.5\n</parameter>\n</function>\n</tool_call>",
+        "I will write it.",
+        [("write_file", {"path": "a b.txt", "text": '\n  if a < b:\n\tprint("</p>")\n'}), ADD],
+    ),
+    "coder, no parameters": ("qwen3_coder", "<function=add>\n</function>", "", [("add", {})]),
+    "coder, untyped text": (
+        "qwen3_coder",
+        "<function=add><parameter=a>one\ntwo</parameter></function>",
+        "",
+        [("add", {"a": "one\ntwo"})],
+    ),
+    "coder, empty text": (
+        "qwen3_coder",
+        "<function=get_weather><parameter=city>\n</parameter></function>",
+        "",
+        [("get_weather", {"city": ""})],
+    ),
+    "coder, plain": ("qwen3_coder", "x <function y", "x <function y", []),
+    "pythonic, two": ("pythonic", "[get_weather(city='Paris', days=3), add(a=1, b=-2.5)]", "", [PARIS, ADD]),
+    "pythonic, nested": (
+        "pythonic",
+        '[ a.b(x={"k": [1, (2, None)], "s": "it\'s) [fine]"}, y=True, z=false) ]',
+        "",
+        [("a.b", {"x": {"k": [1, [2, None]], "s": "it's) [fine]"}, "y": True, "z": False})],
+    ),
+    "pythonic, code": ("pythonic", "[f(x=__import__('os').system('ls'))]", "[f(x=__import__('os').system('ls'))]", []),
+    "pythonic, expression": ("pythonic", "[f(x=1+1)] ", "[f(x=1+1)] ", []),
+    "pythonic, positional": ("pythonic", "[f(1)]", "[f(1)]", []),
+    "pythonic, list": ("pythonic", "[1, 2, 3] is a list", "[1, 2, 3] is a list", []),
+    "pythonic, cut short": ("pythonic", "[f(x='never", "[f(x='never", []),
+    "pythonic, deep": ("pythonic", "[f(x=" + "[" * 80 + "]" * 80 + ")]", "[f(x=" + "[" * 80 + "]" * 80 + ")]", []),
+    "pythonic, infinite": ("pythonic", "[f(x=1e999)]", "[f(x=1e999)]", []),
+}
+
+
+def parse(make, pieces: list[str]) -> tuple[str, str, list[tuple[str, dict]]]:
+    """Reasoning, content and calls of a text in pieces; what every stream of calls promises is checked."""
+    parser = make()
+    shown: list[Piece] = []
+    for i, text in enumerate(pieces):
+        delta = ChoiceDelta(index=0, text=text, token_ids=[i], finish_reason="stop" if i == len(pieces) - 1 else None)
+        if (piece := parser.push(delta)) is not None:
+            assert not piece.is_empty
+            shown.append(piece)
+    assert [token for piece in shown for token in piece.token_ids] == list(range(len(pieces)))
+    deltas = [call for piece in shown for call in piece.calls]
+    seen: set[int] = set()
+    for delta in deltas:
+        assert (delta.name is not None) == (delta.id is not None) == (delta.index not in seen)
+        seen.add(delta.index)
+    assert sorted(seen) == list(range(len(seen)))
+    calls = [(call.name, json.loads(call.arguments)) for call in merge_calls(deltas)]
+    assert shown[-1].finish_reason == ("tool_calls" if calls else "stop")
+    return "".join(piece.reasoning for piece in shown), "".join(piece.content for piece in shown), calls
+
+
+def cuts(text: str):
+    """Ways to cut a text: whole, every way into two, single characters, and a hundred at random."""
+    yield [text]
+    for i in range(1, len(text)):
+        yield [text[:i], text[i:]]
+    yield list(text)
+    chance = random.Random(len(text))
+    for _ in range(100):
+        places = sorted(chance.sample(range(1, len(text)), min(len(text) - 1, chance.randint(2, 12))))
+        yield [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def parser_of(name: str):
+    module = importlib.import_module(f"server.tools.parsers.{name}")
+    return lambda: OutputParser(None, module.Parser(TOOLS))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parser(case):
+    name, text, content, calls = CASES[case]
+    for pieces in cuts(text):
+        assert parse(parser_of(name), pieces) == ("", content, calls), pieces
+
+
+def test_every_format_has_cases():
+    assert {case[0] for case in CASES.values()} == set(names("server.tools.parsers"))
+
+
+def test_arguments_come_as_they_are_written():
+    parser = parser_of("hermes")()
+    text = '<tool_call>{"name": "write_file", "arguments": {"path": "x", "text": "' + "line " * 50
+    pieces = [parser.push(ChoiceDelta(index=0, text=char)) for char in text]
+    sent = "".join(call.arguments for piece in pieces if piece for call in piece.calls)
+    assert sent == text.partition('"arguments": ')[2]
+
+
+def test_mistral_ids_have_nine_letters_and_digits():
+    parser = importlib.import_module("server.tools.parsers.mistral").Parser(TOOLS)
+    (call,) = parser.push("[TOOL_CALLS]add{}").calls
+    assert len(call.id) == 9
+    assert call.id.isalnum()
+
+
+# forced calls
+
+
+def tool(name: str) -> Tool:
+    return Tool(Function(name, parameters=TOOLS.get(name)))
+
+
+def test_schema_and_parser_of_forced_calls():
+    tools = [tool("get_weather"), tool("add"), tool("nothing")]
+    schema = schema_for_tools(tools, "required", parallel=True)
+    assert schema["minItems"] == 1
+    assert [entry["properties"]["name"]["const"] for entry in schema["items"]["anyOf"]] == [
+        "get_weather",
+        "add",
+        "nothing",
+    ]
+    assert "maxItems" not in schema
+    assert schema_for_tools(tools, "required", parallel=False)["maxItems"] == 1
+    text = json.dumps([{"name": name, "parameters": arguments} for name, arguments in (PARIS, ADD, ("nothing", {}))])
+    for pieces in cuts(text):
+        result = parse(lambda: OutputParser(None, forced_parser(TOOLS, "required")), pieces)
+        assert result == ("", "", [PARIS, ADD, ("nothing", {})])
+
+    named = NamedChoice(NamedFunction("get_weather"))
+    assert schema_for_tools(tools, named, parallel=True) == TOOLS["get_weather"]
+    for pieces in cuts(json.dumps(PARIS[1], indent=1)):
+        assert parse(lambda: OutputParser(None, forced_parser(TOOLS, named)), pieces) == ("", "", [PARIS])
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ([tool("a b")], None, "tools"),
+        ([tool("a"), tool("a")], None, "tools"),
+        ([Tool(Function("a"), type="retrieval")], None, "tools"),
+        ([Tool(Function("a", parameters={"type": "array"}))], None, "tools"),
+        ([tool(f"f{i}") for i in range(129)], None, "tools"),
+        ([tool("a")], "sometimes", "tool_choice"),
+        ([tool("a")], NamedChoice(NamedFunction("b")), "tool_choice"),
+        ([], "required", "tool_choice"),
+    ],
+)
+def test_tools_that_are_refused(tools, choice, param):
+    with pytest.raises(InvalidRequestError) as caught:
+        check_tools(tools, choice)
+    assert caught.value.param == param
+
+
+# reasoning
+
+# splitter, end of the prompt, text, reasoning, the rest
+REASONING = [
+    ("deepseek_r1", "", "Let me see.\n</think>\n\nFour.", "Let me see.", "Four."),
+    ("deepseek_r1", "<think>\n", "Let me see.</think>Four.", "Let me see.", "Four."),
+    ("deepseek_r1", "", "<think>\nLet me\n\nsee </thin.\n</think>\n\nFour.\n", "Let me\n\nsee </thin.", "Four.\n"),
+    ("deepseek_r1", "", "never ends </th", "never ends </th", ""),
+    ("deepseek_r1", "</think>", "Four.", "", "Four."),
+    ("qwen3", "", "<think>\nHm.\n</think>\n\nFour.", "Hm.", "Four."),
+    ("qwen3", "<think>\n", "Hm.\n</think>\n\nFour.", "Hm.", "Four."),
+    ("qwen3", "<think>\n\n</think>\n\n", "Four.", "", "Four."),
+    ("qwen3", "", "Four <think> is a tag</think>", "", "Four <think> is a tag</think>"),
+    ("qwen3", "", "<think>\n\n</think>\n\nFour.", "", "Four."),
+    ("qwen3", "", "<thi", "", "<thi"),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "rest"), REASONING)
+def test_reasoning(name, prompt, text, reasoning, rest):
+    module = importlib.import_module(f"server.reasoning.{name}")
+    for pieces in cuts(text):
+        assert parse(lambda: OutputParser(module.splitter(prompt), None), pieces) == (reasoning, rest, []), pieces
+
+
+def test_reasoning_before_a_call():
+    text = "<think>\nI could write <tool_call>.\n</think>\n\n" + CASES["hermes, text and two"][1]
+    module = importlib.import_module("server.reasoning.qwen3")
+    hermes = importlib.import_module("server.tools.parsers.hermes")
+    for pieces in cuts(text):
+        result = parse(lambda: OutputParser(module.splitter(""), hermes.Parser(TOOLS)), pieces)
+        assert result == ("I could write <tool_call>.", "Let me look.", [PARIS, ADD])
+
+
+def test_reasoning_tokens_are_counted():
+    parser = OutputParser(importlib.import_module("server.reasoning.deepseek_r1").splitter(""), None)
+    for i, text in enumerate(["<think>", "a", "b", "</think>", "c", "d"]):
+        parser.push(ChoiceDelta(index=0, text=text, token_ids=[i]))
+    assert parser.reasoning_tokens == 4
+
+
+# which format a model writes
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ('<tool_call>{"name": <n>, "arguments": <a>}</tool_call> <think></think>', "hermes", "qwen3"),
+        ('<tool_call><function=f><parameter=p> "arguments"', "qwen3_coder", None),
+        ("[TOOL_CALLS]", "mistral", None),
+        ('<|python_tag|> {"name": n, "parameters": p}', "llama3_json", None),
+        ("<｜Assistant｜><think></think>", None, "deepseek_r1"),
+        ("{{ messages }}", None, None),
+        (None, None, None),
+    ],
+)
+def test_formats_are_found_by_the_template(template, tools, reasoning):
+    for package, expected in (("server.tools.parsers", tools), ("server.reasoning", reasoning)):
+        module = find(package, "auto", template)
+        assert (module and module.__name__) == (expected and f"{package}.{expected}")
+        assert find(package, "none", template) is None
