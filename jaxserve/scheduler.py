@@ -356,7 +356,8 @@ class Scheduler:
             pages = seq.pages[: self.blocks.pages_for(computed)] if share and seq.pages else None
             self.blocks.share(pages or ())
             self.adopt(seq.fork(index, child_seed(seq.seed, index)), pages, computed)
-            self.running.sharers.add(seq)
+            if pages:
+                self.running.sharers.add(seq)
         seq.unforked = []
 
     def adopt(self, seq: Sequence, pages: list[int] | None, computed: int) -> None:

@@ -100,6 +100,10 @@ def test_steps_of_llama_8b(target, backend, page_size, layers, tmp_path):
     runner = make_runner(tmp_path, target, backend, page_size, layers)
     check(runner, StepShape.of(64, 64, page_size, decode_only=True), layers)
     check(runner, StepShape.of(1024, 64, page_size, decode_only=False), layers)
+    memory = runner.lower(("draw", 64)).compile().memory_analysis()  # of rows with a grammar, apart from the step
+    slots = runner.slot_bytes
+    assert memory.alias_size_in_bytes >= slots
+    assert memory.temp_size_in_bytes < 2**29
 
 
 def test_narrow_heads_on_tpu(tmp_path):
