@@ -44,7 +44,11 @@ class Piece:
     split: tuple[int, ...] | None = None
 
 
-Placer = Callable[[np.ndarray | QuantArray, jax.sharding.Sharding], Any]
+Placer = Callable[[str, np.ndarray | QuantArray, jax.sharding.Sharding], Any]
+
+
+def on_devices(path: str, host: np.ndarray | QuantArray, sharding: jax.sharding.Sharding) -> Any:
+    return jax.device_put(host, sharding)
 
 
 def load_weights(
@@ -54,12 +58,12 @@ def load_weights(
     ignored: Callable[[str], bool] = lambda name: False,
     progress: bool = True,
     reader: QuantReader | None = None,
-    place: Placer = jax.device_put,
+    place: Placer = on_devices,
 ) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
 
-    What `reader` knows comes out quantized; `place` brings a weight that is whole on the host to the devices, given the
-    sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes and types that are no plain
+    What `reader` knows comes out quantized; `place` brings a weight that is whole on the host to the devices, given its
+    path and the sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes and types that are no plain
     floats. Tensors that nothing uses are logged, unless `ignored`.
     """
     check(tensors, pieces, ignored, reader)
@@ -68,7 +72,9 @@ def load_weights(
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         for path, target in abstract.items():
             host = read_weight(pieces[path], tensors, target, reader)
-            weights[path] = jax.block_until_ready(place(host, target.sharding))  # so that one host copy lives at a time
+            weights[path] = jax.block_until_ready(
+                place(path, host, target.sharding)
+            )  # so that one host copy lives at a time
             bar.update(math.prod(target.shape) * target.dtype.itemsize)
             del host
     return weights

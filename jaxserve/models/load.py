@@ -17,6 +17,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
+from checkpoints import orbax
 from checkpoints.formats import QuantReader, find_format
 from checkpoints.gguf_model import open_gguf
 from checkpoints.load import Piece, load_weights
@@ -27,7 +28,7 @@ from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sha
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
-from jaxserve.models.quantized import SCHEMES, place
+from jaxserve.models.quantized import SCHEMES, abstract_like, place, splits_evenly
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels.ops import checked, checked_matmul, choose_ops, matmul_of, quant_matmul
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
@@ -51,13 +52,15 @@ class Checkpoint:
         on a format that they do not have."""
         tensors: Mapping[str, TensorInfo]
         reader: QuantReader | None
-        if path.suffix == ".gguf":
+        if orbax.is_saved(path):
+            hf, tensors, reader = HFConfig.read(path), {}, None
+        elif path.suffix == ".gguf":
             file = open_gguf(path)
             hf, tensors, reader = HFConfig(file.config, str(path)), file.tensors, file.reader
         else:
             hf, tensors = HFConfig.read(path), read_folder(path)
             reader = find_format(hf.values, tensors)
-        if quantization not in ("auto", reader.name if reader else None):
+        if quantization not in ("auto", reader.name if reader else None) and (reader or quantization not in SCHEMES):
             has = f"is quantized as {reader.name}" if reader else "is not quantized"
             raise ConfigError(f"quantization {quantization} was asked for, but {path} {has}")
         return cls(hf, find_family(hf), tensors, reader)
@@ -161,16 +164,37 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Dec
 def load_params(
     decoder: Decoder, path: Path, mesh: Mesh, *, quantization: str = "auto", progress: bool = True
 ) -> dict[str, Any]:
-    """Streams a folder's safetensors, or a GGUF file, into sharded arrays, quantized as they are.
+    """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are;
+    floats by `quantization` where that is one of SCHEMES.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
     source = Checkpoint.open(path, quantization)
+    abstract = abstract_params(decoder, mesh)
+    if orbax.is_saved(path):
+        if quantization != "auto":
+            raise ConfigError(f"{path} is an Orbax checkpoint, which stays as it is; leave out --quantization")
+        return unflatten_dict(_restore(path, abstract), sep="/")
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
-    abstract, pieces = abstract_params(decoder, mesh), source.pieces(decoder)
-    flat = load_weights(source.tensors, abstract, pieces, source.ignored(decoder), progress, source.reader, place)
+    placed = partial(place, scheme=quantization if source.reader is None and quantization in SCHEMES else None)
+    pieces, ignored = source.pieces(decoder), source.ignored(decoder)
+    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, placed)
     return unflatten_dict(flat, sep="/")
+
+
+def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
+    """An Orbax checkpoint, in the sharding of `abstract`. Raises ConfigError where devices would share a block."""
+    for name, stored in orbax.describe(path).items():
+        if isinstance(stored, QuantArray) and name in abstract:
+            sharding = abstract[name].sharding
+            if not splits_evenly(stored, sharding):
+                raise ConfigError(
+                    f"{path}: {name} has blocks of {stored.block}, which so many devices cannot share evenly; serve it "
+                    "on fewer, or from safetensors"
+                )
+            abstract[name] = abstract_like(stored, sharding)
+    return orbax.restore(path, abstract, {"embed/table", "head/kernel"})
 
 
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:

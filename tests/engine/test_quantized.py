@@ -88,3 +88,33 @@ def test_insisting_on_a_quantization_that_is_not_there(model_folders):
         make_engine(model_folders(CASE), quantization="awq", load_format="dummy")
     with pytest.raises(ConfigError, match="matmul_backend must be one of auto, "):
         EngineConfig(model="demo", matmul_backend="cuda")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_floats_are_rounded_while_they_are_loaded(model_folders, scheme):
+    """As `jaxserve quantize --method rtn` does; the tokens are those of the rounded values."""
+    engine = make_engine(model_folders(CASE), quantization=scheme)
+    kernels = [x for path, x in flatten_dict(engine.runner.params, sep="/").items() if is_quantizable(path)]
+    assert all(is_quantized(w) for w in kernels)
+    assert kernels[0].block == (1, 128)
+    found = tokens_of(engine)
+    in_floats(engine)
+    assert found == tokens_of(engine)
+    plain = make_engine(model_folders(CASE))
+    largest = max(np.abs(np.asarray(x)).max() for x in jax.tree.leaves(plain.runner.params["layers_0"]["mlp"]))
+    for a, b in zip(kernels, (x for p, x in flatten_dict(plain.runner.params, sep="/").items() if is_quantizable(p)),
+                    strict=True):  # fmt: skip
+        error = np.abs(dequantize(jax.tree.map(np.asarray, a)) - np.asarray(b)).max()
+        assert 0 < error < largest * {"int8": 1 / 200, "int4": 1 / 12, "fp8": 1 / 16}[scheme]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_orbax_checkpoint(model_folders, tmp_path, devices):
+    """Converted, a model gives the same tokens, on one device and on two; also a quantized one."""
+    from jaxserve.convert import convert_model
+
+    convert_model(str(model_folders(CASE)), tmp_path / "orbax", "orbax")
+    expected = tokens_of(make_engine(model_folders(CASE)))
+    assert tokens_of(make_engine(tmp_path / "orbax", tensor_parallel_size=devices)) == expected
+    with pytest.raises(ConfigError, match="leave out --quantization"):
+        make_engine(tmp_path / "orbax", quantization="int8")
