@@ -179,7 +179,6 @@ def test_settings_that_change_nothing(altered):
     assert config["num_key_value_heads"] == 1
     assert "rope_scaling" not in config
     assert config["torch_dtype"] == "float32"
-    assert "rope_scaling" not in open_gguf(altered(rope__scaling__type="none", rope__scaling__factor=4.0)).config
 
 
 @pytest.mark.parametrize(
