@@ -82,12 +82,13 @@ class Ops:
         )
 
 
-def matmul_of(device: Device, backend: str = "auto") -> Callable[..., jax.Array]:
+def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
     """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
     weight that the backend cannot do."""
 
     def multiply(x: jax.Array, w: QuantArray, count: jax.Array | None = None) -> jax.Array:
-        return load("matmul", choose("matmul", device, MatmulProblem.of(x, w), backend)).quant_matmul(x, w, count=count)
+        chosen = choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend)
+        return load("matmul", chosen).quant_matmul(x, w, count=count)
 
     return multiply
 
@@ -108,7 +109,7 @@ def choose_ops(
 
     module = load("attention", choose("attention", device, attention, backend))
     ops = Ops(
-        quant_matmul=partial(quant_matmul, multiply=matmul_of(device, matmul_backend)),
+        quant_matmul=partial(quant_matmul, multiply=matmul_of(device, matmul_backend, partitioned=partitioned)),
         paged_attention=module.paged_attention,
         write_kv=getattr(module, "write_kv", write_kv),
     )

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from checkpoints.formats import QuantReader, find_format
 from checkpoints.gguf_model import open_gguf
 from checkpoints.load import Piece, load_weights
+from checkpoints.quantized import dequantize as in_floats
 from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.kv_cache import has_scale, stored_head_dim
@@ -31,6 +32,7 @@ from jaxserve.models.quantized import SCHEMES, place
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels.ops import checked, choose_ops
 from pallas_kernels.registry import AttentionProblem, BackendError, Device
+from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
@@ -129,9 +131,15 @@ def make_decoder(
 
 
 def load_params(
-    decoder: Decoder, path: Path, mesh: Mesh, *, quantization: str = "auto", progress: bool = True
+    decoder: Decoder,
+    path: Path,
+    mesh: Mesh,
+    *,
+    quantization: str = "auto",
+    dequantize: bool = False,
+    progress: bool = True,
 ) -> dict[str, Any]:
-    """Streams a folder's safetensors, or a GGUF file, into sharded arrays, quantized as they are.
+    """Streams a folder's safetensors, or a GGUF file, into sharded arrays, quantized as they are, unless `dequantize`.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
@@ -139,15 +147,22 @@ def load_params(
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
     abstract, pieces = abstract_params(decoder, mesh), source.pieces(decoder)
-    flat = load_weights(source.tensors, abstract, pieces, source.ignored(decoder), progress, source.reader, place)
+
+    def put(host: np.ndarray | QuantArray, sharding: Sharding) -> Any:
+        is_quantized = dequantize and isinstance(host, QuantArray)
+        return place(in_floats(host).astype(decoder.dtype) if is_quantized else host, sharding)
+
+    flat = load_weights(source.tensors, abstract, pieces, source.ignored(decoder), progress, source.reader, put)
     return unflatten_dict(flat, sep="/")
 
 
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
     """Raises ConfigError or CheckpointError, see `load_params`."""
     if config.load_format != "dummy":
-        return load_params(decoder, folder, mesh, quantization=config.quantization, progress=progress)
+        return load_params(
+            decoder, folder, mesh, quantization=config.quantization, dequantize=config.dequantize, progress=progress
+        )
     scheme = None if config.quantization == "auto" else config.quantization
     if scheme and scheme not in SCHEMES:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
-    return dummy_params(decoder, mesh, config.seed, scheme)
+    return dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
