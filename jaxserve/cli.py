@@ -169,6 +169,9 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")
     flag("--profile", "--profile-dir", field="profile_dir", metavar="DIR",
          help="folder for traces of JAX's profiler; serve then has POST /profile?steps=N; None: no traces")  # fmt: skip
+    group.add_argument("--dequantize", action="store_true",
+                       help="quantized weights become floats as they are loaded: more memory; "
+                       "on CPU faster for long prompts")  # fmt: skip
     group.add_argument("--forbid-compile", action="store_true",
                        help="once ready, fail rather than compile (nothing should; for tests)")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",

@@ -69,13 +69,14 @@ class MatmulProblem:
     block: tuple[int, int]
     has_zero: bool = False
     has_bias: bool = False
+    partitioned: bool = False  # one of several devices does a part of it
 
     @classmethod
-    def of(cls, x: Any, w: QuantArray) -> MatmulProblem:
+    def of(cls, x: Any, w: QuantArray, partitioned: bool = False) -> MatmulProblem:
         """Of arrays, or of their shapes."""
         has_zero, has_bias = w.zero is not None, w.bias is not None
         rows, inputs = w.shape[-2:]
-        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias)
+        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias, partitioned)
 
 
 def load(operation: str, backend: str) -> ModuleType:

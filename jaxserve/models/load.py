@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from checkpoints import orbax
 from checkpoints.formats import QuantReader, find_format
 from checkpoints.gguf_model import open_gguf
 from checkpoints.load import Piece, load_weights
+from checkpoints.quantized import dequantize as in_floats
 from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.kv_cache import has_scale, stored_head_dim
@@ -133,7 +134,7 @@ def make_decoder(
 
 
 def _quant_matmul(device: Device, mesh: Mesh, backend: str) -> Callable[..., jax.Array]:
-    op = partial(quant_matmul, multiply=matmul_of(device, backend))
+    op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=mesh.size > 1))
     return op if mesh.size == 1 else partial(quant_matmul_sharded, mesh, op)
 
 
@@ -151,7 +152,7 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Dec
 
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
     weights = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
-    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w)) for w in weights)
+    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), mesh.size > 1) for w in weights)
     try:
         chosen = checked_matmul(device, problems, backend)
     except BackendError as error:
@@ -162,10 +163,16 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Dec
 
 
 def load_params(
-    decoder: Decoder, path: Path, mesh: Mesh, *, quantization: str = "auto", progress: bool = True
+    decoder: Decoder,
+    path: Path,
+    mesh: Mesh,
+    *,
+    quantization: str = "auto",
+    dequantize: bool = False,
+    progress: bool = True,
 ) -> dict[str, Any]:
-    """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are;
-    floats by `quantization` where that is one of SCHEMES.
+    """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are,
+    unless `dequantize`; floats by `quantization` where that is one of SCHEMES.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
@@ -177,9 +184,15 @@ def load_params(
         return unflatten_dict(_restore(path, abstract), sep="/")
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
-    placed = partial(place, scheme=quantization if source.reader is None and quantization in SCHEMES else None)
+    scheme = quantization if source.reader is None and quantization in SCHEMES else None
+
+    def put(name: str, host: np.ndarray | QuantArray, sharding: Sharding) -> Any:
+        if dequantize and isinstance(host, QuantArray):
+            host = in_floats(host).astype(decoder.dtype)
+        return place(name, host, sharding, scheme)
+
     pieces, ignored = source.pieces(decoder), source.ignored(decoder)
-    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, placed)
+    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put)
     return unflatten_dict(flat, sep="/")
 
 
@@ -200,8 +213,10 @@ def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
     """Raises ConfigError or CheckpointError, see `load_params`."""
     if config.load_format != "dummy":
-        return load_params(decoder, folder, mesh, quantization=config.quantization, progress=progress)
+        return load_params(
+            decoder, folder, mesh, quantization=config.quantization, dequantize=config.dequantize, progress=progress
+        )
     scheme = None if config.quantization == "auto" else config.quantization
     if scheme and scheme not in SCHEMES:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
-    return dummy_params(decoder, mesh, config.seed, scheme)
+    return dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
