@@ -149,8 +149,9 @@ def load_params(
     abstract, pieces = abstract_params(decoder, mesh), source.pieces(decoder)
 
     def put(host: np.ndarray | QuantArray, sharding: Sharding) -> Any:
-        is_quantized = dequantize and isinstance(host, QuantArray)
-        return place(in_floats(host).astype(decoder.dtype) if is_quantized else host, sharding)
+        if dequantize and isinstance(host, QuantArray):
+            host = in_floats(host).astype(decoder.dtype)
+        return place(host, sharding)
 
     flat = load_weights(source.tensors, abstract, pieces, source.ignored(decoder), progress, source.reader, put)
     return unflatten_dict(flat, sep="/")
