@@ -61,6 +61,15 @@ class BlockManager:
     def num_used(self) -> int:
         return self.capacity - self.num_available
 
+    @property
+    def num_cached(self) -> int:
+        """Pages that nobody refers to and whose content is kept."""
+        return len(self._evictable)
+
+    def is_cached(self, page: int) -> bool:
+        """Whether it is one of them."""
+        return page in self._evictable
+
     @overload
     def pages_for(self, tokens: int) -> int: ...
     @overload

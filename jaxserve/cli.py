@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve | generate | chat | batch | quantize | convert | models | kernels | tune | bench`.
+"""The command line: `jaxserve serve`, `generate`, `quantize`, `bench` and the others that `make_parser` lists.
 
 The composition root: the one place below `server` that knows it, and imports it only for the commands that need it.
 Nothing heavy is imported before the arguments have been understood, so that help and mistakes are instant.
@@ -97,6 +97,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_model(inspect)
     inspect.add_argument("--target", metavar="NAME", help="a device that is not here, such as h200x1 or v5e-4")
     _add_engine_flags(inspect)
+
+    top = _command(commands, "top", run_top, "watch a server: its queue, batch, pages and latencies")
+    top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
+    top.add_argument("--api-key", metavar="KEY", help="also read from JAXSERVE_API_KEY")
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks")
+    top.add_argument("--once", action="store_true", help="print one frame and end")
 
     from jaxserve import conversion_commands  # here, because these use this module
     from jaxserve.bench.commands import add_commands
@@ -311,6 +317,13 @@ def run_inspect(args: argparse.Namespace) -> int:
         args.tensor_parallel_size = len(devices)
     print("\n".join(describe_model(engine_config(args), devices)))
     return 0
+
+
+def run_top(args: argparse.Namespace) -> int:
+    from jaxserve.top import run
+
+    key = args.api_key or os.environ.get("JAXSERVE_API_KEY")
+    return run(args.url, key=key, interval=args.interval, once=args.once)
 
 
 def _load_llm(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -27,6 +27,7 @@ from jaxserve.logprobs import PromptScores, read_scores
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
+from jaxserve.pool import PoolSnapshot, pool_snapshot
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Notable, StepPlan
 from jaxserve.scheduler import Scheduler
@@ -185,6 +186,10 @@ class Engine:
             self.scheduler.add(seq)
         else:
             self.structured.hold(seq, params.grammar)
+
+    def pool(self) -> PoolSnapshot:
+        """Who owns which KV page now."""
+        return pool_snapshot(self.blocks, self.scheduler, self.stats())
 
     def reset_prefix_cache(self) -> None:
         """Forgets the pages of earlier prompts; those in use stay with their owners."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
-from server import models, responses
+from server import models, responses, ui
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.errors import APIError, handle_exception
@@ -36,6 +36,7 @@ _ROUTES = [
     Route("/ready", models.ready),
     Route("/version", models.version),
     Route("/metrics", models.metrics),
+    Route("/pool", ui.pool),
     Route("/profile", models.profile, methods=["POST"]),
     Route("/load", models.load),
     Route("/tokenizer_info", models.tokenizer_info),
@@ -65,7 +66,8 @@ def build_app(state: ServerState) -> Starlette:
     middleware.append(Middleware(BodyLimit, limit=settings.max_body_bytes))
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}
-    app = Starlette(routes=_ROUTES, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
+    routes = [*_ROUTES, *(ui.ROUTES if settings.ui else ())]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
     app.state.server = state
     return app
 

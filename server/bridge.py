@@ -19,16 +19,19 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.pool import PoolSnapshot
 from jaxserve.types import EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 from server.messages import (
     INTERNAL_ERROR,
     LENGTH_BYTES,
     QUEUE_FULL,
     Abort,
+    AskPool,
     Drain,
     EngineMessage,
     Failed,
     FrontMessage,
+    Pool,
     Profile,
     Ready,
     Rejected,
@@ -64,6 +67,7 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats: ...
     def profile(self, steps: int) -> None: ...
     def reset_prefix_cache(self) -> None: ...
+    def pool(self) -> PoolSnapshot: ...
 
 
 class _Front:
@@ -232,6 +236,8 @@ class EngineServer:
                 engine.profile(steps)
             case ResetPrefixCache():
                 engine.reset_prefix_cache()
+            case AskPool():
+                front.send(Pool(engine.pool()))
             case Drain():
                 self._draining = True
             case None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from jaxserve.pool import PoolSnapshot
 from jaxserve.types import EngineDeadError, EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate
 from server.messages import (
     INTERNAL_ERROR,
     LENGTH_BYTES,
     QUEUE_FULL,
     Abort,
+    AskPool,
     Drain,
+    EngineMessage,
     Failed,
     FrontMessage,
+    Pool,
     Profile,
     Ready,
     Rejected,
@@ -25,6 +30,8 @@ from server.messages import (
     frame_length,
     to_frame,
 )
+
+POOL_SECONDS = 0.5
 
 
 class EngineClient:
@@ -45,6 +52,8 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task | None = None
         self._ready = asyncio.Event()  # set when info or error is
+        self._pool: asyncio.Future[PoolSnapshot] | None = None
+        self._pool_asked = -math.inf  # seconds of the event loop's clock
 
     async def connect(self, socket_path: str, engine_runs: Callable[[], bool]) -> None:
         """Connects as soon as the engine listens. Raises EngineDeadError when `engine_runs()` turns false before."""
@@ -149,6 +158,19 @@ class EngineClient:
         """Has the engine forget what it keeps of earlier prompts."""
         self._send(ResetPrefixCache())
 
+    async def pool(self) -> PoolSnapshot:
+        """Who owns which KV page. The engine is asked at most every POOL_SECONDS; until then the last answer stands.
+
+        Raises EngineDeadError when the engine is gone.
+        """
+        now = asyncio.get_running_loop().time()
+        if self.error is not None:
+            raise EngineDeadError(self.error)
+        if self._pool is None or (self._pool.done() and now - self._pool_asked >= POOL_SECONDS):
+            self._pool, self._pool_asked = asyncio.get_running_loop().create_future(), now
+            self._send(AskPool())
+        return await asyncio.shield(self._pool)
+
     def _send(self, message: FrontMessage) -> None:
         if self._writer is not None and self.error is None:
             self._writer.write(to_frame(message))
@@ -163,7 +185,7 @@ class EngineClient:
         except ValueError as error:
             self._die(f"the engine sent something unreadable: {error}")
 
-    def _handle(self, message: Ready | Update | Rejected | Failed) -> None:
+    def _handle(self, message: EngineMessage) -> None:
         match message:
             case Update(output, stats):
                 for update in output:
@@ -176,6 +198,9 @@ class EngineClient:
                 if stats is not None:
                     self.stats = stats
                     self.on_stats(stats)
+            case Pool(snapshot):
+                if self._pool is not None and not self._pool.done():
+                    self._pool.set_result(snapshot)
             case Rejected(request_id, text, param, code):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.running.pop(request_id, None)
@@ -189,6 +214,8 @@ class EngineClient:
     def _die(self, message: str) -> None:
         self.error = self.error or message  # the first reason is the real one
         self._ready.set()
+        if self._pool is not None and not self._pool.done():
+            self._pool.set_exception(EngineDeadError(self.error))
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(self.error))
 

@@ -9,6 +9,7 @@ import struct
 
 import msgspec
 
+from jaxserve.pool import PoolSnapshot
 from jaxserve.types import EngineStats, Request, StepOutput
 
 MAX_FRAME = 128 * 2**20  # bytes; a longer frame is refused by both sides
@@ -41,6 +42,10 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Forget the pages of earlier prompts."""
 
 
+class AskPool(msgspec.Struct, tag="ask_pool"):
+    """Send a `Pool`."""
+
+
 class Drain(msgspec.Struct, tag="drain"):
     """Finish what is there, take nothing new, and exit."""
 
@@ -66,6 +71,12 @@ class Update(msgspec.Struct, tag="update"):
     stats: EngineStats | None = None
 
 
+class Pool(msgspec.Struct, tag="pool"):
+    """Who owns which KV page, as an `AskPool` wanted to know."""
+
+    snapshot: PoolSnapshot
+
+
 class Rejected(msgspec.Struct, tag="rejected"):
     """One request was not taken; `param` and `code` as in InvalidRequestError."""
 
@@ -81,8 +92,8 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-FrontMessage = Submit | Abort | Profile | ResetPrefixCache | Drain
-EngineMessage = Ready | Update | Rejected | Failed
+FrontMessage = Submit | Abort | Profile | ResetPrefixCache | AskPool | Drain
+EngineMessage = Ready | Update | Pool | Rejected | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode

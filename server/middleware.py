@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server import ui
 from server.errors import APIError, to_api_error, unavailable
 from server.keys import ApiKey, find_key
 
@@ -81,8 +82,9 @@ class ConnectionLimit:
 
 
 class ApiKeys:
-    """Answers 401 to requests without one of the keys, whatever the path, but for OPEN_PATHS and ADMIN_PATHS; and 429
-    to those beyond what may run under their key at a time. Handlers find the key in `scope["state"]["api_key"]`."""
+    """Answers 401 to requests without one of the keys, whatever the path, but for OPEN_PATHS, ADMIN_PATHS and the
+    page; and 429 to those beyond what may run under their key at a time. Handlers find the key in
+    `scope["state"]["api_key"]`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]):
         self.app = app
@@ -90,7 +92,7 @@ class ApiKeys:
         self._running: Counter[ApiKey] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS | ADMIN_PATHS:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS | ADMIN_PATHS | ui.PATHS:
             await self.app(scope, receive, send)
             return
         key = find_key(self._keys, Headers(scope=scope))

@@ -28,6 +28,7 @@ _GETS = {
     "/ready": "Whether requests are served",
     "/version": "The server's version",
     "/metrics": "Prometheus metrics",
+    "/pool": "Who owns which KV page",
     "/openapi.json": "This document",
 }
 

@@ -48,6 +48,7 @@ class ServerSettings:
       tool_call_parser: a module of `server.tools.parsers`, "auto" (by the chat template) or "none".
       reasoning_parser: a module of `server.reasoning`, "auto" or "none".
       reasoning_field: what a chat's message calls its reasoning.
+      ui: whether there is a page at `/`.
     """
 
     model_name: str
@@ -64,6 +65,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     reasoning_field: str = "reasoning"
+    ui: bool = True
 
 
 @dataclass

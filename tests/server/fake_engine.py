@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.pool import PoolSnapshot
 from jaxserve.types import (
     EngineStats,
     InvalidRequestError,
@@ -103,6 +104,9 @@ class ParrotEngine:
 
     def reset_prefix_cache(self) -> None:
         pass
+
+    def pool(self) -> PoolSnapshot:
+        return PoolSnapshot(pages=100, cells=[0] * 100)
 
     def stats(self) -> EngineStats:
         self._stats.num_running = len(self._running)
