@@ -1,7 +1,7 @@
 // Products with quantized weights on CPU, called by XLA through its foreign function interface; x and sums in float32.
 //
-// A few rows x multiply codes that become floats in registers. More rows share a few dequantized rows of the weight, which
-// stay in cache meanwhile. Either way memory delivers codes alone, and once.
+// A few rows x multiply codes that become floats in registers. More rows share a few dequantized rows of the weight,
+// which stay in cache meanwhile. Either way memory delivers codes alone, and once.
 
 #include <cstring>
 
@@ -127,6 +127,15 @@ static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>&
     for (int n = 0; n < wide; n++) y[m * w.out + n] = sum(sums[m][n]) * (kGrouped ? 1 : rows.scale[n][0]);
 }
 
+// The same for any number of rows x.
+template <class Codes, bool kGrouped>
+static void few_rows(const float* x, int64_t tokens, int64_t in, const Weight& w, int64_t first, float* y,
+                     int64_t wide) {
+  const Rows<kWide> rows(w, first);
+  for (; tokens > 1; tokens -= 2, x += 2 * in, y += 2 * w.out) tile<Codes, kGrouped, 2>(x, in, w, rows, y, wide);
+  if (tokens) tile<Codes, kGrouped, 1>(x, in, w, rows, y, wide);
+}
+
 // kPanel rows in float32, `row` apart.
 template <class Codes>
 static void dequantize(const Weight& w, int64_t first, float* to, int64_t row) {
@@ -140,14 +149,6 @@ static void dequantize(const Weight& w, int64_t first, float* to, int64_t row) {
       if (k < end) at(to + k) = load_last<Codes>(rows.codes[n] + k * Codes::kBits / 8, end - k) * scale + shift;
       k = end;
     }
-}
-
-// The same for any number of rows x.
-template <class Codes, bool kGrouped>
-static void few_rows(const float* x, int64_t tokens, int64_t in, const Weight& w, int64_t first, float* y, int64_t wide) {
-  const Rows<kWide> rows(w, first);
-  for (; tokens > 1; tokens -= 2, x += 2 * in, y += 2 * w.out) tile<Codes, kGrouped, 2>(x, in, w, rows, y, wide);
-  if (tokens) tile<Codes, kGrouped, 1>(x, in, w, rows, y, wide);
 }
 
 template <class Codes>

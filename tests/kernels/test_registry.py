@@ -49,6 +49,14 @@ def test_quantized_weights_on_cpu():
         assert reasons["xla"] is None
 
 
+def test_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    problem = MatmulProblem(F32, np.dtype(jnp.int8), 64, 64, (1, 64))
+    assert "no C++ compiler" in explain("matmul", CPU, problem)["cpu"]
+    assert choose("matmul", CPU, problem) == "xla"
+
+
 def test_an_explicit_choice_that_cannot_run_fails_with_the_reason():
     with pytest.raises(BackendError, match=r"mosaic_tpu cannot run on NVIDIA H200: .*TPU"):
         choose("attention", H200, LLAMA, "mosaic_tpu")
