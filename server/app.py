@@ -12,12 +12,14 @@ from starlette.routing import Route
 
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
 from server import models, responses, ui
+from server.access import Access
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.errors import APIError, handle_exception
 from server.messages_api import count_tokens, create_message
 from server.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
 from server.state import ServerState
+from server.tracing import Tracer
 
 _ROUTES = [
     Route("/v1/completions", create_completion, methods=["POST"]),
@@ -49,6 +51,10 @@ def build_app(state: ServerState) -> Starlette:
     """The application of one front."""
     settings = state.settings
     middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
+    tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
+    if settings.access_log or tracer is not None:
+        watch = Middleware(Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer)
+        middleware.insert(0, watch)
     if settings.cors_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])

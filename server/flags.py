@@ -11,7 +11,7 @@ from server import plugins
 _SAME_NAME = (
     "host", "port", "served_model_name", "api_key_file", "salt_by_key", "drain_seconds", "request_timeout",
     "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile", "max_connections",
-    "max_body_bytes", "max_header_bytes", "max_stored_responses", "ui",
+    "max_body_bytes", "max_header_bytes", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
 )  # fmt: skip
 
 
@@ -43,6 +43,10 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--max-connections", type=int, default=4096, metavar="N", help="open connections, beyond which there is 503")
     flag("--max-body-bytes", type=int, default=32 * 2**20, metavar="BYTES", help="longest request body")
     flag("--max-header-bytes", type=int, default=64 * 2**10, metavar="BYTES", help="longest request head")
+    flag("--no-access-log", dest="access_log", action="store_false",
+         help="do not print a line of JSON for each request")  # fmt: skip
+    flag("--otlp-endpoint", metavar="URL",
+         help="send OpenTelemetry traces there, by OTLP over HTTP, as to http://localhost:4318")  # fmt: skip
     flag("--no-ui", dest="ui", action="store_false", help="have no page at /")
     flag("--max-stored-responses", type=int, default=1000, metavar="N", help="of /v1/responses, kept in memory")
 

@@ -103,6 +103,7 @@ class Generation:
         if delta.finish_reason is None:
             return
         self._state.metrics.succeeded(delta.finish_reason)
+        self._times[position].finish_reasons.append(delta.finish_reason)
         if self.processors[position].finished:
             self._times[position].finished(now)
         if delta.abort:

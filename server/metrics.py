@@ -11,6 +11,7 @@ from prometheus_client import Histogram as ObservedHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jaxserve.types import EngineStats, Histogram, SamplingParams
+from server.exchange import note_generation
 from server.messages import Ready
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -133,44 +134,60 @@ class Metrics:
 
 
 class RequestTimes:
-    """When one prompt's request arrived and when its tokens came; times from time.monotonic()."""
+    """When one prompt's request arrived and when its tokens came; times from time.monotonic().
+
+    Attributes:
+      arrival, first, latest: when it came, and when its first and its latest token did; `first` is None before.
+      queued: seconds that it waited for a place.
+      ended: all its completions have ended, for `finish_reasons`.
+    """
 
     def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int):
         self._metrics = metrics
-        self._arrival = time.monotonic()
-        self._queued = 0.0  # seconds
-        self._first: float | None = None
+        self.params, self.num_prompt_tokens = params, num_prompt_tokens
+        self.arrival = self.latest = time.monotonic()
+        self.queued = 0.0
+        self.first: float | None = None
+        self.ended = False
+        self.finish_reasons: list[str] = []
         self._last: dict[int, float] = {}  # completion -> time of its latest token
         self._tokens: dict[int, int] = {}
+        self._exchange = note_generation(self)
         metrics.n.observe(params.n)
         if params.max_tokens is not None:
             metrics.max_tokens.observe(params.max_tokens)
         metrics.prompt_tokens.observe(num_prompt_tokens)
 
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self._tokens.values())
+
     def tokens(self, index: int, count: int, now: float, queued: float) -> None:
         """`count` tokens of completion `index` have come; before the first, the request waited `queued` seconds."""
         if count == 0:
             return
-        if self._first is None:
-            self._first, self._queued = now, queued
-            self._metrics.ttft.observe(now - self._arrival)
+        if self.first is None:
+            self.first, self.queued = now, queued
+            self._metrics.ttft.observe(now - self.arrival)
         if (last := self._last.get(index)) is not None:
             self._metrics.itl.observe((now - last) / count)
-        self._last[index] = now
+        self._last[index] = self.latest = now
         self._tokens[index] = self._tokens.get(index, 0) + count
 
     def finished(self, now: float) -> None:
         """All completions have ended."""
         metrics = self._metrics
-        total = sum(self._tokens.values())
-        metrics.e2e.observe(now - self._arrival)
-        metrics.output_tokens.observe(total)
+        self.ended = True
+        metrics.e2e.observe(now - self.arrival)
+        metrics.output_tokens.observe(self.num_output_tokens)
         metrics.max_output_tokens.observe(max(self._tokens.values(), default=0))
-        if self._first is not None:
-            metrics.queue.observe(self._queued)
-            metrics.prefill.observe(max(self._first - self._arrival - self._queued, 0.0))
-            metrics.inference.observe(max(now - self._arrival - self._queued, 0.0))
-            metrics.decode.observe(now - self._first)
+        if self.first is not None:
+            metrics.queue.observe(self.queued)
+            metrics.prefill.observe(max(self.first - self.arrival - self.queued, 0.0))
+            metrics.inference.observe(max(now - self.arrival - self.queued, 0.0))
+            metrics.decode.observe(now - self.first)
             longest = max(self._tokens.values())
             if longest > 1:
-                metrics.tpot.observe((now - self._first) / (longest - 1))
+                metrics.tpot.observe((now - self.first) / (longest - 1))
+        if self._exchange is not None and self._exchange.on_late is not None:
+            self._exchange.on_late(self)

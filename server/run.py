@@ -23,6 +23,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import EngineDeadError
 from pallas_kernels import cpu_build
+from server.access import log_to_stdout
 from server.app import build_app
 from server.bridge import DEFAULT_ENGINE
 from server.client import EngineClient
@@ -47,7 +48,6 @@ def serve(
     ssl_certfile: str | None = None,
     ssl_keyfile: str | None = None,
     max_header_bytes: int = 64 * 2**10,
-    access_log: bool = False,
     engine_class: str = DEFAULT_ENGINE,
     **settings: Any,
 ) -> int:
@@ -63,13 +63,14 @@ def serve(
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
     own = ServerSettings(model_name=served_model_name or config.model, api_keys=tuple(keys), **settings)
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
+    log_to_stdout()
     uvicorn_config = uvicorn.Config(
         build_app(state),
         lifespan="off",
         http="h11",  # which bounds a request's head
         h11_max_incomplete_event_size=max_header_bytes,
         ws="none",
-        access_log=access_log,
+        access_log=False,  # there is one of our own
         server_header=False,
         timeout_keep_alive=65,
         timeout_graceful_shutdown=_FLUSH_SECONDS,

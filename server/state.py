@@ -49,6 +49,8 @@ class ServerSettings:
       reasoning_parser: a module of `server.reasoning`, "auto" or "none".
       reasoning_field: what a chat's message calls its reasoning.
       ui: whether there is a page at `/`.
+      access_log: whether a line is logged for each request.
+      otlp_endpoint: where OpenTelemetry traces go.
     """
 
     model_name: str
@@ -66,6 +68,8 @@ class ServerSettings:
     reasoning_parser: str = "auto"
     reasoning_field: str = "reasoning"
     ui: bool = True
+    access_log: bool = False
+    otlp_endpoint: str | None = None
 
 
 @dataclass
