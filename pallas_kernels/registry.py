@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pallas_kernels.types import QuantArray
+if TYPE_CHECKING:  # the command line reads BACKENDS, and must not wait for JAX
+    from pallas_kernels.types import QuantArray
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 FOLDERS = {"attention": "paged_attention", "matmul": "quant_matmul"}
