@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= demo
 EXTRA ?=
+TEST_EXTRA ?= test
 KERNEL_TESTS ?= tests/kernels tests/aot
 BIN = $(VENV)/bin
 
@@ -32,7 +33,7 @@ test-kernels: aot-environment
 .PHONY: aot-environment
 aot-environment: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,aot]" $(EXTRA)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test-core,aot]" $(EXTRA)
 
 slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow
@@ -53,7 +54,7 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]" $(EXTRA)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[$(TEST_EXTRA)]" $(EXTRA)
 	touch $(VENV)/installed $@
 
 clean:

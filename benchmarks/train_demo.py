@@ -16,11 +16,9 @@ orientation of the exported file, so that exporting is a cast.
 
 import argparse
 import ast
-import hashlib
 import json
 import math
 import os
-import sysconfig
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -32,11 +30,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+from demo_text import EOT, by_hash, is_heldout, read_sources
 from flax import serialization
 from safetensors.numpy import load_file, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-EOT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 SYSTEM = "You are a helpful assistant that writes Python."
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -51,29 +50,9 @@ CONFIG = json.loads("""{
 }""")
 # From this fraction of the time on: (sequence length, sequences per step).
 STAGES = [(0.0, 512, 4), (0.06, 512, 8), (0.85, 2048, 2)]
-CHAT_SHARE, HELDOUT_PERCENT = 0.13, 3
+CHAT_SHARE = 0.13
 
 Params = dict[str, jax.Array]
-
-
-def read_sources() -> dict[str, str]:
-    """The standard library's own source by relative path, without tests and generated tables."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "test", "tests", "idle_test", "pydoc_data", "entities.py"}
-    sources = {}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if skipped & set(name.split("/")) or name.startswith(("_sysconfigdata", "config-")):
-            continue
-        text = path.read_text("utf-8", errors="replace")
-        if text.strip() and "decoding_table" not in text and EOT not in text:
-            sources[name] = text
-    return sources
-
-
-def is_heldout(name: str) -> bool:
-    """Whether a file is kept out of training: a property of its name alone, so that every run agrees."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < HELDOUT_PERCENT
 
 
 def render_chat(user: str, assistant: str, system: str | None) -> str:
@@ -108,9 +87,9 @@ class Corpus:
     def __init__(self, tokenizer: Tokenizer):
         sources = read_sources()
         self.heldout_texts = {name: text for name, text in sources.items() if is_heldout(name)}
-        train = {name: text for name, text in sources.items() if not is_heldout(name)}
-        self.files = encode_documents(tokenizer, train.values())
-        self.chats = encode_documents(tokenizer, chat_examples(train, np.random.default_rng(0)))
+        self.train_texts = {name: text for name, text in sources.items() if not is_heldout(name)}
+        self.files = encode_documents(tokenizer, self.train_texts.values())
+        self.chats = encode_documents(tokenizer, chat_examples(self.train_texts, np.random.default_rng(0)))
         self.heldout = encode_documents(tokenizer, self.heldout_texts.values())
         self.heldout_bytes = sum(len(text.encode()) for text in self.heldout_texts.values())
         self.file_tokens, self.chat_tokens = (sum(map(len, documents)) for documents in (self.files, self.chats))
@@ -261,7 +240,8 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     """Train until `--minutes` of training have passed, resuming from `--work` if it holds a checkpoint."""
     corpus = Corpus(tokenizer)
-    write_heldout(args.out, corpus)
+    write_text(args.out / "heldout.txt", corpus.heldout_texts)  # for measuring quantization
+    write_text(args.out / "calibration.txt", corpus.train_texts)  # for quantizing
     print(f"{len(corpus.files)} files, {corpus.file_tokens} tokens; held out: {len(corpus.heldout)} files", flush=True)
     print(f"{len(corpus.chats)} chat examples, {corpus.chat_tokens} tokens", flush=True)
     optimizer, params = make_optimizer(args), init_params(jax.random.key(0))
@@ -333,14 +313,13 @@ def load_weights(out: Path) -> Params:
     return {name: jnp.asarray(value, jnp.float32) for name, value in load_file(out / "model.safetensors").items()}
 
 
-def write_heldout(out: Path, corpus: Corpus, size: int = 100_000) -> None:
-    """About `size` bytes of whole held-out files, separated by `EOT`: the fixture for measuring quantization."""
-    texts = []
-    for name in sorted(corpus.heldout_texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        text = corpus.heldout_texts[name]
-        if sum(len(t.encode()) for t in [*texts, text]) <= size:
-            texts.append(text)
-    write_atomic(out / "heldout.txt", EOT.join(texts))
+def write_text(path: Path, texts: dict[str, str], size: int = 100_000) -> None:
+    """About `size` bytes of whole files, separated by `EOT`."""
+    chosen: list[str] = []
+    for _, text in by_hash(texts):
+        if sum(len(t.encode()) for t in [*chosen, text]) <= size:
+            chosen.append(text)
+    write_atomic(path, EOT.join(chosen))
 
 
 def evaluate(params: Params, corpus: Corpus, window: int) -> dict[str, float]:

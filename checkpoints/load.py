@@ -24,7 +24,8 @@ from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 64 * 2**20
+READ_BYTES = 2 * 2**20  # at a time: what was just read is still in the processor's cache when it is copied
+ALIGNMENT = 64  # bytes; such arrays become JAX arrays on CPU without another copy
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -43,7 +44,11 @@ class Piece:
     split: tuple[int, ...] | None = None
 
 
-Placer = Callable[[np.ndarray | QuantArray, jax.sharding.Sharding], Any]
+Placer = Callable[[str, np.ndarray | QuantArray, jax.sharding.Sharding], Any]
+
+
+def on_devices(path: str, host: np.ndarray | QuantArray, sharding: jax.sharding.Sharding) -> Any:
+    return jax.device_put(host, sharding)
 
 
 def load_weights(
@@ -53,13 +58,13 @@ def load_weights(
     ignored: Callable[[str], bool] = lambda name: False,
     progress: bool = True,
     reader: QuantReader | None = None,
-    place: Placer = jax.device_put,
+    place: Placer = on_devices,
 ) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
 
-    What `reader` knows comes out quantized; `place` brings a weight that is whole on the host to the devices, given the
-    sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes and types that are no plain
-    floats. Tensors that nothing uses are logged, unless `ignored`.
+    What `reader` knows comes out quantized; `place` brings a weight that is whole on the host to the devices, given
+    its path and the sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes and types that
+    are no plain floats. Tensors that nothing uses are logged, unless `ignored`.
     """
     check(tensors, pieces, ignored, reader)
     weights = {}
@@ -67,7 +72,9 @@ def load_weights(
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         for path, target in abstract.items():
             host = read_weight(pieces[path], tensors, target, reader)
-            weights[path] = jax.block_until_ready(place(host, target.sharding))  # so that one host copy lives at a time
+            weights[path] = jax.block_until_ready(
+                place(path, host, target.sharding)
+            )  # so that one host copy lives at a time
             bar.update(math.prod(target.shape) * target.dtype.itemsize)
             del host
     return weights
@@ -78,7 +85,7 @@ def read_weight(
 ) -> np.ndarray | QuantArray:
     """One weight on the host: quantized when all its pieces are, and have a form in common."""
     if reader is None or not any(reader.parts(piece.name) for piece in pieces):
-        host = np.zeros(target.shape, target.dtype)
+        host = _zeros(target.shape, target.dtype)
         for piece in pieces:
             _fill(host, piece, tensors[piece.name])
         return host
@@ -112,7 +119,7 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
         values = [getattr(part, name) for part in parts]
         if values[0] is None:
             return None
-        host = np.zeros((shape[0], values[0].shape[1]), values[0].dtype)
+        host = _zeros((shape[0], values[0].shape[1]), values[0].dtype)
         for piece, value in zip(pieces, values, strict=True):
             _put(host, piece, value)
         return host
@@ -156,12 +163,18 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
-    if piece.split is not None:
-        _put(host, piece, tensor.read())
-        return
-    view = _view(host, piece)
-    for first, rows in tensor.read_rows(READ_BYTES):
-        view[first : first + len(rows)] = rows
+    view, split = _view(host, piece), piece.split
+    of_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor
+    for first, rows in tensor.read_rows(READ_BYTES, of_entry):
+        entries = rows if split is None else rows.reshape(len(rows) // of_entry, *split[1:])
+        view[first // of_entry : first // of_entry + len(entries)] = entries
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _put(host: np.ndarray, piece: Piece, value: np.ndarray) -> None:

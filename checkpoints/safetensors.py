@@ -67,15 +67,16 @@ class TensorInfo:
         parts = [rows for _, rows in self.read_rows(max(self.nbytes, 1))]
         return parts[0] if parts else np.empty(self.shape, self.dtype)
 
-    def read_rows(self, max_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, rows) along the first axis, at most `max_bytes` (but `rows_at_once`) at a time."""
+    def read_rows(self, max_bytes: int, multiple: int = 1) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, rows) along the first axis: multiples of `multiple`, which divides them, and of `rows_at_once`;
+        no more than `max_bytes` at a time where that can be."""
         if not self.shape:
             yield 0, self._read(0, 1).reshape(())
             return
         row = math.prod(self.shape[1:])
         if row == 0 or self.shape[0] == 0:
             return
-        least = self.rows_at_once
+        least = math.lcm(self.rows_at_once, multiple)
         step = max(least, max_bytes // (row * self.dtype.itemsize) // least * least)
         for first in range(0, self.shape[0], step):
             count = min(step, self.shape[0] - first)

@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve | generate | chat | batch | models | kernels | top | bench`.
+"""The command line: `jaxserve serve`, `generate`, `quantize`, `bench` and the others that `make_parser` lists.
 
 The composition root: the one place below `server` that knows it, and imports it only for the commands that need it.
 Nothing heavy is imported before the arguments have been understood, so that help and mistakes are instant.
@@ -16,6 +16,8 @@ from typing import Any
 
 from jaxserve.config import POOL_FRACTION, EngineConfig
 from pallas_kernels.registry import BACKENDS
+
+TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,6 +82,12 @@ def make_parser() -> argparse.ArgumentParser:
                                  ("page-size", 16, "tokens per page")):  # fmt: skip
         kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
 
+    tune = _command(commands, "tune", run_tune, "measure the kernels' block sizes on this device and keep the best")
+    tune.add_argument("--op", nargs="+", choices=TUNABLE, default=TUNABLE, help="which operations")
+    tune.add_argument("--sizes", choices=["small", "full"], default="full", help="full: those of Llama 3 8B and 70B")
+    tune.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="tokens per page of the cache")
+    tune.add_argument("--out", type=Path, metavar="JSON", help="the table to write; None: in the user's cache folder")
+
     models = _command(commands, "models", run_models, "list the models on this machine, or inspect one")
     models.set_defaults(folder=[])
     about = models.add_subparsers(title="commands", metavar="COMMAND")
@@ -96,8 +104,10 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks")
     top.add_argument("--once", action="store_true", help="print one frame and end")
 
-    from jaxserve.bench.commands import add_commands  # here, because it uses this module
+    from jaxserve import conversion_commands  # here, because these use this module
+    from jaxserve.bench.commands import add_commands
 
+    conversion_commands.add_commands(commands)
     bench = commands.add_parser("bench", help="measure a server, the engine, or a start")
     add_commands(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True))
     return parser
@@ -165,6 +175,9 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")
     flag("--profile", "--profile-dir", field="profile_dir", metavar="DIR",
          help="folder for traces of JAX's profiler; serve then has POST /profile?steps=N; None: no traces")  # fmt: skip
+    group.add_argument("--dequantize", action="store_true",
+                       help="quantized weights become floats as they are loaded: more memory; "
+                       "on CPU faster for long prompts")  # fmt: skip
     group.add_argument("--forbid-compile", action="store_true",
                        help="once ready, fail rather than compile (nothing should; for tests)")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",
@@ -268,6 +281,12 @@ def run_kernels(args: argparse.Namespace) -> int:
     device = (target_devices(args.target) if args.target else jax.devices())[0]
     print("\n".join(describe(Device.of(device), args.head_dim, args.group, args.page_size)))
     return 0
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    from jaxserve.tune import tune
+
+    return tune(args.op, args.sizes, args.page_size, args.out)
 
 
 def run_models(args: argparse.Namespace) -> int:

@@ -40,6 +40,8 @@ class EngineConfig:
       tensor_parallel_size: devices that share each layer.
       quantization: of the weights: auto is what the checkpoint has; the name of a format insists on it; int8, int4 or
         fp8 quantizes a checkpoint in floats while it is loaded (and dummy weights).
+      dequantize: quantized weights become floats as they are loaded: more memory, and plain products; for comparison,
+        and on CPU where the memory is there and prompts matter more than decoding.
       attention_backend: the kernels for attention: auto, or one of `pallas_kernels.registry.BACKENDS`.
       matmul_backend: the same for products with quantized weights.
       async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
@@ -68,6 +70,7 @@ class EngineConfig:
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
     quantization: str = "auto"
+    dequantize: bool = False
     attention_backend: str = "auto"
     matmul_backend: str = "auto"
     async_scheduling: bool = True

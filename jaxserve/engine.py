@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,9 +16,11 @@ import numpy as np
 from checkpoints.hub import resolve_model
 from jaxserve import memory
 from jaxserve.batch import largest_shapes, pack, split, step_shapes
+from jaxserve.beam import Beams
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import CompileCounter, enable_compile_cache
 from jaxserve.config import EngineConfig
+from jaxserve.flight import Flight, Later
 from jaxserve.grammar import Compiler
 from jaxserve.kv_cache import CacheLayout, cache_dtype
 from jaxserve.logprobs import PromptScores, read_scores
@@ -27,13 +29,12 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
 from jaxserve.pool import PoolSnapshot, pool_snapshot
 from jaxserve.runner import ModelRunner
-from jaxserve.running import Notable, Rows, StepPlan
-from jaxserve.sampling import Sampled
+from jaxserve.running import Notable, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
 from jaxserve.steps import StepShape
-from jaxserve.structured import Later, Structured
+from jaxserve.structured import Structured
 from jaxserve.timeline import Timeline
 from jaxserve.types import (
     MAX_STOP_TOKENS,
@@ -49,18 +50,6 @@ log = logging.getLogger(__name__)
 
 CPU_PREFILL_CHUNK = 32  # there, a step takes as long as it has tokens
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0
-
-
-@dataclass
-class Flight:
-    """A step that was dispatched and not committed yet, in one or more batches."""
-
-    rows: list[Rows]
-    drawn: list[Sampled]
-    later: list[Later | None]  # the rows of each batch that have a grammar
-    prompt_scores: list[PromptScores]
-    steps: int  # tokens that a row may have drawn
-    dispatched: float  # time.perf_counter()
 
 
 class Engine:
@@ -95,6 +84,7 @@ class Engine:
         )
         self.grammars = Compiler(folder, model.vocab_size, model.eos_token_ids)
         self.structured = Structured(self.grammars)
+        self.beams = Beams(self.scheduler, model.eos_token_ids)
         self.flights: deque[Flight] = deque()
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
@@ -186,8 +176,12 @@ class Engine:
         params, room = request.params, self.max_model_len - len(request.prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
-        seq = Sequence(request, 0, seed, max_tokens, frozenset(self._stop_ids(request)), self._arrivals)
+        stop_ids = frozenset(self._stop_ids(request))
         self._arrivals += 1
+        if params.use_beam_search:
+            self.beams.start(request, max_tokens, stop_ids, self._arrivals)
+            return
+        seq = Sequence(request, 0, seed, max_tokens, stop_ids, self._arrivals)
         if params.grammar is None:
             self.scheduler.add(seq)
         else:
@@ -203,6 +197,10 @@ class Engine:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drops a request, or one of its n completions, and frees its pages at once. Unknown ids are fine."""
+        if request_id in self.beams:
+            if index is None:  # beams come to their ends together
+                self.beams.abort(request_id)
+            return
         self.structured.abort(request_id, index)
         self.scheduler.abort(request_id, index)
 
@@ -239,6 +237,10 @@ class Engine:
                 f"stop_token_ids and the model's own end tokens are {count}; at most {MAX_STOP_TOKENS} are allowed",
                 "stop_token_ids",
             )
+        if params.use_beam_search:
+            room = self.max_model_len - len(prompt)
+            longest = len(prompt) + min(room, params.max_tokens or room)
+            self.beams.check(request, longest, count)
 
     # The step
 
@@ -270,7 +272,8 @@ class Engine:
         if len(self.flights) > 1:
             output = self._land()
         if self.flights:
-            self._draw_later(self.flights[-1])
+            with self.timeline.phase("mask"):
+                self.structured.draw(self.flights[-1], self.scheduler.running, self.runner)
             if plan is None or not self.config.async_scheduling:
                 output.extend(self._land())
         output.updates += refused
@@ -283,13 +286,6 @@ class Engine:
         tokens = self.wait(flight)
         with self.timeline.phase("commit"):
             return self.commit(flight, tokens)
-
-    def _draw_later(self, flight: Flight) -> None:
-        """Has the rows with a grammar draw, while the devices run the step; those before it have been taken in."""
-        with self.timeline.phase("mask"):
-            for later in flight.later:
-                if later is not None and not later.drawn:
-                    self.structured.draw(later, self.scheduler.running, self.runner)
 
     def _steps_per_call(self) -> int:
         """How many tokens a row may draw in the next call: few enough that clients see them, and newcomers begin,
@@ -331,9 +327,7 @@ class Engine:
 
     def wait(self, flight: Flight) -> list[np.ndarray]:
         """A step's tokens, of each of its batches; waits until they are here."""
-        pairs = zip(flight.drawn, flight.later, strict=True)
-        flight.drawn = [drawn if later is None else later.join(drawn) for drawn, later in pairs]
-        tokens = [np.asarray(drawn.tokens) for drawn in flight.drawn]
+        tokens = flight.tokens()
         now = time.perf_counter()
         seconds = now - max(flight.dispatched, self._last_arrival)  # it began when the step before ended, or later
         self.timeline.seconds["device"].observe(seconds)
@@ -349,8 +343,13 @@ class Engine:
         for rows, drawn, ids in zip(flight.rows, flight.drawn, tokens, strict=True):
             part, notable = self.scheduler.commit(rows, ids[: flight.steps, : len(rows)].T)
             for one in notable:
-                self._annotate(one, drawn.scores)
+                if one.seq.params.use_beam_search:
+                    self.beams.take(one, drawn.scores)
+                    part.updates.remove(one.update)
+                else:
+                    self._annotate(one, drawn.scores)
             output.extend(part)
+        output.updates += self.beams.advance(self.counters)
         self.counters.generation_tokens += flight.steps * len(output.tokens)
         return output
 

@@ -127,6 +127,30 @@ class LLM:
             self._output(r, text, processors[r.request_id], choices) for r, text in zip(requests, texts, strict=True)
         ]
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int = 4,
+        *,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """The `beam_width` most likely outputs that a search finds for each prompt, the best first.
+
+        Their order is that of `cumulative_logprob` / length ** length_penalty; see `jaxserve.beam`.
+        """
+        params = SamplingParams(
+            use_beam_search=True,
+            n=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            ignore_eos=ignore_eos,
+            logprobs=0,
+        )
+        return self.generate(prompts, params, progress=progress)
+
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],

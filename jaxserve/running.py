@@ -102,6 +102,7 @@ class Lineup:
     none: np.ndarray  # bool [sequences]
     stop_ids: np.ndarray  # int32 [sequences, most]
     any_masked: bool
+    any_beams: bool
 
 
 class Running:
@@ -128,6 +129,7 @@ class Running:
         self.num_registered = numbers()  # leading pages that were offered to the prefix cache
         self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
         self.masked = np.zeros(max_num_seqs, bool)  # it draws when its tokens so far are known, see `structured`
+        self.beams = np.zeros(max_num_seqs, bool)
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
         # What the device has not been told yet: who is new in a slot, and (slot, index) -> page of block tables.
@@ -175,6 +177,7 @@ class Running:
                 np.zeros(len(seqs), bool),
                 self.stop_ids[slot, : self.most_stops],
                 bool(self.masked[slot].any()),
+                bool(self.beams[slot].any()),
             )
         return self._lineup
 
@@ -197,7 +200,7 @@ class Running:
         self.newcomers.append(seq)
         if computed % self.page_size:
             self.sharers.add(seq)
-        self.masked[slot] = seq.params.has_mask
+        self.masked[slot], self.beams[slot] = seq.params.has_mask, seq.params.use_beam_search
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.notables.add(seq)
 

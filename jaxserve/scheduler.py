@@ -115,7 +115,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
         draw up to `steps` tokens."""
         running, preemptions = self.running, self.num_preemptions
-        steps = 1 if self._num_waiting or running.lineup.any_masked else steps
+        steps = 1 if self._num_waiting or running.lineup.any_masked or running.lineup.any_beams else steps
         while True:
             rows = self._choose(steps)
             growing, missing = self._growth(rows)
@@ -133,6 +133,9 @@ class Scheduler:
             budget = self._prompt_budget(decodes) - (int(rows.count.sum()) - decodes)
             rows = rows.extend(self._admit_newcomers(budget))
         if not len(rows):
+            if self._num_waiting and running.lineup.any_beams and (running.known == running.total).all():
+                self._preempt(running.last)  # beams wait for those that found no place
+                return self.schedule(steps)
             return None
         running.computed[rows.slot] = rows.reach
         running.total[rows.slot] += rows.draws
@@ -145,6 +148,8 @@ class Scheduler:
         left, spare = total - start, lineup.limit - total
         draws = np.minimum(spare, steps)
         decodes = (left == 1) & (spare > 0)
+        if lineup.any_beams:  # what a beam goes on with is chosen once all of them have drawn
+            decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
         if decodes.all():  # mostly
             return Rows(
                 lineup.seqs, lineup.slot, lineup.tenure, start, lineup.one, draws, lineup.none, only_decodes=True
@@ -318,8 +323,10 @@ class Scheduler:
         if seq.status is Status.FINISHED:
             return None
         if seq.status is Status.WAITING:  # preempted since; the arrays tell of others now
-            seq.tokens += ids
             seq.owed -= draws
+            if seq.params.use_beam_search:
+                return None  # draws again
+            seq.tokens += ids
             seq.advance(ids)
             ended = bool(ids) and seq.finish_reason is not None
             is_first = seq.num_outputs == len(ids)
@@ -348,18 +355,25 @@ class Scheduler:
 
     def _fork(self, seq: Sequence, *, share: bool = True) -> None:
         """Starts the request's other completions, from the same pages where the prompt is computed (`share`)."""
+        computed = seq.prompt_len - 1
         for index in seq.unforked:
-            child = seq.fork(index, child_seed(seq.seed, index))
-            self._by_request[seq.request_id].append(child)
-            if share and seq.pages and self.running.has_free_slot:
-                computed = seq.prompt_len - 1
-                child.pages = seq.pages[: self.blocks.pages_for(computed)]
-                self.blocks.share(child.pages)
-                self.running.place(child, computed)
+            pages = seq.pages[: self.blocks.pages_for(computed)] if share and seq.pages else None
+            self.blocks.share(pages or ())
+            self.adopt(seq.fork(index, child_seed(seq.seed, index)), pages, computed)
+            if pages:
                 self.running.sharers.add(seq)
-            else:
-                self._wait(child)
         seq.unforked = []
+
+    def adopt(self, seq: Sequence, pages: list[int] | None, computed: int) -> None:
+        """Adds a sibling of sequences that are here. It goes on from `pages`, which are its own already and hold so
+        many tokens, where a slot is free for it, and else waits."""
+        self._by_request[seq.request_id].append(seq)
+        if pages is not None and self.running.has_free_slot:
+            seq.pages = pages
+            self.running.place(seq, computed)
+        else:
+            self.blocks.free(pages or ())
+            self._wait(seq)
 
     def check_integrity(self) -> None:
         """Asserts the invariants between sequences, slots and pages."""

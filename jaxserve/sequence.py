@@ -79,6 +79,10 @@ class Sequence:
             hashes.append(page_hash(parent, tokens[start : start + page_size]))
         return hashes
 
+    def forget_hashes(self) -> None:
+        """Its tokens are others now."""
+        self._page_hashes = []
+
     def advance(self, tokens: list[int]) -> bool:
         """Takes tokens that were drawn to its grammar; returns whether nothing can follow."""
         if self.matcher is None or not tokens:

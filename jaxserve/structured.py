@@ -9,16 +9,15 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
+from jaxserve.flight import Flight
 from jaxserve.grammar import COMPILE_SECONDS, Compiler, Matcher, too_slow
 from jaxserve.runner import ModelRunner
-from jaxserve.running import Rows, Running
-from jaxserve.sampling import Sampled
+from jaxserve.running import Running
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.types import MAX_BAD_WORD_TOKENS, Grammar, InvalidRequestError, SequenceUpdate
@@ -32,34 +31,6 @@ class _Held:
     compiled: Future[LLMatcher]
     deadline: float
     aborted: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Later:
-    """Rows of a batch that draw once it is known what they may: when all tokens before are."""
-
-    rows: Rows  # the batch's
-    index: np.ndarray  # of those rows
-    drawn: list[Sampled] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, rows: Rows, masked: np.ndarray) -> Later | None:
-        """masked: bool [slots], of those that need masks."""
-        index = np.flatnonzero(masked[rows.slot] & (rows.draws > 0))
-        return cls(rows, index) if len(index) else None
-
-    def join(self, drawn: Sampled) -> Sampled:
-        """What the batch drew, theirs included."""
-        if not self.drawn:
-            return drawn
-        tokens: Any = np.array(drawn.tokens)
-        scores: Any = drawn.scores
-        count = len(self.index)
-        tokens[0, self.index] = np.concatenate([one.tokens for one in self.drawn])[:count]
-        if any(self.rows.seqs[i].params.logprobs is not None for i in self.index.tolist()):
-            scores = np.array(scores)
-            scores[0, self.index] = np.concatenate([one.scores for one in self.drawn])[:count]
-        return Sampled(tokens, scores)
 
 
 class Structured:
@@ -113,20 +84,23 @@ class Structured:
             ]
         return refused
 
-    def draw(self, later: Later, running: Running, runner: ModelRunner) -> None:
-        """Has the rows draw that are still there; all tokens before must have been taken in."""
-        rows = later.rows
-        later.index = index = later.index[(running.tenure[rows.slot] == rows.tenure)[later.index]]
-        if not len(index):
-            return
-        seqs, slots, end = [rows.seqs[i] for i in index.tolist()], rows.slot[index], rows.end[index]
-        outputs = [
-            running.tokens[slot, seq.prompt_len : last]
-            for slot, last, seq in zip(slots.tolist(), end.tolist(), seqs, strict=True)
-        ]
-        later.drawn = runner.draw(slots, end, self._masks(seqs, outputs))
-        for one in later.drawn:
-            one.tokens.copy_to_host_async()
+    def draw(self, flight: Flight, running: Running, runner: ModelRunner) -> None:
+        """Has the rows of a step draw that left it for later; all steps before must have been taken in."""
+        for later in flight.later:
+            if later is None or later.drawn:
+                continue
+            rows = later.rows
+            later.index = index = later.index[(running.tenure[rows.slot] == rows.tenure)[later.index]]
+            if not len(index):
+                continue
+            seqs, slots, end = [rows.seqs[i] for i in index.tolist()], rows.slot[index], rows.end[index]
+            outputs = [
+                running.tokens[slot, seq.prompt_len : last]
+                for slot, last, seq in zip(slots.tolist(), end.tolist(), seqs, strict=True)
+            ]
+            later.drawn = runner.draw(slots, end, self._masks(seqs, outputs))
+            for one in later.drawn:
+                one.tokens.copy_to_host_async()
 
     def _masks(self, seqs: list[Sequence], outputs: list[np.ndarray]) -> np.ndarray:
         """What each may draw next, int32 [sequences, words], a bit per token; threads of its own do the work."""

@@ -113,6 +113,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       logprobs: None, or how many alternatives (0 to 20) to report beside each output token.
       prompt_logprobs: the same for each prompt token but the first.
       skip_special_tokens: leave special tokens out of the text.
+      use_beam_search: the n outputs are the most likely ones that a search with n beams finds, the best first; settings
+        for sampling have no effect then.
+      length_penalty: of beam search, which ranks outputs by log-probability / length ** length_penalty. In [-10, 10].
       grammar: the output is of this form when it ends by itself; it ends where nothing can follow any more.
     """
 
@@ -138,6 +141,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -169,6 +174,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_words()
         self._check_stop()
         self._check_logit_bias()
+        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.use_beam_search:
+            self._check_beam_search()
 
     def _check_words(self) -> None:
         msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids or ()))
@@ -219,6 +227,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequestError(f"logit_bias[{token}] must be a finite number, got {bias!r}", "logit_bias")
             clamped[token] = min(100.0, max(-100.0, float(bias)))
         msgspec.structs.force_setattr(self, "logit_bias", clamped)
+
+    def _check_beam_search(self) -> None:
+        """It ranks by the model's own probabilities."""
+        usual = SamplingParams()
+        names = ["grammar", "logit_bias", "min_tokens", "prompt_logprobs"]
+        names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
+        for name in names:
+            if getattr(self, name) != getattr(usual, name):
+                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", name)
+        if self.max_tokens == 0:
+            raise InvalidRequestError("use_beam_search needs max_tokens of 1 or more", "max_tokens")
 
     @property
     def greedy(self) -> bool:

@@ -1,7 +1,12 @@
 """Matmul and norm on CPU, in C++ (`cpu_kernels.cc`): XLA's own are far from the machine's limits.
 
-The source is compiled for the machine at hand by its C++ compiler, once, into the user's cache folder. Without a
-compiler everything runs in plain XLA.
+Grid: pieces of 64 outputs, handed to XLA's threads as they come free; within one, tiles of 3 rows x 4 outputs, or from
+  12 rows on of 6 rows x 16 outputs against a transposed panel of the weight.
+Traffic: the weight once, x once per piece, from the cache.
+Pipeline: each tile prefetches its weights further on.
+
+The source is compiled for the machine at hand by its C++ compiler, once, into the user's cache folder; that of products
+with quantized weights (`cpu_quant_matmul.cc`) when there are such. Without a compiler everything runs in plain XLA.
 """
 
 from __future__ import annotations
@@ -17,32 +22,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ops
-from pallas_kernels.cpu_build import build
+from pallas_kernels.cpu_build import KERNELS, build
 
 log = logging.getLogger(__name__)
 
 _building = threading.Lock()
+QUANT_MATMUL = "cpu_quant_matmul"
 FUNCTIONS = {
-    "jaxserve_matmul": "Matmul",
-    "jaxserve_rms_norm": "RmsNorm",
-    "jaxserve_paged_attention": "PagedAttention",
+    KERNELS: {
+        "jaxserve_matmul": "Matmul",
+        "jaxserve_rms_norm": "RmsNorm",
+        "jaxserve_paged_attention": "PagedAttention",
+    },
+    QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul"},
 }
 
 
-def available() -> bool:
-    """Whether the kernels are there; builds and registers them when called first, from whichever thread."""
+def available(name: str = KERNELS) -> bool:
+    """Whether a library's kernels are there; builds and registers them when called first, from whichever thread."""
     with _building:
-        return jax.default_backend() == "cpu" and _register()
+        return jax.default_backend() == "cpu" and _register(name)
 
 
 @cache
-def _register() -> bool:
+def _register(name: str) -> bool:
     try:
-        library = ctypes.CDLL(str(build()))
+        library = ctypes.CDLL(str(build(name)))
     except (OSError, subprocess.CalledProcessError) as error:
         log.warning("no CPU kernels, so steps run slower: %s", getattr(error, "stderr", None) or error)
         return False
-    for target, symbol in FUNCTIONS.items():
+    for target, symbol in FUNCTIONS[name].items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return True
 

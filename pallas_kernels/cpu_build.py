@@ -1,4 +1,7 @@
-"""Builds the CPU kernels with the machine's C++ compiler, once. Imports nothing heavy, so that it can begin early."""
+"""Builds the CPU kernels with the machine's C++ compiler, once. Imports nothing heavy, so that it can begin early.
+
+A library is named by its source, without suffix.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +18,31 @@ import tempfile
 import threading
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cc")
+KERNELS = "cpu_kernels"
+HEADER = Path(__file__).with_name("cpu_kernels.h")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 
 
-def build() -> Path:
+def build(name: str = KERNELS) -> Path:
     """The compiled library, from the cache where it is there; it is named by all that it depends on.
 
     Raises OSError without a compiler, subprocess.CalledProcessError when it fails.
     """
-    library = _library()
+    library = _library(name)
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another thread or process may be at it
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=library.parent) as folder:
                 built = Path(folder) / "kernels.so"
-                command = [_compiler(), *FLAGS, f"-I{_headers()}", str(SOURCE), "-o", str(built)]
+                command = [_compiler(), *FLAGS, f"-I{_headers()}", str(_source(name)), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True)
                 built.replace(library)
     return library
 
 
-def possible() -> bool:
+def possible(name: str = KERNELS) -> bool:
     """Whether `build` can be expected to succeed: there is a compiler, or the library is there."""
-    return shutil.which(_compiler()) is not None or _library().exists()
+    return shutil.which(_compiler()) is not None or _library(name).exists()
 
 
 def begin() -> None:
@@ -52,8 +56,12 @@ def begin() -> None:
         threading.Thread(target=quietly, name="cpu-kernels", daemon=True).start()
 
 
-def _library() -> Path:
-    return _cache_folder() / f"cpu_kernels-{_key()}.so"
+def _source(name: str) -> Path:
+    return HEADER.with_name(f"{name}.cc")
+
+
+def _library(name: str) -> Path:
+    return _cache_folder() / f"{name}-{_key(name)}.so"
 
 
 def _compiler() -> str:
@@ -68,11 +76,12 @@ def _headers() -> Path:
     return Path(spec.origin).parent / "include"
 
 
-def _key() -> str:
+def _key(name: str) -> str:
     info = Path("/proc/cpuinfo")  # of Linux alone
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
     cpu = [line for line in lines if line.startswith(("flags", "Features", "model name"))] or lines
-    key = "\n".join([SOURCE.read_text(), _compiler(), *FLAGS, importlib.metadata.version("jaxlib"), *cpu])
+    sources = [HEADER.read_text(), _source(name).read_text()]
+    key = "\n".join([*sources, _compiler(), *FLAGS, importlib.metadata.version("jaxlib"), *cpu])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 

@@ -1,6 +1,8 @@
 """The write of new keys and values on NVIDIA GPUs, in Triton. Compiled for H200, not yet run on.
 
-Grid (tokens,). A program reads a token's keys and values once, quantizes them, and writes them to their slot.
+Grid: (tokens,). A program reads a token's keys and values, quantizes them, and writes them to their slot.
+Traffic: the new keys and values once in, once out; nothing else of the cache.
+Pipeline: none within a program, which does two loads and two stores; the many programs hide each other's waits.
 """
 
 from __future__ import annotations

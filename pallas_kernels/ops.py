@@ -82,12 +82,13 @@ class Ops:
         )
 
 
-def matmul_of(device: Device, backend: str = "auto") -> Callable[..., jax.Array]:
+def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
     """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
     weight that the backend cannot do."""
 
     def multiply(x: jax.Array, w: QuantArray, count: jax.Array | None = None) -> jax.Array:
-        return load("matmul", choose("matmul", device, MatmulProblem.of(x, w), backend)).quant_matmul(x, w, count=count)
+        chosen = choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend)
+        return load("matmul", chosen).quant_matmul(x, w, count=count)
 
     return multiply
 

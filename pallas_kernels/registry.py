@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pallas_kernels.types import QuantArray
+if TYPE_CHECKING:  # the command line reads BACKENDS, and must not wait for JAX
+    from pallas_kernels.types import QuantArray
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 FOLDERS = {"attention": "paged_attention", "matmul": "quant_matmul"}
@@ -69,13 +70,14 @@ class MatmulProblem:
     block: tuple[int, int]
     has_zero: bool = False
     has_bias: bool = False
+    partitioned: bool = False  # one of several devices does a part of it
 
     @classmethod
-    def of(cls, x: Any, w: QuantArray) -> MatmulProblem:
+    def of(cls, x: Any, w: QuantArray, partitioned: bool = False) -> MatmulProblem:
         """Of arrays, or of their shapes."""
         has_zero, has_bias = w.zero is not None, w.bias is not None
         rows, inputs = w.shape[-2:]
-        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias)
+        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias, partitioned)
 
 
 def load(operation: str, backend: str) -> ModuleType:

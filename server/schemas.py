@@ -25,8 +25,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Fields that are known and not served, with the values that ask for nothing.
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "early_stopping": (False,),
     "guided_json": (),
     "guided_regex": (),
@@ -84,10 +82,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     response_format: Any = None
     structured_outputs: Any = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     # known and not served, see _NOT_SERVED
     suffix: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
     early_stopping: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -112,7 +110,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                 raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
         if self.best_of not in (None, 1, self.n):
             raise InvalidRequestError(
-                f"best_of is only supported when it equals n ({self.n or 1}), got {self.best_of}", "best_of"
+                f"best_of is only supported when it equals n ({self.n or 1}), got {self.best_of}; "
+                "use_beam_search with n gives the n most likely outputs",
+                "best_of",
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
@@ -154,10 +154,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         given, defaults = {}, tokenizer.generation_defaults
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
-            value = getattr(defaults, name) if value is None else value
+            if value is None and not self.use_beam_search:  # which looks at the model's own probabilities alone
+                value = getattr(defaults, name)
             if value is not None:
                 given[name] = value
-        for name in ("n", "presence_penalty", "frequency_penalty", "min_tokens"):
+        for name in ("n", "presence_penalty", "frequency_penalty", "min_tokens", "use_beam_search", "length_penalty"):
             if (value := getattr(self, name)) is not None:
                 given[name] = value
         params = SamplingParams(

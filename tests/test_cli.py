@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from engines import make_engine
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams, memory
 from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.steps import StepShape
@@ -20,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 CASE = "qwen3_tied"
 SMALL = ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--max-model-len", "256", "--kv-pages", "32"]
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
-COMMANDS = ["serve", "generate", "chat", "batch", "models"]
+COMMANDS = ["serve", "generate", "chat", "batch", "quantize", "convert", "models", "kernels", "tune", "top"]
 
 
 def run(*arguments):
@@ -293,7 +295,7 @@ def test_models(model_folders, call, tmp_path, monkeypatch):
     bad = tmp_path / "deep" / "bad"
     bad.mkdir(parents=True)
     (bad / "config.json").write_text(json.dumps({"architectures": ["Unheard"]}))
-    code, out, err = call("models", tmp_path)
+    code, out, err = call("models", "list", tmp_path)
     assert (code, err) == (0, "")
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert lines[str(good)].endswith("qwen3, 2 layers, hidden 128, 512 tokens")
@@ -301,4 +303,26 @@ def test_models(model_folders, call, tmp_path, monkeypatch):
     assert "architectures=['Unheard'] is not supported" in lines[str(bad)]
     assert lines["demo"].split()[1] == "llama,"
     assert "LlamaForCausalLM" in lines["llama"]
-    assert call("models", tmp_path / "nowhere") == (1, "", f"jaxserve: no such folder: {tmp_path / 'nowhere'}\n")
+    assert call("models", "list", tmp_path / "nowhere") == (
+        1,
+        "",
+        f"jaxserve: no such folder: {tmp_path / 'nowhere'}\n",
+    )
+
+
+def test_inspect(model_folders, call):
+    """What is told before loading is what the engine then has."""
+    folder = model_folders(CASE)
+    for options in ({}, {"quantization": "int4", "kv_cache_dtype": "int8"}):
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        if options:  # the table says what the checkpoint has, or what dummy weights would be
+            flags.append("--load-format=dummy")
+            options = options | {"load_format": "dummy"}
+        code, out, _ = call("models", "inspect", folder, "--kv-pages=100", *flags)
+        assert code == 0
+        engine = make_engine(folder, kv_pages=100, **options)
+        leaves = jax.tree.leaves(engine.runner.params)
+        assert out.splitlines()[3] == memory.describe_weights(engine.runner.params)
+        assert sum(memory.bytes_by_dtype(leaves).values()) == engine.runner.weight_bytes
+        assert f"KV cache per token: {engine.runner.layout.token_bytes:,} bytes in" in out
+        assert "tokens that fit the KV cache: 1,600" in out

@@ -116,8 +116,13 @@ def check_writable(*paths: Path | None) -> None:
 def write_json(path: Path | None, document: Mapping[str, Any]) -> None:
     """Writes the results; None writes nothing."""
     if path is not None:
-        path.write_text(json.dumps(_plain(document), indent=2, allow_nan=False) + "\n")
+        path.write_text(dumps(document))
         print(f"wrote {path}", file=sys.stderr)
+
+
+def dumps(document: Mapping[str, Any]) -> str:
+    """Results as JSON."""
+    return json.dumps(_plain(document), indent=2, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
+from checkpoints import orbax
 from checkpoints.formats import QuantReader, find_format
 from checkpoints.gguf_model import open_gguf
 from checkpoints.load import Piece, load_weights
+from checkpoints.quantized import dequantize as in_floats
 from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.kv_cache import has_scale, stored_head_dim
@@ -27,7 +29,7 @@ from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sha
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
-from jaxserve.models.quantized import SCHEMES, place
+from jaxserve.models.quantized import SCHEMES, abstract_like, place, splits_evenly
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels.ops import checked, checked_matmul, choose_ops, matmul_of, quant_matmul
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
@@ -51,13 +53,15 @@ class Checkpoint:
         on a format that they do not have."""
         tensors: Mapping[str, TensorInfo]
         reader: QuantReader | None
-        if path.suffix == ".gguf":
+        if orbax.is_saved(path):
+            hf, tensors, reader = HFConfig.read(path), {}, None
+        elif path.suffix == ".gguf":
             file = open_gguf(path)
             hf, tensors, reader = HFConfig(file.config, str(path)), file.tensors, file.reader
         else:
             hf, tensors = HFConfig.read(path), read_folder(path)
             reader = find_format(hf.values, tensors)
-        if quantization not in ("auto", reader.name if reader else None):
+        if quantization not in ("auto", reader.name if reader else None) and (reader or quantization not in SCHEMES):
             has = f"is quantized as {reader.name}" if reader else "is not quantized"
             raise ConfigError(f"quantization {quantization} was asked for, but {path} {has}")
         return cls(hf, find_family(hf), tensors, reader)
@@ -130,7 +134,7 @@ def make_decoder(
 
 
 def _quant_matmul(device: Device, mesh: Mesh, backend: str) -> Callable[..., jax.Array]:
-    op = partial(quant_matmul, multiply=matmul_of(device, backend))
+    op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=mesh.size > 1))
     return op if mesh.size == 1 else partial(quant_matmul_sharded, mesh, op)
 
 
@@ -148,7 +152,7 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Dec
 
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
     weights = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
-    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w)) for w in weights)
+    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), mesh.size > 1) for w in weights)
     try:
         chosen = checked_matmul(device, problems, backend)
     except BackendError as error:
@@ -159,25 +163,60 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Dec
 
 
 def load_params(
-    decoder: Decoder, path: Path, mesh: Mesh, *, quantization: str = "auto", progress: bool = True
+    decoder: Decoder,
+    path: Path,
+    mesh: Mesh,
+    *,
+    quantization: str = "auto",
+    dequantize: bool = False,
+    progress: bool = True,
 ) -> dict[str, Any]:
-    """Streams a folder's safetensors, or a GGUF file, into sharded arrays, quantized as they are.
+    """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are,
+    unless `dequantize`; floats by `quantization` where that is one of SCHEMES.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
     source = Checkpoint.open(path, quantization)
+    abstract = abstract_params(decoder, mesh)
+    if orbax.is_saved(path):
+        if quantization != "auto":
+            raise ConfigError(f"{path} is an Orbax checkpoint, which stays as it is; leave out --quantization")
+        return unflatten_dict(_restore(path, abstract), sep="/")
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
-    abstract, pieces = abstract_params(decoder, mesh), source.pieces(decoder)
-    flat = load_weights(source.tensors, abstract, pieces, source.ignored(decoder), progress, source.reader, place)
+    scheme = quantization if source.reader is None and quantization in SCHEMES else None
+
+    def put(name: str, host: np.ndarray | QuantArray, sharding: Sharding) -> Any:
+        if dequantize and isinstance(host, QuantArray):
+            host = in_floats(host).astype(decoder.dtype)
+        return place(name, host, sharding, scheme)
+
+    pieces, ignored = source.pieces(decoder), source.ignored(decoder)
+    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put)
     return unflatten_dict(flat, sep="/")
+
+
+def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
+    """An Orbax checkpoint, in the sharding of `abstract`. Raises ConfigError where devices would share a block."""
+    for name, stored in orbax.describe(path).items():
+        if isinstance(stored, QuantArray) and name in abstract:
+            sharding = abstract[name].sharding
+            if not splits_evenly(stored, sharding):
+                raise ConfigError(
+                    f"{path}: {name} has blocks of {stored.block}, which so many devices cannot share evenly; serve it "
+                    "on fewer, or from safetensors"
+                )
+            abstract[name] = abstract_like(stored, sharding)
+    return orbax.restore(path, abstract, {"embed/table", "head/kernel"})
 
 
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
     """Raises ConfigError or CheckpointError, see `load_params`."""
     if config.load_format != "dummy":
-        return load_params(decoder, folder, mesh, quantization=config.quantization, progress=progress)
+        return load_params(
+            decoder, folder, mesh, quantization=config.quantization, dequantize=config.dequantize, progress=progress
+        )
     scheme = None if config.quantization == "auto" else config.quantization
     if scheme and scheme not in SCHEMES:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
-    return dummy_params(decoder, mesh, config.seed, scheme)
+    return dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from checkpoints.quantize import Scheme, rtn
 from checkpoints.quantized import refine
 from jaxserve.mesh import quant_block, quant_specs
 from pallas_kernels.types import QuantArray
@@ -26,15 +27,23 @@ SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
 }
 
 
-def place(host: np.ndarray | QuantArray, sharding: Sharding) -> Any:
+def place(path: str, host: np.ndarray | QuantArray, sharding: Sharding, scheme: str | None = None) -> Any:
     """Brings a weight to the devices; `sharding` is that of the plain one.
 
-    The blocks of a quantized one become small enough for every device to get whole ones.
+    With a `scheme` a matrix of a layer that is plain is rounded. The blocks of a quantized one become small enough for
+    every device to get whole ones.
     """
+    if scheme and is_quantizable(path) and not isinstance(host, QuantArray):
+        host = rtn(host, Scheme(scheme, _group(host.shape[1]) if scheme == "int4" else None))
     if not isinstance(host, QuantArray):
         return jax.device_put(host, sharding)
     host = refine(host, quant_block(host, *_split(sharding)))
     return jax.tree.map(jax.device_put, host, _shardings(host, sharding))
+
+
+def splits_evenly(w: QuantArray, sharding: Sharding) -> bool:
+    """Whether every device gets whole blocks."""
+    return quant_block(w, *_split(sharding)) == w.block
 
 
 def abstract_like(host: QuantArray, sharding: Sharding) -> QuantArray:
@@ -43,6 +52,11 @@ def abstract_like(host: QuantArray, sharding: Sharding) -> QuantArray:
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), host, _shardings(host, sharding)
     )
+
+
+def _group(inputs: int) -> int | None:
+    """The largest usual size that divides the inputs; None: all of them."""
+    return next((size for size in (GROUP, GROUP // 2, GROUP // 4) if inputs % size == 0), None)
 
 
 def is_quantizable(path: str) -> bool:

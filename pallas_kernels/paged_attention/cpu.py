@@ -1,4 +1,10 @@
-"""Paged attention on CPU in C++ (`cpu_kernels.cc`), which reads the pages where they lie."""
+"""Paged attention on CPU in C++ (`cpu_kernels.cc`), which reads the pages where they lie.
+
+Grid: (tiles of up to 16 query tokens of a row, kv_heads), handed to XLA's threads as they come free.
+Traffic: a row's keys and values once per tile, from the window's oldest page on; the scores of a tile stay in a buffer
+  of its thread, small enough for its cache.
+Pipeline: each tile of scores prefetches the keys that follow; values are read in order, a page's as one piece.
+"""
 
 from __future__ import annotations
 

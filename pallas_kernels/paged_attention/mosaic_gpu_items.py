@@ -32,6 +32,7 @@ class Tile:
     window: int | None
     softcap: float | None
     interpret: Any
+    codes: Any = None  # dtype of a cache with scales; None: keys and values are as the queries
 
     @property
     def decode(self) -> bool:
@@ -43,12 +44,19 @@ class Tile:
 
     @property
     def stages(self) -> int:
-        """Slots of the ring, as many as fit."""
-        per_slot = 2 * self.block * self.head_dim * self.dtype.itemsize
-        fixed = self.lanes * self.head_dim * (self.dtype.itemsize + (4 if self.decode else 0)) + 4 * self.lanes
+        """Blocks in flight: slots of the ring, or of the ring of codes where there is one; as many as fit."""
+        values = 2 * self.block * self.head_dim
+        per_stage, fixed = values * self.dtype.itemsize, self.lanes * (self.head_dim * self.dtype.itemsize + 4)
+        if self.codes:
+            per_stage, fixed = values + 2 * self.block * 4, fixed + self.slots * per_stage + 2048
         # Up to head_dim 128 the registers of two programs of decode fit a multiprocessor; each also reserves 1 KiB.
         room = SHARED_MEMORY // 2 - 512 if self.decode and self.head_dim <= 128 else SHARED_MEMORY
-        return min((room - OVERHEAD - fixed) // per_slot, 6)
+        return min((room - OVERHEAD - fixed) // per_stage, 6)
+
+    @property
+    def slots(self) -> int:
+        """Blocks of keys and values as the queries are. Halves of them are freed and filled apart."""
+        return 1 if self.codes else self.stages
 
 
 def decode_items(length: jax.Array, block: int, window: int | None, spare: int) -> tuple[jax.Array, jax.Array]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.registry import AttentionProblem
 
 LANES = 128
@@ -64,13 +65,18 @@ def _round_up(value: int, multiple: int) -> int:
 def make_plan(problem: AttentionProblem, tokens: int, table_width: int, **options: Any) -> Plan:
     """tokens: 1 for decode, otherwise the number of tokens in the batch."""
     lanes = _round_up(problem.head_dim, LANES)
+    tuned = tuning.lookup(
+        "prompts" if tokens > 1 else "decode", "mosaic_tpu", q=jnp.dtype(problem.q_dtype).name,
+        kv=jnp.dtype(problem.kv_dtype).name, heads=problem.kv_heads, group=problem.group, head_dim=problem.head_dim,
+        page_size=problem.page_size, context=table_width * problem.page_size, tokens=tokens,
+    )  # fmt: skip
     tile = 1
     if tokens > 1:
-        tile = min(TILE, _round_up(tokens, 16))
+        tile = min(tuned.get("tile", TILE), _round_up(tokens, 16))
         while tile > 16 and tile * problem.group * problem.kv_heads * lanes > TILE_ELEMENTS:
             tile = _round_up(tile // 2, 16)
     token_bytes = 2 * problem.kv_heads * lanes * jnp.dtype(problem.kv_dtype).itemsize
-    most = max(min(BLOCK, BLOCK_BYTES // token_bytes), LANES, problem.page_size)
+    most = max(tuned.get("block") or min(BLOCK, BLOCK_BYTES // token_bytes), LANES, problem.page_size)
     block = _round_up(min(most, _round_up(table_width * problem.page_size, LANES)), LANES)
     return Plan(
         tile=tile,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_compat
+from pallas_kernels import triton_compat, tuning
 from pallas_kernels.kv_write_triton import QUANTIZED, write_kv
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.triton_compat import pad
@@ -307,13 +307,14 @@ def paged_attention(
         return out
 
     narrow = _narrow(q)
-    pairs = max(pad(group, 16), min(128 // narrow, pad(tokens * group, 16)))
+    tuned = tuning.lookup("prompts", "triton", **tuning.of_attention(q, pages.data, block_tables), tokens=tokens)
+    pairs = max(pad(group, 16), min(tuned.get("pairs", 128 // narrow), pad(tokens * group, 16)))
     tile_row, tile_first = _tiles(q_start, num_decodes, tokens, pairs // group)
     return triton_compat.call(
         _prompt, q, *cache, q_start, kv_len, tile_row, tile_first, sinks, out,
         out=[jax.ShapeDtypeStruct(q.shape, q.dtype)], grid=(tile_row.shape[0], heads), aliases={9: 0},
-        num_warps=8 if pairs >= 128 else 4, num_stages=2,
-        TOKENS=pairs // group, PAIRS=pairs, BLOCK=64 // narrow, **fixed,
+        num_warps=tuned.get("warps") or (8 if pairs >= 128 else 4), num_stages=tuned.get("stages", 2),
+        TOKENS=pairs // group, PAIRS=pairs, BLOCK=tuned.get("block", 64 // narrow), **fixed,
     )[0]  # fmt: skip
 
 
@@ -330,14 +331,17 @@ def _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, *, rows, decode_on
     # With decode_only the kernels visit every token and store the zeros, so that no fill is needed.
     visited = tokens if decode_only else count
     before, aliased = (q, False) if decode_only else (jnp.zeros_like(q), True)
-    splits = _splits(count * heads, fixed["WIDTH"] * fixed["PAGE"], triton_compat.target().cores)
+    tuned = tuning.lookup("decode", "triton", **tuning.of_attention(q, cache[0], cache[2]), rows=count)
+    default = _splits(count * heads, fixed["WIDTH"] * fixed["PAGE"], triton_compat.target().cores)
+    splits = tuned.get("splits", default)
     stats = jax.ShapeDtypeStruct((count, heads, splits, group), jnp.float32)
     values = like if splits == 1 else jax.ShapeDtypeStruct((*stats.shape, dim), jnp.float32)
     out, peaks, totals = triton_compat.call(
         _decode, q, *cache, kv_len, num_decodes, sinks, before,
         out=[values, stats, stats], grid=(visited if splits == 1 else count, heads, splits),
         aliases={7: 0} if splits == 1 and aliased else None,
-        num_warps=4, num_stages=3, SPLITS=splits, GROUP_PAD=pad(group, 16), BLOCK=64 // _narrow(q), **fixed,
+        num_warps=tuned.get("warps", 4), num_stages=tuned.get("stages", 3), SPLITS=splits, GROUP_PAD=pad(group, 16),
+        BLOCK=tuned.get("block", 64 // _narrow(q)), **fixed,
     )  # fmt: skip
     if splits == 1:
         return out

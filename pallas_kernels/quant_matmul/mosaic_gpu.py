@@ -11,7 +11,7 @@ may come from registers: codes go from shared memory to registers, become the dt
 One scale per row multiplies the result, outside. With groups, each group's product has an accumulator of its own, which
 is scaled in float32 and added to the total. Zero points and biases are constant within a group, so they multiply the
 group's sum of x: a small product outside. Splits of the inputs, which keep all multiprocessors busy when there are few
-outputs, are added outside, always in the same order.
+outputs, are added outside, always in the same order. With experts, XLA lists the tiles of tokens, each of one expert.
 
 By its machine code, a step of 128 x 128 weights and 16 tokens is some 560 instructions per scheduler with int8 and 470
 with int4, while memory delivers it in about 860 and 430 cycles: expect int4 to be bound by its conversion.
@@ -19,7 +19,7 @@ with int4, while memory delivers it in about 860 and 430 cycles: expect int4 to 
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import tuning
 from pallas_kernels.quant_matmul.reference import expand, per_row
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
@@ -36,6 +37,7 @@ PROGRAMS = 264  # that run at once: two on each of 132 multiprocessors
 SLOT_BYTES = 72 << 10  # of shared memory for the slots of a program with few tokens: three fit a multiprocessor
 WIDE_SLOT_BYTES = 104 << 10  # with many tokens: two fit
 SWIZZLE_BITS = 256  # of a row in shared memory, at least
+HIGHEST = lax.Precision.HIGHEST
 MIN_STEPS = 4  # of the loop over the inputs per split
 
 
@@ -72,13 +74,16 @@ def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int)
     out, inputs = shape
     grouped = block[1] < inputs
     few = tokens <= 64
-    m = 128 if out >= 128 else 64
-    n = next((n for n in (8, 16, 32, 64) if n >= tokens), 64 if grouped else 128)
-    k = _step_size(inputs, block[1], bits, 128 if few or grouped else 64)
+    group = block[1] if grouped else 0
+    tuned = tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)
+    m = tuned.get("m") or (128 if out >= 128 else 64)
+    n = tuned.get("n") or next((n for n in (8, 16, 32, 64) if n >= tokens), 64 if grouped else 128)
+    k = _step_size(inputs, block[1], bits, tuned.get("k") or (128 if few or grouped else 64))
     assert k is not None, "why_not refuses what has no step size"
     slot = m * k * bits // 8 + n * k * 2
-    stages = min(max((SLOT_BYTES if few else WIDE_SLOT_BYTES) // slot, 2), 12)
-    splits = _splits(-(-out // m) * -(-tokens // n), inputs // k, inputs * bits // (128 * n))
+    stages = tuned.get("stages") or min(max((SLOT_BYTES if few else WIDE_SLOT_BYTES) // slot, 2), 12)
+    most = tuned.get("splits") or inputs * bits // (128 * n)
+    splits = _splits(-(-out // m) * -(-tokens // n), inputs // k, most)
     steps = inputs // k // splits
     return Plan(m, n, k, min(block[1], k) if grouped else k, min(stages, steps), splits, steps)
 
@@ -104,20 +109,61 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None,
     `count` is ignored. `interpret`: plgpu.InterpretGPUParams of JAX 0.11.2 or newer, to run without a GPU.
     """
     tokens, (out, inputs) = len(x), w.shape
-    grouped = w.block[1] < inputs
     sizes = plan(tokens, (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
-    whole_blocks = w.block[0] % sizes.m == 0 and out % sizes.m == 0
-    if grouped and w.block[0] > 1 and not whole_blocks:
-        w = per_row(w)
     padded = jnp.pad(x, ((0, -tokens % sizes.n), (0, 0)))
-    arguments = (w.codes, padded, w.scale) if grouped else (w.codes, padded)
-    y = _call(sizes, w, len(padded), x.dtype, interpret)(*arguments)
-    y = _drop_repeated(y, sizes.m, out).sum(0).T[:tokens]
-    if not grouped:
+    one = jax.tree.map(lambda array: array[None], w)
+    y = _call(sizes, one, padded, len(padded) // sizes.n, interpret)[:tokens]
+    if w.block[1] >= inputs:
         y = y * expand(w.scale, w.block, (out, 1)).T
     if w.zero is not None or w.bias is not None:
-        y = y + _constant_part(x, w)
+        y = y + _constant_part(x, w, lambda sums, constant: jnp.matmul(sums, constant.T, precision=HIGHEST))
     return y
+
+
+def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *, interpret: Any = None) -> jax.Array:
+    """As `reference.grouped_quant_matmul`: rows of x, sorted by expert, each times its expert's weight.
+
+    A tile of tokens is of one expert; it has room for an expert's even share.
+    """
+    tokens, (experts, out, inputs) = len(x), w.shape
+    bits = jax.dtypes.itemsize_bits(w.codes.dtype)
+    sizes = plan(-(-tokens // experts), (out, inputs), w.block, bits)
+    items, column = _work_items(group_sizes, tokens, sizes.n)
+    steps = sizes.splits * sizes.steps
+    splits = _splits(-(-out // sizes.m) * len(items), steps, inputs * bits // (128 * sizes.n))
+    padded = jnp.pad(x, ((0, sizes.n), (0, 0)))
+    y = _call(sizes._replace(splits=splits, steps=steps // splits), w, padded, len(items), interpret, items)[column]
+    owner = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(tokens), side="right")
+    if w.block[1] >= inputs:
+        y = y * expand(w.scale[jnp.minimum(owner, experts - 1)], w.block, (out, 1))[..., 0]
+    if w.zero is not None or w.bias is not None:
+
+        def multiply(sums, constant):
+            constant = constant.swapaxes(1, 2)
+            return lax.ragged_dot(sums, constant, group_sizes, precision=HIGHEST, preferred_element_type=jnp.float32)
+
+        y = y + _constant_part(x, w, multiply)
+    return jnp.where((owner < experts)[:, None], y, 0.0)
+
+
+def _work_items(group_sizes: jax.Array, tokens: int, n: int) -> tuple[jax.Array, jax.Array]:
+    """Expert (-1: none) and first token of each tile of n tokens, int32 [items, 2]; the place of each token in them.
+
+    Copies begin at multiples of 8 tokens: an expert's first tile may hold some of the expert's before it.
+    """
+    experts, ends = len(group_sizes), jnp.cumsum(group_sizes)
+    starts = (ends - group_sizes) // 8 * 8
+    tiles = jnp.where(group_sizes > 0, (ends - starts + n - 1) // n, 0)
+    tile_ends = jnp.cumsum(tiles)
+    item = jnp.arange(min(tokens, (tokens + experts * (n + 6)) // n))
+    expert = jnp.searchsorted(tile_ends, item, side="right")
+    owner = jnp.minimum(expert, experts - 1)
+    start = starts[owner] + (item - (tile_ends - tiles)[owner]) * n
+    items = jnp.stack([jnp.where(expert < experts, expert, -1), start], 1).astype(jnp.int32)
+
+    token = jnp.arange(tokens)
+    owner = jnp.minimum(jnp.searchsorted(ends, token, side="right"), experts - 1)
+    return items, (tile_ends - tiles)[owner] * n + token - starts[owner]
 
 
 def _drop_repeated(y: jax.Array, m: int, out: int) -> jax.Array:
@@ -128,9 +174,10 @@ def _drop_repeated(y: jax.Array, m: int, out: int) -> jax.Array:
     return jnp.concatenate([y[:, :whole], y[:, whole - out :]], axis=1)
 
 
-def _constant_part(x: jax.Array, w: QuantArray) -> jax.Array:
-    """What zero points and biases add [tokens, out]: the sum of x over each group times the group's constant."""
-    (out, inputs), groups = w.shape, w.scale.shape[1]
+def _constant_part(x: jax.Array, w: QuantArray, multiply: Callable[..., jax.Array]) -> jax.Array:
+    """What zero points and biases add [tokens, out]: the sum of x over each group [tokens, groups] times the group's
+    constant [..., blocks of rows, groups]."""
+    (out, inputs), groups = w.shape[-2:], w.scale.shape[-1]
     constant = jnp.zeros(w.scale.shape, jnp.float32)
     if w.zero is not None:
         constant -= w.zero.astype(jnp.float32) * w.scale.astype(jnp.float32)
@@ -139,33 +186,45 @@ def _constant_part(x: jax.Array, w: QuantArray) -> jax.Array:
     group = min(w.block[1], inputs)
     wide = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, groups * group - inputs)))
     sums = wide.reshape(len(x), groups, group).sum(-1)
-    part = jnp.matmul(sums, constant.T, precision=lax.Precision.HIGHEST)
-    return expand(part, (1, w.block[0]), (len(x), out))
+    return expand(multiply(sums, constant), (1, w.block[0]), (len(x), out))
 
 
-def _call(sizes: Plan, w: QuantArray, tokens: int, dtype: jnp.dtype, interpret: Any):
-    """The kernel: codes [out, in], x [tokens, in] and, with groups, scales -> float32 [splits, tiles * m, tokens]."""
-    tiles = -(-w.shape[0] // sizes.m)
-    out, grouped = w.shape[0], w.block[1] < w.shape[1]
-    codes_bits, bits = jax.dtypes.itemsize_bits(w.codes.dtype), jax.dtypes.itemsize_bits(dtype)
+def _call(sizes: Plan, w: QuantArray, x: jax.Array, columns: int, interpret: Any, items: jax.Array | None = None):
+    """The kernel: weights [experts, out, in] times `columns` tiles of x [tokens, in] -> float32 [columns * n, out].
+
+    With groups the result is scaled. `items` as from `_work_items`; without it tiles follow each other.
+    """
+    _, out, inputs = w.shape
+    grouped = w.block[1] < inputs
+    if grouped and w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.m):
+        w = per_row(w)
+    tiles = -(-out // sizes.m)
+    codes_bits, bits = jax.dtypes.itemsize_bits(w.codes.dtype), jax.dtypes.itemsize_bits(x.dtype)
     scratch = {
         "w_smem": _tiles((sizes.stages, sizes.m, sizes.k), w.codes.dtype, max(sizes.group * codes_bits, SWIZZLE_BITS)),
-        "x_smem": _tiles((sizes.stages, sizes.n, sizes.k), dtype, sizes.group * bits),
+        "x_smem": _tiles((sizes.stages, sizes.n, sizes.k), x.dtype, sizes.group * bits),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages),
     }
     if interpret is not None:
-        scratch["a_smem"] = _tiles((sizes.m, sizes.group), dtype, sizes.group * bits)
-    body = partial(_kernel, sizes=sizes, block=w.block if grouped else None, out=out)
-    return plgpu.kernel(
+        scratch["a_smem"] = _tiles((sizes.m, sizes.group), x.dtype, sizes.group * bits)
+    optional = {"scale_gmem": w.scale if grouped else None, "items_gmem": items}
+    given = {name: array for name, array in optional.items() if array is not None}
+
+    def body(w_gmem, x_gmem, *refs, **scratch):
+        named = dict(zip(given, refs[:-1], strict=True))
+        _kernel(w_gmem, x_gmem, refs[-1], sizes, w.block, out, **named, **scratch)
+
+    y = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((sizes.splits, tiles * sizes.m, tokens), jnp.float32),
-        grid=(tiles, tokens // sizes.n, sizes.splits),
+        out_type=jax.ShapeDtypeStruct((sizes.splits, tiles * sizes.m, columns * sizes.n), jnp.float32),
+        grid=(tiles, columns, sizes.splits),
         grid_names=("outputs", "tokens", "split"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-        kernel_name="quant_matmul",
-    )
+        kernel_name="quant_matmul" if items is None else "grouped_quant_matmul",
+    )(w.codes, x, *given.values())
+    return _drop_repeated(y, sizes.m, out).sum(0).T
 
 
 def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
@@ -176,18 +235,31 @@ def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _kernel(w_gmem, x_gmem, *refs, sizes: Plan, block, out: int, w_smem, x_smem, full, a_smem=None):
-    scale_gmem: Any = refs[0] if block else None
-    out_gmem = refs[-1]
+def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, scale_gmem=None, items_gmem=None, **scratch):
+    column = lax.axis_index("tokens")
+    if items_gmem is None:
+        _tile(w_gmem, x_gmem, out_gmem, sizes, block, out, 0, column * sizes.n, scale_gmem, **scratch)
+        return
+    expert = items_gmem[column, 0]
+
+    @pl.when(expert >= 0)
+    def _():
+        start = pl.multiple_of(items_gmem[column, 1], 8)
+        _tile(w_gmem, x_gmem, out_gmem, sizes, block, out, expert, start, scale_gmem, **scratch)
+
+
+def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, expert, token, scale_gmem, *,
+          w_smem, x_smem, full, a_smem=None):  # fmt: skip
+    """A tile of outputs for n tokens from `token`."""
     # The last tile computes some outputs of the one before it again where they do not divide.
     first = jnp.minimum(lax.axis_index("outputs") * sizes.m, out - sizes.m)
-    rows, tokens = pl.ds(first, sizes.m), pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)
+    rows, tokens = pl.ds(first, sizes.m), pl.ds(token, sizes.n)
     start = lax.axis_index("split") * sizes.steps
     pieces = range(sizes.k // sizes.group)
 
     def fetch(step):
         slot, inputs = lax.rem(step, sizes.stages), pl.ds((start + step) * sizes.k, sizes.k)
-        plgpu.copy_gmem_to_smem(w_gmem.at[rows, inputs], w_smem.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(w_gmem.at[expert, rows, inputs], w_smem.at[slot], full.at[slot])
         plgpu.copy_gmem_to_smem(x_gmem.at[tokens, inputs], x_smem.at[slot], full.at[slot])
 
     def multiply(acc, slot, piece):
@@ -209,9 +281,9 @@ def _kernel(w_gmem, x_gmem, *refs, sizes: Plan, block, out: int, w_smem, x_smem,
         for piece in pieces:
             group = ((start + step) * sizes.k + piece * sizes.group) // block[1]
             if block[0] > 1:
-                scales.append(scale_gmem[first // block[0], group])
+                scales.append(scale_gmem[expert, first // block[0], group])
             else:
-                scales.append(plgpu.load(scale_gmem, (rows, group), optimized=False))
+                scales.append(plgpu.load(scale_gmem, (expert, rows, group), optimized=False))
         return tuple(scales)
 
     def times(product, scale):
@@ -260,12 +332,13 @@ def _kernel(w_gmem, x_gmem, *refs, sizes: Plan, block, out: int, w_smem, x_smem,
             total = total + times(pl.run_scoped(product, acc_type), scales[piece])
         return total, following
 
-    if block:
+    if scale_gmem is not None:
         zeros = jnp.zeros((sizes.m, sizes.n), jnp.float32)
         result, _ = loop(grouped, (zeros, scales_of(jnp.int32(0))))
     else:
         result = pl.run_scoped(whole, acc_type)
-    out_gmem[lax.axis_index("split"), pl.ds(lax.axis_index("outputs") * sizes.m, sizes.m), tokens] = result
+    outputs = pl.ds(lax.axis_index("outputs") * sizes.m, sizes.m)
+    out_gmem[lax.axis_index("split"), outputs, pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)] = result
 
 
 def _convert(codes: jax.Array, dtype: jnp.dtype) -> jax.Array:

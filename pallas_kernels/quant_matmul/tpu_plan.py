@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels import tuning
 from pallas_kernels.types import QuantArray
 
 LANES = 128
@@ -62,7 +63,9 @@ class Plan:
         return (1 if self.groups == 1 else self.in_tiles, -(-self.tile_groups // 8) * 8, self.outs)
 
 
-def make_plan(w: QuantArray, x_dtype, tile_tokens: int, most_inputs: int | None = None, most_outs: int = OUTS) -> Plan:
+def make_plan(
+    w: QuantArray, x_dtype, tile_tokens: int, most_inputs: int | None = None, most_outs: int | None = None
+) -> Plan:
     """For codes [..., out, in] and that many tokens per tile; tiles as large as is good, or as they are let."""
     out, inputs = w.codes.shape[-2:]
     few = tile_tokens <= FEW_TOKENS
@@ -70,7 +73,11 @@ def make_plan(w: QuantArray, x_dtype, tile_tokens: int, most_inputs: int | None 
     group = w.block[1] if groups > 1 else inputs
     rows = min(w.block[0], out)
     unit = LANES if groups == 1 else math.lcm(group, LANES)
-    ins = _tile(inputs, unit, most_inputs or (FEW_INPUTS if few else INPUTS))
+    tuned = tuning.lookup(
+        "matmul", "mosaic_tpu", codes=w.codes.dtype.name, group=group, out=out, inputs=inputs, tokens=tile_tokens
+    )
+    ins = _tile(inputs, unit, most_inputs or tuned.get("inputs") or (FEW_INPUTS if few else INPUTS))
+    most_outs = most_outs or tuned.get("outs") or OUTS
     code_bits = 4 if w.codes.dtype == jnp.int4 else 8
     outs = min(FEW_CODES * 8 // (code_bits * ins), most_outs) if few else most_outs
     outs_unit = LANES if w.scale.shape[-2] == 1 else math.lcm(rows, LANES)

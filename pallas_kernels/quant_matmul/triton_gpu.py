@@ -11,6 +11,7 @@ the group's sum of x:
 Traffic: codes and scales once per 128 tokens, x once per tile of outputs (from the L2 cache). Splits, chosen from
 static sizes where the tiles alone would leave the device idle, write float32 partials which XLA adds up.
 Pipeline: `stages` steps of codes and x in flight (cp.async).
+Experts: XLA lists the tiles of tokens, each of one expert; a program stores only the rows that are its own.
 
 Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on any of them.
 """
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 from jax import lax
 
-from pallas_kernels import triton_compat
+from pallas_kernels import triton_compat, tuning
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.triton_compat import Target, pad
 from pallas_kernels.types import QuantArray
@@ -87,6 +88,14 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
         roomy = target.capability in (80, 90, 100, 103)
         step = 128 if grouped and roomy else 64
         tile = Tiles(128, 128, min(within, step), step, 1, 8, 3 if roomy else 2)
+    tuned = tuning.lookup(
+        "matmul", "triton",
+        x=x_dtype, codes=codes, group=group if grouped else 0, out=outputs, inputs=inputs, tokens=tokens,
+    )  # fmt: skip
+    tile = tile._replace(**tuned)
+    tile = tile._replace(inputs=min(tile.inputs, tile.step))
+    if "splits" in tuned:
+        return tile
     programs = -(-tokens // tile.tokens) * -(-outputs // tile.outputs)
     wanted = min(3 * target.cores // programs, inputs // (4 * tile.step))
     return tile._replace(splits=1 << (max(1, min(wanted, 16)).bit_length() - 1))
@@ -190,19 +199,30 @@ def _piece(
 
 @triton.jit
 def _matmul(
-    x, codes, scale, zero, bias, count, out,
+    x, codes, scale, zero, bias, count, items, out,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROUP: tl.constexpr,
     PER: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FACTOR: tl.constexpr, SPLITS: tl.constexpr,
+    FACTOR: tl.constexpr, SPLITS: tl.constexpr, GROUPED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """PER 2 or 4: int4 codes in int8 or int16, [OUTPUTS, INPUTS / PER], with x [PER, TOKENS, INPUTS / PER]: what
     belongs to the first of each PER codes, to the second, and so on. BITS: float8 codes as int8. GROUP 0: all inputs
-    share a scale. `out` is [SPLITS, TOKENS, OUTPUTS]."""
+    share a scale. `out` is [SPLITS, TOKENS, OUTPUTS]. GROUPED: each tile of tokens is one of `items` [tiles, 3]:
+    expert, first token, end; weights have a leading dimension of experts."""
     COLUMNS: tl.constexpr = INPUTS // PER
     SHIFTED: tl.constexpr = HAS_ZERO or HAS_BIAS
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUP else 1
-    token = tl.program_id(0) * BM + tl.arange(0, BM)
+    if GROUPED:
+        expert = tl.load(items + tl.program_id(0) * 3).to(tl.int64)
+        start, stop = tl.load(items + tl.program_id(0) * 3 + 1), tl.load(items + tl.program_id(0) * 3 + 2)
+        codes += expert * OUTPUTS * COLUMNS
+        blocks = expert * ((OUTPUTS + BLOCK_OUT - 1) // BLOCK_OUT * GROUPS)
+        scale, zero, bias = scale + blocks, zero + blocks, bias + blocks
+        live = start < stop
+    else:
+        start, stop = tl.program_id(0) * BM, TOKENS
+        live = start < tl.load(count)
+    token = start + tl.arange(0, BM)
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.arange(0, BK // PER)
     # What lies beyond the edges repeats the last row, and is not stored.
@@ -213,13 +233,13 @@ def _matmul(
     share: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     first = tl.program_id(2) * share
     end = tl.minimum(first + share, INPUTS)
-    end = tl.where(tl.program_id(0) * BM < tl.load(count), end, first)
+    end = tl.where(live, end, first)
     acc = tl.zeros([BN, BM], tl.float32)
     sums = tl.zeros([BM], tl.float32)
-    for start in range(first, end, STEP):
+    for at in range(first, end, STEP):
         for piece in tl.static_range(STEP // BK):
             acc, sums = _piece(
-                acc, sums, x_row, codes_row, scale_row, scale, zero, bias, start + piece * BK, column,
+                acc, sums, x_row, codes_row, scale_row, scale, zero, bias, at + piece * BK, column,
                 TOKENS, INPUTS, STEP, GROUP, GROUPS, PER, BITS, PTX, HAS_ZERO, HAS_BIAS, FACTOR,
             )  # fmt: skip
     if not GROUP:
@@ -228,7 +248,7 @@ def _matmul(
         if SHIFTED:
             acc += _shift(factor, zero, bias, scale_row, HAS_ZERO, HAS_BIAS)[:, None] * sums[None, :]
     to = (tl.program_id(2).to(tl.int64) * TOKENS + token)[:, None] * OUTPUTS + output[None, :]
-    tl.store(out + to, tl.trans(acc), mask=(token < TOKENS)[:, None] & (output < OUTPUTS)[None, :])
+    tl.store(out + to, tl.trans(acc), mask=(token < stop)[:, None] & (output < OUTPUTS)[None, :])
 
 
 @jax.jit
@@ -238,28 +258,59 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None)
     `count`, an int32 scalar, says how many leading rows of x matter; tiles beyond hold zeros, minus zero or biases.
     """
     tokens, inputs = x.shape
-    outputs = w.shape[0]
-    target, kind = triton_compat.target(), w.codes.dtype.name
-    group = w.block[1]
-    tile = tiles(x.dtype.name, kind, tokens, outputs, inputs, group, target)
+    tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
+    count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
+    return _call(x, w, tile, count, None)
+
+
+@jax.jit
+def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
+    """As `reference.grouped_quant_matmul`: rows of x, sorted by expert, each times its expert's weight.
+
+    A tile of tokens is of one expert; it has room for an expert's even share.
+    """
+    (tokens, inputs), (experts, outputs, _) = x.shape, w.shape
+    share, target = -(-tokens // experts), triton_compat.target()
+    tile = tiles(x.dtype.name, w.codes.dtype.name, share, outputs, inputs, w.block[1], target)
+    items = _work_items(group_sizes.astype(jnp.int32), tokens, tile.tokens)
+    tile = tile._replace(splits=1 << (max(tile.splits // len(items), 1).bit_length() - 1))
+    y = _call(x, w, tile, group_sizes, items)
+    return jnp.where((jnp.arange(tokens) < group_sizes.sum())[:, None], y, 0.0)
+
+
+def _work_items(group_sizes: jax.Array, tokens: int, size: int) -> jax.Array:
+    """Expert, first token and end of each tile of `size` tokens, int32 [items, 3]; empty where there are none left."""
+    experts, ends = len(group_sizes), jnp.cumsum(group_sizes)
+    count = (group_sizes + size - 1) // size
+    after = jnp.cumsum(count)
+    item = jnp.arange(min(tokens, tokens // size + experts), dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(after, item, side="right", method="compare_all"), experts - 1)
+    start = (ends - group_sizes)[expert] + (item - (after - count)[expert]) * size
+    return jnp.stack([expert, start, jnp.minimum(start + size, ends[expert])], 1).astype(jnp.int32)
+
+
+def _call(x: jax.Array, w: QuantArray, tile: Tiles, count: jax.Array, items: jax.Array | None) -> jax.Array:
+    """Without `items`: one weight, and tiles of tokens that follow each other up to `count`."""
+    (tokens, inputs), outputs = x.shape, w.shape[-2]
+    kind, group = w.codes.dtype.name, w.block[1]
     codes, factor, per, bits = w.codes, 1.0, 1, False
     if kind == "int4":
         # No copy: XLA's int4 arrays are packed, low half first. x is reordered by what computes it, or by a small copy.
         per = 4 if tile.inputs >= 64 and inputs % 4 == 0 else 2
-        codes = codes.reshape(outputs, inputs // per, per)
+        codes = codes.reshape(*codes.shape[:-1], inputs // per, per)
         codes = lax.bitcast_convert_type(codes, jnp.int16 if per == 4 else jnp.int8)
         x = x.reshape(tokens, inputs // per, per).transpose(2, 0, 1)
-    elif kind == "float8_e4m3fn" and target.capability < 89:
+    elif kind == "float8_e4m3fn" and triton_compat.target().capability < 89:
         codes, bits, factor = lax.bitcast_convert_type(codes, jnp.int8), True, FP8_SHIFT
-    count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
     out = triton_compat.call(
         _matmul, x, codes, w.scale, w.scale if w.zero is None else w.zero, w.scale if w.bias is None else w.bias, count,
+        count if items is None else items,
         out=[jax.ShapeDtypeStruct((tile.splits, tokens, outputs), jnp.float32)],
-        grid=(-(-tokens // tile.tokens), -(-outputs // tile.outputs), tile.splits),
+        grid=(-(-tokens // tile.tokens) if items is None else len(items), -(-outputs // tile.outputs), tile.splits),
         num_warps=tile.warps, num_stages=tile.stages,
         TOKENS=tokens, OUTPUTS=outputs, INPUTS=inputs, BLOCK_OUT=w.block[0], GROUP=group if group < inputs else 0,
         PER=per, BITS=bits, PTX=PTX and x.dtype != jnp.float32, HAS_ZERO=w.zero is not None,
-        HAS_BIAS=w.bias is not None, FACTOR=factor, SPLITS=tile.splits,
+        HAS_BIAS=w.bias is not None, FACTOR=factor, SPLITS=tile.splits, GROUPED=items is not None,
         BM=tile.tokens, BN=tile.outputs, BK=tile.inputs, STEP=tile.step,
     )[0]  # fmt: skip
     return out[0] if tile.splits == 1 else out.sum(0)

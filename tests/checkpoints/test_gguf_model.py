@@ -179,7 +179,19 @@ def test_settings_that_change_nothing(altered):
     assert config["num_key_value_heads"] == 1
     assert "rope_scaling" not in config
     assert config["torch_dtype"] == "float32"
-    assert "rope_scaling" not in open_gguf(altered(rope__scaling__type="none", rope__scaling__factor=4.0)).config
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("none", None),
+        ("linear", {"rope_type": "linear", "factor": 4.0}),
+        (None, {"rope_type": "linear", "factor": 4.0}),
+    ],
+)
+def test_kinds_of_scaling(altered, kind, expected):
+    config = open_gguf(altered(rope__scaling__type=kind, rope__scaling__factor=4.0)).config
+    assert config.get("rope_scaling") == expected
 
 
 def test_tokens_that_end_a_turn():

@@ -88,3 +88,31 @@ def test_insisting_on_a_quantization_that_is_not_there(model_folders):
         make_engine(model_folders(CASE), quantization="awq", load_format="dummy")
     with pytest.raises(ConfigError, match="matmul_backend must be one of auto, "):
         EngineConfig(model="demo", matmul_backend="cuda")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_floats_are_rounded_while_they_are_loaded(model_folders, scheme):
+    """As `jaxserve quantize --method rtn` does; the tokens are those of the rounded values."""
+    engine = make_engine(model_folders(CASE), quantization=scheme)
+    kernels = [x for path, x in flatten_dict(engine.runner.params, sep="/").items() if is_quantizable(path)]
+    assert all(is_quantized(w) for w in kernels)
+    assert {w.block for w in kernels} == {(1, 128 if scheme == "int4" else w.shape[1]) for w in kernels}
+    found = tokens_of(engine)
+    in_floats(engine)
+    assert found == tokens_of(engine)
+    plain = flatten_dict(make_engine(model_folders(CASE)).runner.params, sep="/")
+    for rounded, exact in zip(kernels, (x for path, x in plain.items() if is_quantizable(path)), strict=True):
+        error = np.abs(dequantize(jax.tree.map(np.asarray, rounded)) - np.asarray(exact)).max()
+        assert 0 < error < np.abs(exact).max() * {"int8": 1 / 250, "int4": 1 / 14, "fp8": 1 / 16}[scheme]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_orbax_checkpoint(model_folders, tmp_path, devices):
+    """Converted, a model gives the same tokens, on one device and on two; also a quantized one."""
+    from jaxserve.convert import convert_model
+
+    convert_model(str(model_folders(CASE)), tmp_path / "orbax", "orbax")
+    expected = tokens_of(make_engine(model_folders(CASE)))
+    assert tokens_of(make_engine(tmp_path / "orbax", tensor_parallel_size=devices)) == expected
+    with pytest.raises(ConfigError, match="leave out --quantization"):
+        make_engine(tmp_path / "orbax", quantization="int8")

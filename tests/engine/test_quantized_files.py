@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 import tiny_models
@@ -14,6 +15,10 @@ CASE, GROUP = "tp_gqa", 32
 RNG = np.random.default_rng(21)
 PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (2, 37)]
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}
+
+
+def is_quantized(x) -> bool:
+    return isinstance(x, QuantArray)
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
@@ -83,11 +88,19 @@ def test_act_order(folders, devices):
     assert len({tuple(ids) for ids in found}) == len(found)
 
 
+def test_dequantized_while_loading(folders):
+    options = {"dequantize": True, "decode_steps": False}
+    assert tokens_of(folders[0], **options) == tokens_of(folders[0], decode_steps=False)
+    leaves = jax.tree.leaves(make_engine(folders[0], **options).runner.params, is_leaf=is_quantized)
+    assert not any(map(is_quantized, leaves))
+    assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
+
+
 def test_what_stays_quantized(folders, request):
     engine = make_engine(folders[0])
     layer = engine.runner.params["layers_0"]
     kept = {
-        name: isinstance(layer[part][name]["kernel"], QuantArray)
+        name: is_quantized(layer[part][name]["kernel"])
         for part, name in (("attention", "qkv"), ("attention", "out"), ("mlp", "gate_up"), ("mlp", "down"))
     }
     alike = "one order" in request.node.name

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu
+from pallas_kernels.ops import matmul_of
+from pallas_kernels.registry import Device
+from pallas_kernels.types import QuantArray
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 
@@ -39,6 +42,19 @@ def test_a_row_s_result_does_not_depend_on_its_neighbours(most):
     together = np.asarray(cpu.matmul(jnp.asarray(x), jnp.asarray(w)))
     for count in range(2 if most < 12 else 12, most):  # one token, and many, add up otherwise
         np.testing.assert_array_equal(np.asarray(cpu.matmul(jnp.asarray(x[:count]), jnp.asarray(w))), together[:count])
+
+
+def test_nor_with_quantized_weights():
+    rng = np.random.default_rng(3)
+    codes = jnp.asarray(rng.integers(-8, 8, (96, 256)), jnp.int4)
+    w = QuantArray(codes, jnp.asarray(rng.uniform(0.1, 1, (96, 4)), jnp.float32), block=(1, 64))
+    x = jnp.asarray(rng.normal(size=(20, 256)), jnp.float32)
+    multiply = matmul_of(Device("cpu", "cpu"))
+    assert "jaxserve_quant_matmul" in jax.jit(multiply).lower(x, w).as_text()
+    for counts in (range(1, 5), range(5, 21)):  # codes in registers, dequantized panels
+        together = np.asarray(multiply(x[: counts[-1]], w))
+        for count in counts:
+            np.testing.assert_array_equal(np.asarray(multiply(x[:count], w)), together[:count])
 
 
 def test_it_is_the_kernel_that_runs():

@@ -10,7 +10,7 @@ import pytest
 from devices import mesh_of
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
-from test_paged_attention import Config, gold, make_batch
+from test_paged_attention import DTYPES, Config, gold, make_batch
 
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.registry import AttentionProblem, Device
@@ -28,7 +28,11 @@ PROBLEM = AttentionProblem(np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16), 8, 4,
         (HOPPER, {"head_dim": 72}, "head_dim"),
         (HOPPER, {"group": 17}, "at most 16"),
         (HOPPER, {"page_size": 24}, "page_size"),
-        (HOPPER, {"kv_dtype": np.dtype(np.int8), "has_scale": True}, "int8"),
+        (HOPPER, {"kv_dtype": np.dtype(np.int8), "has_scale": True}, None),
+        (HOPPER, {"kv_dtype": np.dtype(jnp.float8_e4m3fn), "has_scale": True}, None),
+        (HOPPER, {"kv_dtype": np.dtype(np.int8)}, "without scales must be bfloat16, not int8"),
+        (HOPPER, {"has_scale": True}, "with scales must be int8 or float8_e4m3fn"),
+        (HOPPER, {"kv_dtype": np.dtype(np.float16)}, "float16"),
         (HOPPER, {"q_dtype": np.dtype(np.float32)}, "float32"),
         (Device("gpu", "NVIDIA A100", (8, 0)), {}, "9.0"),
         (Device("gpu", "NVIDIA B200", (10, 0)), {}, "9.0"),
@@ -104,7 +108,7 @@ def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = Fa
         table[-(-length // config.page_size) :] = 1_000_000
     out = mosaic_gpu.paged_attention(
         jnp.asarray(batch.q),
-        KVPages(jnp.asarray(batch.pages)),
+        KVPages(jnp.asarray(batch.pages), None if batch.scale is None else jnp.asarray(batch.scale)),
         jnp.asarray(tables),
         jnp.asarray(batch.q_start(config.rows)),
         jnp.asarray([*batch.kv_len, *[0] * (config.rows - len(rows))], jnp.int32),
@@ -120,7 +124,7 @@ def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = Fa
     out = np.asarray(out).astype(np.float64)
     assert np.isfinite(out).all(), "padding too must be finite"
     expected = gold(config, batch, config.head_dim**-0.5)
-    np.testing.assert_allclose(out[: len(expected)], expected, rtol=0, atol=1e-2)
+    np.testing.assert_allclose(out[: len(expected)], expected, rtol=4e-3, atol=1e-2)
     if races:
         from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
@@ -153,28 +157,53 @@ def test_a_prompt_with_a_window_and_sinks():
     interpreted(config, [(50, 420)], races=True)
 
 
+@pytest.mark.usefixtures("short_ring")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_decode_with_quantized_pages(kv_dtype):
+    config = Config(group=4, kv_heads=1, tokens=4, rows=4, max_pages=41, kv_dtype=kv_dtype)
+    interpreted(config, [(1, 641), (1, 64), (1, 1)], races=True, decode_only=True)
+
+
+@pytest.mark.usefixtures("short_ring")
+def test_quantized_pages_with_window_softcap_and_sinks():
+    # Rows of 80 codes take no swizzle; the page's scales are copied in two parts.
+    config = Config(128, 80, group=7, kv_heads=2, tokens=24, rows=3, max_pages=3, window=70, softcap=3.0, sinks=True)
+    interpreted(replace(config, kv_dtype="fp8"), [(1, 300), (1, 50), (20, 140)], races=True)
+
+
+@pytest.mark.usefixtures("short_ring")
+def test_mixed_rows_with_quantized_pages():
+    config = Config(8, 96, group=7, kv_heads=1, tokens=32, rows=5, max_pages=50, kv_dtype="int8")
+    interpreted(config, [(1, 150), (20, 400), (0, 0), (7, 7), (1, 17)])
+
+
 # --- compiled for H200 ---
 
 
 def lowered(target: str, config: Config, *, kv_heads: int = 8, dtype=jnp.bfloat16, decode_only=False):
+    """A `config` with kv_dtype has scales."""
     mesh = mesh_of(target)
 
     def spec(shape, *axes, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
     heads = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
+    shape = 1009, 2, kv_heads, config.page_size, config.head_dim
+    pages = KVPages(spec(shape, *heads[1], dtype=DTYPES[config.kv_dtype] if config.kv_dtype else dtype))
+    if config.kv_dtype:
+        pages = pages._replace(scale=spec(shape[:-1], *heads[1], dtype=jnp.float32))
     options = {"window": config.window, "softcap": config.softcap, "decode_only": decode_only}
     attend = partial(mosaic_gpu.paged_attention, scale=config.head_dim**-0.5, **options)
     sharded = jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(heads[0], KVPages(heads[1]), *[PartitionSpec()] * 4),
+        in_specs=(heads[0], heads[1], *[PartitionSpec()] * 4),
         out_specs=heads[0],
         check_vma=False,
     )
     arguments = (
         spec((config.tokens, kv_heads, config.group, config.head_dim), *heads[0], dtype=dtype),
-        KVPages(spec((1009, 2, kv_heads, config.page_size, config.head_dim), *heads[1], dtype=dtype)),
+        pages,
         spec((config.rows, config.max_pages)),
         spec((config.rows + 1,)),
         spec((config.rows,)),
@@ -190,6 +219,9 @@ def lowered(target: str, config: Config, *, kv_heads: int = 8, dtype=jnp.bfloat1
         Config(8, 80, group=7, window=100, softcap=30.0),
         Config(256, 96, group=1),
         Config(128, 256, group=16, window=1000),
+        Config(8, 80, group=7, window=100, softcap=30.0, kv_dtype="int8"),
+        Config(256, 96, group=1, kv_dtype="fp8"),
+        Config(128, 256, group=16, window=1000, kv_dtype="fp8"),
     ],
     ids=str,
 )
@@ -200,9 +232,12 @@ def test_lowers_for_h200(config):
 
 
 # Alone, and one KV head on each of eight devices.
-@pytest.mark.parametrize(("target", "decode_only"), [("h200x1", True), ("h200x8", False)])
-def test_compiles_for_h200_and_does_not_copy_the_cache(target, decode_only):
-    config = Config(64, 128, group=8, tokens=512, rows=8, max_pages=128)
+@pytest.mark.parametrize(
+    ("target", "decode_only", "kv_dtype"),
+    [("h200x1", True, None), ("h200x8", False, None), ("h200x1", False, "int8"), ("h200x8", False, "fp8")],
+)
+def test_compiles_for_h200_and_does_not_copy_the_cache(target, decode_only, kv_dtype):
+    config = Config(64, 128, group=8, tokens=512, rows=8, max_pages=128, kv_dtype=kv_dtype)
     compiled = lowered(target, config, decode_only=decode_only).compile()
     text = compiled.as_text()
     assert "mosaic_gpu" in text

@@ -52,6 +52,47 @@ def test_interpreted_in_float16():
     check(mosaic_gpu.quant_matmul(x, w, interpret=plgpu.InterpretGPUParams()), x, w)
 
 
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "shape", "codes", "block", "options"),
+    [
+        ((3, 0, 9, 1), 15, (128, 256), "int8", (1, IN), {}),  # an expert with two tiles, tokens of nobody
+        ((0, 2, 0), 2, (72, 128), "int4", (1, 64), {"zero": True, "scale": jnp.bfloat16}),
+        ((5, 6), 11, (200, 160), "fp8", (128, 128), {"bias": True}),
+        ((0, 0), 3, (64, 64), "int8", (1, 32), {}),
+        ((0, 1, 0, 0), 1, (128, 1024), "int8", (OUT, IN), {"zero": True}),  # the inputs are split
+    ],
+)
+def test_grouped_interpreted(sizes, tokens, shape, codes, block, options, capfd):
+    rng = np.random.default_rng(2)
+    x = np.asarray(numbers(rng, (tokens, shape[1]), jnp.bfloat16)).copy()
+    x[sum(sizes) :] = np.nan
+    w = make_weight(rng, (len(sizes), *shape), codes, block, **options)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    y = mosaic_gpu.grouped_quant_matmul(jnp.asarray(x), w, jnp.asarray(sizes, jnp.int32), interpret=interpret)
+    start = 0
+    for expert, size in enumerate(sizes):
+        mine = slice(start, start + size)
+        check(y[mine], x[mine], jax.tree.map(lambda leaf, e=expert: leaf[e], w))
+        start += size
+    assert not np.asarray(y[start:]).any()
+    output = capfd.readouterr()
+    assert "RACE" not in output.out + output.err
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 40, 1, 0), (0, 0, 0), (64,), (16, 16, 16, 16), (1,) * 9])
+@pytest.mark.parametrize("n", [8, 16])
+def test_work_items_hold_each_token_once(sizes, n):
+    tokens, ends = 66, np.cumsum(sizes)
+    items, column = map(np.asarray, mosaic_gpu._work_items(jnp.asarray(sizes, jnp.int32), tokens, n))
+    for token in range(ends[-1]):
+        expert, start = items[column[token] // n]
+        assert start + column[token] % n == token
+        assert ends[expert] - sizes[expert] <= token < ends[expert]
+    assert (items[:, 1] % 8 == 0).all()
+    assert len(items) <= tokens
+
+
 # --- compiled ahead of time ---
 
 
@@ -118,6 +159,26 @@ def test_compiles_without_a_dequantized_copy(mesh, shape, tokens, codes, block):
 def test_compiles(mesh, tokens, shape, codes, block, options):
     compiled, _ = compile_for(mesh, tokens, shape, codes, block, **options)
     assert "quant_matmul" in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "codes", "block", "zero"),
+    [(16, "int4", (1, 128), True), (2048, "int8", (1, 4096), False), (64, "fp8", (128, 128), False)],
+)
+def test_grouped_compiles(mesh, tokens, codes, block, zero):
+    experts, shape = 8, (2048, 4096)
+    blocks = (experts, shape[0] // block[0], shape[1] // block[1])
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    zeros = array(blocks, jnp.int8) if zero else None
+    w = QuantArray(array((experts, *shape), CODES[codes]), array(blocks, jnp.bfloat16), zeros, block=block)
+    x, sizes = array((tokens, shape[1]), jnp.bfloat16), array((experts,), jnp.int32)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(mosaic_gpu.grouped_quant_matmul).lower(x, w, sizes).compile()
+    assert "grouped_quant_matmul" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < max(shape[0] * shape[1], 32 * tokens * shape[0])
 
 
 @pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])

@@ -1,5 +1,6 @@
 """Products with quantized weights, every backend that this machine runs, against float64 NumPy."""
 
+from dataclasses import replace
 from types import ModuleType
 
 import jax
@@ -8,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.quant_matmul import reference
+from pallas_kernels.quant_matmul import cpu, reference
 from pallas_kernels.registry import BACKENDS, Device, MatmulProblem, load
 from pallas_kernels.types import QuantArray
 
@@ -46,7 +47,7 @@ def gold(x, w: QuantArray) -> tuple[np.ndarray, np.ndarray]:
     """The product in float64, and the sum of the sizes of all its terms."""
     x, codes, scale = np.asarray(x, np.float64), np.asarray(w.codes, np.float64), spread(w.scale, w)
     zero, bias = (0.0 if values is None else spread(values, w) for values in (w.zero, w.bias))
-    sizes = (np.abs(codes) + np.abs(zero)) * scale + np.abs(bias)
+    sizes = (np.abs(codes) + np.abs(zero)) * np.abs(scale) + np.abs(bias)
     return x @ ((codes - zero) * scale + bias).swapaxes(-1, -2), np.abs(x) @ sizes.swapaxes(-1, -2)
 
 
@@ -70,11 +71,14 @@ def backend(request) -> ModuleType:
         pytest.skip(f"not installed: {error}")
 
 
-def run(backend: ModuleType, x, w: QuantArray):
+def run(backend: ModuleType, x, w: QuantArray, **options):
+    """The product by a backend; the CPU's gets the same x in float32."""
     device = Device.of(jax.devices()[0])
+    if backend is cpu:
+        x = x.astype(jnp.float32)
     if reason := backend.why_not(device, problem_of(x, w)):
         pytest.skip(reason)
-    return jax.jit(backend.quant_matmul)(x, w)
+    return jax.jit(backend.quant_matmul)(x, w, **options)
 
 
 def numbers(rng, shape, dtype):
@@ -110,6 +114,32 @@ def test_dtypes(backend, dtype, scale):
 def test_sizes_that_are_no_multiples(backend, block, shape, tokens):
     rng = np.random.default_rng(3)
     x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, "int8", block, bias=True)
+    check(run(backend, x, w), x, w)
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5, 13, 40])
+def test_tokens(backend, codes, tokens):
+    rng = np.random.default_rng(8)
+    x, w = numbers(rng, (tokens, 202), jnp.bfloat16), make_weight(rng, (90, 202), codes, (1, 64), scale=jnp.float16)
+    check(run(backend, x, w), x, w)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 20, 1000])
+def test_only_the_rows_that_matter(backend, count):
+    rng = np.random.default_rng(9)
+    x, w = numbers(rng, (20, 64), jnp.bfloat16), make_weight(rng, (48, 64), "int8", (1, IN))
+    y = run(backend, x.at[count:].set(jnp.nan), w, count=jnp.int32(count))
+    check(y[:count], x[:count], w)
+
+
+def test_small_scales(backend):
+    """float16's subnormal numbers, of both signs."""
+    rng = np.random.default_rng(10)
+    x, w = numbers(rng, (2, 128), jnp.bfloat16), make_weight(rng, (32, 128), "int8", (1, 32))
+    scale = rng.integers(1, 1024, (32, 4)) * rng.choice([-1, 1], (32, 4)) * 2.0**-24
+    w = replace(w, scale=jnp.asarray(scale, jnp.float16))
+    assert (np.asarray(w.scale, np.float64) == scale).all()
     check(run(backend, x, w), x, w)
 
 

@@ -1,11 +1,14 @@
 """Which backend a device uses, and what is said of the others."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.kernels import describe
 from jaxserve.targets import ConfigError, target_devices
+from pallas_kernels import cpu
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, explain
 
 F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
@@ -30,7 +33,28 @@ def test_quantized_weights():
     problem = MatmulProblem(BF16, np.dtype(jnp.int4), 4096, 4096, (1, 128))
     assert choose("matmul", H200, problem) == "mosaic_gpu"
     assert choose("matmul", V5E, problem) == "mosaic_tpu"
-    assert explain("matmul", CPU, problem)["cpu"] == "it does not have this operation"
+    assert explain("matmul", CPU, problem)["cpu"] == "it computes in float32, not in bfloat16"
+
+
+def test_quantized_weights_on_cpu():
+    problem = MatmulProblem(F32, np.dtype(jnp.int4), 4096, 4096, (1, 128))
+    assert choose("matmul", CPU, problem) == ("cpu" if cpu.available(cpu.QUANT_MATMUL) else "xla")
+    for change, said in (
+        ({"partitioned": True}, "one device"),
+        ({"inputs": 4097}, "must be even"),
+        ({"block": (1, 100)}, "multiples of 8"),
+    ):
+        reasons = explain("matmul", CPU, replace(problem, **change))
+        assert said in reasons["cpu"]
+        assert reasons["xla"] is None
+
+
+def test_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    problem = MatmulProblem(F32, np.dtype(jnp.int8), 64, 64, (1, 64))
+    assert "no C++ compiler" in explain("matmul", CPU, problem)["cpu"]
+    assert choose("matmul", CPU, problem) == "xla"
 
 
 def test_an_explicit_choice_that_cannot_run_fails_with_the_reason():

@@ -347,6 +347,41 @@ def test_quant_matmul(name, dtype, monkeypatch):
         assert matmul.tiles(dtype, "int4", tokens, 16, 2048, 32, place).splits > 1
 
 
+GROUPS = {
+    "int4, tiles of one expert, tokens of nobody": case(
+        codes="int4", block=(1, 32), inputs=96, outputs=70, zero=True, sizes=[3, 0, 40, 1], tokens=50
+    ),
+    "float8, blocks": case(codes="float8_e4m3fn", block=(128, 128), inputs=200, outputs=130, sizes=[5, 6], tokens=11),
+    "int8, per channel": case(codes="int8", block=(1, 128), inputs=128, outputs=33, sizes=[0, 0], bias=True, tokens=4),
+    "int4, splits": case(
+        codes="int4", block=(1, 32), inputs=2048, outputs=16, sizes=[0, 1, 0], tokens=1, cores=4, zero=True
+    ),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_grouped_quant_matmul(name, dtype, monkeypatch):
+    case = dict(GROUPS[name])
+    sizes, tokens, place = case.pop("sizes"), case.pop("tokens"), triton_compat.Target(90, case.pop("cores", 1))
+    monkeypatch.setattr(triton_compat, "target", lambda: place)
+    rng = np.random.default_rng(len(name))
+    weights, golds = zip(*(quantized_weight(rng, **case) for _ in sizes), strict=True)
+    x = rounded(rng, (tokens, case["inputs"]), dtype)
+    x[sum(sizes) :] = np.nan
+    w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+    out = matmul.grouped_quant_matmul(jnp.asarray(x), w, jnp.asarray(sizes, jnp.int32))
+    assert out.dtype == jnp.float32
+    out, start = np.asarray(out), 0
+    for size, gold in zip(sizes, golds, strict=True):
+        expected = x[start : start + size].astype(np.float64) @ gold.T
+        tolerance = 2e-6 * np.abs(expected).max(initial=0) * case["inputs"] ** 0.5
+        np.testing.assert_allclose(out[start : start + size], expected, rtol=0, atol=tolerance)
+        start += size
+    assert not out[start:].any()
+
+
 # --- PTX ---
 
 
@@ -505,3 +540,16 @@ def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
     assert " copy(" not in entry
     assert entry.count(" custom-call(") == 1
     assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + inputs) + 1024
+
+
+@compiled
+@pytest.mark.parametrize(("codes", "block", "tokens"), [("int4", (1, 128), 16), ("float8_e4m3fn", (128, 128), 2048)])
+def test_grouped_quant_matmul_compiles(compile_for, codes, block, tokens):
+    like, experts, outputs, inputs = jax.ShapeDtypeStruct, 8, 2048, 1024
+    scales = experts, outputs // block[0], inputs // block[1]
+    w = QuantArray(like((experts, outputs, inputs), codes), like(scales, "bfloat16"), block=block)
+    arguments = like((tokens, inputs), "bfloat16"), w, like((experts,), np.int32)
+    program = compile_for(lambda x, w, sizes: matmul.grouped_quant_matmul(jnp.tanh(x), w, sizes), *arguments)
+    entry = program.as_text().partition("\nENTRY")[2]
+    assert entry.count(" custom-call(") == 1
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + inputs) + 4096

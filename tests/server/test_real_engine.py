@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from serving import DEMO, SMALL, running_server, wait_until
 
@@ -138,7 +140,7 @@ def test_the_timeline_of_steps(demo_server, client):
     assert demo_server.metric("iteration_tokens_total_count") > 0
 
 
-PHASES = ("schedule", "upload", "device", "commit")
+PHASES = ("schedule", "upload", "device", "commit", "mask")
 
 
 def test_a_trace_of_the_next_steps(demo_server, client):
@@ -216,3 +218,63 @@ def test_forced_tool_calls(client, choice, stream):
     assert call.function.name == "paint"
     assert json.loads(call.function.arguments)["colour"] in ("red", "blue")
     assert result.finish_reason == "tool_calls"
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_structured_output_in_chats(client):
+    form = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
+    ask = {"model": MODEL, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 150, "seed": 4}
+    whole = client.chat.completions.create(**ask, response_format=form, n=2, temperature=1.5)
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        person = json.loads(choice.message.content)
+        assert person.keys() == {"name", "age"}
+        assert 1 <= person["age"] <= 99
+    stream = client.chat.completions.create(**ask, response_format=form, temperature=1.5, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("structured", "pattern"),
+    [
+        ({"regex": "[a-f]{4}-[0-9]{2}"}, "[a-f]{4}-[0-9]{2}"),
+        ({"choice": ["north", "south"]}, "north|south"),
+        ({"grammar": 'start: "<" /[a-z]{1,9}/ ">"'}, "<[a-z]{1,9}>"),
+        ({"json": PERSON}, r'\{[^{}]*"name"[^{}]*"age"[^{}]*\}'),
+        ({"json_object": True}, r"(?s)\{.*"),
+    ],
+    ids=str,
+)
+def test_structured_outputs_of_completions(client, structured, pattern):
+    made = complete(client, max_tokens=150, temperature=1, seed=2, extra_body={"structured_outputs": structured})
+    assert re.fullmatch(pattern, made.choices[0].text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_met_is_a_bad_request(client, stream):
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 5, "maximum": 3}}}
+    with pytest.raises(openai.BadRequestError, match=r"minimum \(5\) is greater than maximum \(3\)"):
+        complete(client, extra_body={"response_format": form}, n=2, stream=stream)
+    complete(client, max_tokens=2)
+
+
+def test_beam_search(client):
+    options = {"extra_body": {"use_beam_search": True, "ignore_eos": True}, "max_tokens": 12, "logprobs": 0}
+    found = complete(client, n=3, **options).choices
+    sums = [sum(choice.logprobs.token_logprobs) for choice in found]
+    assert sums == sorted(sums, reverse=True)
+    assert len({choice.text for choice in found}) == 3
+    greedy = complete(client, max_tokens=12, logprobs=0, extra_body={"ignore_eos": True}).choices[0]
+    assert sums[0] >= sum(greedy.logprobs.token_logprobs) - 1e-3
+    assert [choice.text for choice in complete(client, n=3, **options).choices] == [choice.text for choice in found]

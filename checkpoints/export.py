@@ -1,0 +1,154 @@
+"""Writing model folders in Hugging Face format, with quantized weights as other engines read them.
+
+Layouts: "compressed-tensors" (https://github.com/vllm-project/compressed-tensors: "pack-quantized" integers,
+"float-quantized" fp8) and "awq" (AutoAWQ's gemm kernel, int4 only).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from checkpoints.errors import CheckpointError
+from checkpoints.quantized import INT4, refine
+from pallas_kernels.types import QuantArray
+
+LAYOUTS = ("compressed-tensors", "awq")
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours stands in each nibble, lowest first
+_KEPT = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+
+
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned values [rows, n] of 4 or 8 bits -> int32 [rows, ceil(n / per word)], the first in the lowest bits."""
+    per = 32 // bits
+    padded = np.pad(values.astype(np.uint32), ((0, 0), (0, -values.shape[1] % per)))
+    words = padded.reshape(len(values), -1, per) << (np.arange(per, dtype=np.uint32) * bits)
+    return np.bitwise_or.reduce(words, axis=-1).view(np.int32)
+
+
+def compress(module: str, w: QuantArray, layout: str = LAYOUTS[0]) -> dict[str, np.ndarray]:
+    """The tensors that stand for the weight of a module ("model.layers.0.mlp.down_proj").
+
+    Raises CheckpointError for what the layout cannot say.
+    """
+    w = jax.tree.map(np.asarray, refine(w, (1, w.block[1])))
+    if w.order is not None or w.bias is not None:
+        raise CheckpointError(f"{module}: neither {' nor '.join(LAYOUTS)} has a place for its column order or biases")
+    if layout == "awq":
+        return {f"{module}.{name}": values for name, values in _awq(module, w).items()}
+    tensors: dict[str, Any] = {f"{module}.weight_scale": w.scale}
+    if w.codes.dtype not in (INT4, np.int8):
+        return tensors | {f"{module}.weight": w.codes}
+    bits = _bits(w)
+    tensors[f"{module}.weight_packed"] = pack(_unsigned(w.codes, bits), bits)
+    tensors[f"{module}.weight_shape"] = np.array(w.shape, np.int64)
+    if w.zero is not None:
+        tensors[f"{module}.weight_zero_point"] = pack(_unsigned(w.zero, bits).T, bits).T
+    return tensors
+
+
+def _bits(w: QuantArray) -> int:
+    return 4 if w.codes.dtype == INT4 else 8
+
+
+def _unsigned(values: Any, bits: int) -> np.ndarray:
+    return values.astype(np.int32) + (1 << bits - 1)
+
+
+def _awq(module: str, w: QuantArray) -> dict[str, Any]:
+    """Outputs last, eight of them in a word."""
+    if w.codes.dtype != INT4 or w.shape[0] % 8:
+        raise CheckpointError(f"{module}: the awq layout holds int4 for multiples of 8 outputs, not {w.shape[0]}")
+
+    def packed(values: Any) -> np.ndarray:
+        rows = _unsigned(values, 4).T
+        return pack(rows.reshape(len(rows), -1, 8)[..., _AWQ_ORDER].reshape(rows.shape), 4)
+
+    zero = np.zeros(w.scale.shape, np.int8) if w.zero is None else w.zero
+    return {"qweight": packed(w.codes), "qzeros": packed(zero), "scales": w.scale.T.astype(np.float16)}
+
+
+def quantization_config(weights: Mapping[str, QuantArray], plain: list[str], layout: str = LAYOUTS[0]) -> dict:
+    """What config.json says of quantized weights by module. `plain` are the linear modules that are not quantized.
+
+    Only dtypes and shapes of the weights are looked at.
+    """
+    if layout == "awq":
+        sizes = {min(w.block[1], w.shape[1]) for w in weights.values()}
+        size = sizes.pop() if len(sizes) == 1 else -1  # all inputs
+        extra = {"group_size": size, "zero_point": True, "version": "gemm", "modules_to_not_convert": plain or None}
+        return {"quant_method": "awq", "bits": 4, **extra}
+    sizes = {w.block[1] for w in weights.values() if w.block[1] < w.shape[1]}
+    kinds: dict[str, list[str]] = {}
+    for module, w in weights.items():
+        kinds.setdefault(json.dumps(_arguments(w, sizes)), []).append(module)
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if len(kinds) == 1 else modules,
+            "weights": json.loads(kind),
+            "input_activations": None,
+            "output_activations": None,
+        }
+        for i, (kind, modules) in enumerate(kinds.items())
+    }
+    formats = {"pack-quantized" if w.codes.dtype in (INT4, np.int8) else "float-quantized" for w in weights.values()}
+    if len(formats) > 1:
+        raise CheckpointError("a checkpoint cannot mix integers and fp8 in the compressed-tensors layout")
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop(),
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": plain,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _arguments(w: QuantArray, sizes: set[int]) -> dict[str, Any]:
+    """Inputs that are one group are called so where others have groups of that size."""
+    whole = w.block[1] >= w.shape[1] and w.block[1] not in sizes
+    return {
+        "num_bits": _bits(w),
+        "type": "int" if w.codes.dtype in (INT4, np.int8) else "float",
+        "symmetric": w.zero is None,
+        "strategy": "channel" if whole else "group",
+        "group_size": None if whole else w.block[1],
+        "dynamic": False,
+    }
+
+
+def write_shard(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """A safetensors file, which appears when it is complete."""
+    partial = path.with_name(f".{path.name}.partial")
+    save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, partial, {"format": "pt"})
+    partial.chmod(0o644)
+    os.replace(partial, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_index(folder: Path, shards: Mapping[str, Mapping[str, int]]) -> None:
+    """model.safetensors.index.json, from the bytes of each tensor of each file."""
+    total = sum(size for tensors in shards.values() for size in tensors.values())
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def copy_rest(source: Path, folder: Path) -> None:
+    """The files of a model that are neither weights nor config.json: tokenizer, generation defaults, templates."""
+    for path in (path for pattern in _KEPT for path in source.glob(pattern)):
+        if path.name not in ("config.json", "model.safetensors.index.json"):
+            shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,100 @@
+"""Parameters of the engine as they are, quantized ones too, in an Orbax checkpoint: each device reads its own part.
+
+In a model's folder the checkpoint is the folder `orbax`. Parameters go by path, "layers_0/mlp/down/kernel"; of a
+quantized one there are "layers_0/mlp/down/kernel/block=1x128/codes" and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from checkpoints.errors import CheckpointError
+from pallas_kernels.types import QuantArray
+
+CHECKPOINT = "orbax"
+_ARRAYS = tuple(f.name for f in fields(QuantArray) if f.name != "block")
+_QUANTIZED = re.compile(r"(.+)/block=(\d+)x(\d+)/(\w+)")
+
+Abstract = jax.ShapeDtypeStruct | QuantArray  # QuantArrays of ShapeDtypeStructs
+
+
+def is_saved(folder: Path) -> bool:
+    return (folder / CHECKPOINT).is_dir()
+
+
+def save(folder: Path, params: Mapping[str, Any]) -> None:
+    """Writes arrays and QuantArrays by path into a folder that holds no checkpoint yet."""
+    ocp.PyTreeCheckpointer().save((folder / CHECKPOINT).absolute(), unflatten_dict(_arrays(params), sep="/"))
+
+
+def _arrays(params: Mapping[str, Any]) -> dict[str, Any]:
+    """QuantArrays as one entry per array."""
+    flat: dict[str, Any] = {}
+    for path, value in params.items():
+        if isinstance(value, QuantArray):
+            parts = {name: getattr(value, name) for name in _ARRAYS}
+            prefix = f"{path}/block={value.block[0]}x{value.block[1]}"
+            flat |= {f"{prefix}/{name}": part for name, part in parts.items() if part is not None}
+        else:
+            flat[path] = value
+    return flat
+
+
+def _joined(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `_arrays`."""
+    params: dict[str, Any] = {}
+    for path, value in flat.items():
+        if found := _QUANTIZED.fullmatch(path):
+            owner, rows, inputs, name = found.groups()
+            params.setdefault(owner, {"block": (int(rows), int(inputs))})[name] = value
+        else:
+            params[path] = value
+    return {path: QuantArray(**value) if isinstance(value, dict) else value for path, value in params.items()}
+
+
+def describe(folder: Path) -> dict[str, Abstract]:
+    """Shapes and dtypes of what is saved. Raises CheckpointError when there is nothing that can be read."""
+    try:
+        tree = ocp.PyTreeCheckpointer().metadata((folder / CHECKPOINT).absolute()).item_metadata.tree
+    except Exception as error:  # Orbax raises many unrelated types
+        raise CheckpointError(f"{folder} holds no readable Orbax checkpoint: {error}") from error
+    return _joined({path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten_dict(tree, sep="/").items()})
+
+
+def restore(folder: Path, abstract: Mapping[str, Abstract], resizable: Collection[str] = ()) -> dict[str, Any]:
+    """Reads what `abstract` names into its shardings and dtypes, however it lay when it was saved.
+
+    Rows of `resizable` parameters are left out or filled with zeros where the shape differs. Raises CheckpointError for
+    parameters that are missing, left over, of another shape, or quantized otherwise.
+    """
+    stored, wanted = _arrays(describe(folder)), _arrays(abstract)
+    if differing := sorted(stored.keys() ^ wanted.keys()):
+        raise CheckpointError(
+            f"{folder / CHECKPOINT}: {len(differing)} arrays are saved but not asked for, or the other way round: "
+            f"{', '.join(differing[:8])}"
+        )
+    for path, target in wanted.items():
+        found = _QUANTIZED.fullmatch(path)
+        same = slice(1 if (found[1] if found else path) in resizable else 0, None)
+        if stored[path].shape[same] != target.shape[same]:
+            raise CheckpointError(
+                f"{folder / CHECKPOINT}: {path} is saved with shape {list(stored[path].shape)}, but "
+                f"{list(target.shape)} is needed; convert the model for this tensor_parallel_size"
+            )
+    arguments = {
+        path: ocp.ArrayRestoreArgs(
+            sharding=target.sharding, global_shape=target.shape, dtype=target.dtype, strict=False
+        )
+        for path, target in wanted.items()
+    }
+    nested = unflatten_dict(arguments, sep="/")
+    tree = ocp.PyTreeCheckpointer().restore((folder / CHECKPOINT).absolute(), restore_args=nested)
+    return _joined(flatten_dict(tree, sep="/"))

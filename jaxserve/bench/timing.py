@@ -1,0 +1,134 @@
+"""How long a compiled function takes on the device, and what the device can do at best.
+
+Calls are asynchronous: many are queued, and only the last is waited for. Several calls, each with arguments of its own,
+are compiled into one program, so that launching them takes the host less time than running them takes the device; and
+there are so many arguments that they do not fit the device's cache. Where the host is what is measured all the same, it
+is said.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SPREAD = {"gpu": 256 << 20, "tpu": 256 << 20, "cpu": 16 << 20}  # bytes of arguments that no cache holds
+MOST_SETS = 32  # of arguments
+CHAIN = 16  # calls in one program
+SAMPLES, LEAST_SAMPLES = 11, 3
+QUEUED = 16  # rounds that the runtime queues without waiting for earlier ones
+SAMPLE_SECONDS, ALL_SECONDS = 0.02, 1.0  # a sample's at least; all samples' together, about
+
+
+class Work(Protocol):
+    """Something to be measured; `calls` of it are queued by each round, or, where not asynchronous, run."""
+
+    calls: int
+    asynchronous: bool
+    state: Any
+    outputs: Any  # of the last round
+
+    def enqueue(self, rounds: int) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of each sample. host_bound: queueing took nearly as long as everything, so that a call may take
+    the device less."""
+
+    samples: list[float]
+    host_bound: bool
+
+    @property
+    def seconds(self) -> float:
+        return float(np.median(self.samples))
+
+
+def measure(work: Work) -> Timing:
+    """The time per call of what is compiled already."""
+    clock = time.perf_counter
+
+    def sample(rounds: int) -> tuple[float, float]:
+        start = clock()
+        work.enqueue(rounds)
+        queued = clock()
+        work.wait()
+        return clock() - start, queued - start
+
+    sample(1)
+    seconds = sample(1)[0]
+    if seconds < SAMPLE_SECONDS:
+        seconds = sample(5)[0] / 5
+    rounds = math.ceil(SAMPLE_SECONDS / seconds)
+    count = min(max(int(ALL_SECONDS / (rounds * seconds)), LEAST_SAMPLES), SAMPLES)
+    taken = [sample(rounds) for _ in range(count)]
+    total, queued = sample(QUEUED) if work.asynchronous else (1.0, 0.0)
+    return Timing([total / (rounds * work.calls) for total, _ in taken], queued > 0.9 * total)
+
+
+def in_groups(items: Sequence[Any], most: int = CHAIN) -> list[Sequence[Any]]:
+    """What each round calls, in turn; `most` is a power of two."""
+    size = 1 if jax.default_backend() == "cpu" else math.gcd(len(items), most)
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+class Chain:
+    """Calls of `call(state, *arguments) -> (state, output)`, one for each of the sets of arguments, in turn. The state,
+    which is donated, goes from each to the next. `most` calls in one program."""
+
+    def __init__(
+        self, call: Callable[..., tuple[Any, Any]], state: Any, sets: Sequence[tuple[Any, ...]], most: int = CHAIN
+    ) -> None:
+        self.asynchronous = jax.default_backend() != "cpu"  # which may run several at a time
+        self.groups = in_groups(sets, most)
+        self.calls = len(self.groups[0])
+        self.state, self.turn = state, 0
+        self.outputs: Any = None
+
+        inner = jax.jit(call)  # is lowered once
+
+        def run(state, sets):
+            outputs = []
+            for arguments in sets:
+                state, output = inner(state, *arguments)
+                outputs.append(output)
+            return state, outputs
+
+        self.run = jax.jit(run, donate_argnums=0).lower(state, self.groups[0]).compile()
+
+    def enqueue(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.state, self.outputs = self.run(self.state, self.groups[self.turn % len(self.groups)])
+            self.turn += 1
+            if not self.asynchronous:
+                self.wait()
+
+    def wait(self) -> None:
+        jax.block_until_ready((self.state, self.outputs))
+
+
+def sets_needed(bytes_: int, platform: str) -> int:
+    """How many arguments of that size no cache holds; a power of two."""
+    needed = math.ceil(SPREAD[platform] / bytes_)
+    return min(1 << (needed - 1).bit_length(), MOST_SETS)
+
+
+def ceilings(platform: str) -> dict[str, float]:
+    """What this device does: bytes per second (read and written) of a copy, operations per second of a large matmul in
+    bfloat16, or float32 on CPU."""
+    dtype, elements, size = (jnp.float32, 16 << 20, 1024) if platform == "cpu" else (jnp.bfloat16, 1 << 30, 8192)
+    keys = jax.random.split(jax.random.key(0), 3)
+    array = jax.random.normal(keys[0], (elements,), dtype)
+    copies = [Chain(lambda _, x, f=f: ((), f(x)), (), [(array,)]) for f in (jnp.copy, lambda x: x + 1)]
+    copy = min(measure(work).seconds for work in copies)
+    a, b = (jax.random.normal(key, (size, size), dtype) for key in keys[1:])
+    product = measure(Chain(lambda _, a, b: ((), a @ b), (), [(a, b)])).seconds
+    return {"bytes_per_s": 2 * array.nbytes / copy, "flops_per_s": 2 * size**3 / product}

@@ -1,0 +1,58 @@
+"""Steps on their way: dispatched to the devices, and not taken in yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxserve.logprobs import PromptScores
+from jaxserve.running import Rows
+from jaxserve.sampling import Sampled
+
+
+@dataclass
+class Later:
+    """Rows of a batch that draw once it is known what they may: when all tokens before are."""
+
+    rows: Rows  # the batch's
+    index: np.ndarray  # of those rows
+    drawn: list[Sampled] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows: Rows, masked: np.ndarray) -> Later | None:
+        """masked: bool [slots], of those that have a grammar."""
+        index = np.flatnonzero(masked[rows.slot] & (rows.draws > 0))
+        return cls(rows, index) if len(index) else None
+
+    def join(self, drawn: Sampled) -> Sampled:
+        """What the batch drew, theirs included."""
+        if not self.drawn:
+            return drawn
+        tokens: Any = np.array(drawn.tokens)
+        scores: Any = drawn.scores
+        count = len(self.index)
+        tokens[0, self.index] = np.concatenate([one.tokens for one in self.drawn])[:count]
+        if any(self.rows.seqs[i].params.logprobs is not None for i in self.index.tolist()):
+            scores = np.array(scores)
+            scores[0, self.index] = np.concatenate([one.scores for one in self.drawn])[:count]
+        return Sampled(tokens, scores)
+
+
+@dataclass
+class Flight:
+    """A step that was dispatched and not committed yet, in one or more batches."""
+
+    rows: list[Rows]
+    drawn: list[Sampled]
+    later: list[Later | None]  # the rows of each batch that have a grammar
+    prompt_scores: list[PromptScores]
+    steps: int  # tokens that a row may have drawn
+    dispatched: float  # time.perf_counter()
+
+    def tokens(self) -> list[np.ndarray]:
+        """Those of each batch, int32 [steps, rows]; waits until they are here."""
+        pairs = zip(self.drawn, self.later, strict=True)
+        self.drawn = [drawn if later is None else later.join(drawn) for drawn, later in pairs]
+        return [np.asarray(drawn.tokens) for drawn in self.drawn]

@@ -1,0 +1,153 @@
+// What the CPU kernels share: vectors, threads, and products with a transposed panel of a weight; float32.
+//
+// How the work is cut over threads does not touch the results: each sum runs in one fixed order.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+
+constexpr int kLanes = 8;
+typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
+
+static inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
+static inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+
+// Runs f(0) .. f(count - 1) on the caller and XLA's threads; returns when all are done. A helper that comes late finds
+// nothing left to do, so that nobody ever waits for a thread to be free.
+template <class F>
+static void parallel_for(ffi::ThreadPool& pool, int64_t count, F f) {
+  struct Progress {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto progress = std::make_shared<Progress>();
+  auto work = [progress, count, f] {
+    for (int64_t i; (i = progress->next.fetch_add(1)) < count; progress->done.fetch_add(1)) f(i);
+  };
+  int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  for (int64_t i = 0; i < helpers; i++) pool.Schedule(decltype(work)(work));
+  work();
+  while (progress->done.load() < count) std::this_thread::yield();
+}
+
+static inline float sum(Vec v) {
+  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+  v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+  return v[0] + v[1];
+}
+
+// y[m, n] = x[m] . w[n] for M rows x [in], contiguous, and N rows w [in], `row` apart: as many sums as the registers
+// hold. The rows of w that follow are fetched into cache meanwhile: a small batch spends its time waiting for them.
+template <int M, int N>
+static void tile(const float* x, const float* w, float* y, int64_t in, int64_t row, int64_t out) {
+  Vec sums[M][N] = {};
+  int64_t k = 0;
+  for (; k + kLanes <= in; k += kLanes) {
+    Vec left[M];
+    for (int m = 0; m < M; m++) left[m] = at(x + m * in + k);
+    for (int n = 0; n < N; n++) {
+      __builtin_prefetch(w + (N + n) * row + k);
+      Vec right = at(w + n * row + k);
+      for (int m = 0; m < M; m++) sums[m][n] += left[m] * right;
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) {
+      float total = sum(sums[m][n]);
+      for (int64_t j = k; j < in; j++) total += x[m * in + j] * w[n * row + j];
+      y[m * out + n] = total;
+    }
+}
+
+// The same for any number of rows x.
+template <int N>
+static void dot(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out) {
+  int64_t m = 0;
+  for (; m + 3 <= rows; m += 3) tile<3, N>(x + m * in, w, y + m * out, in, row, out);
+  if (rows - m == 2) tile<2, N>(x + m * in, w, y + m * out, in, row, out);
+  if (rows - m == 1) tile<1, N>(x + m * in, w, y + m * out, in, row, out);
+}
+
+// Many rows x pay for a transposed copy of w: no sums over lanes, and a tile needs two loads of w for its twelve sums.
+
+constexpr int kPanel = 2 * kLanes, kTall = 6;
+
+// to[k, n] = a[n][k] for a block of kLanes x kLanes; rows of `to` are `row` apart.
+static inline void transpose_block(Vec* a, float* to, int64_t row) {
+  Vec b[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i = 0; i < kLanes; i++)
+    a[i] = i & 2 ? __builtin_shufflevector(b[i - 2], b[i], 2, 3, 10, 11, 6, 7, 14, 15)
+                 : __builtin_shufflevector(b[i], b[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+  for (int i = 0; i < kLanes; i++)
+    at(to + i * row) = i & 4 ? __builtin_shufflevector(a[i - 4], a[i], 4, 5, 6, 7, 12, 13, 14, 15)
+                             : __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+}
+
+template <int M>
+static void multiply(const float* x, const float* panel, float* y, int64_t in, int64_t out) {
+  Vec sums[M][2] = {};
+  for (int64_t k = 0; k < in; k++) {
+    Vec right[2] = {at(panel + k * kPanel), at(panel + k * kPanel + kLanes)};
+#ifdef __x86_64__
+    asm("" : "+x"(right[0]), "+x"(right[1]));  // in registers: one load for all M, which GCC forgets
+#endif
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < 2; n++) sums[m][n] += x[m * in + k] * right[n];
+  }
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < 2; n++) at(y + m * out + n * kLanes) = sums[m][n];
+}
+
+static void transpose(const float* w, int64_t in, int64_t row, float* panel) {
+  int64_t k = 0;
+  for (; k + kLanes <= in; k += kLanes)
+    for (int n = 0; n < kPanel; n += kLanes) {
+      Vec block[kLanes];
+      for (int i = 0; i < kLanes; i++) block[i] = at(w + (n + i) * row + k);
+      transpose_block(block, panel + k * kPanel + n, kPanel);
+    }
+  for (; k < in; k++)
+    for (int n = 0; n < kPanel; n++) panel[k * kPanel + n] = w[n * row + k];
+}
+
+// The same for many rows x and kPanel rows w.
+static void many_rows(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out) {
+  constexpr decltype(&multiply<1>) of_height[] = {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>};
+  static thread_local std::vector<float> panel;
+  panel.resize(in * kPanel);
+  transpose(w, in, row, panel.data());
+  for (int64_t tiles = (rows + kTall - 1) / kTall, m = 0; tiles; tiles--) {
+    int64_t height = (rows - m) / tiles;
+    of_height[height - 1](x + m * in, panel.data(), y + m * out, in, out);
+    m += height;
+  }
+}
+
+constexpr int64_t kPiece = 64;  // outputs that a thread takes at once
+
+// y[m, n] = x[m] . w[n] for `rows` rows x and `size` rows w; from `many` rows x on by panels.
+static void multiply_rows(const float* x, const float* w, float* y, int64_t rows, int64_t size, int64_t in, int64_t row,
+                          int64_t out, int64_t many) {
+  int64_t n = 0;
+  if (rows >= many)
+    for (; n + kPanel <= size; n += kPanel) many_rows(x, w + n * row, y + n, rows, in, row, out);
+  if (rows > 1)
+    for (; n + 4 <= size; n += 4) dot<4>(x, w + n * row, y + n, rows, in, row, out);
+  for (; n < size; n++) dot<1>(x, w + n * row, y + n, rows, in, row, out);
+}

@@ -1,0 +1,200 @@
+// Products with quantized weights on CPU, called by XLA through its foreign function interface; x and sums in float32.
+//
+// A few rows x multiply codes that become floats in registers. More rows share a few dequantized rows of the weight,
+// which stay in cache meanwhile. Either way memory delivers codes alone, and once.
+
+#include <cstring>
+
+#include "cpu_kernels.h"
+
+typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
+
+// Formats of codes: kLanes consecutive ones as floats.
+
+struct Int8 {
+  static constexpr int64_t kBits = 8;
+  static Int widen(const uint8_t* from) {
+    const int8_t* c = reinterpret_cast<const int8_t*>(from);
+    return Int{c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]};
+  }
+  static Vec load(const uint8_t* from) { return __builtin_convertvector(widen(from), Vec); }
+};
+
+struct Int4 {  // two in a byte, the low half first
+  static constexpr int64_t kBits = 4;
+  static Vec load(const uint8_t* from) {
+    int32_t all;
+    std::memcpy(&all, from, sizeof all);
+    return __builtin_convertvector((all - Int{}) << Int{28, 24, 20, 16, 12, 8, 4, 0} >> 28, Vec);
+  }
+};
+
+// float8_e4m3fn: exponents have a bias of 7, of which 0 means multiples of 2^-9 (no detour through subnormal floats:
+// XLA's threads flush them). NaNs become +-480.
+struct Float8 {
+  static constexpr int64_t kBits = 8;
+  static Vec load(const uint8_t* from) {
+    const Int code = Int8::widen(from);
+    Vec size = (Vec)(((code & 0x7f) << 20) + (120 << 23));
+    size = (code & 0x78) == 0 ? 2 * size - 0x1p-6f : size;
+    return (Vec)((Int)size | (code & INT32_MIN));
+  }
+};
+
+struct Weight {
+  const uint8_t* codes;  // [out, in], each row whole bytes
+  int64_t out, in, row_bytes;
+  int64_t block, group, groups;
+  const uint8_t *scale, *bias;  // [out / block, groups] of `type`; no bias is null, and so is no zero
+  const int8_t* zero;
+  ffi::DataType type;
+};
+
+static inline float as_float(int32_t bits) { return __builtin_bit_cast(float, bits); }
+
+// `count` numbers of a 16-bit or 32-bit type, from the first-th on, in float32.
+static void widen(const uint8_t* from, ffi::DataType type, int64_t first, int64_t count, float* __restrict to) {
+  const uint16_t* half = reinterpret_cast<const uint16_t*>(from) + first;
+  if (type == ffi::DataType::F32)
+    std::memcpy(to, from + first * 4, count * 4);
+  else if (type == ffi::DataType::BF16)
+    for (int64_t i = 0; i < count; i++) to[i] = as_float(half[i] << 16);
+  else
+    for (int64_t i = 0; i < count; i++) {
+      const int32_t size = half[i] & 0x7fff, subnormal = (size - 0x400) >> 31;  // 0 or -1
+      const float value = as_float((size << 13) + ((112 - subnormal) << 23)) - as_float(subnormal & 113 << 23);
+      to[i] = half[i] >> 15 ? -value : value;
+    }
+}
+
+// N rows of a weight, of which those behind its last are the last again. A value is code * scale + shift.
+template <int N>
+struct Rows {
+  const uint8_t* codes[N];
+  const float *scale[N], *shift[N];  // of each group
+
+  Rows(const Weight& w, int64_t first) {
+    static thread_local std::vector<float> numbers;
+    numbers.resize(2 * N * w.groups);
+    float* to = numbers.data();
+    for (int n = 0; n < N; n++, to += 2 * w.groups) {
+      const int64_t row = std::min(first + n, w.out - 1), at = row / w.block * w.groups;
+      float* shifts = to + w.groups;
+      codes[n] = w.codes + row * w.row_bytes, scale[n] = to, shift[n] = shifts;
+      widen(w.scale, w.type, at, w.groups, to);
+      std::fill_n(shifts, w.groups, 0.f);
+      if (w.bias) widen(w.bias, w.type, at, w.groups, shifts);
+      if (w.zero)
+        for (int64_t g = 0; g < w.groups; g++) shifts[g] -= w.zero[at + g] * to[g];
+    }
+  }
+};
+
+// The last inputs of a row, fewer than kLanes, with zeros behind.
+template <class Codes>
+static Vec load_last(const uint8_t* codes, int64_t count) {
+  uint8_t padded[kLanes] = {};
+  std::memcpy(padded, codes, count * Codes::kBits / 8);
+  return Codes::load(padded);
+}
+
+// y[m, n] = x[m] . w[n] for M rows x, `in` apart, and kWide rows w, of which `wide` count. One scale a row multiplies
+// the sum. The codes that follow are fetched into cache meanwhile.
+constexpr int kWide = 4;
+template <class Codes, bool kGrouped, int M>
+static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>& rows, float* y, int64_t wide) {
+  const int64_t span = kGrouped ? w.group : 64 * 8 / Codes::kBits;
+  Vec sums[M][kWide] = {};
+  for (int64_t k = 0, g = 0; k < w.in; g++) {
+    auto add = [&](auto load) {
+      for (int n = 0; n < kWide; n++) {
+        Vec right = load(rows.codes[n] + k * Codes::kBits / 8);
+        if (kGrouped) right = right * rows.scale[n][g] + rows.shift[n][g];
+        for (int m = 0; m < M; m++) sums[m][n] += at(x + m * in + k) * right;
+      }
+    };
+    const int64_t end = std::min(w.in, k + span);
+    for (int n = 0; n < kWide; n++)
+      for (int64_t byte = k * Codes::kBits / 8; byte < end * Codes::kBits / 8; byte += 64)
+        __builtin_prefetch(rows.codes[n] + kWide * w.row_bytes + byte);
+    for (; k + kLanes <= end; k += kLanes) add(Codes::load);
+    if (k < end) {
+      add([&](const uint8_t* codes) { return load_last<Codes>(codes, end - k); });
+      k = end;
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < wide; n++) y[m * w.out + n] = sum(sums[m][n]) * (kGrouped ? 1 : rows.scale[n][0]);
+}
+
+// The same for any number of rows x.
+template <class Codes, bool kGrouped>
+static void few_rows(const float* x, int64_t tokens, int64_t in, const Weight& w, int64_t first, float* y,
+                     int64_t wide) {
+  const Rows<kWide> rows(w, first);
+  for (; tokens > 1; tokens -= 2, x += 2 * in, y += 2 * w.out) tile<Codes, kGrouped, 2>(x, in, w, rows, y, wide);
+  if (tokens) tile<Codes, kGrouped, 1>(x, in, w, rows, y, wide);
+}
+
+// kPanel rows in float32, `row` apart.
+template <class Codes>
+static void dequantize(const Weight& w, int64_t first, float* to, int64_t row) {
+  const Rows<kPanel> rows(w, first);
+  for (int n = 0; n < kPanel; n++, to += row)
+    for (int64_t k = 0, g = 0; k < w.in; g++) {
+      const float scale = rows.scale[n][g], shift = rows.shift[n][g];
+      const int64_t end = std::min(w.in, k + w.group);
+      for (; k + kLanes <= end; k += kLanes)
+        at(to + k) = Codes::load(rows.codes[n] + k * Codes::kBits / 8) * scale + shift;
+      if (k < end) at(to + k) = load_last<Codes>(rows.codes[n] + k * Codes::kBits / 8, end - k) * scale + shift;
+      k = end;
+    }
+}
+
+template <class Codes>
+static void product(ffi::ThreadPool& pool, const float* x, int64_t tokens, int64_t in, const Weight& w, float* y) {
+  constexpr int64_t kFew = 4;
+  const int64_t row = in + 2 * kLanes;  // no power of two, lest dequantized rows share one place in the cache
+  parallel_for(pool, (w.out + kPiece - 1) / kPiece, [=](int64_t piece) {
+    const int64_t first = piece * kPiece, end = std::min(w.out, first + kPiece);
+    if (tokens <= kFew) {
+      const auto few = w.groups > 1 || w.zero || w.bias ? few_rows<Codes, true> : few_rows<Codes, false>;
+      for (int64_t n = first; n < end; n += kWide)
+        few(x, tokens, in, w, n, y + n, std::min<int64_t>(kWide, end - n));
+      return;
+    }
+    static thread_local std::vector<float> rows;
+    rows.resize(row * kPanel);
+    for (int64_t n = first; n < end; n += kPanel) {
+      dequantize<Codes>(w, n, rows.data(), row);
+      multiply_rows(x, rows.data(), y + n, tokens, std::min<int64_t>(kPanel, end - n), in, row, w.out, kFew);
+    }
+  });
+}
+
+// y = x w^T for the first `count` rows of x [tokens, in], and w [out, in] with blocks of block x group; the other rows
+// of y are left as they are. x has zeros behind its inputs, to a multiple of kLanes. An empty zero or bias is none.
+static ffi::Error quant_matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                               ffi::Buffer<ffi::S8> zero, ffi::AnyBuffer bias, S32 count, ffi::Result<F32> y,
+                               int64_t block, int64_t group) {
+  auto bytes = [](auto& b) { return b.element_count() ? static_cast<const uint8_t*>(b.untyped_data()) : nullptr; };
+  const int64_t tokens = std::min<int64_t>(x.dimensions()[0], count.typed_data()[0]);
+  if (tokens <= 0) return ffi::Error::Success();
+  Weight w{};
+  w.out = codes.dimensions()[0], w.in = codes.dimensions()[1], w.groups = scale.dimensions()[1];
+  w.row_bytes = codes.element_type() == ffi::DataType::S4 ? w.in / 2 : w.in;
+  w.codes = bytes(codes);
+  w.block = block, w.group = w.groups > 1 ? group : INT64_MAX;
+  w.scale = bytes(scale), w.bias = bytes(bias), w.zero = reinterpret_cast<const int8_t*>(bytes(zero));
+  w.type = scale.element_type();
+  const auto multiply = codes.element_type() == ffi::DataType::S4   ? product<Int4>
+                        : codes.element_type() == ffi::DataType::S8 ? product<Int8>
+                                                                    : product<Float8>;
+  multiply(pool, x.typed_data(), tokens, x.dimensions()[1], w, y->typed_data());
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantMatmul, quant_matmul,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S8>>().Arg<ffi::AnyBuffer>().Arg<S32>()
+                                  .Ret<F32>().Attr<int64_t>("block").Attr<int64_t>("group"));
