@@ -187,7 +187,7 @@ function pointAt(cell) {
   const { cells, cells_used, pages, pages_per_cell, page_size } = pool.now;
   const first = cell * pages_per_cell + 1, last = Math.min(first + pages_per_cell - 1, pages);
   const names = ownersOf(cell).map(ownerName);
-  const what = ["Free", "Cached: nobody’s, but a prompt that begins alike finds it", `Shared by ${names.join(", ") || "many"}`][cells[cell]] ?? `Owned by ${names[0] ?? "a request further down the list"}`;
+  const what = ["Free", "Cached: nobody’s, but a prompt that begins alike finds it", `Shared by ${names.join(", ") || "many"}`][cells[cell]] ?? `Owned by ${names[0] ?? "a request that is not listed"}${pages_per_cell > 1 ? ", or by it and others" : ""}`;
   const head = first === last ? `Page ${first}` : `Pages ${first} to ${last}`;
   const facts = first === last ? `${page_size} tokens` : `${cells_used[cell]} in use`;
   const canvas = $("pool").getBoundingClientRect(), { pitch, columns } = pool.grid;
