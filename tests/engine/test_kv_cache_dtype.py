@@ -56,8 +56,8 @@ def test_close_to_a_cache_in_floats(dtype, model_folders):
         engine = make_engine(model_folders(CASE), kv_cache_dtype=kind)
         (one,) = generate(engine, request("r", PROMPTS[3], max_tokens=1, prompt_logprobs=0))
         scores[kind] = np.array([p.logprob for p in one.prompt_logprobs[1:]])
-    error = np.abs(scores[dtype] - scores["auto"]).max()
-    assert 0 < error < {"bf16": 0.02, "int8": 0.05, "fp8": 0.2}[dtype]
+    error = np.abs(scores[dtype] - scores["auto"]).mean()
+    assert 0 < error < {"bf16": 0.01, "int8": 0.03, "fp8": 0.12}[dtype]
 
 
 def test_bytes_of_the_cache(dtype, model_folders):
