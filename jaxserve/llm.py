@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import MAX_STEPS, EngineConfig
 from jaxserve.detokenizer import ChoiceDelta, OutputProcessor
 from jaxserve.engine import Engine
 from jaxserve.tokenizer import load_tokenizer
@@ -95,8 +95,10 @@ class LLM:
         self.engine = Engine.load(EngineConfig(model=str(model), **config))
         self.tokenizer = load_tokenizer(self.engine.model_folder, placeholder=self.engine.config.load_format == "dummy")
         self._ids = (f"offline-{i}" for i in itertools.count())
-        # Request id -> where its updates go: a stream may be open while something else is generated.
-        self._inboxes: dict[str, deque[SequenceUpdate]] = {}
+        # Request id -> where its updates go (a stream may be open while something else is generated), and how many
+        # tokens are worth one; until there are so many they are kept.
+        self._inboxes: dict[str, tuple[deque[SequenceUpdate], int]] = {}
+        self._kept: dict[tuple[str, int], list[int]] = {}
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, with 16 new tokens."""
@@ -234,7 +236,7 @@ class LLM:
     ) -> Iterator[tuple[str, ChoiceDelta]]:
         """Feeds the requests to the engine and yields what they gain until all have ended."""
         inbox: deque[SequenceUpdate] = deque()
-        self._inboxes |= dict.fromkeys(processors, inbox)
+        self._inboxes |= {request.request_id: (inbox, 1 if request.streams else MAX_STEPS) for request in requests}
         running = set(processors)
         try:
             for request in requests:
@@ -258,13 +260,23 @@ class LLM:
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
-            for request_id in processors:
-                del self._inboxes[request_id]
+            for request in requests:
+                del self._inboxes[request.request_id]
+                for index in range(request.params.n):
+                    self._kept.pop((request.request_id, index), None)
 
     def _step(self) -> None:
-        for update in self.engine.step():
-            if (inbox := self._inboxes.get(update.request_id)) is not None:
-                inbox.append(update)
+        output = self.engine.step()
+        for request_id, index, tokens in zip(output.request_ids, output.indices, output.tokens, strict=True):
+            if request_id in self._inboxes:
+                kept = self._kept.setdefault((request_id, index), [])
+                kept += tokens
+                if len(kept) >= self._inboxes[request_id][1]:
+                    output.updates.append(SequenceUpdate(request_id, index, []))
+        for update in output.updates:
+            if update.request_id in self._inboxes:
+                update.token_ids = self._kept.pop((update.request_id, update.index), []) + update.token_ids
+                self._inboxes[update.request_id][0].append(update)
 
     def _output(
         self,
