@@ -48,10 +48,19 @@ TARGETS = [
     ("h200x1", "mosaic_gpu", 16),
     ("h200x8", "mosaic_gpu", 16),
     ("h200x1", "triton", 16),
-    pytest.param("v5e-4", "mosaic_tpu", 64, marks=pytest.mark.slow),
+    ("v5e-4", "mosaic_tpu", 64),
     ("v5e-8", "mosaic_tpu", 64),
     ("v6e-4", "mosaic_tpu", 64),
 ]
+
+
+SLOW_TARGETS = TARGETS[3:4]
+USUAL = {  # beside bf16
+    ("h200x1", "mosaic_gpu", "int8"),
+    ("h200x8", "mosaic_gpu", "int4"),
+    ("v5e-8", "mosaic_tpu", "int8"),
+    ("v6e-4", "mosaic_tpu", "int4"),
+}
 
 
 def make_runner(
@@ -121,9 +130,18 @@ def no_compilation_cache():
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-@pytest.mark.parametrize(("target", "backend", "page_size"), TARGETS)
-@pytest.mark.parametrize("scheme", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("layers", [2, pytest.param(32, marks=pytest.mark.slow)])
+def cases():
+    """Each target in bf16 and each scheme on a GPU and a TPU, with two layers; in the slow group all schemes on all
+    targets, and all layers."""
+    for target in TARGETS:
+        for scheme in ("bf16", "int8", "int4"):
+            usual = scheme == "bf16" or (*target[:2], scheme) in USUAL
+            for layers in (2, 32):
+                slow = layers == 32 or target in SLOW_TARGETS or not usual
+                yield pytest.param(*target, scheme, layers, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("target", "backend", "page_size", "scheme", "layers"), cases())
 def test_steps_of_llama_8b(target, backend, page_size, scheme, layers, tmp_path):
     runner, params = make_runner(tmp_path, target, backend, page_size, layers, scheme)
     check(runner, StepShape.of(64, 64, page_size, decode_only=True), layers, params)
@@ -134,8 +152,13 @@ def test_steps_of_llama_8b(target, backend, page_size, scheme, layers, tmp_path)
         assert memory.temp_size_in_bytes < 2**29
 
 
-@pytest.mark.parametrize("target", ["h200x1", "h200x8"])
-@pytest.mark.parametrize("layers", [2, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("target", "layers"),
+    [
+        ("h200x1", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("h200x8", 2), ("h200x1", 80), ("h200x8", 80))),
+    ],
+)
 def test_steps_of_llama_70b_in_int4(target, layers, tmp_path):
     runner, params = make_runner(tmp_path, target, "mosaic_gpu", 16, layers, "int4", **LLAMA_70B)
     check(runner, StepShape.of(64, 64, 16, decode_only=True), layers, params)
