@@ -283,7 +283,8 @@ class Scheduler:
         -1 where a row drew none, because it was not to or had reached its end.
         """
         running, lineup, slot = self.running, self.running.lineup, rows.slot
-        if rows.seqs is lineup.seqs and not (running.notables or lineup.any_masked) and tokens.min() >= 0:  # mostly
+        complete = self._advance(rows, tokens) if lineup.any_masked else []
+        if rows.seqs is lineup.seqs and not (running.notables or complete) and tokens.min() >= 0:  # mostly
             known = rows.end + tokens.shape[1]
             if not ((lineup.stop_ids == tokens[:, -1:]).any() or (known >= lineup.limit).any()):
                 running.append(slot, tokens, tokens.shape[1])
@@ -301,8 +302,7 @@ class Scheduler:
         last = tokens[np.arange(len(rows)), drawn - 1]
         ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1)
         ended |= running.known[slot] >= running.limit[slot]
-        for i in np.flatnonzero(gained & running.masked[slot]).tolist():
-            ended[i] |= rows.seqs[i].advance(tokens[i, : drawn[i]].tolist())
+        ended[complete] = True
         special = ended | ~gained | np.asarray([seq in running.notables for seq in rows.seqs])
         plain = np.flatnonzero(~special)
         seqs = [rows.seqs[i] for i in plain.tolist()]
@@ -317,6 +317,14 @@ class Scheduler:
                 output.updates.append(one.update)
                 notable.append(one)
         return output, notable
+
+    def _advance(self, rows: Rows, tokens: np.ndarray) -> list[int]:
+        """Tells grammars what their rows drew; returns the rows which that completes."""
+        running, first = self.running, tokens[:, 0]
+        mine = running.masked[rows.slot] & (running.tenure[rows.slot] == rows.tenure) & (first >= 0)
+        index = np.flatnonzero(mine)
+        pairs = zip(index.tolist(), first[index].tolist(), strict=True)
+        return [i for i, token in pairs if rows.seqs[i].advance([token])]
 
     def _settle(self, seq: Sequence, ids: list[int], row: int, draws: int, ended: bool) -> Notable | None:
         """Takes in a row that means more than its tokens: siblings that may begin, the end, a preemption meanwhile."""
