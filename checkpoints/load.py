@@ -72,9 +72,8 @@ def load_weights(
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         for path, target in abstract.items():
             host = read_weight(pieces[path], tensors, target, reader)
-            weights[path] = jax.block_until_ready(
-                place(path, host, target.sharding)
-            )  # so that one host copy lives at a time
+            # Waits, so that one host copy lives at a time.
+            weights[path] = jax.block_until_ready(place(path, host, target.sharding))
             bar.update(math.prod(target.shape) * target.dtype.itemsize)
             del host
     return weights

@@ -88,9 +88,3 @@ def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
         replace(a, codes=a.codes.astype(codes), **{name: values[i] for name, values in columns.items()})
         for i, a in enumerate(parts)
     ]
-
-
-def quant_bytes(w: QuantArray) -> int:
-    """Of its arrays on a device, where two int4 codes share a byte."""
-    arrays = [x for x in (w.codes, w.scale, w.zero, w.bias, w.order) if x is not None]
-    return sum(math.ceil(x.size / 2) if x.dtype == INT4 else x.nbytes for x in arrays)

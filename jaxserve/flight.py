@@ -22,7 +22,7 @@ class Later:
 
     @classmethod
     def of(cls, rows: Rows, masked: np.ndarray) -> Later | None:
-        """masked: bool [slots], of those that have a grammar."""
+        """masked: bool [slots], of those that draw once their masks are known."""
         index = np.flatnonzero(masked[rows.slot] & (rows.draws > 0))
         return cls(rows, index) if len(index) else None
 
@@ -46,7 +46,7 @@ class Flight:
 
     rows: list[Rows]
     drawn: list[Sampled]
-    later: list[Later | None]  # the rows of each batch that have a grammar
+    later: list[Later | None]  # the rows of each batch that draw later
     prompt_scores: list[PromptScores]
     steps: int  # tokens that a row may have drawn
     dispatched: float  # time.perf_counter()

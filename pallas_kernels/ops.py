@@ -114,16 +114,8 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str) -> Ops:
     """
     from pallas_kernels.selfcheck import attention_error, tolerance
 
-    try:
-        error, allowed = attention_error(ops.paged_attention, problem), tolerance(problem)
-        if error <= allowed:
-            return ops
-        said = f"differs from plain XLA by {error:.2g} of the largest value, more than {allowed:.2g}"
-    except Exception as failure:  # whatever a compiler or a driver may raise
-        said = f"does not run: {failure}"
-    if backend != "auto":
-        raise BackendError(f"the attention backend {backend} {said}")
-    log.warning("the attention kernel %s; plain XLA takes its place", said)
+    if _is_right("attention", backend, lambda: attention_error(ops.paged_attention, problem), tolerance(problem)):
+        return ops
     return replace(ops, paged_attention=reference.paged_attention, write_kv=write_kv)
 
 
@@ -139,15 +131,22 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
         chosen = choose("matmul", device, problem, backend)
         if chosen in ("xla", "cpu"):
             continue
-        try:
-            error, allowed = matmul_error(load("matmul", chosen).quant_matmul, problem), matmul_tolerance(problem)
-            if error <= allowed:
-                continue
-            said = f"differs from plain XLA by {error:.2g} of the largest value, more than {allowed:.2g}"
-        except Exception as failure:  # whatever a compiler or a driver may raise
-            said = f"does not run: {failure}"
-        if backend != "auto":
-            raise BackendError(f"the matmul backend {backend} {said}")
-        log.warning("the matmul kernel %s; plain XLA takes its place", said)
-        return "xla"
+        multiply = load("matmul", chosen).quant_matmul
+        if not _is_right("matmul", backend, partial(matmul_error, multiply, problem), matmul_tolerance(problem)):
+            return "xla"
     return backend
+
+
+def _is_right(operation: str, backend: str, measure: Callable[[], float], allowed: float) -> bool:
+    """Whether a kernel's error is allowed; warns otherwise, or raises BackendError where it was asked for by name."""
+    try:
+        error = measure()
+        if error <= allowed:
+            return True
+        said = f"differs from plain XLA by {error:.2g} of the largest value, more than {allowed:.2g}"
+    except Exception as failure:  # whatever a compiler or a driver may raise
+        said = f"does not run: {failure}"
+    if backend != "auto":
+        raise BackendError(f"the {operation} backend {backend} {said}")
+    log.warning("the %s kernel %s; plain XLA takes its place", operation, said)
+    return False
