@@ -142,7 +142,10 @@ def pack(batch: Batch, running: Running, table_updates: np.ndarray) -> np.ndarra
     slot, end = rows.slot, rows.end
     field["slot"][:n] = slot
     field["kv_len"][:n] = end
-    field["draws"][:n] = np.where(running.masked[slot] & (rows.draws > 0), -1, rows.draws)
+    draws = rows.draws
+    if running.lineup.any_masked:
+        draws = np.where(running.masked[slot] & (draws > 0), -1, draws)
+    field["draws"][:n] = draws
     field["steps"][0] = max(rows.draws.max(), 1)
     if rows.only_decodes:
         field["q_start"][:n] = np.arange(n)

@@ -78,7 +78,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_batched_tokens(config),
+            max_num_batched_tokens=memory.max_batched_tokens(config),
             prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if on_cpu else None),
             max_model_len=max_model_len,
         )
@@ -118,7 +118,7 @@ class Engine:
         log.info("%s", memory.describe_weights(params))
 
         runner = ModelRunner(decoder, params, mesh, config.max_num_seqs)
-        tokens = max(max_batched_tokens(config), config.max_num_seqs)
+        tokens = max(memory.max_batched_tokens(config), config.max_num_seqs)
         on_one_cpu = device.platform == "cpu" and mesh.size == 1
         free = on_one_cpu and dtype == kv_dtype == np.float32 and cpu_build.possible()
         shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size, padding_is_free=free)
@@ -400,11 +400,3 @@ class Engine:
             compile_cache_hits=self.programs.cache_hits,
             compile_seconds=self.runner.compile_seconds,
         )
-
-
-def max_batched_tokens(config: EngineConfig) -> int:
-    if config.max_num_batched_tokens is not None:
-        return config.max_num_batched_tokens
-    device = jax.devices()[0]
-    large = device.platform == "gpu" and (device.memory_stats() or {}).get("bytes_limit", 0) >= 60e9 * 0.9
-    return 8192 if large else 2048

@@ -84,6 +84,15 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len or limit
 
 
+def max_batched_tokens(config: EngineConfig) -> int:
+    """Tokens of one step at most: what was asked for, or what suits the device."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    device = jax.devices()[0]
+    large = device.platform == "gpu" and (device.memory_stats() or {}).get("bytes_limit", 0) >= 60e9 * 0.9
+    return 8192 if large else 2048
+
+
 def plan_pages(
     config: EngineConfig, longest: int, page_bytes: int, budget: Budget, temporaries: Callable[[int], int] | None
 ) -> tuple[int, int]:
