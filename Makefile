@@ -11,6 +11,8 @@ EXTRA ?=
 TEST_EXTRA ?= test
 KERNEL_TESTS ?= tests/kernels tests/aot
 BIN = $(VENV)/bin
+# Two processes, a file of tests each: most of the time goes to compiling, on one thread.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: serve test test-engine test-kernels slow lint format clean
 
@@ -18,17 +20,17 @@ serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # The engine tests alone; used with VENV and PYTHON of another version.
 test-engine: $(VENV)/installed-test
 	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	$(BIN)/python -m pytest tests/engine
+	$(PYTEST) tests/engine
 
 test-kernels: VENV = .venv-aot
 test-kernels: aot-environment
 	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 $(BIN)/python -m pytest $(KERNEL_TESTS)
+	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 $(PYTEST) $(KERNEL_TESTS)
 
 .PHONY: aot-environment
 aot-environment: pyproject.toml

@@ -1,5 +1,6 @@
 """Fixtures for all tests. JAX runs on eight fake CPU devices, in float32, with a compilation cache between runs."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,6 +18,15 @@ from jaxserve.compile_cache import enable_compile_cache  # noqa: E402
 
 enable_compile_cache()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_executables():
+    """Lets go of what a module compiled: every executable of XLA's CPU backend holds tens of memory maps, and a process
+    that reaches the kernel's limit of 65,530 dies of a segmentation fault."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
