@@ -1,14 +1,16 @@
-"""Files to sharded device arrays, one weight at a time.
+"""Files to sharded device arrays, a few weights at a time.
 
 A weight of ours may be made of several tensors of the file (query, key and value, say), each brought into its place.
-Host memory holds one weight and READ_BYTES of file at a time. Quantized weights stay quantized.
+Host memory holds THREADS weights and READ_BYTES of file for each at a time. Quantized weights stay quantized.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
+THREADS = min(4, os.cpu_count() or 1)  # NumPy and JAX copy without Python's lock
 READ_BYTES = 2 * 2**20  # at a time: what was just read is still in the processor's cache when it is copied
 ALIGNMENT = 64  # bytes; such arrays become JAX arrays on CPU without another copy
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -68,14 +71,21 @@ def load_weights(
     """
     check(tensors, pieces, ignored, reader)
     weights = {}
-    total = sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
-        for path, target in abstract.items():
-            host = read_weight(pieces[path], tensors, target, reader)
-            # Waits, so that one host copy lives at a time.
-            weights[path] = jax.block_until_ready(place(path, host, target.sharding))
-            bar.update(math.prod(target.shape) * target.dtype.itemsize)
-            del host
+    sizes = {path: math.prod(a.shape) * a.dtype.itemsize for path, a in abstract.items()}
+
+    def load(path: str) -> Any:
+        target = abstract[path]
+        host = read_weight(pieces[path], tensors, target, reader)
+        return jax.block_until_ready(place(path, host, target.sharding))  # then its host copy may go
+
+    bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="loading weights", disable=not progress)
+    with bar, ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for path, weight in zip(abstract, pool.map(load, abstract), strict=True):
+                weights[path] = weight
+                bar.update(sizes[path])
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error the rest is not read
     return weights
 
 

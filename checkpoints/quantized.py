@@ -80,11 +80,11 @@ def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
         if not given:
             return values
         dtype = given.pop() if len(given) == 1 else np.dtype(np.float32)
-        return [np.zeros(y.shape, dtype) if x is None else x.astype(dtype) for x, y in zip(values, like, strict=True)]
+        return [np.zeros(y.shape, dtype) if x is None else x.astype(dtype, copy=False) for x, y in zip(values, like, strict=True)]
 
     scales = [a.scale for a in parts]
     columns = {name: unite([getattr(a, name) for a in parts], scales) for name in ("scale", "zero", "bias")}
     return [
-        replace(a, codes=a.codes.astype(codes), **{name: values[i] for name, values in columns.items()})
+        replace(a, codes=a.codes.astype(codes, copy=False), **{name: values[i] for name, values in columns.items()})
         for i, a in enumerate(parts)
     ]

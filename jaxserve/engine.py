@@ -300,16 +300,16 @@ class Engine:
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
         flight = Flight([], [], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
-        updates = plan.table_updates
+        updates, running = plan.table_updates, self.scheduler.running
         for batch in split(plan.rows, self.shapes):
             room = batch.shape.table_updates
             self.runner.update_tables(updates[:, room:])
-            drawn, hidden = self.runner.step(batch.shape, pack(batch, self.scheduler.running, updates[:, :room]))
+            drawn, hidden = self.runner.step(batch.shape, pack(batch, running, updates[:, :room]))
             updates = updates[:, :0]  # the first batch took them all
             drawn.tokens.copy_to_host_async()
             flight.rows.append(batch.rows)
             flight.drawn.append(drawn)
-            flight.later.append(Later.of(batch.rows, self.scheduler.running.masked))
+            flight.later.append(Later.of(batch.rows, running.masked) if running.lineup.any_masked else None)
             if hidden is not None:
                 flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
         self.counters.steps += 1

@@ -220,7 +220,8 @@ class Running:
     def append(self, slot: np.ndarray, tokens: np.ndarray, drawn: np.ndarray | int) -> None:
         """Takes in the first `drawn` of tokens [slots, any] that sequences have drawn."""
         known = self.known[slot]
-        self.tokens[slot[:, None], known[:, None] + np.arange(tokens.shape[1])] = tokens
+        for i, column in enumerate(tokens.T):  # few: as many as a call draws
+            self.tokens[slot, known + i] = column
         self.known[slot] = known + drawn
 
     def displace(self, seq: Sequence) -> None:

@@ -82,7 +82,7 @@ def test_a_run_without_peers(tmp_path, capsys):
     code = compare.main(
         [
             *("--config", str(tmp_path / "config.json"), "--folder", str(tmp_path), f"--jaxserve-flags={flags}"),
-            *("--concurrency", "2", "--requests", "6", "--input-len", "8", "--output-len", "6", "--check", "1"),
+            *("--concurrency", "2", "--requests", "6", "--input-len", "8", "--output-len", "64", "--check", "1"),
             *("--torch-python", str(tmp_path / "no-python"), "--json", str(tmp_path / "results.json")),
             *("--plot", str(tmp_path / "plot.png")),
         ]

@@ -259,7 +259,7 @@ def large_folder(tmp_path_factory):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_peak_of_host_memory(large_folder, devices):
-    """Beside the weights on the devices: the one on its way, and less than READ_BYTES of all else."""
+    """Beside the weights on the devices: no more than the largest, and less than READ_BYTES of all else."""
     command = [sys.executable, "-c", MEASURE, str(large_folder), str(devices)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
