@@ -1,5 +1,5 @@
-"""Clients of others, which bring their own idea of the API: LangChain and LiteLLM; what they install, they are tested
-with. Tool calls and objects come from the real engine, held to the schema, or from one that says what it is told to."""
+"""Clients of others, which bring their own idea of the API; each is tested where it is installed. Tool calls and
+objects come from the real engine, held to their schema, or from one that says what it is told to."""
 
 from __future__ import annotations
 
