@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.tokenizer import token_strings
+from jaxserve.tokenizer import Tokenizer, token_strings
 from jaxserve.types import InvalidRequestError
 from server.conversation import encode_chat
 from server.errors import APIError
@@ -139,6 +139,7 @@ async def load(http: Request) -> Response:
 async def tokenizer_info(http: Request) -> Response:
     """GET /tokenizer_info: what a client that tokenizes by itself has to know."""
     tokenizer, info = state_of(http).require_ready()
+    eos = (*tokenizer.eos_token_ids, *info.eos_token_ids)
     special = {token: text for token in sorted(tokenizer.special_ids) if (text := tokenizer.decode([token], False))}
     return _json(
         {
@@ -146,12 +147,18 @@ async def tokenizer_info(http: Request) -> Response:
             "vocab_size": tokenizer.vocab_size,
             "model_vocab_size": info.vocab_size,
             "max_model_len": info.max_model_len,
+            "bos_token": _text_of(tokenizer, tokenizer.bos_token_id),
             "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_ids": sorted({*tokenizer.eos_token_ids, *info.eos_token_ids}),
+            "eos_token": _text_of(tokenizer, eos[0] if eos else None),
+            "eos_token_ids": sorted(set(eos)),
             "special_tokens": special,
             "chat_template": tokenizer.chat_template,
         }
     )
+
+
+def _text_of(tokenizer: Tokenizer, token: int | None) -> str | None:
+    return None if token is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
 async def reset_prefix_cache(http: Request) -> Response:

@@ -90,6 +90,7 @@ def test_endpoints_to_get(http, path):
 def test_tokenizer_info(http):
     info = http.get("/tokenizer_info").json()
     assert info["eos_token_ids"]
+    assert (info["bos_token"], info["eos_token"]) == (None, "<|endoftext|>")
     assert info["max_model_len"] == 256
     assert "messages" in info["chat_template"]
     assert http.get("/load").json() == {"server_load": 0}
