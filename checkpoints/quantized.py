@@ -80,7 +80,8 @@ def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
         if not given:
             return values
         dtype = given.pop() if len(given) == 1 else np.dtype(np.float32)
-        return [np.zeros(y.shape, dtype) if x is None else x.astype(dtype, copy=False) for x, y in zip(values, like, strict=True)]
+        pairs = zip(values, like, strict=True)
+        return [np.zeros(y.shape, dtype) if x is None else x.astype(dtype, copy=False) for x, y in pairs]
 
     scales = [a.scale for a in parts]
     columns = {name: unite([getattr(a, name) for a in parts], scales) for name in ("scale", "zero", "bias")}

@@ -9,7 +9,7 @@ from typing import Any
 from server import plugins
 
 _SAME_NAME = (
-    "host", "port", "served_model_name", "api_key_file", "salt_by_key", "drain_seconds", "request_timeout",
+    "host", "port", "fd", "served_model_name", "api_key_file", "salt_by_key", "drain_seconds", "request_timeout",
     "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile", "max_connections",
     "max_body_bytes", "max_header_bytes", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
 )  # fmt: skip
@@ -21,6 +21,9 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag = group.add_argument
     flag("--host", default="127.0.0.1", help="address to listen on")
     flag("--port", type=int, default=8000, help="port to listen on; 0: a free one")
+    flag("--fd", type=int, metavar="N",
+         help="a listening socket to take over instead, as of systemd's socket units: 3; clients then wait while the "
+         "server restarts")  # fmt: skip
     flag("--served-model-name", metavar="NAME", help="what clients call the model; None: MODEL as given")
     flag("--api-key", action="append", default=None, metavar="KEY",
          help="demand this bearer key (may be given several times); also read from JAXSERVE_API_KEY")  # fmt: skip

@@ -42,6 +42,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    fd: int | None = None,
     served_model_name: str | None = None,
     api_keys: Sequence[str] = (),
     api_key_file: str | None = None,
@@ -55,7 +56,8 @@ def serve(
 
     The port is bound before anything is loaded. /health answers at once, /ready turns 200 when the engine has loaded.
     SIGTERM or SIGINT: new requests get 503, running ones may go on for `drain_seconds`, the rest ends with an error; a
-    second signal exits at once. Has to run in the main thread. `port` 0 takes a free one; `served_model_name` defaults
+    second signal exits at once. Has to run in the main thread. `port` 0 takes a free one; `fd` is a listening socket
+    that this process was given: where it stops, who connects waits for the next one. `served_model_name` defaults
     to `config.model`. 1 is returned when the port is taken or the engine does not come up. Raises ValueError or OSError
     for a certificate or a file of keys that cannot be used.
     """
@@ -84,13 +86,14 @@ def serve(
     except OSError as error:
         raise ValueError(f"cannot use the certificate {ssl_certfile}: {error}") from error
     try:
-        listener = bind(host, port)
+        listener = bind(host, port) if fd is None else socket.socket(fileno=fd)
     except OSError as error:
-        print(f"jaxserve: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
+        where = f"{host}:{port}" if fd is None else f"file descriptor {fd}"
+        print(f"jaxserve: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
         return 1
     cpu_build.begin()  # where the kernels are new to this machine; the engine's process is still importing JAX
     with listener, EngineProcess(config, engine_class) as engine:
-        server = _Server(uvicorn_config, state, engine, config)
+        server = _Server(uvicorn_config, state, engine, config, shares_listener=fd is not None)
         server.run(sockets=[listener])
     if server.failure is not None:
         print(f"jaxserve: {server.failure}", file=sys.stderr)
@@ -147,9 +150,18 @@ class _Server(uvicorn.Server):
       failure: why the server could not start; None where it did.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, engine: EngineProcess, settings: EngineConfig):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        engine: EngineProcess,
+        settings: EngineConfig,
+        *,
+        shares_listener: bool,
+    ):
         super().__init__(config)
         self.failure: str | None = None
+        self._shares_listener = shares_listener
         self._state = state
         self._engine = engine
         self._settings = settings
@@ -208,6 +220,9 @@ class _Server(uvicorn.Server):
         """Lets running requests end within the time set, ends the others with an error, then stops the server."""
         state = self._state
         state.draining = True
+        if self._shares_listener:
+            for server in self.servers:
+                server.close()  # here alone
         log.info("stopping: %d requests may go on for %g s", state.client.num_streams, state.settings.drain_seconds)
         await self._until_idle(state.settings.drain_seconds)
         state.client.fail_streams("the server is shutting down")

@@ -115,6 +115,7 @@ def running_server(folder: Path, log: Path, *, engine: str | None, ready: bool =
             env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
             stdout=output,
             stderr=subprocess.STDOUT,
+            pass_fds=[serve["fd"]] if "fd" in serve else [],
         )
     server = ServerUnderTest(process, port, serve["served_model_name"], log)
     try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -177,6 +179,35 @@ def test_drain_ends_what_takes_too_long(start_server):
     assert "shutting down" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
     assert events[-1] == "data: [DONE]"
     assert server.process.wait(10) == 0
+
+
+def test_restart_on_a_socket_that_stays(start_server):
+    """Whoever was accepted gets an answer or an error; whoever comes meanwhile waits for the next process."""
+    body = {**BODY, "max_tokens": 30}
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        options = {"fd": listener.fileno(), "port": listener.getsockname()[1], "config": {"max_model_len": 2048}}
+        first = start_server("SlowEngine", drain_seconds=0.5, **options)
+        url = f"{first.url}/v1/completions"
+        endless, ended = in_background(first, {**BODY, "stream": True})
+        quick, answered = in_background(first, body)
+        first.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in first.log.read_text())
+        with ThreadPoolExecutor(20) as pool:
+            newcomers = [pool.submit(httpx.post, url, json=body, timeout=60) for _ in range(20)]
+            assert first.process.wait(10) == 0
+            endless.join()
+            quick.join()
+            assert "shutting down" in ended[0].text
+            assert answered[0].status_code == 200 or "shutting down" in answered[0].text
+            assert not any(one.done() for one in newcomers)
+            second = start_server("SlowEngine", **options)
+            answers = [one.result() for one in newcomers]
+        loading = [answer for answer in answers if answer.status_code == 503]
+        assert {answer.status_code for answer in answers} <= {200, 503}
+        assert all(answer.json()["error"]["code"] == "loading" for answer in loading)
+        assert all("retry-after" in answer.headers for answer in loading)
+        assert httpx.post(url, json=body, timeout=60).json()["usage"]["completion_tokens"] == 30
+        assert second.stop() == 0
 
 
 def test_second_signal_exits_at_once(start_server):
