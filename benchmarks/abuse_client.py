@@ -67,8 +67,8 @@ class Row:
 class Run:
     """One server, the cases, and the row of the scenario that is under way."""
 
-    def __init__(self, server: Server, cases: Sequence[Case], scale: float):
-        self.server, self._cases, self._scale = server, cases, scale
+    def __init__(self, server: Server, cases: Sequence[Case], scale: float, drain_seconds: float):
+        self.server, self._cases, self._scale, self.drain_seconds = server, cases, scale, drain_seconds
         self.random = random.Random(0)
         self.row = Row()
 

@@ -45,7 +45,7 @@ class Connection(H11Protocol):
                 return
             before = self.conn.their_state
             super().data_received(data[at : at + _PIECE])
-            if self._receiving is None or self.conn.their_state is not before:
+            if not self._refused and (self._receiving is None or self.conn.their_state is not before):
                 self._expect()
 
     def _expect(self) -> None:
@@ -87,7 +87,9 @@ class Connection(H11Protocol):
             return
         self.flow.resume_reading()  # to close with unread data would take the answer back
         self.transport.write_eof()
-        self._sending = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._receiving = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, dict]:
     path = tmp_path_factory.mktemp("abuse") / "rows.json"
-    flags = ["--scale", "0.02", "--client-timeout", "5", "--json", str(path)]
+    flags = ["--scale", "0.02", "--client-timeout", "2", "--drain-seconds", "3", "--json", str(path)]
     command = [sys.executable, str(ROOT / "benchmarks" / "abuse.py"), *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr[-5000:]
