@@ -205,6 +205,9 @@ async def malformed(run: Run) -> None:
                         answer = Response(0, {}, f"{type(error).__name__} {error}".encode())
             ok = 400 <= answer.status < 500 and is_error(answer)
             run.note(f"{kind}: {answer.status}" if ok else f"{data[:300]!r}: {answer.status} {answer.body!r}", ok)
+            if line is not None and kind == "header":  # what followed would belong to the body that it announced
+                line[1].transport.abort()
+                line = None
         if line is not None:
             line[1].transport.abort()
 
