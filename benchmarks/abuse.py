@@ -294,8 +294,8 @@ async def run_scenarios(names: Sequence[str], scale: float, client_timeout: floa
         for name in sorted(names, key=list(SCENARIOS).index):
             rows.append(await measure(run, name))
             print(f"{name}: {rows[-1].seconds:.0f} s, {rows[-1].bad or 'as it must be'}", file=sys.stderr, flush=True)
-    if tracebacks := server.log.text().count("Traceback"):
-        rows[-1].bad["tracebacks in the server's log"] = tracebacks
+    for failure in server.log.text().split("Traceback (most recent call last)")[1:]:
+        rows[-1].bad[f"in the server's log: {failure[:2000]}"] += 1
     return rows
 
 

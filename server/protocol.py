@@ -9,7 +9,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from server.errors import APIError
+from server.errors import APIError, unavailable
 
 _PIECE = 16 * 2**10  # bytes that are parsed at a time, so that a long head is noticed before it is parsed
 _LINGER_SECONDS = 2.0  # in which a client that still sends may read why it was refused
@@ -90,6 +90,18 @@ class Connection(H11Protocol):
         if self._receiving is not None:
             self._receiving.cancel()
         self._receiving = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+
+    def shutdown(self) -> None:
+        """uvicorn calls it at the end: a request that has not come whole is not waited for."""
+        if self.conn.their_state is h11.SEND_BODY and not self._refused:
+            self._refuse(unavailable("the server is shutting down", "shutting_down"))
+        else:
+            super().shutdown()
+
+    def drop_if_stuck(self) -> None:
+        """Disconnects a client that does not read its answer."""
+        if self.flow.write_paused:
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -229,6 +229,9 @@ class _Server(uvicorn.Server):
         await self._until_idle(state.settings.drain_seconds)
         state.client.fail_streams("the server is shutting down")
         await self._until_idle(_FLUSH_SECONDS)
+        if self._state.client.num_streams:  # of clients who do not read even that
+            for connection in list(self.server_state.connections):
+                connection.drop_if_stuck()  # type: ignore[union-attr]
         self.should_exit = True
 
     async def _until_idle(self, seconds: float) -> None:
