@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,11 +42,12 @@ MEGABYTE = 2**20
 
 @dataclass
 class Server:
-    """A running server, and a client to it."""
+    """A running server, its output, and a client to it."""
 
     client: Client
     model: str
-    pid: int
+    process: subprocess.Popen[str]
+    log: startup.ProcessLog
 
     async def post(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, bytes]:
         response = await self.client.request("POST", path, json.dumps({"model": self.model, **body}).encode())
@@ -70,7 +72,7 @@ class Server:
             with contextlib.suppress(OSError):
                 status = (folder / "status").read_text()
                 parent = int(re.search(r"PPid:\s+(\d+)", status)[1])  # type: ignore[index]
-                if int(folder.name) == self.pid or parent == self.pid:
+                if self.process.pid in (int(folder.name), parent):
                     total += 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
         return total
 
@@ -93,7 +95,7 @@ async def serve(model: str, *flags: str) -> AsyncIterator[Server]:
                 raise SystemExit(f"the server did not start:\n{log.text(last=10)}")
             await asyncio.sleep(0.1)
         with contextlib.closing(Client(f"http://127.0.0.1:{port}")) as client:
-            yield Server(client, await first_model(client), process.pid)
+            yield Server(client, await first_model(client), process, log)
 
 
 async def load(

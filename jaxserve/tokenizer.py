@@ -61,6 +61,7 @@ class Tokenizer:
       eos_token_ids: ids that end a sequence, of the tokenizer and of generation_config.json together.
       special_ids: ids that `skip_special_tokens` leaves out of decoded text.
       generation_defaults: sampling settings that the model's authors recommend.
+      longest_token: characters that one token stands for at most; None where an unknown token stands for any number.
     """
 
     def __init__(self, hf_tokenizer: Any, generation_defaults: GenerationDefaults | None = None):
@@ -78,6 +79,8 @@ class Tokenizer:
         kinds = [step["type"] for step in steps]
         self._byte_level = kinds == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in kinds
+        pieces = self._backend.get_vocab() if self._backend and (self._byte_level or self._byte_fallback) else ()
+        self.longest_token: int | None = max(map(len, pieces), default=None)
         self._continuation = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
         self._char_bytes = _byte_level_alphabet() if self._byte_level else {}
         self._bytes: dict[int, bytes] = {}

@@ -41,7 +41,7 @@ async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionReques
     prompts = body.prompts()
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(await state.encode(texts, body.add_special_tokens))
+    encoded = iter(await state.encode(texts, body.add_special_tokens, body.truncate_prompt_tokens))
     ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     ids = [fit_prompt(one, info, body.truncate_prompt_tokens, "prompt", max_tokens) for one in ids]
     prompt_logprobs = body.prompt_logprobs

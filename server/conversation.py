@@ -16,10 +16,11 @@ from starlette.requests import Request as HTTPRequest
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import Grammar, InvalidRequestError
 from server.generation import CompletionTokensDetails, Generation, Usage
+from server.messages import Ready
 from server.parsing import OutputParser, Piece
 from server.reasoning import ends_inside
 from server.schemas_chat import ChatRequest, Conversation
-from server.state import ServerState, fit_prompt, room_for
+from server.state import ServerState, fit_prompt, fit_text, room_for
 from server.tools.base import ToolParser
 from server.tools.choice import forced_parser, schema_for_tools
 
@@ -31,7 +32,7 @@ async def prepare(state: ServerState, http: HTTPRequest, body: ChatRequest) -> C
     state.check_model(body.model)
     body.check()
     tokenizer, info = state.require_ready()
-    ids = await state.off_loop(lambda: encode_chat(tokenizer, body.conversation()))
+    ids = await state.off_loop(lambda: encode_chat(tokenizer, info, body.conversation(), body.truncate_prompt_tokens))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens)
     room = room_for(max_tokens, len(ids), info)
@@ -64,10 +65,13 @@ async def prepare(state: ServerState, http: HTTPRequest, body: ChatRequest) -> C
     return run
 
 
-def encode_chat(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer, info: Ready, conversation: Conversation, truncate: int | None = None
+) -> list[int]:
     """Token ids of a rendered conversation. Slow: run it off the event loop.
 
-    Raises InvalidRequestError when the template refuses the messages, or leaves a system message out in silence.
+    Raises InvalidRequestError when the template refuses the messages, or leaves a system message out in silence, and
+    for what `fit_text` refuses.
     """
     messages = conversation.template_messages()
     if "developer" not in (tokenizer.chat_template or ""):
@@ -85,6 +89,7 @@ def encode_chat(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
         others = [message for message in messages if message["role"] != "system"]
         if _renders_to(text, tokenizer, others, options):
             raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
+    text = fit_text(text, tokenizer, info, truncate, "messages")
     return tokenizer.encode(text, conversation.add_special_tokens)
 
 

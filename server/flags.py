@@ -11,7 +11,8 @@ from server import plugins
 _SAME_NAME = (
     "host", "port", "fd", "served_model_name", "api_key_file", "salt_by_key", "drain_seconds", "request_timeout",
     "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile", "max_connections",
-    "max_body_bytes", "max_header_bytes", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
+    "max_body_bytes", "max_header_bytes", "client_timeout",
+    "max_stored_responses", "ui", "access_log", "otlp_endpoint",
 )  # fmt: skip
 
 
@@ -46,6 +47,8 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--max-connections", type=int, default=4096, metavar="N", help="open connections, beyond which there is 503")
     flag("--max-body-bytes", type=int, default=32 * 2**20, metavar="BYTES", help="longest request body")
     flag("--max-header-bytes", type=int, default=64 * 2**10, metavar="BYTES", help="longest request head")
+    flag("--client-timeout", type=float, default=60.0, metavar="SECONDS",
+         help="in which a request's head must come, then its body, and something of its answer be taken")  # fmt: skip
     flag("--no-access-log", dest="access_log", action="store_false",
          help="do not print a line of JSON for each request")  # fmt: skip
     flag("--otlp-endpoint", metavar="URL",

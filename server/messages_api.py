@@ -48,10 +48,10 @@ async def count_tokens(http: HTTPRequest) -> Response:
     state = state_of(http)
     body = await read_body(http, _count_decoder)
     state.check_model(body.model)
-    tokenizer, _ = state.require_ready()
+    tokenizer, info = state.require_ready()
     chat = body.to_chat()
     chat.check()
-    ids = await state.off_loop(lambda: encode_chat(tokenizer, chat.conversation()))
+    ids = await state.off_loop(lambda: encode_chat(tokenizer, info, chat.conversation()))
     return Response(to_json({"input_tokens": len(ids)}), media_type="application/json")
 
 

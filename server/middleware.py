@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
 from collections import Counter
@@ -17,7 +16,8 @@ from server.keys import ApiKey, find_key
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key, and when there are too many connections
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})  # their handlers ask for a key of their own
-BODY_SECONDS = 60.0  # in which a request's body must have come
+_SMALL_BODY = 64 * 2**10  # bytes; always taken
+_BODIES = 8
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -119,12 +119,13 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Answers 413 to bodies longer than `limit` bytes, without reading them to their end, and 408 to those that have
-    not come within BODY_SECONDS."""
+    """Answers 413 to bodies longer than `limit` bytes, without reading them to their end; and 503 to those beyond
+    _SMALL_BODY while what has come of unfinished ones is more than _BODIES times the limit."""
 
     def __init__(self, app: ASGIApp, limit: int):
         self.app = app
         self._limit = limit
+        self._coming = 0  # bytes of bodies whose end has not come
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -135,23 +136,24 @@ class BodyLimit:
         if length.isdecimal() and int(length[:20]) > self._limit:
             await too_long.response(scope)(scope, receive, send)
             return
-        received, complete = 0, False
-        deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+        received = 0
 
         async def receive_limited() -> Message:
-            nonlocal received, complete
-            if complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise APIError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout") from None
-            if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                complete = not message.get("more_body", False)
-                if received > self._limit:
-                    raise too_long
+            nonlocal received
+            message = await receive()
+            size = len(message.get("body", b""))
+            received += size
+            self._coming += size
+            if received > self._limit:
+                raise too_long
+            if received > _SMALL_BODY and self._coming > _BODIES * self._limit:
+                raise unavailable("too many long requests are being received; try again later", "too_many_bodies")
+            if not message.get("more_body", False):
+                self._coming -= received
+                received = 0
             return message
 
-        await self.app(scope, receive_limited, send)
+        try:
+            await self.app(scope, receive_limited, send)
+        finally:
+            self._coming -= received

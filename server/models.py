@@ -72,7 +72,7 @@ async def tokenize(http: Request) -> Response:
             add_special_tokens=bool(body.add_special_tokens),
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        ids = await state.off_loop(lambda: encode_chat(tokenizer, chat))
+        ids = await state.off_loop(lambda: encode_chat(tokenizer, info, chat))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = token_strings(tokenizer, ids)

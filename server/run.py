@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -30,10 +32,12 @@ from server.client import EngineClient
 from server.engine_process import Launch
 from server.keys import ApiKey, read_keys
 from server.metrics import Metrics
+from server.protocol import Connection
 from server.state import ServerSettings, ServerState
 
 log = logging.getLogger("jaxserve.server")
 
+_OTHER_FILES = 256  # that are open beside connections
 _FLUSH_SECONDS = 5  # for last answers to be written, and for the engine to exit, once nothing runs any more
 
 
@@ -49,6 +53,7 @@ def serve(
     ssl_certfile: str | None = None,
     ssl_keyfile: str | None = None,
     max_header_bytes: int = 64 * 2**10,
+    client_timeout: float = 60.0,
     engine_class: str = DEFAULT_ENGINE,
     **settings: Any,
 ) -> int:
@@ -69,7 +74,7 @@ def serve(
     uvicorn_config = uvicorn.Config(
         build_app(state),
         lifespan="off",
-        http="h11",  # which bounds a request's head
+        http=functools.partial(Connection, client_timeout=client_timeout),  # type: ignore[arg-type]
         h11_max_incomplete_event_size=max_header_bytes,
         ws="none",
         access_log=False,  # there is one of our own
@@ -79,6 +84,7 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
+    allow_files(own.max_connections + _OTHER_FILES)
     if ssl_keyfile and not ssl_certfile:
         raise ValueError("--ssl-keyfile needs --ssl-certfile")
     try:
@@ -105,6 +111,17 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError when the address is taken or is not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def allow_files(count: int) -> None:
+    """Raises the limit of open files to `count` where it is lower, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= count or soft == resource.RLIM_INFINITY:
+        return
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < count:
+        log.warning("this process may open %d files, too few for --max-connections; see `ulimit -Hn`", allowed)
 
 
 class EngineProcess:
@@ -227,6 +244,9 @@ class _Server(uvicorn.Server):
         await self._until_idle(state.settings.drain_seconds)
         state.client.fail_streams("the server is shutting down")
         await self._until_idle(_FLUSH_SECONDS)
+        if self._state.client.num_streams:  # of clients who do not read even that
+            for connection in list(self.server_state.connections):
+                connection.drop_if_stuck()  # type: ignore[union-attr]
         self.should_exit = True
 
     async def _until_idle(self, seconds: float) -> None:

@@ -139,9 +139,10 @@ class ServerState:
         """`work()` in a thread, so that the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
-    async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text."""
-        tokenizer, _ = self.require_ready()
+    async def encode(self, texts: list[str], add_special_tokens: bool, truncate: int | None = None) -> list[list[int]]:
+        """Token ids of each text. Raises InvalidRequestError for one that `fit_text` refuses."""
+        tokenizer, info = self.require_ready()
+        texts = [fit_text(text, tokenizer, info, truncate, "prompt") for text in texts]
 
         def work() -> list[list[int]]:
             return [tokenizer.encode(text, add_special_tokens) for text in texts]
@@ -164,7 +165,9 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     if content_type != "application/json":
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
     try:
-        return decoder.decode(await request.body())
+        return decoder.decode((await request.body()).decode())  # msgspec alone would not look into unknown fields
+    except UnicodeDecodeError as error:
+        raise APIError(400, f"the body is not valid UTF-8: {error}") from None
     except msgspec.ValidationError as error:
         raise APIError(400, str(error), param=_field_of(str(error))) from None
     except msgspec.DecodeError as error:
@@ -182,6 +185,28 @@ def _field_of(message: str) -> str | None:
     return rest.partition("`")[0] if found else None
 
 
+def fit_text(text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None, param: str) -> str:
+    """A text that `fit_prompt` can still fit once it is tokenized: tokenizing takes time, and 250 times its memory.
+
+    Of a text that is sure to be too long, the end is left where it is to be truncated; otherwise InvalidRequestError.
+    """
+    most = info.max_model_len * (tokenizer.longest_token or len(text))
+    if len(text) <= most:
+        return text
+    if truncate is None:
+        raise _too_long(info, f"at least {len(text) // tokenizer.longest_token}", param)  # type: ignore[operator]
+    return text[-2 * most :]
+
+
+def _too_long(info: Ready, count: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"This model's maximum context length is {info.max_model_len} tokens, and your prompt has {count}. "
+        "Please shorten the prompt: at least one token must be left for the output.",
+        param,
+        "context_length_exceeded",
+    )
+
+
 def fit_prompt(ids: list[int], info: Ready, truncate: int | None, param: str, max_tokens: int | None) -> list[int]:
     """The prompt cut to its last `truncate` tokens (-1: to what leaves room for output), checked against the model.
 
@@ -193,12 +218,7 @@ def fit_prompt(ids: list[int], info: Ready, truncate: int | None, param: str, ma
     if not ids:
         raise InvalidRequestError("the prompt is empty; it must hold at least one token", param)
     if len(ids) >= info.max_model_len:
-        raise InvalidRequestError(
-            f"This model's maximum context length is {info.max_model_len} tokens, and your prompt has {len(ids)}. "
-            "Please shorten the prompt: at least one token must be left for the output.",
-            param,
-            "context_length_exceeded",
-        )
+        raise _too_long(info, str(len(ids)), param)
     if min(ids) < 0 or max(ids) >= info.vocab_size:
         raise InvalidRequestError(f"{param} holds token ids outside 0 to {info.vocab_size - 1}", param)
     return ids

@@ -109,7 +109,7 @@ def measure_start(config: EngineConfig, cache: str, env: dict[str, str], timeout
     )
 
 
-class _Log(threading.Thread):
+class ProcessLog(threading.Thread):
     """Reads a process's output as it comes."""
 
     def __init__(self, stream: IO[str]):
@@ -129,11 +129,11 @@ class _Log(threading.Thread):
 
 
 @contextlib.contextmanager
-def server_process(command: Sequence[str], env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], _Log]]:
+def server_process(command: Sequence[str], env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], ProcessLog]]:
     """A process that is stopped at the end, and its log."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    log = _Log(process.stdout)
+    log = ProcessLog(process.stdout)
     try:
         yield process, log
     finally:

@@ -125,6 +125,8 @@ def test_bad_requests_in_general(http):
     for content, kind in (
         (b"{", "application/json"),
         (b'{"prompt": "\\ud800"}', "application/json"),
+        (b'{"prompt": "\xff"}', "application/json"),
+        (b'{"prompt": "x", "unknown": "\xff"}', "application/json"),
         (b"{}", "text/plain"),
     ):
         response = http.post("/v1/completions", content=content, headers={"content-type": kind})
@@ -137,3 +139,25 @@ def test_bad_requests_in_general(http):
 
 def test_error_before_the_first_token_of_a_stream_has_its_status(http):
     assert refused(http, "/v1/completions", model=MODEL, prompt=[5] * 300, stream=True)["param"] == "prompt"
+
+
+def test_texts_that_are_not_tokenized(http):
+    """Ten million characters take a tokenizer gigabytes; where they are to be truncated, the end will do."""
+    text = "some words, " * 900_000
+    user = [{"role": "user", "content": text}]
+    for path, fields in (
+        ("/v1/completions", {"prompt": text}),
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": user}),
+        ("/v1/chat/completions", {"messages": user}),
+    ):
+        error = refused(http, path, model=MODEL, **fields)
+        assert error["code"] == "context_length_exceeded"
+        assert "at least" in error["message"]
+    ends = []
+    body = {"model": MODEL, "max_tokens": 1, "truncate_prompt_tokens": 100, "return_token_ids": True}
+    for prompt in (text, text[-600:]):
+        answer = http.post("/v1/completions", json=body | {"prompt": prompt}).json()
+        ends.append(answer["choices"][0]["prompt_token_ids"])
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 100

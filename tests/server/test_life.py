@@ -210,6 +210,23 @@ def test_restart_on_a_socket_that_stays(start_server):
         assert second.stop() == 0
 
 
+def test_exit_waits_for_no_client(start_server):
+    """Neither for one who has not sent all, who gets a 503, nor for one who does not read."""
+    server = start_server("SlowEngine", config={"max_model_len": 2048}, drain_seconds=3)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    body = json.dumps({**BODY, "max_tokens": 2000, "stream": True, "n": 128, "logprobs": 20})
+    with socket.socket() as deaf, socket.create_connection(("127.0.0.1", server.port)) as late:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        deaf.sendall((head.format(len(body)) + body).encode())
+        late.sendall(head.format(9).encode() + b"{")
+        wait_until(lambda: server.metric("num_requests_running") > 0)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert late.recv(2**16).startswith(b"HTTP/1.1 503 ")
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_second_signal_exits_at_once(start_server):
     server = start_server("SlowEngine", config={"max_model_len": 2048})
     with server.http().stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -11,11 +14,20 @@ import time
 
 import httpx
 import pytest
-from serving import wait_until
+from serving import running_server, wait_until
 
 from server.keys import ApiKey, read_keys
 
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def impatient(tiny_model_folder, tmp_path_factory):
+    """A server at 20 ms a token that waits half a second for its clients."""
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    config = {"max_model_len": 2048}
+    with running_server(tiny_model_folder, log, engine="SlowEngine", config=config, client_timeout=0.5) as server:
+        yield server
 
 
 def post(server, path: str = "/v1/completions", key: str | None = None, **body) -> httpx.Response:
@@ -124,26 +136,106 @@ def test_long_head(start_server):
         httpx.get(server.url + "/version", headers={"x": "y" * 2_000_000}).raise_for_status()
 
 
-def test_body_that_does_not_come(monkeypatch):
-    import asyncio
+def test_many_bodies_at_once(start_server):
+    """`Everything countable in a request is bounded`: what is on its way too; short requests are taken all the same."""
+    server = start_server(max_body_bytes=100_000)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99999\r\n\r\n"
+    )
 
-    from server import middleware
+    def send(prompt: str) -> httpx.Response:
+        return post(server, prompt=prompt, max_tokens=1, truncate_prompt_tokens=1)
 
-    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
-    answers = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(9):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(head + b" " * 90_000)
+        wait_until(lambda: send("x" * 90_000).status_code == 503, seconds=5)
+        refused = send("x" * 90_000)
+        assert error_of(refused)["code"] == "too_many_bodies"
+        assert refused.headers["retry-after"]
+        assert send("x").status_code == 200
+    wait_until(lambda: send("x" * 90_000).status_code == 200, seconds=5)
 
-    async def app(scope, receive, send):
-        await receive()
 
-    async def never():
-        await asyncio.Event().wait()
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"",
+        b"POST /v1/completions HT",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",  # is answered before it has come
+    ],
+)
+def test_requests_that_do_not_come(impatient, begin):
+    with socket.create_connection(("127.0.0.1", impatient.port)) as client:
+        client.sendall(begin)
+        answer = everything(client)
+    error = json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]
+    if b"nowhere" in begin:
+        assert answer.split()[1] == b"404"
+    else:
+        assert answer.split()[1] == b"408"
+        assert "within 0.5 s" in error["message"]
+        assert ("code" in error) == (b"messages" not in begin)
 
-    async def send(message):
-        answers.append(message)
 
-    scope = {"type": "http", "path": "/", "headers": []}
-    asyncio.run(middleware.UnexpectedErrors(middleware.BodyLimit(app, 10))(scope, never, send))
-    assert answers[0]["status"] == 408
+def test_connections_that_keep_their_time(impatient):
+    """Neither an idle connection nor an answer that takes long has to do with it."""
+    with impatient.http() as client:
+        for pause in (0.7, 0.0, 0.7):
+            assert client.get("/version").status_code == 200
+            time.sleep(pause)
+        assert client.post("/v1/completions", json=BODY | {"max_tokens": 50}).status_code == 200
+
+
+def test_readers_that_take_nothing_are_disconnected(impatient):
+    """Their requests, of 40 s, end with it."""
+    body = json.dumps(BODY | {"stream": True, "n": 64, "logprobs": 20}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", impatient.port))
+        client.sendall(head % len(body) + body)
+        wait_until(lambda: impatient.metric("num_requests_running") > 0)
+        wait_until(lambda: impatient.metric("num_requests_running") == 0, seconds=25)
+
+
+def test_errors_of_http_have_the_shape_of_all(http, parrot):
+    for request, status in (
+        (b"NONSENSE\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nX: " + b"y" * 300_000 + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", b"431"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+         b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n", b"400"),
+    ):  # fmt: skip
+        with socket.create_connection(("127.0.0.1", parrot.port)) as client:
+            client.sendall(request)
+            answer = everything(client)
+        assert answer.split()[1] == status, answer
+        assert set(json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in parrot.log.read_text()
+
+
+def everything(client: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    client.settimeout(10)
+    return b"".join(iter(lambda: client.recv(2**16), b""))
+
+
+def test_files(start_server):
+    """As many as connections need, though most systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        server = start_server()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        assert httpx.get(server.url + "/version", timeout=5).status_code == 200
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
