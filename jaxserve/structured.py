@@ -109,12 +109,15 @@ class Structured:
         if matchers:
             fill_next_token_bitmask_par(self._masking, matchers, masks)
         for mask, seq, output in zip(masks, seqs, outputs, strict=True):
-            if allowed := seq.params.allowed_token_ids:
+            params, is_short = seq.params, len(output) < seq.params.min_tokens
+            if not (params.allowed_token_ids or params.bad_words or params.ignore_eos or is_short):
+                continue  # mostly
+            if allowed := params.allowed_token_ids:
                 mask &= ~_without(np.full_like(mask, -1), allowed)
-            unwanted = _bad_ends(seq.params.bad_words, output)
-            if seq.matcher is not None and seq.params.ignore_eos:
+            unwanted = _bad_ends(params.bad_words, output)
+            if seq.matcher is not None and params.ignore_eos:
                 unwanted += self._compiler.vocabulary.result().eos_tokens
-            if len(output) < seq.params.min_tokens:
+            if is_short:
                 unwanted += seq.stop_ids
             if unwanted and (others := _without(mask, unwanted)).any():  # else it cannot but take one of these
                 mask[:] = others
