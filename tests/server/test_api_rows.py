@@ -122,7 +122,11 @@ HISTOGRAMS = (
 def test_metrics_of_the_engine(demo_server):
     """Row "Metrics": every name is there with its type, and the request's histograms have counted one request."""
     http = demo_server.http()
-    before = demo_server.metric("e2e_request_latency_seconds_count")
+    wait_until(lambda: demo_server.metric("num_requests_running") == 0)  # what other tests have left
+    before = {name: demo_server.metric(f"{name}_count") for name in HISTOGRAMS}
+    sums = [f"request_{part}_time_seconds_sum" for part in ("queue", "prefill", "decode")]
+    sums.append("e2e_request_latency_seconds_sum")
+    seconds_before = [demo_server.metric(name) for name in sums]
     assert http.post("/v1/completions", json={"prompt": [50] * 20, "max_tokens": 8}).status_code == 200
     wait_until(lambda: demo_server.metric("num_requests_running") == 0)
     text = http.get("/metrics").text
@@ -132,6 +136,6 @@ def test_metrics_of_the_engine(demo_server):
     assert 'model_name="test-model"' in text
     for name in HISTOGRAMS:
         if name not in ("inter_token_latency_seconds", "iteration_tokens_total", "request_params_max_tokens"):
-            assert demo_server.metric(f"{name}_count") == before + 1, name
-    parts = sum(demo_server.metric(f"request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))
-    assert parts == pytest.approx(demo_server.metric("e2e_request_latency_seconds_sum"), rel=0.01)
+            assert demo_server.metric(f"{name}_count") == before[name] + 1, name
+    *parts, whole = (demo_server.metric(name) - at_first for name, at_first in zip(sums, seconds_before, strict=True))
+    assert sum(parts) == pytest.approx(whole, rel=0.01)
