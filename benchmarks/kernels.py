@@ -34,7 +34,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need me
 import jax
 import jax.numpy as jnp
 import numpy as np
-from peers.kernels import PEERS, Backend
+from peers.kernel_backends import PEERS, Backend
 
 from jaxserve.bench import report, timing
 from jaxserve.bench.kernel_cases import Case, first_result, largest_error, norm_error
@@ -42,7 +42,7 @@ from jaxserve.bench.kernel_shapes import OPERATIONS, cases
 from jaxserve.compile_cache import enable_compile_cache
 from pallas_kernels.registry import BACKENDS, Device
 
-Contestant = Any  # has a name, why_not and prepare, as `peers.kernels.Backend`
+Contestant = Any  # has a name, why_not and prepare, as `peers.kernel_backends.Backend`
 Row = dict[str, Any]
 LIMITS = {"small": 120, "full": 450}  # seconds
 PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "jax-triton", "triton", "torch",

@@ -11,7 +11,7 @@ static ffi::Error matmul(ffi::ThreadPool pool, F32 x, F32 w, S32 count, ffi::Res
   float* ys = y->typed_data();
   parallel_for(pool, (out + kPiece - 1) / kPiece, [=](int64_t piece) {
     const int64_t n = piece * kPiece;
-    constexpr int64_t kMany = 12;
+    constexpr int64_t kMany = 16;
     multiply_rows(xs, ws + n * in, ys + n, tokens, std::min(kPiece, out - n), in, in, out, kMany);
   });
   return ffi::Error::Success();

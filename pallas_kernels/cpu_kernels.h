@@ -48,17 +48,25 @@ static inline float sum(Vec v) {
   return v[0] + v[1];
 }
 
+// Fetches 32 floats into the second-level cache. A small batch waits for its weights: so the rows of w that come next are
+// fetched while the present ones are multiplied, a share of them in each pass over these.
+static inline void prefetch(const float* p) {
+  __builtin_prefetch(p, 0, 2);
+  __builtin_prefetch(p + 16, 0, 2);
+}
+
 // y[m, n] = x[m] . w[n] for M rows x [in], contiguous, and N rows w [in], `row` apart: as many sums as the registers
-// hold. The rows of w that follow are fetched into cache meanwhile: a small batch spends its time waiting for them.
+// hold. Meanwhile fetches from `next` on, `stride` for each kLanes of in.
 template <int M, int N>
-static void tile(const float* x, const float* w, float* y, int64_t in, int64_t row, int64_t out) {
+static void tile(const float* x, const float* w, float* y, int64_t in, int64_t row, int64_t out, const float* next,
+                 int64_t stride) {
   Vec sums[M][N] = {};
   int64_t k = 0;
-  for (; k + kLanes <= in; k += kLanes) {
+  for (; k + kLanes <= in; k += kLanes, next += stride) {
     Vec left[M];
+    prefetch(next);
     for (int m = 0; m < M; m++) left[m] = at(x + m * in + k);
     for (int n = 0; n < N; n++) {
-      __builtin_prefetch(w + (N + n) * row + k);
       Vec right = at(w + n * row + k);
       for (int m = 0; m < M; m++) sums[m][n] += left[m] * right;
     }
@@ -71,13 +79,18 @@ static void tile(const float* x, const float* w, float* y, int64_t in, int64_t r
     }
 }
 
-// The same for any number of rows x.
+// The same for any number of rows x, in passes of nearly the same height.
 template <int N>
 static void dot(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out) {
-  int64_t m = 0;
-  for (; m + 3 <= rows; m += 3) tile<3, N>(x + m * in, w, y + m * out, in, row, out);
-  if (rows - m == 2) tile<2, N>(x + m * in, w, y + m * out, in, row, out);
-  if (rows - m == 1) tile<1, N>(x + m * in, w, y + m * out, in, row, out);
+  constexpr int tall = N == 3 ? 4 : 3;
+  constexpr decltype(&tile<1, N>) of_height[] = {tile<1, N>, tile<2, N>, tile<3, N>, tile<tall, N>};
+  const int64_t passes = (rows + tall - 1) / tall, share = N * row / passes, stride = N * kLanes / passes;
+  const float* next = w + N * row;
+  for (int64_t left = passes, m = 0; left; left--, next += share) {
+    const int64_t height = (rows - m) / left;
+    of_height[height - 1](x + m * in, w, y + m * out, in, row, out, next, stride);
+    m += height;
+  }
 }
 
 // Many rows x pay for a transposed copy of w: no sums over lanes, and a tile needs two loads of w for its twelve sums.
@@ -100,9 +113,11 @@ static inline void transpose_block(Vec* a, float* to, int64_t row) {
 }
 
 template <int M>
-static void multiply(const float* x, const float* panel, float* y, int64_t in, int64_t out) {
+static void multiply(const float* x, const float* panel, float* y, int64_t in, int64_t out, const float* next,
+                     int64_t stride) {
   Vec sums[M][2] = {};
-  for (int64_t k = 0; k < in; k++) {
+  for (int64_t k = 0; k < in; k++, next += stride) {
+    __builtin_prefetch(next, 0, 2);
     Vec right[2] = {at(panel + k * kPanel), at(panel + k * kPanel + kLanes)};
 #ifdef __x86_64__
     asm("" : "+x"(right[0]), "+x"(right[1]));  // in registers: one load for all M, which GCC forgets
@@ -132,14 +147,16 @@ static void many_rows(const float* x, const float* w, float* y, int64_t rows, in
   static thread_local std::vector<float> panel;
   panel.resize(in * kPanel);
   transpose(w, in, row, panel.data());
-  for (int64_t tiles = (rows + kTall - 1) / kTall, m = 0; tiles; tiles--) {
-    int64_t height = (rows - m) / tiles;
-    of_height[height - 1](x + m * in, panel.data(), y + m * out, in, out);
+  const int64_t passes = (rows + kTall - 1) / kTall, stride = std::max<int64_t>(kPanel / passes, 1);
+  const float* next = w + kPanel * row;
+  for (int64_t left = passes, m = 0; left; left--, next += stride * in) {
+    const int64_t height = (rows - m) / left;
+    of_height[height - 1](x + m * in, panel.data(), y + m * out, in, out, next, stride);
     m += height;
   }
 }
 
-constexpr int64_t kPiece = 64;  // outputs that a thread takes at once
+constexpr int64_t kPiece = 48;  // outputs that a thread takes at once; a multiple of what tiles and panels have
 
 // y[m, n] = x[m] . w[n] for `rows` rows x and `size` rows w; from `many` rows x on by panels.
 static void multiply_rows(const float* x, const float* w, float* y, int64_t rows, int64_t size, int64_t in, int64_t row,
@@ -147,7 +164,9 @@ static void multiply_rows(const float* x, const float* w, float* y, int64_t rows
   int64_t n = 0;
   if (rows >= many)
     for (; n + kPanel <= size; n += kPanel) many_rows(x, w + n * row, y + n, rows, in, row, out);
-  if (rows > 1)
+  if ((rows + 3) / 4 < (rows + 2) / 3)  // fewer passes by tiles of 4 x 3 than of 3 x 4
+    for (; n + 3 <= size; n += 3) dot<3>(x, w + n * row, y + n, rows, in, row, out);
+  else if (rows > 1)
     for (; n + 4 <= size; n += 4) dot<4>(x, w + n * row, y + n, rows, in, row, out);
   for (; n < size; n++) dot<1>(x, w + n * row, y + n, rows, in, row, out);
 }

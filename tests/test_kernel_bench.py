@@ -13,7 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import kernels
-from peers.kernels import Backend, XlaDense
+from peers.kernel_backends import Backend, XlaDense
 
 from jaxserve.bench import kernel_shapes, timing
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase, WriteCase, largest_error
