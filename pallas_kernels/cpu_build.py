@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 
 KERNELS = "cpu_kernels"
-HEADER = Path(__file__).with_name("cpu_kernels.h")
+FOLDER = Path(__file__).parent
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 
 
@@ -57,7 +57,7 @@ def begin() -> None:
 
 
 def _source(name: str) -> Path:
-    return HEADER.with_name(f"{name}.cc")
+    return FOLDER / f"{name}.cc"
 
 
 def _library(name: str) -> Path:
@@ -80,7 +80,7 @@ def _key(name: str) -> str:
     info = Path("/proc/cpuinfo")  # of Linux alone
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
     cpu = [line for line in lines if line.startswith(("flags", "Features", "model name"))] or lines
-    sources = [HEADER.read_text(), _source(name).read_text()]
+    sources = [path.read_text() for path in (*sorted(FOLDER.glob("cpu_*.h")), _source(name))]
     key = "\n".join([*sources, _compiler(), *FLAGS, importlib.metadata.version("jaxlib"), *cpu])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 

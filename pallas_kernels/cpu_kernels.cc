@@ -3,30 +3,28 @@
 #include "cpu_kernels.h"
 
 // y = x w^T for the first `count` rows of x [tokens, in], and w [out, in]; the other rows of y are left as they are.
-static ffi::Error matmul(ffi::ThreadPool pool, F32 x, F32 w, S32 count, ffi::Result<F32> y) {
-  const int64_t tokens = std::min<int64_t>(x.dimensions()[0], count.typed_data()[0]);
-  const int64_t in = x.dimensions()[1], out = w.dimensions()[0];
-  if (tokens <= 0) return ffi::Error::Success();
-  const float *xs = x.typed_data(), *ws = w.typed_data();
-  float* ys = y->typed_data();
-  parallel_for(pool, (out + kPiece - 1) / kPiece, [=](int64_t piece) {
+static void matmul(const Call& call) {
+  const Array &x = call.argument(0), &w = call.argument(1), &count = call.argument(2);
+  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(count)), in = x.dims[1], out = w.dims[0];
+  if (tokens <= 0) return;
+  const float *xs = data<float>(x), *ws = data<float>(w);
+  float* ys = data<float>(call.result());
+  parallel_for(call, (out + kPiece - 1) / kPiece, [=](int64_t piece) {
     const int64_t n = piece * kPiece;
     constexpr int64_t kMany = 16;
     multiply_rows(xs, ws + n * in, ys + n, tokens, std::min(kPiece, out - n), in, in, out, kMany);
   });
-  return ffi::Error::Success();
 }
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>());
+DEFINE_HANDLER(Matmul, matmul, kF32, kF32, kS32)
 
 // y = x / sqrt(mean(x^2) + eps) * scale, for each row of x [.., size].
-static ffi::Error rms_norm(ffi::ThreadPool pool, F32 x, F32 scale, ffi::Result<F32> y, float eps) {
-  const int64_t size = scale.dimensions()[0], rows = x.element_count() / size;
-  const float *xs = x.typed_data(), *scales = scale.typed_data();
-  float* ys = y->typed_data();
+static void rms_norm(const Call& call) {
+  const Array &x = call.argument(0), &scale = call.argument(1);
+  const int64_t size = scale.dims[0], rows = ::size(x) / size;
+  const float *xs = data<float>(x), *scales = data<float>(scale), eps = call.attribute<float>("eps");
+  float* ys = data<float>(call.result());
   constexpr int64_t kPiece = 32;
-  parallel_for(pool, (rows + kPiece - 1) / kPiece, [=](int64_t piece) {
+  parallel_for(call, (rows + kPiece - 1) / kPiece, [=](int64_t piece) {
     for (int64_t row = piece * kPiece; row < std::min(rows, (piece + 1) * kPiece); row++) {
       const float* from = xs + row * size;
       Vec squares = {};
@@ -38,11 +36,8 @@ static ffi::Error rms_norm(ffi::ThreadPool pool, F32 x, F32 scale, ffi::Result<F
       for (i = 0; i < size; i++) ys[row * size + i] = from[i] * factor * scales[i];
     }
   });
-  return ffi::Error::Success();
 }
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RmsNorm, rms_norm,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Ret<F32>().Attr<float>("eps"));
+DEFINE_HANDLER(RmsNorm, rms_norm, kF32, kF32)
 
 // Paged attention.
 
@@ -95,15 +90,14 @@ struct Tile {  // query tokens [begin, end) of a row; the first is at `position`
 };
 constexpr int64_t kTile = 16;
 
-static ffi::Error paged_attention(ffi::ThreadPool pool, F32 q, F32 pages, S32 tables, S32 q_start, S32 kv_len,
-                                  ffi::Result<F32> result, float scale, int64_t window) {
-  auto shape = q.dimensions();
-  const int64_t tokens = shape[0], heads = shape[1], group = shape[2], dim = shape[3];
-  const int64_t rows = kv_len.dimensions()[0], width = tables.dimensions()[1];
-  const int32_t *starts = q_start.typed_data(), *lengths = kv_len.typed_data();
-  const Pages cache{pages.typed_data(), heads, pages.dimensions()[3], dim};
-  const float* in = q.typed_data();
-  float* out = result->typed_data();
+static void paged_attention(const Call& call) {
+  const Array &q = call.argument(0), &pages = call.argument(1), &tables = call.argument(2), &lens = call.argument(4);
+  const int64_t tokens = q.dims[0], heads = q.dims[1], group = q.dims[2], dim = q.dims[3];
+  const int64_t rows = lens.dims[0], width = tables.dims[1], window = call.attribute<int64_t>("window");
+  const int32_t *starts = data<int32_t>(call.argument(3)), *lengths = data<int32_t>(lens);
+  const Pages cache{data<float>(pages), heads, pages.dims[3], dim};
+  const float *in = data<float>(q), scale = call.attribute<float>("scale");
+  float* out = data<float>(call.result());
 
   std::vector<Tile> tiles;
   for (int64_t row = 0; row < rows; row++)
@@ -111,10 +105,10 @@ static ffi::Error paged_attention(ffi::ThreadPool pool, F32 q, F32 pages, S32 ta
       tiles.push_back({row, t, std::min<int64_t>(t + kTile, starts[row + 1]), lengths[row] - starts[row + 1] + t});
   std::fill(out + starts[rows] * heads * group * dim, out + tokens * heads * group * dim, 0.f);
 
-  parallel_for(pool, tiles.size() * heads, [&](int64_t i) {
+  parallel_for(call, tiles.size() * heads, [&](int64_t i) {
     const Tile tile = tiles[i / heads];
     const int64_t head = i % heads, count = (tile.end - tile.begin) * group;
-    const int32_t* table = tables.typed_data() + tile.row * width;
+    const int32_t* table = data<int32_t>(tables) + tile.row * width;
     // Keys from the page of the oldest that the tile sees; scores [count, padded].
     const int64_t last = tile.position + tile.end - tile.begin;
     const int64_t origin = std::max<int64_t>(0, tile.position - window + 1) / cache.size * cache.size;
@@ -148,9 +142,5 @@ static ffi::Error paged_attention(ffi::ThreadPool pool, F32 q, F32 pages, S32 ta
     for (int64_t m = 0; m < count; m++)
       std::copy_n(&values[m * dim], dim, out + (((tile.begin + m / group) * heads + head) * group + m % group) * dim);
   });
-  return ffi::Error::Success();
 }
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
-                                  .Arg<S32>().Ret<F32>().Attr<float>("scale").Attr<int64_t>("window"));
+DEFINE_HANDLER(PagedAttention, paged_attention, kF32, kF32, kS32, kS32, kS32)

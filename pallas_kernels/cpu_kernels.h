@@ -10,14 +10,9 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
-#include <utility>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using F32 = ffi::Buffer<ffi::F32>;
-using S32 = ffi::Buffer<ffi::S32>;
+#include "cpu_ffi.h"
 
 constexpr int kLanes = 8;
 typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
@@ -28,7 +23,7 @@ static inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec
 // Runs f(0) .. f(count - 1) on the caller and XLA's threads; returns when all are done. A helper that comes late finds
 // nothing left to do, so that nobody ever waits for a thread to be free.
 template <class F>
-static void parallel_for(ffi::ThreadPool& pool, int64_t count, F f) {
+static void parallel_for(const Call& call, int64_t count, F f) {
   struct Progress {
     std::atomic<int64_t> next{0}, done{0};
   };
@@ -36,8 +31,8 @@ static void parallel_for(ffi::ThreadPool& pool, int64_t count, F f) {
   auto work = [progress, count, f] {
     for (int64_t i; (i = progress->next.fetch_add(1)) < count; progress->done.fetch_add(1)) f(i);
   };
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  for (int64_t i = 0; i < helpers; i++) pool.Schedule(decltype(work)(work));
+  int64_t helpers = std::min(call.num_threads(), count) - 1;
+  for (int64_t i = 0; i < helpers; i++) call.schedule(work);
   work();
   while (progress->done.load() < count) std::this_thread::yield();
 }

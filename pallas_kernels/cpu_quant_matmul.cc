@@ -47,17 +47,17 @@ struct Weight {
   int64_t block, group, groups;
   const uint8_t *scale, *bias;  // [out / block, groups] of `type`; no bias is null, and so is no zero
   const int8_t* zero;
-  ffi::DataType type;
+  XLA_FFI_DataType type;
 };
 
 static inline float as_float(int32_t bits) { return __builtin_bit_cast(float, bits); }
 
 // `count` numbers of a 16-bit or 32-bit type, from the first-th on, in float32.
-static void widen(const uint8_t* from, ffi::DataType type, int64_t first, int64_t count, float* __restrict to) {
+static void widen(const uint8_t* from, XLA_FFI_DataType type, int64_t first, int64_t count, float* __restrict to) {
   const uint16_t* half = reinterpret_cast<const uint16_t*>(from) + first;
-  if (type == ffi::DataType::F32)
+  if (type == XLA_FFI_DataType_F32)
     std::memcpy(to, from + first * 4, count * 4);
-  else if (type == ffi::DataType::BF16)
+  else if (type == XLA_FFI_DataType_BF16)
     for (int64_t i = 0; i < count; i++) to[i] = as_float(half[i] << 16);
   else
     for (int64_t i = 0; i < count; i++) {
@@ -152,10 +152,10 @@ static void dequantize(const Weight& w, int64_t first, float* to, int64_t row) {
 }
 
 template <class Codes>
-static void product(ffi::ThreadPool& pool, const float* x, int64_t tokens, int64_t in, const Weight& w, float* y) {
+static void product(const Call& call, const float* x, int64_t tokens, int64_t in, const Weight& w, float* y) {
   constexpr int64_t kFew = 4;
   const int64_t row = in + 2 * kLanes;  // no power of two, lest dequantized rows share one place in the cache
-  parallel_for(pool, (w.out + kPiece - 1) / kPiece, [=](int64_t piece) {
+  parallel_for(call, (w.out + kPiece - 1) / kPiece, [=](int64_t piece) {
     const int64_t first = piece * kPiece, end = std::min(w.out, first + kPiece);
     if (tokens <= kFew) {
       const auto few = w.groups > 1 || w.zero || w.bias ? few_rows<Codes, true> : few_rows<Codes, false>;
@@ -174,27 +174,22 @@ static void product(ffi::ThreadPool& pool, const float* x, int64_t tokens, int64
 
 // y = x w^T for the first `count` rows of x [tokens, in], and w [out, in] with blocks of block x group; the other rows
 // of y are left as they are. x has zeros behind its inputs, to a multiple of kLanes. An empty zero or bias is none.
-static ffi::Error quant_matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                               ffi::Buffer<ffi::S8> zero, ffi::AnyBuffer bias, S32 count, ffi::Result<F32> y,
-                               int64_t block, int64_t group) {
-  auto bytes = [](auto& b) { return b.element_count() ? static_cast<const uint8_t*>(b.untyped_data()) : nullptr; };
-  const int64_t tokens = std::min<int64_t>(x.dimensions()[0], count.typed_data()[0]);
-  if (tokens <= 0) return ffi::Error::Success();
+static void quant_matmul(const Call& call) {
+  const Array &x = call.argument(0), &codes = call.argument(1), &scale = call.argument(2);
+  const auto bytes = [](const Array& a) { return size(a) ? data<const uint8_t>(a) : nullptr; };
+  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(5)));
+  if (tokens <= 0) return;
   Weight w{};
-  w.out = codes.dimensions()[0], w.in = codes.dimensions()[1], w.groups = scale.dimensions()[1];
-  w.row_bytes = codes.element_type() == ffi::DataType::S4 ? w.in / 2 : w.in;
+  w.out = codes.dims[0], w.in = codes.dims[1], w.groups = scale.dims[1];
+  w.row_bytes = codes.dtype == XLA_FFI_DataType_S4 ? w.in / 2 : w.in;
   w.codes = bytes(codes);
-  w.block = block, w.group = w.groups > 1 ? group : INT64_MAX;
-  w.scale = bytes(scale), w.bias = bytes(bias), w.zero = reinterpret_cast<const int8_t*>(bytes(zero));
-  w.type = scale.element_type();
-  const auto multiply = codes.element_type() == ffi::DataType::S4   ? product<Int4>
-                        : codes.element_type() == ffi::DataType::S8 ? product<Int8>
-                                                                    : product<Float8>;
-  multiply(pool, x.typed_data(), tokens, x.dimensions()[1], w, y->typed_data());
-  return ffi::Error::Success();
+  w.block = call.attribute<int64_t>("block"), w.group = w.groups > 1 ? call.attribute<int64_t>("group") : INT64_MAX;
+  w.scale = bytes(scale), w.zero = reinterpret_cast<const int8_t*>(bytes(call.argument(3)));
+  w.bias = bytes(call.argument(4));
+  w.type = scale.dtype;
+  const auto multiply = codes.dtype == XLA_FFI_DataType_S4   ? product<Int4>
+                        : codes.dtype == XLA_FFI_DataType_S8 ? product<Int8>
+                                                             : product<Float8>;
+  multiply(call, data<float>(x), tokens, x.dims[1], w, data<float>(call.result()));
 }
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantMatmul, quant_matmul,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S8>>().Arg<ffi::AnyBuffer>().Arg<S32>()
-                                  .Ret<F32>().Attr<int64_t>("block").Attr<int64_t>("group"));
+DEFINE_HANDLER(QuantMatmul, quant_matmul, kF32, kAny, kAny, kS8, kAny, kS32)

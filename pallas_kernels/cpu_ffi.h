@@ -1,0 +1,104 @@
+// How XLA calls a kernel: the C side of its foreign function interface (xla/ffi/api/c_api.h of jaxlib).
+//
+// With the C++ side all of this takes the compiler more than twice as long, and someone waits for it: at a first start.
+
+#pragma once
+
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+
+#include "xla/ffi/api/c_api.h"
+
+using Array = XLA_FFI_Buffer;  // dtype, data, rank, dims
+constexpr int kF32 = XLA_FFI_DataType_F32, kS32 = XLA_FFI_DataType_S32, kS8 = XLA_FFI_DataType_S8, kAny = -1;
+
+template <class T>
+static T* data(const Array& a) {
+  return static_cast<T*>(a.data);
+}
+
+static inline int64_t size(const Array& a) {
+  int64_t count = 1;
+  for (int64_t i = 0; i < a.rank; i++) count *= a.dims[i];
+  return count;
+}
+
+struct Call {
+  XLA_FFI_CallFrame* frame;
+
+  const Array& argument(int64_t i) const { return *static_cast<const Array*>(frame->args.args[i]); }
+  const Array& result() const { return *static_cast<const Array*>(frame->rets.rets[0]); }
+
+  // A number that the caller gave by this name.
+  template <class T>
+  T attribute(const char* name) const {
+    int64_t i = 0;
+    while (strncmp(frame->attrs.names[i]->ptr, name, frame->attrs.names[i]->len)) i++;
+    return *static_cast<const T*>(static_cast<const XLA_FFI_Scalar*>(frame->attrs.attrs[i])->value);
+  }
+
+  int64_t num_threads() const {
+    int64_t count = 1;
+    auto args = make<XLA_FFI_ThreadPool_NumThreads_Args>(XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE);
+    args.ctx = frame->ctx, args.num_threads = &count;
+    forget(frame->api->XLA_FFI_ThreadPool_NumThreads(&args));
+    return count;
+  }
+
+  // Has one of XLA's threads run a copy of f, some time.
+  template <class F>
+  void schedule(const F& f) const {
+    auto args = make<XLA_FFI_ThreadPool_Schedule_Args>(XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE);
+    auto copy = std::make_unique<F>(f);
+    args.ctx = frame->ctx, args.data = copy.get();
+    args.task = [](void* f) { (*std::unique_ptr<F>(static_cast<F*>(f)))(); };
+    if (!forget(frame->api->XLA_FFI_ThreadPool_Schedule(&args))) copy.release();
+  }
+
+  XLA_FFI_Error* error(const char* message) const {
+    auto args = make<XLA_FFI_Error_Create_Args>(XLA_FFI_Error_Create_Args_STRUCT_SIZE);
+    args.message = message, args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+    return frame->api->XLA_FFI_Error_Create(&args);
+  }
+
+ private:
+  template <class Args>
+  static Args make(size_t struct_size) {
+    Args args{};
+    args.struct_size = struct_size;
+    return args;
+  }
+
+  bool forget(XLA_FFI_Error* error) const {  // whether there was one
+    if (error) {
+      auto args = make<XLA_FFI_Error_Destroy_Args>(XLA_FFI_Error_Destroy_Args_STRUCT_SIZE);
+      args.error = error;
+      frame->api->XLA_FFI_Error_Destroy(&args);
+    }
+    return error;
+  }
+};
+
+// Runs a kernel on arguments of these types. Before the first call, XLA asks for the version of the interface instead.
+static XLA_FFI_Error* run(XLA_FFI_CallFrame* frame, void (*kernel)(const Call&), std::initializer_list<int> types) {
+  if (const auto extension = frame->extension_start; extension && extension->type == XLA_FFI_Extension_Metadata) {
+    XLA_FFI_Metadata* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(extension)->metadata;
+    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    metadata->state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+    return nullptr;
+  }
+  const Call call{frame};
+  if (frame->args.size != static_cast<int64_t>(types.size())) return call.error("a wrong number of arguments");
+  for (int64_t i = 0; i < frame->args.size; i++) {
+    const int type = types.begin()[i];
+    if (type != kAny && type != call.argument(i).dtype) return call.error("an argument of a wrong type");
+  }
+  kernel(call);
+  return nullptr;
+}
+
+// Makes a kernel one that XLA can call as `name`; then follow its arguments' types.
+#define DEFINE_HANDLER(name, kernel, ...) \
+  extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) { return run(frame, kernel, {__VA_ARGS__}); }
