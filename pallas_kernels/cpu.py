@@ -1,9 +1,10 @@
 """Matmul and norm on CPU, in C++ (`cpu_kernels.cc`): XLA's own are far from the machine's limits.
 
-Grid: pieces of 64 outputs, handed to XLA's threads as they come free; within one, tiles of 3 rows x 4 outputs, or from
-  12 rows on of 6 rows x 16 outputs against a transposed panel of the weight.
+Grid: pieces of 48 outputs, handed to XLA's threads as they come free; within one, tiles of 3 rows x 4 outputs or 4 x 3,
+  or from 16 rows on of 6 rows x 16 outputs against a transposed panel of the weight.
 Traffic: the weight once, x once per piece, from the cache.
-Pipeline: each tile prefetches its weights further on.
+Pipeline: while a tile's or a panel's weights are multiplied, the next ones come into the second-level cache, a share of
+  them in each pass over the present ones.
 
 The source is compiled for the machine at hand by its C++ compiler, once, into the user's cache folder; that of products
 with quantized weights (`cpu_quant_matmul.cc`) when there are such. Without a compiler everything runs in plain XLA.
