@@ -2,11 +2,13 @@
 
 Every row follows its own parameters, kept per slot (`jaxserve.slots`). What no row of a batch asks for is skipped at
 run time by `lax.cond`, so options never recompile. Filters find their threshold by bisecting over the bits of a float:
-exact, without a sort, and O(vocabulary) memory traffic per bit.
+exact, without a sort, and O(vocabulary) memory traffic per bit. A row draws one random number, and takes the token at
+which the probabilities, summed up, pass it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from jaxserve.slots import RowParams, decode_slots
 from jaxserve.types import MAX_LOGPROBS
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
+LANES = 128  # of a TPU's vectors
 EXCLUDED = -1e30  # finite: a row that excludes everything still samples something
 
 
@@ -108,7 +111,7 @@ def _greedy(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Arr
 
 
 def _draw(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
-    """Gumbel-max sampling: argmax(logits / temperature + noise); rows at temperature 0 take the argmax alone."""
+    """Draws from softmax(logits / temperature), filtered; rows at temperature 0 take the most likely token."""
     params = decode_slots(words)
     hot = params.temperature >= 1e-5  # below it logits could overflow, and the result is greedy anyway
     scaled = logits / jnp.where(hot, params.temperature, 1.0)[:, None]
@@ -116,22 +119,40 @@ def _draw(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array
     scaled = lax.cond(
         jnp.any(filtered & hot), lambda x, words: _filter(x, decode_slots(words)), lambda x, _: x, scaled, words
     )
-    noise = _gumbel(params.seed, position, logits.shape[1])
-    return jnp.argmax(jnp.where(hot[:, None], scaled + noise, logits), axis=-1).astype(jnp.int32)
+    return jnp.where(hot, _pick(scaled, _uniform(params.seed, position)), _greedy(logits, words, position))
 
 
-def _gumbel(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
-    """Gumbel noise [rows, vocab]: a function of seed (uint32 [rows, 2]), position and token alone.
+def _pick(logits: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The token [rows] at which the probabilities of logits [rows, vocab], summed up, pass `uniform` [rows].
 
-    The random generator's counter is the position and the token, and each of its blocks yields the bits of two tokens.
+    First among blocks of about sqrt(vocab) tokens, then within one: so it reads the logits once, draws one random
+    number a row, and needs no running sum over a whole vocabulary.
     """
-    blocks = -(-vocab // 2)
-    shape = len(seed), blocks
-    high = jnp.broadcast_to(position[:, None].astype(jnp.uint32), shape)
-    low = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.uint32), shape)
-    bits = jnp.concatenate(threefry(seed[:, :1], seed[:, 1:], high, low), axis=1)[:, :vocab]
-    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * jnp.float32(2**-24)
-    return -jnp.log(-jnp.log(uniform))
+    rows, vocab = logits.shape
+    width = -(-math.isqrt(vocab) // LANES) * LANES
+    blocks = jnp.pad(logits, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
+    peak = logits.max(axis=-1)[:, None]
+    block, target = _pass(jnp.exp(blocks - peak[:, None]).sum(axis=-1), uniform)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token, _ = _pass(jnp.exp(inside - peak), target)
+    return block * width + token
+
+
+def _pass(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The index [rows] at which the sum of weights [rows, n] passes a part `target` in (0, 1) of all, and the part of
+    its own weight at which it does. Never one whose weight is 0, whatever the rounding."""
+    up_to = jnp.dot(weights, jnp.triu(jnp.ones((weights.shape[1],) * 2, weights.dtype)), precision="highest")
+    aim = target * up_to[:, -1]
+    passed = (weights > 0) & (up_to > aim[:, None])
+    index = jnp.where(passed.any(axis=1), jnp.argmax(passed, axis=1), jnp.argmax(weights, axis=1)).astype(jnp.int32)
+    weight, end = (jnp.take_along_axis(x, index[:, None], axis=1)[:, 0] for x in (weights, up_to))
+    return index, jnp.clip((aim - (end - weight)) / weight, 0, 1)
+
+
+def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """A number in (0, 1) for each row: a function of seed (uint32 [rows, 2]) and position alone."""
+    bits, _ = threefry(seed[:, 0], seed[:, 1], position.astype(jnp.uint32), jnp.zeros_like(seed[:, 0]))
+    return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
 
 
 def threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:

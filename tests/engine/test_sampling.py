@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 from jaxserve.logprobs import read_scores
-from jaxserve.sampling import EXCLUDED, Sampled, TokenCounts, _filter, sample, score_tokens, threefry
+from jaxserve.sampling import EXCLUDED, Sampled, TokenCounts, _filter, _pick, sample, score_tokens, threefry
 from jaxserve.slots import (
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
@@ -325,6 +325,23 @@ def test_tokens_follow_the_distribution(varied, temperature):
     pairs = np.concatenate([block[:-1] // 4 * 3 + block[1:] // 4 for block in tokens])
     thirds = probabilities.reshape(3, 4).sum(1)
     assert chi_square_is_plausible(pairs, np.outer(thirds, thirds).reshape(-1))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 4096, 50257])
+def test_the_token_drawn_is_where_the_sum_of_probabilities_passes(vocab):
+    rng = np.random.default_rng(vocab)
+    least, most = 2.0**-24, 1 - 2.0**-24  # that `_uniform` gives
+    uniform = np.concatenate([[least, most], rng.uniform(least, most, 62)]).astype(np.float32)
+    logits = rng.normal(0, 3, (64, vocab)).astype(np.float32)
+    logits[:, rng.random(vocab) < 0.5] = EXCLUDED
+    logits[:, vocab // 2] = 0.0
+    tokens = np.asarray(jax.jit(_pick)(logits, uniform))
+    weights = np.exp(logits.astype(np.float64))
+    up_to = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
+    rows = np.arange(64)
+    assert (weights[rows, tokens] > 0).all(), "a token that is excluded"
+    assert (uniform < up_to[rows, tokens] + 1e-5).all()
+    assert (uniform > np.where(tokens > 0, up_to[rows, tokens - 1], 0) - 1e-5).all()
 
 
 def test_a_row_does_not_depend_on_its_place_or_neighbours():
