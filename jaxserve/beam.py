@@ -21,7 +21,8 @@ from jaxserve.logprobs import read_scores
 from jaxserve.running import Notable
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
-from jaxserve.types import MAX_LOGPROBS, EngineStats, InvalidRequestError, Request, SequenceUpdate, TokenLogprob
+from jaxserve.stats import EngineStats
+from jaxserve.types import MAX_LOGPROBS, InvalidRequestError, Request, SequenceUpdate, TokenLogprob
 
 
 @dataclass(frozen=True)

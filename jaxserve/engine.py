@@ -33,17 +33,11 @@ from jaxserve.running import Notable, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.slots import encode_slot
+from jaxserve.stats import EngineStats
 from jaxserve.steps import StepShape
 from jaxserve.structured import Structured
 from jaxserve.timeline import Timeline
-from jaxserve.types import (
-    MAX_STOP_TOKENS,
-    EngineStats,
-    InvalidRequestError,
-    QueueFullError,
-    Request,
-    StepOutput,
-)
+from jaxserve.types import MAX_STOP_TOKENS, InvalidRequestError, QueueFullError, Request, StepOutput
 from pallas_kernels import cpu_build
 
 log = logging.getLogger(__name__)

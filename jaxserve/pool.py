@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxserve.block_manager import BlockManager
     from jaxserve.scheduler import Scheduler
-    from jaxserve.types import EngineStats
+    from jaxserve.stats import EngineStats
 
 MAX_CELLS = 4096
 MAX_LISTED = 256  # sequences with a line of their own

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxserve.types import Histogram
+from jaxserve.stats import Histogram
 
 log = logging.getLogger(__name__)
 

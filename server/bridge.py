@@ -20,7 +20,8 @@ from typing import BinaryIO, Protocol
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.pool import PoolSnapshot
-from jaxserve.types import EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
+from jaxserve.stats import EngineStats
+from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 from server.messages import (
     INTERNAL_ERROR,
     LENGTH_BYTES,

@@ -8,7 +8,8 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from jaxserve.pool import PoolSnapshot
-from jaxserve.types import EngineDeadError, EngineStats, InvalidRequestError, QueueFullError, Request, SequenceUpdate
+from jaxserve.stats import EngineStats
+from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError, Request, SequenceUpdate
 from server.messages import (
     INTERNAL_ERROR,
     LENGTH_BYTES,

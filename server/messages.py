@@ -10,7 +10,8 @@ import struct
 import msgspec
 
 from jaxserve.pool import PoolSnapshot
-from jaxserve.types import EngineStats, Request, StepOutput
+from jaxserve.stats import EngineStats
+from jaxserve.types import Request, StepOutput
 
 MAX_FRAME = 128 * 2**20  # bytes; a longer frame is refused by both sides
 LENGTH_BYTES = 4

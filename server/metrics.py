@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client import Histogram as ObservedHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from jaxserve.types import EngineStats, Histogram, SamplingParams
+from jaxserve.stats import EngineStats, Histogram
+from jaxserve.types import SamplingParams
 from server.exchange import note_generation
 from server.messages import Ready
 

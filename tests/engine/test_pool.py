@@ -11,7 +11,8 @@ from jaxserve.block_manager import BlockManager
 from jaxserve.pool import CACHED, FREE, LISTED, SHARED, pool_snapshot
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
-from jaxserve.types import EngineStats, Request, SamplingParams
+from jaxserve.stats import EngineStats
+from jaxserve.types import Request, SamplingParams
 
 
 def scheduler_of(pages: int, prompts: list[list[int]], n: int = 1, prefix_caching: bool = True) -> Scheduler:

@@ -10,8 +10,8 @@ import msgspec
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.pool import PoolSnapshot
+from jaxserve.stats import EngineStats
 from jaxserve.types import (
-    EngineStats,
     InvalidRequestError,
     QueueFullError,
     Request,
