@@ -9,7 +9,7 @@ VENV ?= .venv
 MODEL ?= demo
 EXTRA ?=
 TEST_EXTRA ?= test
-KERNEL_TESTS ?= tests/kernels tests/aot
+KERNEL_TESTS ?= tests/aot tests/kernels  # the longest file first
 BIN = $(VENV)/bin
 # Two processes, a file of tests each: most of the time goes to compiling, on one thread.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -30,7 +30,7 @@ test-engine: $(VENV)/installed-test
 test-kernels: VENV = .venv-aot
 test-kernels: aot-environment
 	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 $(PYTEST) $(KERNEL_TESTS)
+	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 $(PYTEST) --no-loadscope-reorder $(KERNEL_TESTS)
 
 .PHONY: aot-environment
 aot-environment: pyproject.toml
