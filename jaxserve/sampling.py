@@ -119,26 +119,25 @@ def _draw(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array
     scaled = lax.cond(
         jnp.any(filtered & hot), lambda x, words: _filter(x, decode_slots(words)), lambda x, _: x, scaled, words
     )
-    return jnp.where(hot, _pick(scaled, _uniform(params.seed, position)), _greedy(logits, words, position))
+    return jnp.where(hot, _inverse_cdf(scaled, _uniform(params.seed, position)), _greedy(logits, words, position))
 
 
-def _pick(logits: jax.Array, uniform: jax.Array) -> jax.Array:
+def _inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     """The token [rows] at which the probabilities of logits [rows, vocab], summed up, pass `uniform` [rows].
 
-    First among blocks of about sqrt(vocab) tokens, then within one: so it reads the logits once, draws one random
-    number a row, and needs no running sum over a whole vocabulary.
+    First among blocks of about sqrt(vocab) tokens, then within one, which needs no running sum over a whole vocabulary.
     """
     rows, vocab = logits.shape
     width = -(-math.isqrt(vocab) // LANES) * LANES
     blocks = jnp.pad(logits, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
     peak = logits.max(axis=-1)[:, None]
-    block, target = _pass(jnp.exp(blocks - peak[:, None]).sum(axis=-1), uniform)
+    block, target = _crossing(jnp.exp(blocks - peak[:, None]).sum(axis=-1), uniform)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token, _ = _pass(jnp.exp(inside - peak), target)
+    token, _ = _crossing(jnp.exp(inside - peak), target)
     return block * width + token
 
 
-def _pass(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _crossing(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The index [rows] at which the sum of weights [rows, n] passes a part `target` in (0, 1) of all, and the part of
     its own weight at which it does. Never one whose weight is 0, whatever the rounding."""
     up_to = jnp.dot(weights, jnp.triu(jnp.ones((weights.shape[1],) * 2, weights.dtype)), precision="highest")

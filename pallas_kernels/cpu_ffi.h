@@ -4,9 +4,11 @@
 
 #pragma once
 
-#include <cstring>
+#include <cstdint>
+#include <cstdlib>
 #include <initializer_list>
 #include <memory>
+#include <string_view>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -18,7 +20,7 @@ static T* data(const Array& a) {
   return static_cast<T*>(a.data);
 }
 
-static inline int64_t size(const Array& a) {
+static inline int64_t element_count(const Array& a) {
   int64_t count = 1;
   for (int64_t i = 0; i < a.rank; i++) count *= a.dims[i];
   return count;
@@ -32,10 +34,11 @@ struct Call {
 
   // A number that the caller gave by this name.
   template <class T>
-  T attribute(const char* name) const {
-    int64_t i = 0;
-    while (strncmp(frame->attrs.names[i]->ptr, name, frame->attrs.names[i]->len)) i++;
-    return *static_cast<const T*>(static_cast<const XLA_FFI_Scalar*>(frame->attrs.attrs[i])->value);
+  T attribute(std::string_view name) const {
+    for (int64_t i = 0; i < frame->attrs.size; i++)
+      if (name == std::string_view(frame->attrs.names[i]->ptr, frame->attrs.names[i]->len))
+        return *static_cast<const T*>(static_cast<const XLA_FFI_Scalar*>(frame->attrs.attrs[i])->value);
+    std::abort();
   }
 
   int64_t num_threads() const {

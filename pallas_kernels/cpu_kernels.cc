@@ -20,7 +20,7 @@ DEFINE_HANDLER(Matmul, matmul, kF32, kF32, kS32)
 // y = x / sqrt(mean(x^2) + eps) * scale, for each row of x [.., size].
 static void rms_norm(const Call& call) {
   const Array &x = call.argument(0), &scale = call.argument(1);
-  const int64_t size = scale.dims[0], rows = ::size(x) / size;
+  const int64_t size = scale.dims[0], rows = element_count(x) / size;
   const float *xs = data<float>(x), *scales = data<float>(scale), eps = call.attribute<float>("eps");
   float* ys = data<float>(call.result());
   constexpr int64_t kPiece = 32;

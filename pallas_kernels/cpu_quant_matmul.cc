@@ -176,7 +176,7 @@ static void product(const Call& call, const float* x, int64_t tokens, int64_t in
 // of y are left as they are. x has zeros behind its inputs, to a multiple of kLanes. An empty zero or bias is none.
 static void quant_matmul(const Call& call) {
   const Array &x = call.argument(0), &codes = call.argument(1), &scale = call.argument(2);
-  const auto bytes = [](const Array& a) { return size(a) ? data<const uint8_t>(a) : nullptr; };
+  const auto bytes = [](const Array& a) { return element_count(a) ? data<const uint8_t>(a) : nullptr; };
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(5)));
   if (tokens <= 0) return;
   Weight w{};

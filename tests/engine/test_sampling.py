@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 from jaxserve.logprobs import read_scores
-from jaxserve.sampling import EXCLUDED, Sampled, TokenCounts, _filter, _pick, sample, score_tokens, threefry
+from jaxserve.sampling import EXCLUDED, Sampled, TokenCounts, _filter, _inverse_cdf, sample, score_tokens, threefry
 from jaxserve.slots import (
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
@@ -335,7 +335,7 @@ def test_the_token_drawn_is_where_the_sum_of_probabilities_passes(vocab):
     logits = rng.normal(0, 3, (64, vocab)).astype(np.float32)
     logits[:, rng.random(vocab) < 0.5] = EXCLUDED
     logits[:, vocab // 2] = 0.0
-    tokens = np.asarray(jax.jit(_pick)(logits, uniform))
+    tokens = np.asarray(jax.jit(_inverse_cdf)(logits, uniform))
     weights = np.exp(logits.astype(np.float64))
     up_to = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
     rows = np.arange(64)

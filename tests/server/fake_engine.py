@@ -11,14 +11,7 @@ import msgspec
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.pool import PoolSnapshot
 from jaxserve.stats import EngineStats
-from jaxserve.types import (
-    InvalidRequestError,
-    QueueFullError,
-    Request,
-    SequenceUpdate,
-    StepOutput,
-    TokenLogprob,
-)
+from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput, TokenLogprob
 
 
 class ParrotEngine:
