@@ -107,7 +107,23 @@ def _add_bias(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.A
 
 
 def _greedy(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    """The most likely token, the first of several; by blocks, since XLA on CPU has no fast argmax of long rows."""
+    blocks = _blocks(logits)
+    block = jnp.argmax(blocks.max(axis=-1), axis=-1)
+    place = jnp.argmax(_take(blocks, block), axis=-1)
+    return (block * blocks.shape[-1] + place).astype(jnp.int32)
+
+
+def _blocks(logits: jax.Array) -> jax.Array:
+    """logits [rows, vocab] -> [rows, blocks, width], about as many blocks as tokens in each; -inf behind the last."""
+    rows, vocab = logits.shape
+    width = -(-math.isqrt(vocab) // LANES) * LANES
+    return jnp.pad(logits, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
+
+
+def _take(blocks: jax.Array, block: jax.Array) -> jax.Array:
+    """One block [rows, width] of each row."""
+    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
 def _draw(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
@@ -125,16 +141,13 @@ def _draw(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array
 def _inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     """The token [rows] at which the probabilities of logits [rows, vocab], summed up, pass `uniform` [rows].
 
-    First among blocks of about sqrt(vocab) tokens, then within one, which needs no running sum over a whole vocabulary.
+    First among blocks, then within one, which needs no running sum over a whole vocabulary.
     """
-    rows, vocab = logits.shape
-    width = -(-math.isqrt(vocab) // LANES) * LANES
-    blocks = jnp.pad(logits, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
+    blocks = _blocks(logits)
     peak = logits.max(axis=-1)[:, None]
     block, target = _crossing(jnp.exp(blocks - peak[:, None]).sum(axis=-1), uniform)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token, _ = _crossing(jnp.exp(inside - peak), target)
-    return block * width + token
+    place, _ = _crossing(jnp.exp(_take(blocks, block) - peak), target)
+    return block * blocks.shape[-1] + place
 
 
 def _crossing(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,8 @@
-"""Matmul and norm on CPU, in C++ (`cpu_kernels.cc`): XLA's own are far from the machine's limits.
+"""Matmul, norm, rotary positions and gate on CPU, in C++ (`cpu_kernels.cc`). XLA's own matmul is far from the machine's
+limits, and the others compute padding too, or an angle's sine anew in every layer.
 
 Grid: pieces of 48 outputs, handed to XLA's threads as they come free; within one, tiles of 3 rows x 4 outputs or 4 x 3,
-  or from 16 rows on of 6 rows x 16 outputs against a transposed panel of the weight.
+  or from 40 rows on of 6 rows x 16 outputs against a transposed panel of the weight.
 Traffic: the weight once, x once per piece, from the cache.
 Pipeline: while a tile's or a panel's weights are multiplied, the next ones come into the second-level cache, a share of
   them in each pass over the present ones.
@@ -16,7 +17,9 @@ import ctypes
 import logging
 import subprocess
 import threading
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +36,8 @@ FUNCTIONS = {
     KERNELS: {
         "jaxserve_matmul": "Matmul",
         "jaxserve_rms_norm": "RmsNorm",
+        "jaxserve_rope": "Rope",
+        "jaxserve_silu_gate": "SiluGate",
         "jaxserve_paged_attention": "PagedAttention",
     },
     QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul"},
@@ -57,27 +62,44 @@ def _register(name: str) -> bool:
     return True
 
 
+def _run(
+    target: str,
+    plain: Callable[..., jax.Array],
+    shape: Sequence[int],
+    arrays: Sequence[jax.Array],
+    count: Any,
+    **attributes: Any,
+) -> jax.Array:
+    """What a kernel makes of float32 arrays, float32 `shape`; on other devices, or without it, what `plain` does."""
+    if any(x.dtype != jnp.float32 for x in arrays) or not available():
+        return plain(*arrays)
+
+    def native(*operands: jax.Array) -> jax.Array:
+        return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))(*operands, **attributes)
+
+    count = jnp.int32(len(arrays[0])) if count is None else count
+    return jax.lax.platform_dependent(*arrays, count, cpu=native, default=lambda *operands: plain(*operands[:-1]))
+
+
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """As `ops.matmul`; on CPU by the kernel, where it can, which leaves out the rows that do not matter."""
-    count = jnp.int32(len(x)) if count is None else count
-
-    def native(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
-        result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
-        return jax.ffi.ffi_call("jaxserve_matmul", result)(x, w, count)
-
-    if {x.dtype, w.dtype} != {jnp.dtype("float32")} or not available():
-        return ops.matmul(x, w)
-    return jax.lax.platform_dependent(x, w, count, cpu=native, default=ops.matmul)
+    """As `ops.matmul`."""
+    return _run("jaxserve_matmul", ops.matmul, (x.shape[0], w.shape[0]), (x, w), count)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """As `ops.rms_norm`; on CPU by the kernel, where it can."""
-
-    def native(x: jax.Array, scale: jax.Array) -> jax.Array:
-        call = jax.ffi.ffi_call("jaxserve_rms_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
-        return call(x, scale, eps=np.float32(eps))
-
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None = None) -> jax.Array:
+    """As `ops.rms_norm`."""
     plain = partial(ops.rms_norm, eps=eps)
-    if {x.dtype, scale.dtype} != {jnp.dtype("float32")} or not available():
-        return plain(x, scale)
-    return jax.lax.platform_dependent(x, scale, cpu=native, default=plain)
+    return _run("jaxserve_rms_norm", plain, x.shape, (x, scale), count, eps=np.float32(eps))
+
+
+def rope(x: jax.Array, cos: jax.Array, sin: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    """As `ops.rope`."""
+    return _run("jaxserve_rope", ops.rope, x.shape, (x, cos, sin), count)
+
+
+def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
+    """As `ops.gate`; by the kernel where the activation is silu."""
+    plain = partial(ops.gate, activation=activation)
+    if activation != "silu":
+        return plain(gate_up)
+    return _run("jaxserve_silu_gate", plain, gate_up.shape[:-1], (gate_up,), count)

@@ -43,6 +43,19 @@ static inline float sum(Vec v) {
   return v[0] + v[1];
 }
 
+// The same of four vectors, added up in the same order.
+typedef float Four __attribute__((vector_size(16), aligned(4)));
+static inline Four sum(Vec a, Vec b, Vec c, Vec d) {
+  const auto halves = [](Vec v) {
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+  };
+  const auto pairs = [](Four v, Four w) {
+    return __builtin_shufflevector(v, w, 0, 1, 4, 5) + __builtin_shufflevector(v, w, 2, 3, 6, 7);
+  };
+  const Four ab = pairs(halves(a), halves(b)), cd = pairs(halves(c), halves(d));
+  return __builtin_shufflevector(ab, cd, 0, 2, 4, 6) + __builtin_shufflevector(ab, cd, 1, 3, 5, 7);
+}
+
 // Fetches 32 floats into the second-level cache. A small batch waits for its weights: so the rows of w that come next are
 // fetched while the present ones are multiplied, a share of them in each pass over these.
 static inline void prefetch(const float* p) {
@@ -50,37 +63,57 @@ static inline void prefetch(const float* p) {
   __builtin_prefetch(p + 16, 0, 2);
 }
 
+// Keeps v in a register: GCC would rather load it again at each use, and loads are what a tile has least room for.
+static inline void hold(Vec& v) {
+#ifdef __x86_64__
+  asm("" : "+x"(v));
+#endif
+}
+
 // y[m, n] = x[m] . w[n] for M rows x [in], contiguous, and N rows w [in], `row` apart: as many sums as the registers
-// hold. Meanwhile fetches from `next` on, `stride` for each kLanes of in.
+// hold beside the shorter side and one vector of the other. Meanwhile fetches from `next` on, `stride` for each kLanes
+// of in.
 template <int M, int N>
 static void tile(const float* x, const float* w, float* y, int64_t in, int64_t row, int64_t out, const float* next,
                  int64_t stride) {
-  Vec sums[M][N] = {};
+  constexpr bool wide = M < N;
+  constexpr int kHeld = wide ? M : N, kPassing = wide ? N : M;
+  const float *held = wide ? x : w, *passing = wide ? w : x;
+  const int64_t held_row = wide ? in : row, passing_row = wide ? row : in;
+  Vec sums[kPassing][kHeld];
+  for (auto& some : sums)
+    for (Vec& sum : some) sum = Vec{};
   int64_t k = 0;
   for (; k + kLanes <= in; k += kLanes, next += stride) {
-    Vec left[M];
     prefetch(next);
-    for (int m = 0; m < M; m++) left[m] = at(x + m * in + k);
-    for (int n = 0; n < N; n++) {
-      Vec right = at(w + n * row + k);
-      for (int m = 0; m < M; m++) sums[m][n] += left[m] * right;
+    Vec left[kHeld];
+    for (int i = 0; i < kHeld; i++) hold(left[i] = at(held + i * held_row + k));
+    for (int j = 0; j < kPassing; j++) {
+      Vec right = at(passing + j * passing_row + k);
+      if (kHeld > 1) hold(right);
+      for (int i = 0; i < kHeld; i++) sums[j][i] += left[i] * right;
     }
   }
-  for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) {
-      float total = sum(sums[m][n]);
-      for (int64_t j = k; j < in; j++) total += x[m * in + j] * w[n * row + j];
-      y[m * out + n] = total;
+  for (int i = 0; i < kHeld; i++) {
+    float totals[kPassing];
+    if constexpr (kPassing == 4)
+      reinterpret_cast<Four&>(totals) = sum(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
+    else
+      for (int j = 0; j < kPassing; j++) totals[j] = sum(sums[j][i]);
+    for (int j = 0; j < kPassing; j++) {
+      for (int64_t end = k; end < in; end++) totals[j] += held[i * held_row + end] * passing[j * passing_row + end];
+      y[wide ? i * out + j : j * out + i] = totals[j];
     }
+  }
 }
 
-// The same for any number of rows x, in passes of nearly the same height.
+// The same for any number of rows x, in passes of nearly the same height; fetches N rows from `next` on.
 template <int N>
-static void dot(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out) {
+static void dot(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out,
+                const float* next) {
   constexpr int tall = N == 3 ? 4 : 3;
   constexpr decltype(&tile<1, N>) of_height[] = {tile<1, N>, tile<2, N>, tile<3, N>, tile<tall, N>};
   const int64_t passes = (rows + tall - 1) / tall, share = N * row / passes, stride = N * kLanes / passes;
-  const float* next = w + N * row;
   for (int64_t left = passes, m = 0; left; left--, next += share) {
     const int64_t height = (rows - m) / left;
     of_height[height - 1](x + m * in, w, y + m * out, in, row, out, next, stride);
@@ -114,9 +147,7 @@ static void multiply(const float* x, const float* panel, float* y, int64_t in, i
   for (int64_t k = 0; k < in; k++, next += stride) {
     __builtin_prefetch(next, 0, 2);
     Vec right[2] = {at(panel + k * kPanel), at(panel + k * kPanel + kLanes)};
-#ifdef __x86_64__
-    asm("" : "+x"(right[0]), "+x"(right[1]));  // in registers: one load for all M, which GCC forgets
-#endif
+    hold(right[0]), hold(right[1]);
     for (int m = 0; m < M; m++)
       for (int n = 0; n < 2; n++) sums[m][n] += x[m * in + k] * right[n];
   }
@@ -153,15 +184,20 @@ static void many_rows(const float* x, const float* w, float* y, int64_t rows, in
 
 constexpr int64_t kPiece = 48;  // outputs that a thread takes at once; a multiple of what tiles and panels have
 
-// y[m, n] = x[m] . w[n] for `rows` rows x and `size` rows w; from `many` rows x on by panels.
+// y[m, n] = x[m] . w[n] for `rows` rows x and `size` rows w; from `many` rows x on by panels. Tiles fetch the rows that
+// follow, or as many from `next` on.
 static void multiply_rows(const float* x, const float* w, float* y, int64_t rows, int64_t size, int64_t in, int64_t row,
-                          int64_t out, int64_t many) {
+                          int64_t out, int64_t many, const float* next = nullptr) {
   int64_t n = 0;
   if (rows >= many)
     for (; n + kPanel <= size; n += kPanel) many_rows(x, w + n * row, y + n, rows, in, row, out);
+  const auto tiles = [&](auto dot, int64_t wide) {
+    for (; n + wide <= size; n += wide)
+      dot(x, w + n * row, y + n, rows, in, row, out, next ? next + n * row : w + (n + wide) * row);
+  };
   if ((rows + 3) / 4 < (rows + 2) / 3)  // fewer passes by tiles of 4 x 3 than of 3 x 4
-    for (; n + 3 <= size; n += 3) dot<3>(x, w + n * row, y + n, rows, in, row, out);
+    tiles(dot<3>, 3);
   else if (rows > 1)
-    for (; n + 4 <= size; n += 4) dot<4>(x, w + n * row, y + n, rows, in, row, out);
-  for (; n < size; n++) dot<1>(x, w + n * row, y + n, rows, in, row, out);
+    tiles(dot<4>, 4);
+  tiles(dot<1>, 1);
 }

@@ -27,14 +27,41 @@ def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Ar
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x [..., size] over the root of its mean square, times scale [size]; computed in float32.
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None = None) -> jax.Array:
+    """x [tokens, ..., size] over the root of its mean square, times scale [size]; computed in float32.
 
-    Zhang & Sennrich 2019, arXiv:1910.07467.
+    Zhang & Sennrich 2019, arXiv:1910.07467. `count` as in `matmul`.
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return scale * wide.astype(x.dtype)
+
+
+def rope(x: jax.Array, cos: jax.Array, sin: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    """Rotates x [tokens, ..., head_dim], pairing channel i with i + head_dim / 2, by angles of which cos and sin are
+    [tokens, head_dim / 2]; computed in float32.
+
+    Su et al. 2021, arXiv:2104.09864. `count` as in `matmul`.
+    """
+    shape = (x.shape[0],) + (1,) * (x.ndim - 2) + (x.shape[-1] // 2,)
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
+    """gate_up [tokens, size, 2] -> activation(gate) * up [tokens, size], of a gated MLP; `count` as in `matmul`.
+
+    Shazeer 2020, arXiv:2002.05202.
+    """
+    return ACTIVATIONS[activation](gate_up[..., 0]) * gate_up[..., 1]
 
 
 def quant_matmul(
@@ -67,6 +94,8 @@ class Ops:
     matmul: Callable[..., jax.Array] = matmul
     quant_matmul: Callable[..., jax.Array] = quant_matmul
     rms_norm: Callable[..., jax.Array] = rms_norm
+    rope: Callable[..., jax.Array] = rope
+    gate: Callable[..., jax.Array] = gate
     embed: Callable[..., jax.Array] = embed
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
@@ -76,10 +105,9 @@ class Ops:
         return self.quant_matmul(x, w, axes) if isinstance(w, QuantArray) else self.matmul(x, w)
 
     def counting(self, count: jax.Array) -> Ops:
-        """The same, for products of which only so many leading rows matter (int32 scalar)."""
-        return replace(
-            self, matmul=partial(self.matmul, count=count), quant_matmul=partial(self.quant_matmul, count=count)
-        )
+        """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
+        counted = ("matmul", "quant_matmul", "rms_norm", "rope", "gate")
+        return replace(self, **{name: partial(getattr(self, name), count=count) for name in counted})
 
 
 def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
@@ -103,7 +131,7 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     module = load("attention", choose("attention", device, attention, backend))
     ops = Ops(paged_attention=module.paged_attention, write_kv=getattr(module, "write_kv", write_kv))
     if device.platform == "cpu" and not partitioned:
-        ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm)
+        ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate)
     return ops
 
 

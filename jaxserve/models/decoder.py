@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm
-from jaxserve.models.rope import apply_rope, rope_angles
+from jaxserve.models.rope import rope_angles
 from pallas_kernels.ops import Ops
 
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines, see `rope.rope_angles`
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             q = RMSNorm(dim, config.norm_eps, self.dtype, self.ops, name="q_norm")(q)
             k = RMSNorm(dim, config.norm_eps, self.dtype, self.ops, name="k_norm")(k)
-        out = attend(apply_rope(q, *rope), apply_rope(k, *rope), v)
+        out = attend(self.ops.rope(q, *rope), self.ops.rope(k, *rope), v)
         out_axes = ("embed", "kv_heads", None, None)
         return Linear(
             (self.kv_heads, group, dim),

@@ -13,12 +13,6 @@ import jax.numpy as jnp
 from pallas_kernels.ops import Ops
 from pallas_kernels.types import QuantArray
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
-
 
 def weight(
     module: nn.Module, name: str, init: Callable, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype: Any
@@ -115,7 +109,7 @@ class MLP(nn.Module):
             self.ops,
             name="gate_up",
         )(x)
-        hidden = ACTIVATIONS[self.activation](gate_up[..., 0]) * gate_up[..., 1]
+        hidden = self.ops.gate(gate_up, self.activation)
         return Linear(
             (size,), (self.hidden_size,), ("embed", "mlp"), self.use_bias, self.dtype, None, self.ops, name="down"
         )(hidden)

@@ -134,11 +134,3 @@ def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[
         frequencies = 1.0 / (rope.theta * growth) ** exponent
     angles = where * frequencies
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [tokens, ..., head_dim], pairing channel i with i + head_dim / 2."""
-    shape = (x.shape[0],) + (1,) * (x.ndim - 2) + (x.shape[-1] // 2,)
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

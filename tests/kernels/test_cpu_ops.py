@@ -1,4 +1,4 @@
-"""The CPU matmul and norm against float64 NumPy, for shapes on both sides of every tile."""
+"""The CPU kernels against float64 NumPy, for shapes on both sides of every tile."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu
-from pallas_kernels.ops import matmul_of
+from pallas_kernels.ops import gate, matmul_of
 from pallas_kernels.registry import Device
 from pallas_kernels.types import QuantArray
 
@@ -19,7 +19,7 @@ def arrays(tokens: int, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarr
     return x.astype(np.float32), w.astype(np.float32)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 10, 15, 16, 17, 32, 65])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 10, 15, 16, 17, 39, 40, 65])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (8, 16), (13, 70), (64, 129), (768, 80)])
 def test_matmul(tokens, inputs, outputs):
     x, w = arrays(tokens, inputs, outputs)
@@ -28,15 +28,27 @@ def test_matmul(tokens, inputs, outputs):
     np.testing.assert_allclose(out, x.astype(np.float64) @ w.T.astype(np.float64), rtol=0, atol=1e-5 * inputs**0.5)
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 31, 40, 1000])
-def test_only_the_rows_that_matter(count):
-    x, w = arrays(40, 64, 48)
+COUNTED = {  # calls on 32 tokens
+    "jaxserve_matmul": lambda x, count: cpu.matmul(x.reshape(32, 128), jnp.ones((48, 128)), count),
+    "jaxserve_rms_norm": lambda x, count: cpu.rms_norm(x, jnp.ones(2), 1e-5, count),
+    "jaxserve_rope": lambda x, count: cpu.rope(x, jnp.ones((32, 1)), jnp.ones((32, 1)), count),
+    "jaxserve_silu_gate": lambda x, count: cpu.gate(x, "silu", count),
+}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 31, 32, 1000])
+@pytest.mark.parametrize("name", COUNTED)
+def test_only_the_rows_that_matter(name, count):
+    x = np.random.default_rng(count).standard_normal((32, 64, 2)).astype(np.float32)
+    lowered = jax.jit(COUNTED[name]).lower(x, jnp.int32(count))
+    assert name in lowered.as_text()
+    expected = np.asarray(jax.jit(COUNTED[name])(x, jnp.int32(32)))[:count]
     x[count:] = np.nan
-    out = np.asarray(jax.jit(cpu.matmul)(x, w, jnp.int32(count)))[:count]
-    np.testing.assert_allclose(out, x[:count].astype(np.float64) @ w.T.astype(np.float64), rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(np.asarray(jax.jit(COUNTED[name])(x, jnp.int32(count)))[:count], expected)
+    assert np.isfinite(expected).all()
 
 
-@pytest.mark.parametrize("counts", [range(2, 16), range(16, 41)], ids=["tiles", "panels"])  # they add up otherwise
+@pytest.mark.parametrize("counts", [range(2, 40), range(40, 65)], ids=["tiles", "panels"])  # they add up otherwise
 def test_a_row_s_result_does_not_depend_on_its_neighbours(counts):
     x, w = arrays(counts[-1], 768, 160)
     together = np.asarray(cpu.matmul(jnp.asarray(x), jnp.asarray(w)))
@@ -72,3 +84,28 @@ def test_rms_norm(shape):
     expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-3) * scale
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
     assert "jaxserve_rms_norm" in jax.jit(cpu.rms_norm, static_argnums=2).lower(x, scale, 1e-3).as_text()
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (33, 3, 64), (5, 2, 3, 10), (130, 4, 3, 80)])
+def test_rope(shape):
+    rng = np.random.default_rng(shape[-1])
+    x, angle = rng.standard_normal(shape).astype(np.float32), rng.uniform(0, 7, (shape[0], shape[-1] // 2))
+    out = jax.jit(cpu.rope)(x, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
+    pairs = (x[..., : shape[-1] // 2] + 1j * x[..., shape[-1] // 2 :]).astype(np.complex128)
+    turned = pairs * np.exp(1j * angle).reshape(shape[0], *(1,) * (len(shape) - 2), -1)
+    np.testing.assert_allclose(out, np.concatenate([turned.real, turned.imag], axis=-1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 8), (33, 13), (130, 2048)])
+def test_gate(shape):
+    x = np.random.default_rng(shape[1]).normal(0, 8, (*shape, 2)).astype(np.float32)
+    x.flat[: min(4, x.size)] = [-200, 1, 200, 1][: x.size]
+    out = jax.jit(cpu.gate, static_argnums=1)(x, "silu")
+    a, b = x[..., 0].astype(np.float64), x[..., 1]
+    np.testing.assert_allclose(out, a / (1 + np.exp(-a)) * b, rtol=1e-6, atol=1e-30)
+
+
+def test_other_activations_take_the_plain_gate():
+    x = np.random.default_rng(0).normal(0, 2, (3, 16, 2)).astype(np.float32)
+    for activation in ("gelu", "gelu_tanh"):
+        np.testing.assert_array_equal(cpu.gate(x, activation), gate(x, activation))
