@@ -98,25 +98,28 @@ static Vec load_last(const uint8_t* codes, int64_t count) {
   return Codes::load(padded);
 }
 
-// y[m, n] = x[m] . w[n] for M rows x, `in` apart, and kWide rows w, of which `wide` count. One scale a row multiplies
-// the sum. The codes that follow are fetched into cache meanwhile.
+// y[m, n] = x[m] . w[n] for M rows x, `in` apart, and N of the kWide rows w, from the first-th on, of which `wide` count.
+// One scale a row multiplies the sum. The codes that follow are fetched into cache meanwhile.
 constexpr int kWide = 4;
-template <class Codes, bool kGrouped, int M>
-static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>& rows, float* y, int64_t wide) {
+template <class Codes, bool kGrouped, int M, int N>
+static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>& rows, int first, float* y, int64_t wide) {
   const int64_t span = kGrouped ? w.group : 64 * 8 / Codes::kBits;
-  Vec sums[M][kWide] = {};
+  Vec sums[N][M];
+  for (auto& some : sums)
+    for (Vec& sum : some) sum = Vec{};
   for (int64_t k = 0, g = 0; k < w.in; g++) {
     auto add = [&](auto load) {
-      for (int n = 0; n < kWide; n++) {
-        Vec right = load(rows.codes[n] + k * Codes::kBits / 8);
-        if (kGrouped) right = right * rows.scale[n][g] + rows.shift[n][g];
-        for (int m = 0; m < M; m++) sums[m][n] += at(x + m * in + k) * right;
+      for (int n = 0; n < N; n++) {
+        Vec right = load(rows.codes[first + n] + k * Codes::kBits / 8);
+        if (kGrouped) right = right * rows.scale[first + n][g] + rows.shift[first + n][g];
+        hold(right);
+        for (int m = 0; m < M; m++) sums[n][m] += at(x + m * in + k) * right;
       }
     };
     const int64_t end = std::min(w.in, k + span);
-    for (int n = 0; n < kWide; n++)
+    for (int n = 0; n < N; n++)
       for (int64_t byte = k * Codes::kBits / 8; byte < end * Codes::kBits / 8; byte += 64)
-        __builtin_prefetch(rows.codes[n] + kWide * w.row_bytes + byte);
+        __builtin_prefetch(rows.codes[first + n] + kWide * w.row_bytes + byte);
     for (; k + kLanes <= end; k += kLanes) add(Codes::load);
     if (k < end) {
       add([&](const uint8_t* codes) { return load_last<Codes>(codes, end - k); });
@@ -124,16 +127,26 @@ static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>&
     }
   }
   for (int m = 0; m < M; m++)
-    for (int n = 0; n < wide; n++) y[m * w.out + n] = sum(sums[m][n]) * (kGrouped ? 1 : rows.scale[n][0]);
+    for (int n = 0; n < N && first + n < wide; n++)
+      y[m * w.out + first + n] = sum(sums[n][m]) * (kGrouped ? 1 : rows.scale[first + n][0]);
 }
 
-// The same for any number of rows x.
+// The same for any number of rows x and all kWide rows w.
 template <class Codes, bool kGrouped>
 static void few_rows(const float* x, int64_t tokens, int64_t in, const Weight& w, int64_t first, float* y,
                      int64_t wide) {
   const Rows<kWide> rows(w, first);
-  for (; tokens > 1; tokens -= 2, x += 2 * in, y += 2 * w.out) tile<Codes, kGrouped, 2>(x, in, w, rows, y, wide);
-  if (tokens) tile<Codes, kGrouped, 1>(x, in, w, rows, y, wide);
+  constexpr int kTall = 4;
+  for (int64_t passes = (tokens + kTall - 1) / kTall; passes; passes--) {
+    const int64_t height = tokens / passes;
+    if (height == 1) tile<Codes, kGrouped, 1, 4>(x, in, w, rows, 0, y, wide);
+    if (height == 2) tile<Codes, kGrouped, 2, 4>(x, in, w, rows, 0, y, wide);
+    for (int n = 0; n < kWide; n += 2) {
+      if (height == 3) tile<Codes, kGrouped, 3, 2>(x, in, w, rows, n, y, wide);
+      if (height == 4) tile<Codes, kGrouped, 4, 2>(x, in, w, rows, n, y, wide);
+    }
+    tokens -= height, x += height * in, y += height * w.out;
+  }
 }
 
 // kPanel rows in float32, `row` apart.
@@ -153,7 +166,7 @@ static void dequantize(const Weight& w, int64_t first, float* to, int64_t row) {
 
 template <class Codes>
 static void product(const Call& call, const float* x, int64_t tokens, int64_t in, const Weight& w, float* y) {
-  constexpr int64_t kFew = 4;
+  constexpr int64_t kFew = 8;
   const int64_t row = in + 2 * kLanes;  // no power of two, lest dequantized rows share one place in the cache
   parallel_for(call, (w.out + kPiece - 1) / kPiece, [=](int64_t piece) {
     const int64_t first = piece * kPiece, end = std::min(w.out, first + kPiece);
@@ -167,7 +180,7 @@ static void product(const Call& call, const float* x, int64_t tokens, int64_t in
     rows.resize(row * kPanel);
     for (int64_t n = first; n < end; n += kPanel) {
       dequantize<Codes>(w, n, rows.data(), row);
-      multiply_rows(x, rows.data(), y + n, tokens, std::min<int64_t>(kPanel, end - n), in, row, w.out, kFew);
+      multiply_rows(x, rows.data(), y + n, tokens, std::min<int64_t>(kPanel, end - n), in, row, w.out, 0);
     }
   });
 }
