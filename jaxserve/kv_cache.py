@@ -17,18 +17,21 @@ from pallas_kernels.types import KVPages
 NULL_PAGE = 0  # owned by nobody: padding tokens write here, and nothing reads it
 COPIES = 16  # page copies per call of `copy_pages`
 
-KVCache = list[KVPages]  # one per layer
+MOST_LAYERS = 8  # in one array
+
+KVCache = list[KVPages]  # each of a few layers, see `CacheLayout`
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shape of the cache: per layer [num_pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`.
+    """Shape of the cache: arrays [pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`.
 
-    Codes of int8 or fp8 have a scale for each head of each token.
+    An array holds the pages of a few layers, those of the first in front, since each array that a step takes and gives
+    costs the host about 3 us. Codes of int8 or fp8 have a scale for each head of each token.
     """
 
     num_layers: int
-    num_pages: int
+    num_pages: int  # of each layer
     page_size: int
     kv_heads: int
     head_dim: int
@@ -42,9 +45,15 @@ class CacheLayout:
         return cls(model.num_layers, num_pages, page_size, kv_heads, head_dim, jnp.dtype(dtype))
 
     @property
-    def layer(self) -> KVPages:
-        """One layer's arrays, as shapes."""
-        scales = (self.num_pages, 2, self.kv_heads, self.page_size)
+    def num_arrays(self) -> int:
+        """As few as there can be, all alike."""
+        return self.num_layers // max(n for n in range(1, MOST_LAYERS + 1) if self.num_layers % n == 0)
+
+    @property
+    def array(self) -> KVPages:
+        """One of them, as shapes."""
+        pages = self.num_layers // self.num_arrays * self.num_pages
+        scales = (pages, 2, self.kv_heads, self.page_size)
         data: Any = jax.ShapeDtypeStruct((*scales, self.head_dim), self.dtype)
         scale: Any = jax.ShapeDtypeStruct(scales, jnp.float32) if has_scale(self.dtype) else None
         return KVPages(data, scale)
@@ -65,15 +74,15 @@ class CacheLayout:
     def abstract(self, mesh: Mesh) -> list[KVPages]:
         """The cache's shapes, dtypes and shardings."""
         sharding = self.sharding(mesh)
-        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.layer)
-        return [layer] * self.num_layers
+        array = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.array)
+        return [array] * self.num_arrays
 
     def create(self, mesh: Mesh) -> KVCache:
         def zeros() -> KVPages:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.layer)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.array)
 
         make = jax.jit(zeros, out_shardings=self.sharding(mesh))
-        return [make() for _ in range(self.num_layers)]
+        return [make() for _ in range(self.num_arrays)]
 
 
 def cache_dtype(name: str, compute: Any) -> np.dtype:
@@ -93,6 +102,13 @@ def stored_head_dim(head_dim: int, platform: str) -> int:
     return -(-head_dim // 128) * 128 if platform == "tpu" else head_dim
 
 
-def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array) -> KVCache:
-    """Copies page sources[i] to targets[i], int32 [COPIES]; all are read before any is written. Pad with NULL_PAGE."""
-    return jax.tree.map(lambda x: x.at[targets].set(x[sources], mode="promise_in_bounds"), cache)
+def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int) -> KVCache:
+    """Copies page sources[i] to targets[i] in each of `layers` layers, int32 [COPIES]; all are read before any is
+    written. Pad with NULL_PAGE."""
+    each = layers // len(cache)  # layers of an array
+
+    def copy(x: jax.Array) -> jax.Array:
+        first = jnp.arange(0, x.shape[0], x.shape[0] // each, dtype=jnp.int32)[:, None]
+        return x.at[first + targets].set(x[first + sources], mode="promise_in_bounds")
+
+    return jax.tree.map(copy, cache)

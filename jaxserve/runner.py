@@ -228,7 +228,7 @@ class ModelRunner:
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
         cache = self.layout.abstract(self.mesh)
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._arrays]
-        cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_layers
+        cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_arrays
         if isinstance(name, StepShape):
             step = partial(steps.run_step, model=self.model, shape=name, mesh=self.mesh)
             results: Any = (everywhere, everywhere, cache_sharding, everywhere)  # of StepResult's fields
@@ -247,7 +247,11 @@ class ModelRunner:
             "set_slots": (set_slots, (slots, host(SLOTS_PER_CALL, SLOT_WORDS)), everywhere),
             "count_tokens": (count_tokens, (slots, host(3 + TOKENS_PER_CALL)), everywhere),
             "update_tables": (steps.update_tables, (slots, host(3, TABLE_UPDATES)), everywhere),
-            "copy_pages": (copy_pages, (cache, host(COPIES), host(COPIES)), cache_sharding),
+            "copy_pages": (
+                partial(copy_pages, layers=self.layout.num_layers),
+                (cache, host(COPIES), host(COPIES)),
+                cache_sharding,
+            ),
         }
         function, arguments, results = functions[name]
         return function, (0,), arguments, results

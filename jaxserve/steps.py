@@ -185,14 +185,20 @@ def _forward(
     model = model.counting(q_start[-1])
     decoder = partial(model.apply, {"params": params})
     x, rope = decoder(tokens, position, method="begin")
-    where = (kv_slot, row_tables, q_start, kv_len, batch.num_decodes)
+    each = model.config.num_layers // len(cache)  # layers of an array of the cache
+    pages = cache[0].data.shape[0] // each
+    where = [
+        (kv_slot + i * pages * page_size, row_tables + i * pages, q_start, kv_len, batch.num_decodes)
+        for i in range(each)
+    ]
     # Jitted here, so that layers that are alike are traced and lowered once.
     layer = jax.jit(
         partial(_layer, module=model.layer, mesh=mesh, decode_only=shape.decode_only), static_argnames="window"
     )
     cache = list(cache)
-    for i in range(len(cache)):
-        x, cache[i] = layer(params[f"layers_{i}"], x, rope, cache[i], where, window=model.config.window(i))
+    for i in range(model.config.num_layers):
+        at, window = i // each, model.config.window(i)
+        x, cache[at] = layer(params[f"layers_{i}"], x, rope, cache[at], where[i % each], window=window)
     hidden: Any = decoder(x, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
