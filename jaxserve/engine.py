@@ -43,6 +43,7 @@ from pallas_kernels import cpu_build
 log = logging.getLogger(__name__)
 
 CPU_PREFILL_CHUNK = 32  # there, a step takes as long as it has tokens
+GARBAGE = 50_000  # new objects before the garbage collector looks at them; the lists of a step are thousands
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0
 
 
@@ -156,6 +157,8 @@ class Engine:
         self.budget.check(temporaries, cache)
         gc.collect()
         gc.freeze()  # what is here stays: the garbage collector need not look at it again while we serve
+        often, *rarely = gc.get_threshold()
+        gc.set_threshold(max(often, GARBAGE), *rarely)
 
     # Requests
 
@@ -307,7 +310,7 @@ class Engine:
             if hidden is not None:
                 flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
         self.counters.steps += 1
-        self.counters.step_tokens.observe(int(plan.rows.reach.sum() - plan.rows.start.sum()))
+        self.counters.step_tokens.observe(plan.rows.num_tokens)
         return flight
 
     def _fill_slots(self, placed: list[Sequence]) -> None:

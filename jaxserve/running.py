@@ -25,8 +25,8 @@ class Rows:
     """
 
     seqs: list[Sequence]
-    slot: np.ndarray  # int32 [rows], as the next four
-    tenure: np.ndarray  # of the slot, when the step was planned
+    slot: np.ndarray  # intp [rows], with which NumPy indexes three times as fast as with int32
+    tenure: np.ndarray  # int32 [rows], as the next three: of the slot, when the step was planned
     start: np.ndarray
     count: np.ndarray
     draws: np.ndarray
@@ -46,6 +46,11 @@ class Rows:
         if self.only_decodes:
             return self.start + self.draws
         return self.end + np.maximum(self.draws - 1, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """That the step computes."""
+        return int(self.draws.sum()) if self.only_decodes else int((self.reach - self.start).sum())
 
     def extend(self, others: Rows) -> Rows:
         """These rows, then the others."""
@@ -95,8 +100,8 @@ class Lineup:
     seqs: list[Sequence]
     request_ids: list[str]
     indices: list[int]
-    slot: np.ndarray  # int32 [sequences], as the next three
-    tenure: np.ndarray
+    slot: np.ndarray  # intp [sequences]
+    tenure: np.ndarray  # int32 [sequences], as the next two
     limit: np.ndarray
     one: np.ndarray
     none: np.ndarray  # bool [sequences]
@@ -165,7 +170,7 @@ class Running:
         """The same object as long as the running sequences are the same."""
         if self._lineup is None:
             seqs = self._ordered.copy()
-            slot = np.fromiter((seq.slot for seq in seqs), np.int32, len(seqs))
+            slot = np.fromiter((seq.slot for seq in seqs), np.intp, len(seqs))
             self._lineup = Lineup(
                 seqs,
                 [seq.request_id for seq in seqs],
@@ -173,7 +178,7 @@ class Running:
                 slot,
                 self.tenure[slot],
                 self.limit[slot],
-                np.ones_like(slot),
+                np.ones(len(seqs), np.int32),
                 np.zeros(len(seqs), bool),
                 self.stop_ids[slot, : self.most_stops],
                 bool(self.masked[slot].any()),

@@ -183,7 +183,7 @@ class Scheduler:
 
     def _rows(self, seqs: list[Sequence], count: np.ndarray, draws: np.ndarray, *, only_decodes: bool = False) -> Rows:
         running = self.running
-        slot = np.asarray([seq.slot for seq in seqs], np.int32)
+        slot = np.asarray([seq.slot for seq in seqs], np.intp)
         start = running.computed[slot]
         scores_prompt = start < running.scored_until[slot]
         return Rows(seqs, slot, running.tenure[slot], start, count, draws, scores_prompt, only_decodes=only_decodes)
