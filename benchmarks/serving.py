@@ -30,7 +30,7 @@ import numpy as np
 from peers.model import make_model
 
 from jaxserve.bench import startup
-from jaxserve.bench.client import Client
+from jaxserve.bench.client import Client, run
 from jaxserve.bench.prompts import Prompt
 from jaxserve.bench.serve import Sender, Target, first_model, run_load
 from jaxserve.bench.stats import RequestRecord
@@ -356,7 +356,7 @@ def main() -> None:
     command(stall, decoding=16, prompt_len=3000, output_len=500, settle=5.0, chunks=[32, 48, 64, 128], plot=None)
     command(soak, requests=10_000, concurrency=32, plot=None)
     args = parser.parse_args()
-    result = asyncio.run(args.run(args))
+    result = run(args.run(args))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
 

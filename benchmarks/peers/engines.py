@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxserve.bench import startup
-from jaxserve.bench.client import Client
+from jaxserve.bench.client import Client, run
 from jaxserve.bench.prompts import Prompt
 from jaxserve.bench.serve import Sender, Target, first_model, run_load
 from jaxserve.bench.stats import RequestRecord
@@ -104,7 +103,7 @@ class Jaxserve:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, "-m", "jaxserve", "serve", str(load.model), "--port", str(port), *self.flags]
         with _server(command, env, port, "/ready"):
-            return asyncio.run(_drive(port, load, gaps=True))
+            return run(_drive(port, load, gaps=True))
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class LlamaCpp:
         }
         command = [str(self.server), *(str(part) for pair in settings.items() for part in pair), *self.flags]
         with _server(command, dict(os.environ), port, "/health"):
-            outcome = asyncio.run(_drive(port, load, gaps=False))
+            outcome = run(_drive(port, load, gaps=False))
         outcome.versions = _run([str(self.server), "--version"]).stdout.split("\n")[0]
         return outcome
 

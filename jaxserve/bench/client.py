@@ -9,16 +9,28 @@ tenth of that. Only http:// is spoken, without proxies, redirects, compression o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 _MAX_HEAD = 64 * 2**10  # bytes of a response's head, or of a chunk's size line
 
 OnEvent = Callable[[float, bytes], None]
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """As asyncio.run, but on uvloop where it is installed, which takes less of the machine for each chunk."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.run(main)
+    return asyncio.run(main)
 
 
 class HTTPError(OSError):
@@ -202,8 +214,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import math
 import os
@@ -110,6 +109,7 @@ def _add_output_flags(command: argparse.ArgumentParser) -> None:
 
 def run_bench_serve(args: argparse.Namespace) -> int:
     from jaxserve.bench import plot, report
+    from jaxserve.bench.client import run
     from jaxserve.bench.serve import Load, Target
     from jaxserve.bench.stats import parse_goodput, summarize
 
@@ -126,7 +126,7 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     target = Target(api_key=key, **{name: getattr(args, name) for name in names})
     load = Load(args.request_rate, args.concurrency)
     facts = report.machine(device=False)
-    target, prompts, records, busy = asyncio.run(_measure(args, target, load))
+    target, prompts, records, busy = run(_measure(args, target, load))
     summary = summarize(records, limits) | {"client_cpu_percent": 100 * busy}
 
     title = f"{target.model} at {target.url}{target.path}: {args.num_requests} requests, {load}"
