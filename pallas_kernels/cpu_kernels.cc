@@ -2,6 +2,8 @@
 
 #include "cpu_kernels.h"
 
+constexpr int64_t kMany = 40;  // rows from which on a panel is worth its transposing
+
 // y = x w^T for the first `count` rows of x [tokens, in], and w [out, in]; the other rows of y are left as they are.
 static void matmul(const Call& call) {
   const Array &x = call.argument(0), &w = call.argument(1), &count = call.argument(2);
@@ -11,7 +13,6 @@ static void matmul(const Call& call) {
   float* ys = data<float>(call.result());
   parallel_for(call, (out + kPiece - 1) / kPiece, [=](int64_t piece) {
     const int64_t n = piece * kPiece;
-    constexpr int64_t kMany = 40;
     multiply_rows(xs, ws + n * in, ys + n, tokens, std::min(kPiece, out - n), in, in, out, kMany);
   });
 }
@@ -194,8 +195,8 @@ static void paged_attention(const Call& call) {
       const float* key = cache.key(table[s / cache.size], 0, head);
       const float* next = s + cache.size < last ? cache.key(table[s / cache.size + 1], 0, head)
                                                 : cache.value(table[origin / cache.size], head);
-      multiply_rows(queries.data(), key, &scores[s - origin], count, std::min(cache.size, last - s), dim, dim, padded,
-                    INT64_MAX, next);
+      multiply_rows(queries.data(), key, &scores[s - origin], count, std::min(cache.size, last - s), dim, dim, padded, kMany,
+                    next);
     }
     for (int64_t m = 0; m < count; m++) {
       int64_t end = tile.position + m / group + 1, first = std::max<int64_t>(0, end - window);

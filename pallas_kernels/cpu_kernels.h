@@ -168,13 +168,13 @@ static void transpose(const float* w, int64_t in, int64_t row, float* panel) {
 }
 
 // The same for many rows x and kPanel rows w.
-static void many_rows(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out) {
+static void many_rows(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out,
+                      const float* next) {
   constexpr decltype(&multiply<1>) of_height[] = {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>};
   static thread_local std::vector<float> panel;
   panel.resize(in * kPanel);
   transpose(w, in, row, panel.data());
   const int64_t passes = (rows + kTall - 1) / kTall, stride = std::max<int64_t>(kPanel / passes, 1);
-  const float* next = w + kPanel * row;
   for (int64_t left = passes, m = 0; left; left--, next += stride * in) {
     const int64_t height = (rows - m) / left;
     of_height[height - 1](x + m * in, panel.data(), y + m * out, in, out, next, stride);
@@ -184,20 +184,19 @@ static void many_rows(const float* x, const float* w, float* y, int64_t rows, in
 
 constexpr int64_t kPiece = 48;  // outputs that a thread takes at once; a multiple of what tiles and panels have
 
-// y[m, n] = x[m] . w[n] for `rows` rows x and `size` rows w; from `many` rows x on by panels. Tiles fetch the rows that
+// y[m, n] = x[m] . w[n] for `rows` rows x and `size` rows w; from `many` rows x on by panels. Fetches the rows that
 // follow, or as many from `next` on.
 static void multiply_rows(const float* x, const float* w, float* y, int64_t rows, int64_t size, int64_t in, int64_t row,
                           int64_t out, int64_t many, const float* next = nullptr) {
   int64_t n = 0;
-  if (rows >= many)
-    for (; n + kPanel <= size; n += kPanel) many_rows(x, w + n * row, y + n, rows, in, row, out);
-  const auto tiles = [&](auto dot, int64_t wide) {
+  const auto pass = [&](auto multiply, int64_t wide) {
     for (; n + wide <= size; n += wide)
-      dot(x, w + n * row, y + n, rows, in, row, out, next ? next + n * row : w + (n + wide) * row);
+      multiply(x, w + n * row, y + n, rows, in, row, out, next ? next + n * row : w + (n + wide) * row);
   };
+  if (rows >= many) pass(many_rows, kPanel);
   if ((rows + 3) / 4 < (rows + 2) / 3)  // fewer passes by tiles of 4 x 3 than of 3 x 4
-    tiles(dot<3>, 3);
+    pass(dot<3>, 3);
   else if (rows > 1)
-    tiles(dot<4>, 4);
-  tiles(dot<1>, 1);
+    pass(dot<4>, 4);
+  pass(dot<1>, 1);
 }

@@ -3,7 +3,8 @@
 Grid: (tiles of up to 16 query tokens of a row, kv_heads), handed to XLA's threads as they come free.
 Traffic: a row's keys and values once per tile, from the window's oldest page on; the scores of a tile stay in a buffer
   of its thread, small enough for its cache.
-Pipeline: each tile of scores prefetches the keys that follow; values are read in order, a page's as one piece.
+Pipeline: while a page's keys or values are used, those of the next come into the cache. From 40 queries of a head on,
+  keys are transposed, a page at a time, as the matmul does with its weights.
 """
 
 from __future__ import annotations
