@@ -1,0 +1,34 @@
+"""The cache's arrays, of several layers each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, copy_pages
+from jaxserve.mesh import make_mesh
+
+
+@pytest.mark.parametrize(
+    ("layers", "arrays"), [(1, 1), (2, 1), (12, 2), (22, 11), (28, 4), (32, 4), (61, 61), (80, 10)]
+)
+def test_as_few_arrays_as_there_can_be(layers, arrays):
+    layout = CacheLayout(layers, 5, 16, 2, 8, jnp.dtype("float32"))
+    assert layout.num_arrays == arrays
+    assert [x.data.shape for x in layout.abstract(make_mesh(1))] == [(layers // arrays * 5, 2, 2, 16, 8)] * arrays
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_pages_are_copied_in_every_layer(dtype):
+    layers, pages = 11 * 2, 6
+    layout = CacheLayout(layers, pages, 4, 1, 8, jnp.dtype(dtype))
+    random = np.random.default_rng(0)
+    cache = jax.tree.map(lambda x: jnp.asarray(random.integers(-9, 9, x.shape), x.dtype), layout.create(make_mesh(1)))
+    pairs = np.full((2, COPIES), NULL_PAGE, np.int32)
+    pairs[:, :3] = [[1, 2, 4], [3, 1, 5]]  # page 1 is read before it is written
+    copied = copy_pages(cache, *pairs, layers=layers)
+    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(copied), strict=True):
+        before, after = (np.asarray(x).reshape(2, pages, *x.shape[1:]) for x in (before, after))
+        expected = before.copy()
+        expected[:, [3, 1, 5]] = before[:, [1, 2, 4]]
+        np.testing.assert_array_equal(after, expected)
