@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -137,9 +138,10 @@ class Running:
         self.beams = np.zeros(max_num_seqs, bool)
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
-        # What the device has not been told yet: who is new in a slot, and (slot, index) -> page of block tables.
+        # What the device has not been told yet: who is new in a slot, and entries of block tables, int32 [3, any] of
+        # (slot, index, page), of which the last for a place counts.
         self.newcomers: list[Sequence] = []
-        self.table_entries: dict[tuple[int, int], int] = {}
+        self.table_entries: list[np.ndarray] = []
         self.sharers: set[Sequence] = set()  # the page that they write to next may have other owners
         self.notables: set[Sequence] = set()  # their next update says more than its tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -211,16 +213,30 @@ class Running:
 
     def show_pages(self, seq: Sequence, first: int) -> None:
         """Takes note of a sequence's pages from the index `first` on."""
-        self.num_pages[seq.slot] = len(seq.pages)
-        for index in range(first, len(seq.pages)):
-            self.table_entries[seq.slot, index] = seq.pages[index]
+        self.num_pages[seq.slot] = count = len(seq.pages)
+        if first < count:
+            columns = np.full(count - first, seq.slot), np.arange(first, count), seq.pages[first:]
+            self.table_entries.append(np.asarray(columns, np.int32))
+
+    def add_pages(self, seqs: list[Sequence], slot: np.ndarray, count: np.ndarray, pages: list[int]) -> None:
+        """Gives sequences, of these slots, `count` [sequences] of the pages each, one after the other."""
+        taken = iter(pages)
+        for seq, some in zip(seqs, count.tolist(), strict=True):
+            seq.pages += islice(taken, some)
+        index = np.repeat(self.num_pages[slot] - (np.cumsum(count) - count), count) + np.arange(len(pages))
+        self.num_pages[slot] += count
+        self.table_entries.append(np.asarray((np.repeat(slot, count), index, pages), np.int32))
 
     def take_news(self) -> tuple[list[Sequence], np.ndarray]:
         """What the device has not been told yet, which it will be now: the newcomers, and new entries of block
         tables, int32 [3, any] (slot, index, page)."""
-        entries = [(slot, index, page) for (slot, index), page in self.table_entries.items()]
-        placed, self.newcomers, self.table_entries = self.newcomers, [], {}
-        return placed, np.asarray(entries, np.int32).reshape(-1, 3).T
+        placed, entries = self.newcomers, self.table_entries
+        self.newcomers, self.table_entries = [], []
+        if len(entries) == 1:  # mostly: no place twice
+            return placed, entries[0]
+        page_of = {(slot, index): page for some in entries for slot, index, page in some.T.tolist()}
+        rows = [(*place, page) for place, page in page_of.items()]
+        return placed, np.asarray(rows, np.int32).reshape(-1, 3).T
 
     def append(self, slot: np.ndarray, tokens: np.ndarray, drawn: np.ndarray | int) -> None:
         """Takes in the first `drawn` of tokens [slots, any] that sequences have drawn."""
@@ -242,8 +258,7 @@ class Running:
         self.notables.discard(seq)
         if seq in self.newcomers:
             self.newcomers.remove(seq)
-        for key in [key for key in self.table_entries if key[0] == slot]:
-            del self.table_entries[key]
+        self.table_entries = [some[:, some[0] != slot] for some in self.table_entries]
 
     def check_integrity(self) -> None:
         """Asserts the invariants of slots, order and numbers."""

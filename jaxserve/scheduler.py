@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import time
-from itertools import islice
 
 import numpy as np
 
@@ -127,7 +126,9 @@ class Scheduler:
             else:
                 self._preempt(running.last)
         copies = self._unshare(rows, shared)
-        self._grow([rows.seqs[i] for i in growing.tolist()], missing)
+        if len(growing):
+            pages = self.blocks.allocate(int(missing.sum()))
+            running.add_pages([rows.seqs[i] for i in growing.tolist()], rows.slot[growing], missing, pages)
         if self._num_waiting and self.num_preemptions == preemptions:
             decodes = int(np.count_nonzero(rows.count == 1))
             budget = self._prompt_budget(decodes) - (int(rows.count.sum()) - decodes)
@@ -193,14 +194,6 @@ class Scheduler:
         reach, num_pages = rows.reach, self.running.num_pages[rows.slot]
         growing = np.flatnonzero(reach > num_pages * self.blocks.page_size)
         return growing, self.blocks.pages_for(reach[growing]) - num_pages[growing]
-
-    def _grow(self, seqs: list[Sequence], missing: np.ndarray) -> None:
-        """Gives each sequence so many more pages."""
-        pages = iter(self.blocks.allocate(int(missing.sum())))
-        for seq, count in zip(seqs, missing.tolist(), strict=True):
-            first = len(seq.pages)
-            seq.pages += islice(pages, count)
-            self.running.show_pages(seq, first)
 
     def _shared_pages(self, rows: Rows) -> list[tuple[Sequence, int]]:
         """Pages that rows would write to but must not: (sequence, index in its pages)."""

@@ -145,7 +145,8 @@ def test_body_limit(start_server):
     assert response.json()["error"]["code"] == "body_too_long"
 
 
-def in_background(server, body) -> tuple[threading.Thread, list]:
+def in_background(server, body, running: int = 1) -> tuple[threading.Thread, list]:
+    """Sends a request; returns when so many are under way, or it is answered."""
     answers: list = []
 
     def run() -> None:
@@ -153,7 +154,7 @@ def in_background(server, body) -> tuple[threading.Thread, list]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    wait_until(lambda: server.metric("num_requests_running") >= 1)
+    wait_until(lambda: answers or server.metric("num_requests_running") >= running)
     return thread, answers
 
 
@@ -189,7 +190,7 @@ def test_restart_on_a_socket_that_stays(start_server):
         first = start_server("SlowEngine", drain_seconds=0.5, **options)
         url = f"{first.url}/v1/completions"
         endless, ended = in_background(first, {**BODY, "stream": True})
-        quick, answered = in_background(first, body)
+        quick, answered = in_background(first, body, running=2)
         first.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "stopping" in first.log.read_text())
         with ThreadPoolExecutor(20) as pool:
