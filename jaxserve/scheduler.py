@@ -119,15 +119,16 @@ class Scheduler:
             rows = self._choose(steps)
             growing, missing = self._growth(rows)
             shared = self._shared_pages(rows) if running.sharers else []
-            if missing.sum() + len(shared) <= self.blocks.num_available:
+            needed = int(missing.sum())
+            if needed + len(shared) <= self.blocks.num_available:
                 break
             if len(rows) and rows.draws.max() > 1:
                 steps = 1
             else:
                 self._preempt(running.last)
         copies = self._unshare(rows, shared)
-        if len(growing):
-            pages = self.blocks.allocate(int(missing.sum()))
+        if needed:
+            pages = self.blocks.allocate(needed)
             running.add_pages([rows.seqs[i] for i in growing.tolist()], rows.slot[growing], missing, pages)
         if self._num_waiting and self.num_preemptions == preemptions:
             decodes = int(np.count_nonzero(rows.count == 1))

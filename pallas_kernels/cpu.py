@@ -62,15 +62,16 @@ def _register(name: str) -> bool:
     return True
 
 
-def _run(
+def _call(
     target: str,
     plain: Callable[..., jax.Array],
     shape: Sequence[int],
     arrays: Sequence[jax.Array],
-    count: Any,
+    count: jax.Array | None,
     **attributes: Any,
 ) -> jax.Array:
-    """What a kernel makes of float32 arrays, float32 `shape`; on other devices, or without it, what `plain` does."""
+    """What the kernel `target` makes of float32 arrays, of which `count` rows matter: float32 `shape`. Elsewhere, for
+    other types and without kernels, what `plain` does."""
     if any(x.dtype != jnp.float32 for x in arrays) or not available():
         return plain(*arrays)
 
@@ -83,18 +84,18 @@ def _run(
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
     """As `ops.matmul`."""
-    return _run("jaxserve_matmul", ops.matmul, (x.shape[0], w.shape[0]), (x, w), count)
+    return _call("jaxserve_matmul", ops.matmul, (x.shape[0], w.shape[0]), (x, w), count)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None = None) -> jax.Array:
     """As `ops.rms_norm`."""
     plain = partial(ops.rms_norm, eps=eps)
-    return _run("jaxserve_rms_norm", plain, x.shape, (x, scale), count, eps=np.float32(eps))
+    return _call("jaxserve_rms_norm", plain, x.shape, (x, scale), count, eps=np.float32(eps))
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array, count: jax.Array | None = None) -> jax.Array:
     """As `ops.rope`."""
-    return _run("jaxserve_rope", ops.rope, x.shape, (x, cos, sin), count)
+    return _call("jaxserve_rope", ops.rope, x.shape, (x, cos, sin), count)
 
 
 def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
@@ -102,4 +103,4 @@ def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) ->
     plain = partial(ops.gate, activation=activation)
     if activation != "silu":
         return plain(gate_up)
-    return _run("jaxserve_silu_gate", plain, gate_up.shape[:-1], (gate_up,), count)
+    return _call("jaxserve_silu_gate", plain, gate_up.shape[:-1], (gate_up,), count)

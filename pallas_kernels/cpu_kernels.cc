@@ -49,7 +49,8 @@ static void rms_norm(const Call& call) {
 }
 DEFINE_HANDLER(RmsNorm, rms_norm, kF32, kF32, kS32)
 
-// y = (a cos - b sin, b cos + a sin) for the halves a and b of each vector of x [tokens, .., dim]; cos, sin [tokens, dim / 2].
+// y = (a cos - b sin, b cos + a sin) for the halves a and b of each vector of x [tokens, .., dim]; cos and sin are
+// [tokens, dim / 2].
 static void rope(const Call& call) {
   const Array &x = call.argument(0), &angles = call.argument(1);
   const int64_t half = angles.dims[1], rows = element_count(x) / (2 * half) / x.dims[0];
@@ -117,8 +118,8 @@ struct Pages {
   const float* value(int32_t page, int64_t head) const { return key(page, 0, heads + head); }
 };
 
-// y[m] += sum over s of weights[m, s] * values[s], for M rows y [dim] and `count` rows of values; D vectors of a row, from
-// d on, at once. Meanwhile fetches from `next` on.
+// y[m] += sum over s of weights[m, s] * values[s], for M rows y [dim] and `count` rows of values; D vectors of a row,
+// from d on, at once. Meanwhile fetches from `next` on.
 template <int M, int D = 4>
 static void mix(const float* weights, int64_t stride, const float* values, int64_t count, float* y, int64_t dim,
                 const float* next, int64_t d = 0) {
@@ -195,8 +196,8 @@ static void paged_attention(const Call& call) {
       const float* key = cache.key(table[s / cache.size], 0, head);
       const float* next = s + cache.size < last ? cache.key(table[s / cache.size + 1], 0, head)
                                                 : cache.value(table[origin / cache.size], head);
-      multiply_rows(queries.data(), key, &scores[s - origin], count, std::min(cache.size, last - s), dim, dim, padded, kMany,
-                    next);
+      multiply_rows(queries.data(), key, &scores[s - origin], count, std::min(cache.size, last - s), dim, dim, padded,
+                    kMany, next);
     }
     for (int64_t m = 0; m < count; m++) {
       int64_t end = tile.position + m / group + 1, first = std::max<int64_t>(0, end - window);

@@ -98,11 +98,12 @@ static Vec load_last(const uint8_t* codes, int64_t count) {
   return Codes::load(padded);
 }
 
-// y[m, n] = x[m] . w[n] for M rows x, `in` apart, and N of the kWide rows w, from the first-th on, of which `wide` count.
-// One scale a row multiplies the sum. The codes that follow are fetched into cache meanwhile.
+// y[m, n] = x[m] . w[n] for M rows x, `in` apart, and N of the kWide rows w, from the first-th on, of which `wide`
+// count. One scale a row multiplies the sum. The codes that follow are fetched into cache meanwhile.
 constexpr int kWide = 4;
 template <class Codes, bool kGrouped, int M, int N>
-static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>& rows, int first, float* y, int64_t wide) {
+static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>& rows, int first, float* y,
+                 int64_t wide) {
   const int64_t span = kGrouped ? w.group : 64 * 8 / Codes::kBits;
   Vec sums[N][M];
   for (auto& some : sums)

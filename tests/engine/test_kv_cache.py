@@ -20,7 +20,7 @@ def test_as_few_arrays_as_there_can_be(layers, arrays):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_pages_are_copied_in_every_layer(dtype):
-    layers, pages = 11 * 2, 6
+    layers, pages = 22, 6  # two layers an array
     layout = CacheLayout(layers, pages, 4, 1, 8, jnp.dtype(dtype))
     random = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(random.integers(-9, 9, x.shape), x.dtype), layout.create(make_mesh(1)))

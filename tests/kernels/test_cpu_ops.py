@@ -19,7 +19,7 @@ def arrays(tokens: int, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarr
     return x.astype(np.float32), w.astype(np.float32)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 10, 15, 16, 17, 39, 40, 65])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 10, 15, 16, 17, 32, 39, 40, 65])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (8, 16), (13, 70), (64, 129), (768, 80)])
 def test_matmul(tokens, inputs, outputs):
     x, w = arrays(tokens, inputs, outputs)
@@ -28,8 +28,15 @@ def test_matmul(tokens, inputs, outputs):
     np.testing.assert_allclose(out, x.astype(np.float64) @ w.T.astype(np.float64), rtol=0, atol=1e-5 * inputs**0.5)
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, 31, 40, 1000])
+def test_only_the_rows_that_matter(count):
+    x, w = arrays(40, 64, 48)
+    x[count:] = np.nan
+    out = np.asarray(jax.jit(cpu.matmul)(x, w, jnp.int32(count)))[:count]
+    np.testing.assert_allclose(out, x[:count].astype(np.float64) @ w.T.astype(np.float64), rtol=0, atol=1e-4)
+
+
 COUNTED = {  # calls on 32 tokens
-    "jaxserve_matmul": lambda x, count: cpu.matmul(x.reshape(32, 128), jnp.ones((48, 128)), count),
     "jaxserve_rms_norm": lambda x, count: cpu.rms_norm(x, jnp.ones(2), 1e-5, count),
     "jaxserve_rope": lambda x, count: cpu.rope(x, jnp.ones((32, 1)), jnp.ones((32, 1)), count),
     "jaxserve_silu_gate": lambda x, count: cpu.gate(x, "silu", count),
@@ -38,7 +45,7 @@ COUNTED = {  # calls on 32 tokens
 
 @pytest.mark.parametrize("count", [0, 1, 5, 31, 32, 1000])
 @pytest.mark.parametrize("name", COUNTED)
-def test_only_the_rows_that_matter(name, count):
+def test_nor_do_other_kernels_need_more_rows(name, count):
     x = np.random.default_rng(count).standard_normal((32, 64, 2)).astype(np.float32)
     lowered = jax.jit(COUNTED[name]).lower(x, jnp.int32(count))
     assert name in lowered.as_text()
