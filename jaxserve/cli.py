@@ -141,6 +141,8 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="most sequences in one step")
     flag("--max-num-batched-tokens", field="max_num_batched_tokens", type=int, metavar="TOKENS",
          help="most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs")  # fmt: skip
+    flag("--max-penalty-seqs", field="max_penalty_seqs", type=int, metavar="N",
+         help="most sequences with penalties in one step; None: as many as 256 MiB of token counts hold")  # fmt: skip
     flag("--prefill-chunk", field="prefill_chunk", type=int, metavar="TOKENS",
          help="most tokens in a step with a prompt while others decode; None: 32 on CPU, else no limit")  # fmt: skip
     flag("--decode-steps", field="decode_steps", type=int, metavar="N",

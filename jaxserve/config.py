@@ -30,13 +30,15 @@ class EngineConfig:
       prefill_chunk: most tokens in a step that goes on with a prompt while others decode, theirs included where
         possible, so that they do not stall; more where many prompts wait beside few that decode. None is 32 on CPU,
         elsewhere no such limit.
+      max_penalty_seqs: most sequences with a repetition, presence or frequency penalty in one step; more of them wait.
+        Each keeps 5 bytes on the device for every token of the vocabulary. None is what 256 MiB hold, at least 8.
       max_waiting: most requests waiting for a place before new ones are turned away; None is no limit.
       max_waiting_tokens: the same in tokens of their prompts; a request that would wait alone is always taken.
       page_size: tokens per KV page.
       kv_cache_dtype: of keys and values in the cache; fp8 and int8 with a scale for each head of each token.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
-        the memory that is available at start, and at most 1 GiB of cache unless kv_pages says otherwise.
+        the memory that is available at start; the cache takes at most half of it unless kv_pages says otherwise.
       tensor_parallel_size: devices that share each layer.
       quantization: of the weights: auto is what the checkpoint has; the name of a format insists on it; int8, int4 or
         fp8 quantizes a checkpoint in floats while it is loaded (and dummy weights).
@@ -62,6 +64,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     prefill_chunk: int | None = None
+    max_penalty_seqs: int | None = None
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
     page_size: int = 16
@@ -87,6 +90,7 @@ class EngineConfig:
             ("max_num_seqs", 1, 2**16),
             ("max_num_batched_tokens", 1, 2**20),
             ("prefill_chunk", 1, 2**20),
+            ("max_penalty_seqs", 1, 2**16),
             ("max_waiting", 1, 2**31),
             ("max_waiting_tokens", 1, 2**62),
             ("kv_pages", 2, 2**31 - 1),

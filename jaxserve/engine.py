@@ -23,7 +23,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.flight import Flight, Later
 from jaxserve.grammar import Compiler
 from jaxserve.kv_cache import CacheLayout, cache_dtype
-from jaxserve.logprobs import PromptScores, read_scores
+from jaxserve.logprobs import PromptScores, read_rows
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
@@ -76,6 +76,7 @@ class Engine:
             max_num_batched_tokens=memory.max_batched_tokens(config),
             prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if on_cpu else None),
             max_model_len=max_model_len,
+            penalty_rows=runner.penalty_rows,
         )
         self.grammars = Compiler(folder, model.vocab_size, model.eos_token_ids)
         self.structured = Structured(self.grammars)
@@ -112,7 +113,7 @@ class Engine:
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
         log.info("%s", memory.describe_weights(params))
 
-        runner = ModelRunner(decoder, params, mesh, config.max_num_seqs)
+        runner = ModelRunner(decoder, params, mesh, config.max_num_seqs, memory.penalty_rows(config, model))
         tokens = max(memory.max_batched_tokens(config), config.max_num_seqs)
         on_one_cpu = device.platform == "cpu" and mesh.size == 1
         free = on_one_cpu and dtype == kv_dtype == np.float32 and cpu_build.possible()
@@ -307,8 +308,8 @@ class Engine:
             flight.rows.append(batch.rows)
             flight.drawn.append(drawn)
             flight.later.append(Later.of(batch.rows, running.masked) if running.lineup.any_masked else None)
-            if hidden is not None:
-                flight.prompt_scores += PromptScores.start(batch.rows, hidden, self.runner)
+            if hidden is not None and batch.rows.scores_prompt.any():
+                flight.prompt_scores.append(PromptScores.start(batch.rows, hidden, self.runner))
         self.counters.steps += 1
         self.counters.step_tokens.observe(plan.rows.num_tokens)
         return flight
@@ -316,11 +317,12 @@ class Engine:
     def _fill_slots(self, placed: list[Sequence]) -> None:
         rows = []
         for seq in placed:
-            rows.append(encode_slot(seq.slot, seq.params, seq.seed, tuple(seq.stop_ids), seq.prompt_len))
+            stops = tuple(seq.stop_ids)
+            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, seq.prompt_len, seq.penalty_row))
         self.runner.set_slots(rows)
         for seq in placed:
             if seq.params.has_penalties:
-                self.runner.count_tokens(seq.slot, seq.tokens, seq.prompt_len)
+                self.runner.count_tokens(seq.penalty_row, seq.tokens, seq.prompt_len)
 
     def wait(self, flight: Flight) -> list[np.ndarray]:
         """A step's tokens, of each of its batches; waits until they are here."""
@@ -363,7 +365,7 @@ class Engine:
             update.error = f"the grammar failed: {seq.matcher.error}"
         if (count := seq.params.logprobs) is not None:
             rows = np.asarray(scores)[: len(tokens), row]
-            update.logprobs = [read_scores(row, token, count) for row, token in zip(rows, tokens, strict=True)]
+            update.logprobs = read_rows(rows, tokens, count)
         if is_first and seq.index == 0:
             self.counters.prompt_tokens += seq.prompt_len
             update.num_cached_tokens = seq.num_cached or 0

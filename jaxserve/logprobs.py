@@ -15,45 +15,57 @@ from jaxserve.types import MAX_LOGPROBS, TokenLogprob
 
 def read_scores(row: np.ndarray, token: int, count: int) -> TokenLogprob:
     """One row of `Sampled.scores`, with `count` alternatives."""
-    logprob = float(row[:1].view(np.float32)[0])
-    ids = row[2 : 2 + count].tolist()
-    values = row[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].view(np.float32).tolist()
-    top = [(i, value) for i, value in zip(ids, values, strict=True) if i >= 0]
-    return TokenLogprob(token, logprob, int(row[1]), top)
+    return read_rows(row[None], [token], count)[0]
+
+
+def read_rows(rows: np.ndarray, tokens: list[int], count: int) -> list[TokenLogprob]:
+    """Rows of `Sampled.scores`, int32 [tokens or more, SCORE_WORDS], with `count` alternatives each."""
+    rows = rows[: len(tokens)]
+    chosen = rows[:, :1].view(np.float32)[:, 0].tolist()
+    ranks, ids = rows[:, 1].tolist(), rows[:, 2 : 2 + count].tolist()
+    values = rows[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].view(np.float32).tolist()
+    return [
+        TokenLogprob(token, logprob, rank, [pair for pair in zip(some, their_values, strict=True) if pair[0] >= 0])
+        for token, logprob, rank, some, their_values in zip(tokens, chosen, ranks, ids, values, strict=True)
+    ]
 
 
 @dataclass
 class PromptScores:
-    """Log-probabilities of a chunk of one prompt, being computed on the device."""
+    """Log-probabilities of the prompts' tokens in one batch, being computed on the device.
 
-    seq: Sequence
-    first: int  # position of the first token that is scored
-    tokens: list[int]
-    packed: list[jax.Array]
+    Attributes:
+      parts: each sequence with the tokens of its prompt that are scored, in the order of the rows.
+      packed: int32 [rows, SCORE_WORDS]; None where nothing is scored.
+    """
+
+    parts: list[tuple[Sequence, list[int]]]
+    packed: jax.Array | None
 
     @classmethod
-    def start(cls, rows: Rows, hidden: jax.Array, runner: ModelRunner) -> list[PromptScores]:
-        """Dispatches the scoring of every prompt chunk in a batch that asks for it.
+    def start(cls, rows: Rows, hidden: jax.Array, runner: ModelRunner) -> PromptScores:
+        """Dispatches the scoring of every prompt chunk in a batch that asks for it, in one call.
 
         The hidden state at a position scores the token after it; what a preemption computes again is not scored twice.
         """
-        started = []
+        parts, places = [], []
         for i in np.flatnonzero(rows.scores_prompt).tolist():
             seq, start, end = rows.seqs[i], int(rows.start[i]), int(rows.end[i])
             first, end = max(start, seq.num_scored), min(end, seq.prompt_len - 1)
             if first >= end:
                 continue
-            tokens = seq.tokens[first + 1 : end + 1]
-            offset = int(rows.count[:i].sum()) - start
-            packed = runner.score_prompt(hidden, np.arange(first, end, dtype=np.int32) + offset, np.asarray(tokens))
+            parts.append((seq, seq.tokens[first + 1 : end + 1]))
+            places.append(np.arange(first, end, dtype=np.int32) + (int(rows.count[:i].sum()) - start))
             seq.num_scored = end
-            started.append(cls(seq, first + 1, tokens, packed))
-        return started
+        if not parts:
+            return cls([], None)
+        packed = runner.score_prompt(hidden, np.concatenate(places), np.concatenate([tokens for _, tokens in parts]))
+        packed.copy_to_host_async()
+        return cls(parts, packed)
 
     def finish(self) -> None:
-        """Waits for the scores and hands them to the sequence."""
-        count = self.seq.params.prompt_logprobs or 0
-        rows = np.concatenate([np.asarray(part) for part in self.packed])
-        self.seq.prompt_scores += [
-            read_scores(row, token, count) for row, token in zip(rows[: len(self.tokens)], self.tokens, strict=True)
-        ]
+        """Waits for the scores and hands them to the sequences."""
+        rows = np.asarray(self.packed)
+        for seq, tokens in self.parts:
+            seq.prompt_scores += read_rows(rows, tokens, seq.params.prompt_logprobs or 0)
+            rows = rows[len(tokens) :]

@@ -17,7 +17,9 @@ from jaxserve.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-CPU_CACHE_BYTES = 2**30  # default on CPU, where the memory is shared with everything else
+CPU_CACHE_SHARE = 0.5  # of the memory that is free, for the cache on CPU: everything else on the machine needs some too
+PENALTY_BYTES = 2**28  # for the token counts of sequences with penalties
+PENALTY_BYTES_PER_TOKEN = 5  # of the vocabulary: an int32 and a bool
 RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
 
 
@@ -62,8 +64,8 @@ def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int,
     Raises ConfigError where a device does not tell how much memory it has and kv_pages is not set either.
     """
     if device.platform == "cpu":
-        total = _available_host_bytes() // devices + weights + slots
-        return Budget(total, config.memory_utilization, weights, slots, 0, CPU_CACHE_BYTES // devices)
+        free = _available_host_bytes() // devices
+        return Budget(free + weights + slots, config.memory_utilization, weights, slots, 0, int(free * CPU_CACHE_SHARE))
     total = (device.memory_stats() or {}).get("bytes_limit", 0)
     if not total and config.kv_pages is None:
         raise ConfigError(f"{device.device_kind} does not tell its memory size: set --kv-pages")
@@ -91,6 +93,12 @@ def max_batched_tokens(config: EngineConfig) -> int:
     device = jax.devices()[0]
     large = device.platform == "gpu" and (device.memory_stats() or {}).get("bytes_limit", 0) >= 60e9 * 0.9
     return 8192 if large else 2048
+
+
+def penalty_rows(config: EngineConfig, model: ModelConfig) -> int:
+    """How many sequences can have penalties at a time."""
+    rows = config.max_penalty_seqs or max(8, PENALTY_BYTES // (PENALTY_BYTES_PER_TOKEN * model.vocab_size))
+    return min(rows, config.max_num_seqs)
 
 
 def plan_pages(
@@ -133,7 +141,7 @@ def _available_host_bytes() -> int:
     for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return 4 * CPU_CACHE_BYTES
+    return 2**32
 
 
 def stored_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:

@@ -34,7 +34,7 @@ from jaxserve.slots import (
     padding_slot,
     set_slots,
 )
-from jaxserve.steps import SCORED_ROWS, StepShape
+from jaxserve.steps import StepShape
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,9 @@ TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
 class ModelRunner:
     """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits."""
 
-    def __init__(self, model: Decoder, params: Any, mesh: Mesh, num_slots: int):
-        self.model, self.mesh, self.num_slots = model, mesh, num_slots
+    def __init__(self, model: Decoder, params: Any, mesh: Mesh, num_slots: int, penalty_rows: int):
+        self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
+        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._arrays, self._unbundle = bundle(params)
         self.layout: CacheLayout
         self.slots: SlotState
@@ -65,7 +66,13 @@ class ModelRunner:
         self.layout = layout
         config = self.model.config
         self._make_slots = partial(
-            create_slots, self.num_slots, max_pages, config.vocab_size, config.hidden_size, self.model.dtype
+            create_slots,
+            self.num_slots,
+            max_pages,
+            config.vocab_size,
+            config.hidden_size,
+            self.model.dtype,
+            self.penalty_rows,
         )
         self._executables.clear()
 
@@ -78,7 +85,7 @@ class ModelRunner:
     def draw_sizes(self) -> list[int]:
         """Rows of the compiled `draw`s; on CPU a few calls cost what a large one does."""
         few = min(32, self.num_slots)
-        return [few] if self.mesh.devices.flat[0].platform == "cpu" else sorted({few, self.num_slots})
+        return [few] if self._on_cpu else sorted({few, self.num_slots})
 
     @property
     def weight_bytes(self) -> int:
@@ -110,12 +117,12 @@ class ModelRunner:
             some = some + [padding_slot(self.num_slots)] * (SLOTS_PER_CALL - len(some))
             self.slots = self._get("set_slots")(self.slots, np.stack(some))
 
-    def count_tokens(self, slot: int, tokens: list[int], prompt_len: int) -> None:
-        """Counts a sequence's tokens for its penalties; the first `prompt_len` are its prompt."""
+    def count_tokens(self, penalty_row: int, tokens: list[int], prompt_len: int) -> None:
+        """Counts a sequence's tokens in its penalty row; the first `prompt_len` are its prompt."""
         for at in range(0, len(tokens), TOKENS_PER_CALL):
             some = tokens[at : at + TOKENS_PER_CALL]
             packed = np.zeros(3 + TOKENS_PER_CALL, np.int32)
-            packed[:3] = slot, len(some), min(max(prompt_len - at, 0), len(some))
+            packed[:3] = penalty_row, len(some), min(max(prompt_len - at, 0), len(some))
             packed[3 : 3 + len(some)] = some
             self.slots = self._get("count_tokens")(self.slots, packed)
 
@@ -150,15 +157,15 @@ class ModelRunner:
             packed[:, : some.shape[1]] = some
             self.cache = self._get("copy_pages")(self.cache, packed[0], packed[1])
 
-    def score_prompt(self, hidden: jax.Array, rows: np.ndarray, targets: np.ndarray) -> list[jax.Array]:
-        """Packed log-probabilities of targets [n] at rows [n] of a step's hidden states, SCORED_ROWS at a time."""
-        results = []
-        for at in range(0, len(rows), SCORED_ROWS):
-            packed = np.zeros((2, SCORED_ROWS), np.int32)
-            some = slice(at, at + SCORED_ROWS)
-            packed[:, : len(rows[some])] = rows[some], targets[some]
-            results.append(self._get(("score_prompt", hidden.shape[0]))(self._arrays, hidden, packed))
-        return results
+    def score_prompt(self, hidden: jax.Array, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """Packed log-probabilities of targets [n] at rows [n] of a step's hidden states, n at most their number; int32
+        [n or more, SCORE_WORDS]."""
+        tokens = hidden.shape[0]
+        most, _ = steps.scored_words(tokens, self._on_cpu)
+        packed = np.zeros(1 + 2 * most, np.int32)
+        packed[0] = count = len(rows)
+        packed[1 : 1 + count], packed[1 + most : 1 + most + count] = rows, targets
+        return self._get(("score_prompt", tokens))(self._arrays, hidden, packed)
 
     # Compilation
 
@@ -241,8 +248,9 @@ class ModelRunner:
         if isinstance(name, tuple):
             shape = (name[1], self.model.config.hidden_size)
             hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)
-            score = partial(steps.score_prompt, model=self.model, mesh=self.mesh)
-            return with_params(score), (), (params, hidden, host(2, SCORED_ROWS)), everywhere
+            most, each = steps.scored_words(name[1], self._on_cpu)
+            score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self._on_cpu)
+            return with_params(score), (), (params, hidden, host(1 + 2 * most)), everywhere
         functions: dict[str, tuple[Callable, tuple, Any]] = {
             "set_slots": (set_slots, (slots, host(SLOTS_PER_CALL, SLOT_WORDS)), everywhere),
             "count_tokens": (count_tokens, (slots, host(3 + TOKENS_PER_CALL)), everywhere),

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.config import MAX_STEPS
 from jaxserve.sequence import NO_SLOT, Sequence, Status
-from jaxserve.types import MAX_STOP_TOKENS, SequenceUpdate
+from jaxserve.types import MAX_STOP_TOKENS, NO_PENALTY_ROW, SequenceUpdate
 
 NO_TOKEN = -2  # equals no token, nor the -1 of those that were not drawn
 
@@ -123,7 +123,7 @@ class Running:
     limit     prompt and all the output it may have: total <= limit
     """
 
-    def __init__(self, max_num_seqs: int, page_size: int, max_len: int):
+    def __init__(self, max_num_seqs: int, page_size: int, max_len: int, penalty_rows: int | None = None):
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
 
@@ -145,6 +145,7 @@ class Running:
         self.sharers: set[Sequence] = set()  # the page that they write to next may have other owners
         self.notables: set[Sequence] = set()  # their next update says more than its tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._free_penalty_rows = list(range(max_num_seqs if penalty_rows is None else penalty_rows, 0, -1))
         self._ordered: list[Sequence] = []
         self._lineup: Lineup | None = None
 
@@ -163,9 +164,9 @@ class Running:
     def last(self) -> Sequence:
         return self._ordered[-1]
 
-    @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free)
+    def has_place_for(self, seq: Sequence) -> bool:
+        """Whether a slot is free, and a penalty row where the sequence needs one."""
+        return bool(self._free) and (bool(self._free_penalty_rows) or not seq.params.has_penalties)
 
     @property
     def lineup(self) -> Lineup:
@@ -191,6 +192,7 @@ class Running:
     def place(self, seq: Sequence, computed: int) -> None:
         """Gives a slot to a sequence whose pages hold the keys and values of `computed` tokens."""
         slot = seq.slot = self._free.pop()
+        seq.penalty_row = self._free_penalty_rows.pop() if seq.params.has_penalties else NO_PENALTY_ROW
         seq.status = Status.RUNNING
         insort(self._ordered, seq, key=lambda s: s.order)
         self._lineup = None
@@ -254,6 +256,9 @@ class Running:
         self._lineup = None
         self.tenure[slot] += 1
         self._free.append(slot)
+        if seq.penalty_row != NO_PENALTY_ROW:
+            self._free_penalty_rows.append(seq.penalty_row)
+            seq.penalty_row = NO_PENALTY_ROW
         self.sharers.discard(seq)
         self.notables.discard(seq)
         if seq in self.newcomers:
@@ -263,6 +268,8 @@ class Running:
     def check_integrity(self) -> None:
         """Asserts the invariants of slots, order and numbers."""
         assert self.lineup.seqs == self._ordered
+        rows = [seq.penalty_row for seq in self._ordered if seq.params.has_penalties] + self._free_penalty_rows
+        assert sorted(rows) == list(range(1, len(rows) + 1))
         slots = self.lineup.slot.tolist() + self._free
         assert sorted(slots) == list(range(self.num_slots))
         assert self.sharers | self.notables <= set(self._ordered)

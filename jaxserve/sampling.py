@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.slots import RowParams, decode_slots
+from jaxserve.slots import RowParams, decode_slots, penalty_rows
 from jaxserve.types import MAX_LOGPROBS
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
@@ -35,11 +35,10 @@ class Sampled(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """What penalties look at; whole arrays of all slots, gathered only when a row asks for a penalty."""
+    """What penalties look at: SlotState's arrays, whole; rows of them are gathered only when one has a penalty."""
 
-    counts: jax.Array  # int32 [slots, vocab], how often each token stands in the output so far
-    in_prompt: jax.Array  # bool [slots, vocab], whether it stands in the prompt
-    slot: jax.Array  # int32 [rows]
+    counts: jax.Array  # int32 [penalty_rows, vocab], how often each token stands in the output so far
+    in_prompt: jax.Array  # bool [penalty_rows, vocab], whether it stands in the prompt
 
 
 def sample(
@@ -87,10 +86,10 @@ def _no_scores(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; the others over the output."""
-    params = decode_slots(words)
+    params, row = decode_slots(words), penalty_rows(words)
     repetition = params.repetition[:, None]
-    counts = seen.counts[seen.slot]
-    repeated = seen.in_prompt[seen.slot] | (counts > 0)
+    counts = seen.counts[row]
+    repeated = seen.in_prompt[row] | (counts > 0)
     logits = jnp.where(repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     often, present = counts.astype(jnp.float32), (counts > 0).astype(jnp.float32)
     return logits - params.frequency[:, None] * often - params.presence[:, None] * present

@@ -32,11 +32,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefill_chunk: int | None = None,
+        penalty_rows: int | None = None,
     ):
         self.blocks = blocks
         self._prefill_chunk = prefill_chunk
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
-        self.running = Running(max_num_seqs, blocks.page_size, max_model_len)
+        self.running = Running(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; finished ones are skipped lazily
         self._num_waiting = self.num_waiting_tokens = 0
         self._by_request: dict[str, list[Sequence]] = {}
@@ -233,9 +234,8 @@ class Scheduler:
         """The first waiting sequence, if a slot and pages for all its known tokens are free."""
         while self._waiting and self._waiting[0][1].status is not Status.WAITING:
             heapq.heappop(self._waiting)
-        if not self._waiting or not self.running.has_free_slot:
+        if not self._waiting or not self.running.has_place_for(seq := self._waiting[0][1]):
             return None
-        seq = self._waiting[0][1]
         if seq.owed:  # preempted with a step in flight: its last token is not known yet
             return None
         cached = self._match(seq)
@@ -370,7 +370,7 @@ class Scheduler:
         """Adds a sibling of sequences that are here. It goes on from `pages`, which are its own already and hold so
         many tokens, where a slot is free for it, and else waits."""
         self._by_request[seq.request_id].append(seq)
-        if pages is not None and self.running.has_free_slot:
+        if pages is not None and self.running.has_place_for(seq):
             seq.pages = pages
             self.running.place(seq, computed)
         else:

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxserve.block_manager import page_hash, root_hash
 from jaxserve.grammar import Matcher
-from jaxserve.types import FinishReason, Request, TokenLogprob
+from jaxserve.token_mask import TokenMask
+from jaxserve.types import NO_PENALTY_ROW, FinishReason, Request, TokenLogprob
 
 NO_SLOT = -1
 
@@ -48,7 +49,9 @@ class Sequence:
         self.unforked = list(range(1, request.params.n)) if index == 0 else []
 
         self.matcher: Matcher | None = None  # where it stands in its grammar, if it has one
+        self.token_mask: TokenMask | None = None  # what its request's own lists allow, once they were asked
         self.slot = NO_SLOT
+        self.penalty_row = NO_PENALTY_ROW  # where the device counts its tokens, while it runs and has penalties
         self.pages: list[int] = []
         self.owed = 0  # while it does not run: tokens that steps still in flight were to draw for it
         self._page_hashes: list[bytes] = []
@@ -94,6 +97,7 @@ class Sequence:
         """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""
         child = Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1])
         child.matcher = self.matcher and self.matcher.fork()
+        child.token_mask = self.token_mask
         return child
 
 

@@ -2,6 +2,9 @@
 
 A sequence owns one slot while it runs. Its sampling parameters are sent once, when it gets the slot (`encode_slot`,
 `set_slots`); a step then carries only what changes. The last slot (`num_slots`) is nobody's: padding rows point there.
+
+Token counts are as wide as the vocabulary, and few sequences need them. A sequence with penalties therefore owns a
+penalty row beside its slot; the others share row 0 (NO_PENALTY_ROW), whose contents mean nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
+from jaxserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, NO_PENALTY_ROW, SamplingParams
 
 SLOTS_PER_CALL = 8  # sequences whose parameters one call of `set_slots` writes
 TOKENS_PER_CALL = 512  # tokens that one call of `count_tokens` counts
@@ -39,38 +42,52 @@ class RowParams(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """Arrays with a leading dimension of num_slots + 1, on every device."""
+    """Arrays on every device. `slots` is num_slots + 1, `penalty_rows` is the number of real penalty rows + 1."""
 
     last_token: jax.Array  # int32 [slots]; -1 after a stop token: the slot's sequence draws no more
     block_tables: jax.Array  # int32 [slots, max_pages]
     params: jax.Array  # int32 [slots, SLOT_WORDS], as from `encode_slot`
-    counts: jax.Array  # int32 [slots, vocab]: output tokens so far; kept only for sequences with penalties
-    in_prompt: jax.Array  # bool [slots, vocab]; likewise
+    counts: jax.Array  # int32 [penalty_rows, vocab]: how often each token stands in the output so far
+    in_prompt: jax.Array  # bool [penalty_rows, vocab]: whether it stands in the prompt
     hidden: jax.Array  # [slots, hidden]: the last hidden state of a row that draws later, once its mask is known
 
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-_HEADER = 3 + len(_FLOATS) + 5  # slot, clear counts, spare | floats | top_k, seed x 2, no_stop_before, logprobs
+_FLOATS_AT = 2  # after slot and penalty row
+_HEADER = _FLOATS_AT + len(_FLOATS) + 5  # … | floats | top_k, seed x 2, no_stop_before, logprobs
 SLOT_WORDS = _HEADER + MAX_STOP_TOKENS + 2 * MAX_LOGIT_BIAS
 
 
 def create_slots(
-    num_slots: int, max_pages: int, vocab_size: int, hidden_size: int = 1, dtype: DTypeLike = jnp.float32
+    num_slots: int,
+    max_pages: int,
+    vocab_size: int,
+    hidden_size: int = 1,
+    dtype: DTypeLike = jnp.float32,
+    penalty_rows: int = 0,
 ) -> SlotState:
+    """Empty slots; `penalty_rows` sequences can have penalties at a time."""
     rows = num_slots + 1
     return SlotState(
         last_token=jnp.zeros(rows, jnp.int32),
         block_tables=jnp.zeros((rows, max_pages), jnp.int32),
         params=jnp.tile(padding_slot(num_slots), (rows, 1)),
-        counts=jnp.zeros((rows, vocab_size), jnp.int32),
-        in_prompt=jnp.zeros((rows, vocab_size), jnp.bool_),
+        counts=jnp.zeros((1 + penalty_rows, vocab_size), jnp.int32),
+        in_prompt=jnp.zeros((1 + penalty_rows, vocab_size), jnp.bool_),
         hidden=jnp.zeros((rows, hidden_size), dtype),
     )
 
 
-def encode_slot(slot: int, params: SamplingParams, seed: int, stop_ids: tuple[int, ...], prompt_len: int) -> np.ndarray:
+def encode_slot(
+    slot: int,
+    params: SamplingParams,
+    seed: int,
+    stop_ids: tuple[int, ...],
+    prompt_len: int,
+    penalty_row: int = NO_PENALTY_ROW,
+) -> np.ndarray:
     """One row of `set_slots`'s buffer, int32 [SLOT_WORDS]. `stop_ids` are all that end the output, at most
-    MAX_STOP_TOKENS; `seed` is the sequence's own, 64 bits."""
+    MAX_STOP_TOKENS; `seed` is the sequence's own, 64 bits. A sequence with penalties needs a penalty row of its own."""
     row = np.zeros(SLOT_WORDS, np.int32)
     floats = (
         params.temperature,
@@ -81,8 +98,8 @@ def encode_slot(slot: int, params: SamplingParams, seed: int, stop_ids: tuple[in
         params.frequency_penalty,
     )
     row[0] = slot
-    row[1] = params.has_penalties
-    row[3 : 3 + len(floats)] = np.asarray(floats, np.float32).view(np.int32)
+    row[1] = penalty_row
+    row[_FLOATS_AT : _FLOATS_AT + len(floats)] = np.asarray(floats, np.float32).view(np.int32)
     seed_words = np.asarray([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
     row[_HEADER - 5 : _HEADER] = (
         max(params.top_k, 0),
@@ -107,9 +124,14 @@ def padding_slot(num_slots: int) -> np.ndarray:
     return encode_slot(num_slots, SamplingParams(temperature=0.0), 0, (), 0)
 
 
+def penalty_rows(rows: jax.Array) -> jax.Array:
+    """The penalty row of each of the encoded slots int32 [rows, SLOT_WORDS]."""
+    return rows[:, 1]
+
+
 def decode_slots(rows: jax.Array) -> RowParams:
     """What `encode_slot` packed, of int32 [rows, SLOT_WORDS]."""
-    floats = lax.bitcast_convert_type(rows[:, 3 : 3 + len(_FLOATS)], jnp.float32)
+    floats = lax.bitcast_convert_type(rows[:, _FLOATS_AT : _FLOATS_AT + len(_FLOATS)], jnp.float32)
     ints = rows[:, _HEADER - 5 : _HEADER]
     stops, bias_ids, bias = jnp.split(rows[:, _HEADER:], [MAX_STOP_TOKENS, MAX_STOP_TOKENS + MAX_LOGIT_BIAS], axis=1)
     return RowParams(
@@ -125,9 +147,10 @@ def decode_slots(rows: jax.Array) -> RowParams:
 
 
 def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
-    """Writes the slots encoded in `rows`, int32 [SLOTS_PER_CALL, SLOT_WORDS]; those with penalties count from zero."""
-    slot, clear = rows[:, 0], rows[:, 1] > 0
-    cleared = jnp.where(clear, slot, state.counts.shape[0])  # outside, hence dropped
+    """Writes the slots encoded in `rows`, int32 [SLOTS_PER_CALL, SLOT_WORDS]; their penalty rows begin
+    empty."""
+    slot, row = rows[:, 0], penalty_rows(rows)
+    cleared = jnp.where(row == NO_PENALTY_ROW, state.counts.shape[0], row)  # what lies outside is dropped
     return state._replace(
         last_token=state.last_token.at[slot].set(0),
         params=state.params.at[slot].set(rows),
@@ -137,14 +160,14 @@ def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
 
 
 def count_tokens(state: SlotState, packed: jax.Array) -> SlotState:
-    """Counts tokens for the penalties: packed int32 [3 + TOKENS_PER_CALL] = slot, how many, how many of these belong to
-    the prompt, then the tokens."""
-    slot, count, prompt, tokens = packed[0], packed[1], packed[2], packed[3:]
+    """Counts tokens for the penalties: packed int32 [3 + TOKENS_PER_CALL] = penalty row, how many, how many of these
+    belong to the prompt, then the tokens."""
+    row, count, prompt, tokens = packed[0], packed[1], packed[2], packed[3:]
     index = jnp.arange(TOKENS_PER_CALL)
     vocab = state.counts.shape[1]
     prompt_tokens = jnp.where(index < prompt, tokens, vocab)
     output_tokens = jnp.where((index >= prompt) & (index < count), tokens, vocab)
     return state._replace(
-        counts=state.counts.at[slot, output_tokens].add(1, mode="drop"),
-        in_prompt=state.in_prompt.at[slot, prompt_tokens].set(True, mode="drop"),
+        counts=state.counts.at[row, output_tokens].add(1, mode="drop"),
+        in_prompt=state.in_prompt.at[row, prompt_tokens].set(True, mode="drop"),
     )

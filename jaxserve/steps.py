@@ -23,11 +23,11 @@ from jaxserve.kv_cache import KVCache
 from jaxserve.mesh import sharding, spec
 from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
 from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
-from jaxserve.slots import SlotState, decode_slots
+from jaxserve.slots import SlotState, decode_slots, penalty_rows
 from pallas_kernels.ops import Ops
 from pallas_kernels.types import KVPages
 
-SCORED_ROWS = 32  # prompt positions that one call of `score_prompt` scores
+SCORED_ROWS, CPU_SCORED_ROWS = 128, 32  # prompt positions that `score_prompt` takes at a time
 
 
 @dataclass(frozen=True)
@@ -229,16 +229,17 @@ def draw(params, slots: SlotState, packed: jax.Array, *, model: Decoder, mesh: M
 def _sample(
     logits: jax.Array, slots: SlotState, slot: jax.Array, position: jax.Array, masks: jax.Array | None = None
 ) -> Sampled:
-    counts = TokenCounts(slots.counts, slots.in_prompt, slot)
-    return sample(logits, slots.params[slot], counts, position, masks)
+    seen = TokenCounts(slots.counts, slots.in_prompt)
+    return sample(logits, slots.params[slot], seen, position, masks)
 
 
 def _note(sampled: Sampled, slots: SlotState, slot: jax.Array, target: jax.Array) -> SlotState:
     """Remembers the tokens of rows, whose parameters are those of `slot`, in the slots `target` [rows]."""
     stopped = jnp.any(sampled.tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
+    counted = penalty_rows(slots.params[target])
     return slots._replace(
         last_token=slots.last_token.at[target].set(jnp.where(stopped, -1, sampled.tokens)),
-        counts=slots.counts.at[target, sampled.tokens].add(1),
+        counts=slots.counts.at[counted, sampled.tokens].add(1),
     )
 
 
@@ -258,13 +259,30 @@ def _layer(
     return out, pages
 
 
-def score_prompt(params, hidden: jax.Array, packed: jax.Array, *, model: Decoder, mesh: Mesh) -> jax.Array:
-    """Packed log-probabilities (`Sampled.scores`) of given tokens at rows of a step's hidden states.
+def scored_words(tokens: int, on_cpu: bool) -> tuple[int, int]:
+    """(rows of `score_prompt`'s buffer for a step of so many tokens, how many of them it takes at a time)."""
+    each = min(tokens, CPU_SCORED_ROWS if on_cpu else SCORED_ROWS)
+    return -(-tokens // each) * each, each
 
-    packed: int32 [2, SCORED_ROWS]: rows of `hidden` [tokens, hidden], and the token that follows each.
+
+def score_prompt(
+    params, hidden: jax.Array, packed: jax.Array, *, model: Decoder, mesh: Mesh, each: int, on_cpu: bool
+) -> jax.Array:
+    """Packed log-probabilities (`Sampled.scores`) of given tokens at rows of a step's hidden states [tokens, hidden].
+
+    packed: int32 [1 + 2 x rows]: how many rows count, the index in `hidden` of each, and the token that follows each.
+    The logits of `each` rows exist at a time. Accelerators go through all rows, because they run a loop without the
+    host only where its length is known to the compiler; a CPU goes through those that count.
     """
-    rows, targets = packed
-    return score_tokens(_logits(model, params, hidden[rows], mesh), targets)
+    count, (rows, targets) = packed[0], jnp.split(packed[1:], 2)
+
+    def score(i: jax.Array, scores: jax.Array) -> jax.Array:
+        some, tokens = (lax.dynamic_slice_in_dim(x, i * each, each) for x in (rows, targets))
+        logits = _logits(model.counting(jnp.clip(count - i * each, 0, each)), params, hidden[some], mesh)
+        return lax.dynamic_update_slice_in_dim(scores, score_tokens(logits, tokens), i * each, 0)
+
+    turns = (count + each - 1) // each if on_cpu else len(rows) // each
+    return lax.fori_loop(0, turns, score, jnp.zeros((len(rows), SCORE_WORDS), jnp.int32))
 
 
 def update_tables(slots: SlotState, packed: jax.Array) -> SlotState:

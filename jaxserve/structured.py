@@ -6,7 +6,6 @@ Holds those that wait until their grammar is compiled, and masks what those that
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
@@ -20,7 +19,8 @@ from jaxserve.runner import ModelRunner
 from jaxserve.running import Running
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
-from jaxserve.types import MAX_BAD_WORD_TOKENS, Grammar, InvalidRequestError, SequenceUpdate
+from jaxserve.token_mask import AllowedTokens, TokenMask
+from jaxserve.types import Grammar, InvalidRequestError, SequenceUpdate
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Structured:
     def __init__(self, compiler: Compiler):
         self._compiler = compiler
         self._masking = LLExecutor()
+        self._allowed = AllowedTokens(mask_words(compiler.vocab_size))
         self._held: dict[str, _Held] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -109,29 +110,22 @@ class Structured:
         if matchers:
             fill_next_token_bitmask_par(self._masking, matchers, masks)
         for mask, seq, output in zip(masks, seqs, outputs, strict=True):
-            params, is_short = seq.params, len(output) < seq.params.min_tokens
-            if not (params.allowed_token_ids or params.bad_words or params.ignore_eos or is_short):
-                continue  # mostly
-            if allowed := params.allowed_token_ids:
-                mask &= ~_without(np.full_like(mask, -1), allowed)
-            unwanted = _bad_ends(params.bad_words, output)
-            if seq.matcher is not None and params.ignore_eos:
-                unwanted += self._compiler.vocabulary.result().eos_tokens
-            if is_short:
-                unwanted += seq.stop_ids
-            if unwanted and (others := _without(mask, unwanted)).any():  # else it cannot but take one of these
-                mask[:] = others
+            if (own := self._token_mask(seq)) is not None:
+                own.apply(mask, output, seq.stop_ids)
         return masks
 
+    def _token_mask(self, seq: Sequence) -> TokenMask | None:
+        """What the request's own lists allow; made at its first step, and None for most requests."""
+        params = seq.params
+        if not (params.allowed_token_ids or params.bad_words or params.ignore_eos or params.min_tokens):
+            return None
+        if seq.token_mask is None:
+            ends = self._compiler.vocabulary.result().eos_tokens if seq.matcher and params.ignore_eos else []
+            allowed = self._allowed.mask(params.allowed_token_ids)
+            seq.token_mask = TokenMask(params, allowed, ends, mask_words(self._compiler.vocab_size))
+        return seq.token_mask
 
-def _bad_ends(words: tuple[tuple[int, ...], ...], output: np.ndarray) -> list[int]:
-    """Tokens that would complete one of the words after this output."""
-    tail = output[-MAX_BAD_WORD_TOKENS:].tolist()
-    return [word[-1] for word in words if len(word) == 1 or tuple(tail[1 - len(word) :]) == word[:-1]]
 
-
-def _without(mask: np.ndarray, ids: Iterable[int]) -> np.ndarray:
-    tokens = np.asarray(list(ids), np.int32)
-    mask = mask.copy()
-    np.bitwise_and.at(mask, tokens // 32, ~np.left_shift(np.int32(1), tokens % 32))
-    return mask
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a bitmask with a bit per token."""
+    return -(-vocab_size // 32)

@@ -22,6 +22,7 @@ MAX_SEED = 2**63 - 1
 MAX_GRAMMAR = 2**18  # characters of a grammar
 MAX_GRAMMAR_NESTING = 64
 MAX_CHOICES = 1024
+NO_PENALTY_ROW = 0  # of sequences without penalties, which need no counts of their tokens on the device
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

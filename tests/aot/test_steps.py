@@ -75,7 +75,7 @@ def make_runner(
     params = abstract_params(decoder, mesh)
     if scheme != "bf16":
         params = quantized_abstract(params, scheme)
-    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, 64)
+    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, 64, penalty_rows=64)
     layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, jnp.bfloat16, devices[0].platform)
     runner.plan(layout, 8192 // page_size)
     return runner, params

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from jaxserve.models.config import HFConfig, ModelConfig
 from jaxserve.models.families import families, read_model_config
 from jaxserve.models.load import compute_dtype, read_model
 from jaxserve.models.rope import inverse_frequencies
+from jaxserve.slots import create_slots
 
 LLAMA_2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",
@@ -608,6 +610,31 @@ def test_pages_are_what_weights_and_the_compiled_steps_leave():
         budget.check(151, 400)
     with pytest.raises(ConfigError, match="but only 0 fit; give more memory"):
         memory.plan_pages(config, 32, 10, budget, lambda pages: 10**9)
+
+
+def test_the_cache_on_cpu_takes_half_of_what_is_free(monkeypatch):
+    """Enough for many requests of a common model's whole context, where the memory is there."""
+    monkeypatch.setattr(memory, "_available_host_bytes", lambda: 20 * 2**30)
+    budget = memory.budget(EngineConfig(model="x"), jax.devices("cpu")[0], 1, weights=2**30, slots=2**20)
+    page_bytes = 16 * 28 * 2 * 8 * 128 * 4  # of Qwen3-0.6B in float32
+    pages, length = memory.plan_pages(EngineConfig(model="x"), 4096, page_bytes, budget, None)
+    assert pages * page_bytes == pytest.approx(10 * 2**30, rel=0.001)
+    assert (pages - 1) * 16 // length >= 11
+    # No more than all sequences at their longest can use.
+    config = EngineConfig(model="x", max_num_seqs=4, max_model_len=1024)
+    assert memory.plan_pages(config, 1024, page_bytes, budget, None) == (4 * 64 + 1, 1024)
+
+
+def test_token_counts_of_penalties_are_bounded():
+    model = read(LLAMA_2_7B)
+    assert memory.penalty_rows(EngineConfig(model="x"), replace(model, vocab_size=32_000)) == 256
+    many = EngineConfig(model="x", max_num_seqs=2048)
+    rows = memory.penalty_rows(many, replace(model, vocab_size=262_144))
+    slots = jax.eval_shape(lambda: create_slots(2048, 1, 262_144, penalty_rows=rows))
+    assert 200 <= rows < 2048
+    assert slots.counts.size * 4 + slots.in_prompt.size <= 258 * 2**20
+    asked = EngineConfig(model="x", max_num_seqs=2048, max_penalty_seqs=3)
+    assert memory.penalty_rows(asked, model) == 3
 
 
 def test_the_cache_on_cpu_is_bounded():

@@ -76,6 +76,23 @@ def test_after_preemption(model_folders, alone):
     assert engine.stats().preemptions > 3
 
 
+@pytest.mark.parametrize("pages", [400, 20])
+def test_with_few_penalty_rows(pages, model_folders, alone):
+    """Sequences with penalties wait for a row of token counts, and take over rows that others have used."""
+    engine = make_engine(model_folders(CASE), rows=8, tokens=128, kv_pages=pages, max_model_len=200, max_penalty_seqs=2)
+    assert engine.runner.slots.counts.shape[0] == 2 + 1
+    most, schedule = [], engine.scheduler.schedule
+
+    def watch(steps):
+        plan = schedule(steps)
+        most.append(sum(seq.params.has_penalties for seq in engine.scheduler.running))
+        return plan
+
+    engine.scheduler.schedule = watch
+    assert tokens(generate(engine, *requests())) == alone
+    assert max(most) == 2
+
+
 @pytest.mark.parametrize("devices", [2, 8])
 def test_under_tensor_parallelism(devices, model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=8, tokens=128, tensor_parallel_size=devices)

@@ -21,7 +21,14 @@ from jaxserve.slots import (
     padding_slot,
     set_slots,
 )
-from jaxserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, SamplingParams
+from jaxserve.types import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_TOKENS,
+    NO_PENALTY_ROW,
+    SamplingParams,
+)
 
 ROWS = SLOTS_PER_CALL
 VOCAB = 50
@@ -33,12 +40,19 @@ jit_set_slots = jax.jit(set_slots)
 jit_count_tokens = jax.jit(count_tokens)
 
 
+def penalty_row(slot: int, params: SamplingParams) -> int:
+    """Slots 0, 1, … have the rows 1, 2, … where they have penalties."""
+    return slot + 1 if params.has_penalties else NO_PENALTY_ROW
+
+
 def slots_of(params: list[SamplingParams], vocab: int = VOCAB, *, seeds=None, stop_ids=None, prompt_lens=None):
     """Slots 0, 1, … with these parameters, written the way the engine writes them."""
     seeds = seeds or [p.seed or 0 for p in params]
     stop_ids, prompt_lens = stop_ids or [()] * len(params), prompt_lens or [0] * len(params)
-    slots = create_slots(len(params), 1, vocab)
-    rows = [encode_slot(i, *each) for i, each in enumerate(zip(params, seeds, stop_ids, prompt_lens, strict=True))]
+    slots = create_slots(len(params), 1, vocab, penalty_rows=len(params))
+    penalty_rows = [penalty_row(i, each) for i, each in enumerate(params)]
+    rows = zip(params, seeds, stop_ids, prompt_lens, penalty_rows, strict=True)
+    rows = [encode_slot(i, *each) for i, each in enumerate(rows)]
     for at in range(0, len(rows), SLOTS_PER_CALL):
         some = rows[at : at + SLOTS_PER_CALL]
         padding = [padding_slot(len(params))] * (SLOTS_PER_CALL - len(some))
@@ -49,9 +63,8 @@ def slots_of(params: list[SamplingParams], vocab: int = VOCAB, *, seeds=None, st
 def draw(logits, params: list[SamplingParams], *, position=None, **options) -> Sampled:
     logits = jnp.asarray(np.asarray(logits, np.float32))
     slots = slots_of(params, logits.shape[1], **options)
-    index = jnp.arange(len(params), dtype=jnp.int32)
     position = jnp.zeros(len(params), jnp.int32) if position is None else jnp.asarray(position, jnp.int32)
-    return jit_sample(logits, slots.params[:-1], TokenCounts(slots.counts, slots.in_prompt, index), position)
+    return jit_sample(logits, slots.params[:-1], TokenCounts(slots.counts, slots.in_prompt), position)
 
 
 def row_params(count: int, **fields) -> RowParams:
@@ -190,10 +203,10 @@ def test_penalties_and_bias(params, seed):
     prompt_lens = [int(rng.integers(0, len(tokens) + 1)) for tokens in sequences]
     slots = slots_of(params)
     for i, (tokens, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
-        slots = jit_count_tokens(slots, count_buffer(i, tokens, prompt_len))
+        slots = jit_count_tokens(slots, count_buffer(i + 1, tokens, prompt_len))
     # Rows in another order than slots.
     order = rng.permutation(ROWS).astype(np.int32)
-    seen = TokenCounts(slots.counts, slots.in_prompt, jnp.asarray(order))
+    seen = TokenCounts(slots.counts, slots.in_prompt)
     tokens = np.asarray(jit_sample(jnp.asarray(logits), slots.params[order], seen, jnp.zeros(ROWS, jnp.int32)).tokens)
     for row, slot in enumerate(order):
         prompt, output = sequences[slot][: prompt_lens[slot]], sequences[slot][prompt_lens[slot] :]
@@ -202,9 +215,9 @@ def test_penalties_and_bias(params, seed):
         assert expected[tokens[row]] >= expected.max() - 1e-4
 
 
-def count_buffer(slot: int, tokens: list[int], prompt_len: int) -> jax.Array:
+def count_buffer(penalty_row: int, tokens: list[int], prompt_len: int) -> jax.Array:
     packed = np.zeros(3 + TOKENS_PER_CALL, np.int32)
-    packed[:3] = slot, len(tokens), prompt_len
+    packed[:3] = penalty_row, len(tokens), prompt_len
     packed[3 : 3 + len(tokens)] = tokens
     return jnp.asarray(packed)
 
@@ -314,7 +327,7 @@ def test_tokens_follow_the_distribution(varied, temperature):
     seeds = {"seeds": index, "both": index * 7919, "high words of seeds": index << 32}.get(varied, np.full(DRAWS, 3))
     params = SamplingParams(temperature=temperature)
     words = jnp.asarray(np.stack([encode_slot(0, params, seed, (), 0) for seed in seeds.tolist()]))
-    none_seen = TokenCounts(jnp.zeros((1, 12), jnp.int32), jnp.zeros((1, 12), bool), jnp.zeros(DRAWS, jnp.int32))
+    none_seen = TokenCounts(jnp.zeros((1, 12), jnp.int32), jnp.zeros((1, 12), bool))
     batch = jnp.asarray(np.tile(logits, (DRAWS, 1)).astype(np.float32))
     tokens = [
         np.asarray(jit_sample(batch, words, none_seen, jnp.asarray(position + DRAWS * block, jnp.int32)).tokens)
@@ -451,19 +464,20 @@ def test_a_slot_is_taken_over_whole():
 def test_counting_tokens():
     penal = SamplingParams(presence_penalty=1.0)
     slots = slots_of([penal, penal])
-    slots = jit_count_tokens(slots, count_buffer(0, [1, 1, 2, 3, 3, 3, 0], 3))
-    slots = jit_count_tokens(slots, count_buffer(0, [3, 4], 0))
+    slots = jit_count_tokens(slots, count_buffer(2, [1, 1, 2, 3, 3, 3, 0], 3))
+    slots = jit_count_tokens(slots, count_buffer(2, [3, 4], 0))
     slots = jit_count_tokens(slots, count_buffer(1, [7] * TOKENS_PER_CALL, TOKENS_PER_CALL))
     counts, in_prompt = np.asarray(slots.counts), np.asarray(slots.in_prompt)
-    assert {t: n for t, n in enumerate(counts[0].tolist()) if n} == {0: 1, 3: 4, 4: 1}
-    assert np.flatnonzero(in_prompt[0]).tolist() == [1, 2]
-    assert not counts[1:].any()
+    assert {t: n for t, n in enumerate(counts[2].tolist()) if n} == {0: 1, 3: 4, 4: 1}
+    assert np.flatnonzero(in_prompt[2]).tolist() == [1, 2]
+    assert not counts[:2].any()
     assert np.flatnonzero(in_prompt[1]).tolist() == [7]
-    # Who takes the slot next counts from zero; a padding row clears nobody.
-    rows = [encode_slot(0, penal, 0, (), 0)] + [padding_slot(2)] * (SLOTS_PER_CALL - 1)
+    # The next owner of a penalty row counts from zero, whatever its slot. Padding and plain sequences clear no row.
+    rows = [encode_slot(0, penal, 0, (), 0, penalty_row=2), encode_slot(1, GREEDY, 0, (), 0)]
+    rows += [padding_slot(2)] * (SLOTS_PER_CALL - len(rows))
     slots = jit_set_slots(slots, jnp.asarray(np.stack(rows)))
-    assert not np.asarray(slots.counts)[0].any()
-    assert not np.asarray(slots.in_prompt)[0].any()
+    assert not np.asarray(slots.counts)[2].any()
+    assert not np.asarray(slots.in_prompt)[2].any()
     assert np.flatnonzero(np.asarray(slots.in_prompt)[1]).tolist() == [7]
 
 
