@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.mesh import sharding
 from jaxserve.models.config import ModelConfig
+from pallas_kernels import cpu
 from pallas_kernels.types import KVPages
 
 NULL_PAGE = 0  # owned by nobody: padding tokens write here, and nothing reads it
@@ -78,10 +79,15 @@ class CacheLayout:
         return [array] * self.num_arrays
 
     def create(self, mesh: Mesh) -> KVCache:
-        def zeros() -> KVPages:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.array)
+        """The cache. On one CPU its contents are undefined, and memory is taken as pages are used for the first time: a
+        large cache then costs no time at start."""
+        on_one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+        fill = cpu.untouched if on_one_cpu else jnp.zeros
 
-        make = jax.jit(zeros, out_shardings=self.sharding(mesh))
+        def empty() -> KVPages:
+            return jax.tree.map(lambda x: fill(x.shape, x.dtype), self.array)
+
+        make = jax.jit(empty, out_shardings=self.sharding(mesh))
         return [make() for _ in range(self.num_arrays)]
 
 

@@ -39,6 +39,7 @@ FUNCTIONS = {
         "jaxserve_rope": "Rope",
         "jaxserve_silu_gate": "SiluGate",
         "jaxserve_paged_attention": "PagedAttention",
+        "jaxserve_untouched": "Untouched",
     },
     QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul"},
 }
@@ -80,6 +81,14 @@ def _call(
 
     count = jnp.int32(len(arrays[0])) if count is None else count
     return jax.lax.platform_dependent(*arrays, count, cpu=native, default=lambda *operands: plain(*operands[:-1]))
+
+
+def untouched(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """An array of any contents, whose memory the system hands out page by page as it is first written; zeros, written
+    at once, without the kernels."""
+    if not available():
+        return jnp.zeros(shape, dtype)
+    return jax.ffi.ffi_call("jaxserve_untouched", jax.ShapeDtypeStruct(shape, dtype))()
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:

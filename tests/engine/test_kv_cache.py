@@ -1,5 +1,8 @@
 """The cache's arrays, of several layers each."""
 
+import os
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, copy_pages
 from jaxserve.mesh import make_mesh
+from pallas_kernels import cpu
 
 
 @pytest.mark.parametrize(
@@ -16,6 +20,18 @@ def test_as_few_arrays_as_there_can_be(layers, arrays):
     layout = CacheLayout(layers, 5, 16, 2, 8, jnp.dtype("float32"))
     assert layout.num_arrays == arrays
     assert [x.data.shape for x in layout.abstract(make_mesh(1))] == [(layers // arrays * 5, 2, 2, 16, 8)] * arrays
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the CPU kernels cannot be built here")
+def test_pages_that_were_never_used_take_no_memory():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    layout = CacheLayout(8, 2**14, 16, 2, 16, jnp.dtype("float32"))  # 512 MiB
+    cache = jax.block_until_ready(layout.create(make_mesh(1)))
+    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == 2**29
+    assert resident() - before < 2**27
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
