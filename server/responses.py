@@ -38,7 +38,7 @@ async def create_response(http: HTTPRequest) -> Response:
             raise APIError(400, "the previous response has not been completed", param="previous_response_id")
         earlier = _decode_messages(previous.messages)
     messages = body.conversation_after(earlier)
-    run = await run_until_disconnect(http.receive, prepare(state, http, body.to_chat(messages)))
+    run = await run_until_disconnect(http.receive, prepare(state, http, body.to_chat(messages), form_field="text"))
     work = _Work(state, run, ResponseWriter(body, state.settings.model_name, run.tokenizer), messages, owner)
     if body.stream:
         return EventStream(work.stream(), closing=b"")

@@ -9,7 +9,7 @@ import msgspec
 
 from jaxserve.types import MAX_LOGPROBS, InvalidRequestError
 from server.schemas import SamplingFields, check_range
-from server.tools.choice import Choice, Tool, check_tools
+from server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128  # tool calls in one message
@@ -57,6 +57,15 @@ class Message(msgspec.Struct):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+
+    def modern(self) -> Message:
+        """The same with tool calls in place of `function_call` and role "function", which clients used before them."""
+        if self.role == "function":
+            return msgspec.structs.replace(self, role="tool")
+        if self.function_call is not None and not self.tool_calls:
+            return msgspec.structs.replace(self, tool_calls=[ToolCall(self.function_call)])
+        return self
 
     def to_template(self, position: int) -> dict[str, Any]:
         """The message as a template sees it, text parts joined by newlines. Refuses what is not text."""
@@ -113,7 +122,7 @@ class Conversation(msgspec.Struct, kw_only=True):
             raise InvalidRequestError(
                 "continue_final_message needs a last message of role assistant", "continue_final_message"
             )
-        return [message.to_template(i) for i, message in enumerate(self.messages)]
+        return [message.modern().to_template(i) for i, message in enumerate(self.messages)]
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         return msgspec.to_builtins(self.tools) if self.tools else None
@@ -147,6 +156,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = None
+    function_call: str | NamedFunction | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -165,17 +176,44 @@ class ChatRequest(SamplingFields, kw_only=True):
             raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", "top_logprobs")
         for name in ("max_tokens", "max_completion_tokens"):
             check_range(name, getattr(self, name), 1, 2**31 - 1)
-        check_tools(self.tools, self.tool_choice)
+        if self.tools and self.functions:
+            raise InvalidRequestError("functions is the older form of tools: give one of them", "functions")
+        try:
+            check_tools(self.all_tools)
+            self.choose()
+        except InvalidRequestError as error:
+            older = {"tools": "functions", "tool_choice": "function_call"} if self.is_legacy else {}
+            raise InvalidRequestError(str(error), older.get(error.param or "", error.param)) from None
 
     @property
-    def choice(self) -> Choice:
-        """tool_choice, or its default."""
-        return (self.tool_choice or "auto") if self.tools else "none"
+    def is_legacy(self) -> bool:
+        """The client knows functions and one call at a time, and no tools."""
+        return bool(self.functions) or self.function_call is not None
+
+    @property
+    def all_tools(self) -> list[Tool]:
+        return [Tool(function) for function in self.functions or ()] or self.tools or []
+
+    @property
+    def is_parallel(self) -> bool:
+        """An answer may hold several calls."""
+        return self.parallel_tool_calls is not False and not self.is_legacy
+
+    def choose(self) -> tuple[list[Tool], Mode]:
+        """The tools that may be called, and how. Raises InvalidRequestError."""
+        choice = self.tool_choice
+        if self.is_legacy:
+            call = self.function_call
+            if isinstance(call, str) and call not in ("none", "auto"):
+                raise InvalidRequestError("function_call must be 'none', 'auto' or name a function", "function_call")
+            choice = NamedChoice(call) if isinstance(call, NamedFunction) else call
+        return choose(self.all_tools, choice)
 
     def conversation(self) -> Conversation:
         """What makes the prompt; tools that may not be called are no part of it."""
         fields = {name: getattr(self, name) for name in Conversation.__struct_fields__}
-        return Conversation(**fields | {"tools": None if self.choice == "none" else self.tools})
+        _, mode = self.choose()
+        return Conversation(**fields | {"tools": None if mode == "none" else self.all_tools or None})
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
