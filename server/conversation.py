@@ -138,7 +138,8 @@ class ChatRun:
         functions = None
         if self._mode != "none" and not (self._mode == "auto" and params.use_beam_search):
             is_restricted = len(tools) < len(body.all_tools)
-            functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format)
+            field = "functions" if body.functions else "tools"
+            functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format, field)
         self.grammar = answer_grammar(params.grammar, functions, self._thoughts())
         if self.grammar is not None and binds_reasoning(body.structured_outputs):
             self._reasoning = None

@@ -34,6 +34,7 @@ class Functions(msgspec.Struct, frozen=True):
       is_parallel: an answer may hold several calls.
       is_restricted: the prompt shows more functions than these.
       format: the module of the model's own format of calls; None where it is not known.
+      field: what the client's body calls them.
     """
 
     tools: Sequence[Tool]
@@ -41,6 +42,7 @@ class Functions(msgspec.Struct, frozen=True):
     is_parallel: bool
     is_restricted: bool = False
     format: ModuleType | None = None
+    field: str = "tools"
 
     @property
     def is_forced(self) -> bool:
@@ -52,6 +54,12 @@ class Functions(msgspec.Struct, frozen=True):
         strict = any(tool.function.strict for tool in self.tools)
         return strict or self.is_restricted or not self.is_parallel
 
+    def schema(self, tool: Tool, *, is_loose: bool = False) -> Grammar:
+        """The grammar of a function's arguments. A schema stands alone, so that its references resolve in it."""
+        text = json.dumps({"type": "object", **(tool.function.parameters or _NO_PARAMETERS)})
+        origin = f"the schema of {tool.function.name!r}"
+        return Grammar("json", text, field=self.field, origin=origin, is_loose=is_loose)
+
 
 def answer_grammar(form: Grammar | None, functions: Functions | None, thoughts: Thoughts | None) -> Grammar | None:
     """The grammar of an answer, None for any text.
@@ -60,12 +68,12 @@ def answer_grammar(form: Grammar | None, functions: Functions | None, thoughts: 
     form it may write any text, and what follows the opening of a call is held to the functions. Where the format of the
     calls cannot be enforced, they are as free as without a form, and a form leaves no room for them.
 
-    Raises InvalidRequestError, naming `tools`, for schemas that are too large.
+    Raises InvalidRequestError, naming the field of the functions, for schemas that are too large.
     """
     rules = _Rules()
     if functions is not None and functions.is_forced:
         if functions.mode == "named":
-            form = _schema(functions.tools[0])
+            form = functions.schema(functions.tools[0])
         else:
             rules.add_forced(functions)
             form = None
@@ -77,13 +85,6 @@ def answer_grammar(form: Grammar | None, functions: Functions | None, thoughts: 
         rules.add_part("form", form)
         rules.answers.append("@form")
     return rules.grammar(thoughts) if rules.answers else None
-
-
-def _schema(tool: Tool, *, is_loose: bool = False) -> Grammar:
-    """The grammar of a function's arguments. A schema stands alone, so what it refers to is where it says."""
-    text = json.dumps({"type": "object", **(tool.function.parameters or _NO_PARAMETERS)})
-    origin = f"the schema of {tool.function.name!r}"
-    return Grammar("json", text, field="tools", origin=origin, is_loose=is_loose)
 
 
 class _Rules:
@@ -103,7 +104,7 @@ class _Rules:
     def add_forced(self, functions: Functions) -> None:
         """A list of {"name", "parameters"}, which `choice.CallListParser` reads."""
         called = [
-            Called(tool.function.name, self.add_part(f"arguments{i}", _schema(tool)), {}, True)
+            Called(tool.function.name, self.add_part(f"arguments{i}", functions.schema(tool)), {}, True)
             for i, tool in enumerate(functions.tools)
         ]
         calls = one_or_more("call", 'W? "," W?', functions.is_parallel)
@@ -115,7 +116,7 @@ class _Rules:
         called = []
         for i, tool in enumerate(functions.tools):
             is_strict = bool(tool.function.strict)
-            part = _schema(tool, is_loose=True) if is_strict else Grammar("json_object", field="tools")
+            part = functions.schema(tool, is_loose=True) if is_strict else Grammar("json_object", field=functions.field)
             rule = self.add_part(f"arguments{i}", part)
             called.append(Called(tool.function.name, rule, tool.function.parameters or _NO_PARAMETERS, is_strict))
         assert functions.format is not None
@@ -123,23 +124,17 @@ class _Rules:
         self._lines.append(syntax.rules)
         self._parts += syntax.parts
         self._marks += syntax.marks
-        if syntax.opening:
-            self._marks.append(("called", syntax.opening))
-            self.answers.append(f"{'called' if has_form else 'until_called'} W? calls")
         if syntax.start:
             self.answers.append("calls")
+        if syntax.opening:
+            self._marks.append(("called", syntax.opening))
+            anywhere = not (has_form or syntax.start)
+            self.answers.append(f"{'until_called' if anywhere else 'called'} W? calls")
         if not has_form:
             self._is_free = True
-            self._add_text(syntax)
-
-    def _add_text(self, syntax: Syntax) -> None:
-        """Any text in which no call begins."""
-        text = "no_called" if syntax.opening else "ANY?"
-        if syntax.start:
-            self._lines.append(rf"FIRST: /\s*[^\s\{syntax.start}]/")
-            text = f"(FIRST {text})?"
-        self._lines.append("ANY: /(?s:.*)/")
-        self.answers.append(text)
+            self.answers.append("OTHERS?" if syntax.start else "no_called")
+        if not has_form and syntax.start:
+            self._lines.append(rf"OTHERS: /(?s:.*)/ & ~/\s*\{syntax.start}(?s:.*)/")
 
     def grammar(self, thoughts: Thoughts | None) -> Grammar:
         start = "start: answer"

@@ -143,8 +143,10 @@ class NamedCallParser(ToolParser):
         self._value = ValueScanner()
 
     def outside(self) -> bool:
-        self.buffer = self.buffer.lstrip()
-        if self.buffer and self.num_calls == 0:
+        if self.num_calls == 0:
+            self.buffer = self.buffer.lstrip()
+            if not self.buffer:
+                return False
             self.begin_call(self._name)
         used = self._value.push(self.buffer) if not self._value.done else 0
         self.arguments(self.buffer[:used])

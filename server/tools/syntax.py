@@ -45,8 +45,9 @@ class Syntax(msgspec.Struct, frozen=True):
     Attributes:
       rules: Lark rules that define `calls`: what follows the opening. They may use `called`, the opening, and `W`, the
         white space that JSON may hold.
-      opening: the mark that begins calls after any text; "" where the format has none.
-      start: the character that begins calls where it begins the answer; "" where only the opening does.
+      opening: the mark that begins calls; "" where the format has none.
+      start: the character that begins calls without the mark. Such formats write calls at the beginning of an answer
+        alone, others ("") after any text.
       marks: other marks that the rules use, see Grammar.
       parts: other grammars that the rules use, see Grammar.
     """

@@ -37,9 +37,9 @@ def syntax(functions: Sequence[Called], many: bool) -> Syntax:
     rules = rf"""
 calls: "[" W? {one_or_more("call", 'W? "," W?', many)} W? "]"
 call: {" | ".join(map(call, functions))}
-value: TEXT | NUMBER | "True" | "False" | "None" | "[" W? (value (W? "," W? value)*)? W? "]"
-  | "{{" W? (TEXT W? ":" W? value (W? "," W? TEXT W? ":" W? value)*)? W? "}}"
-TEXT: /"([^"\\\n]|\\[\\"'nrt])*"|'([^'\\\n]|\\[\\"'nrt])*'/
+value: STRING | NUMBER | "True" | "False" | "None" | "[" W? (value (W? "," W? value)*)? W? "]"
+  | "{{" W? (STRING W? ":" W? value (W? "," W? STRING W? ":" W? value)*)? W? "}}"
+STRING: /"([^"\\\n]|\\[\\"'nrt])*"|'([^'\\\n]|\\[\\"'nrt])*'/
 NUMBER: /-?(0|[1-9][0-9]{{0,17}})(\.[0-9]{{1,17}})?/
 """
     return Syntax(rules, start="[")
