@@ -15,7 +15,6 @@ import pydantic
 import pytest
 import tiny_models
 from serving import SMALL, running_server
-from tokenizers import AddedToken, Tokenizer
 
 MODEL = "test-model"
 CASE = "qwen3_tied"
@@ -55,13 +54,7 @@ def ids() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tiny_models.build(CASE, tmp_path_factory.mktemp("thinking"))
-    tiny_models.build_tokenizer(folder, 508)
-    path = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
-    tokenizer.save(str(path))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    tiny_models.build_tokenizer(folder, 512, marks=MARKS, chat_template=TEMPLATE)
     log = tmp_path_factory.mktemp("log") / "server.log"
     config = SMALL | {"max_model_len": 512, "kv_pages": 130}
     with running_server(folder, log, engine=None, config=config) as started:
@@ -151,10 +144,11 @@ def test_a_prompt_that_closed_the_reasoning_leaves_the_form_alone(client, ids):
 
 
 def test_a_model_that_may_think_thinks_or_not(client, ids):
-    bias = {ids["</think>"]: 4.0, ids["<think>"]: 6.0}
-    choices = ask(client, ids, None, response_format=FORM, n=16, logit_bias=bias)
-    assert all(is_person(choice.message.content) for choice in choices)
-    assert {bool(getattr(choice.message, "reasoning", None)) for choice in choices} == {True, False}
+    for thinks in (True, False):
+        bias = {ids["</think>"]: 4.0, ids["<think>"]: 20.0 if thinks else -20.0}
+        for choice in ask(client, ids, None, response_format=FORM, n=2, logit_bias=bias):
+            assert is_person(choice.message.content)
+            assert bool(getattr(choice.message, "reasoning", None)) == thinks
 
 
 def test_by_a_field_the_form_binds_from_the_start(client, ids):
@@ -315,6 +309,17 @@ def test_a_strict_schema_that_cannot_be_enforced_is_no_reason_to_refuse(client, 
     schema = {"type": "object", "properties": {"d": {"type": "string", "pattern": "^(?!0)[0-9]+$"}}}
     for choice in ask(client, ids, False, tools=[tool("tell", schema, strict=True)], tool=7.0, n=3, max_tokens=60):
         assert choice.finish_reason
+
+
+@pytest.mark.parametrize("chosen", ["none", "auto", "required"])
+def test_white_space_cannot_go_on_for_ever(server, client, ids, chosen):
+    """A model that wants nothing else writes the form all the same."""
+    spaces = server.http().post("/tokenize", json={"prompt": " \n\t"}).json()["tokens"]
+    (choice,) = ask(
+        client, ids, False, tools=[tool("tell", PERSON, strict=True)], tool_choice=chosen, response_format=FORM,
+        logit_bias=dict.fromkeys(map(str, spaces), 100), parallel_tool_calls=False,
+    )  # fmt: skip
+    assert choice.finish_reason in ("stop", "tool_calls")
 
 
 def test_allowed_tools(client, ids):
