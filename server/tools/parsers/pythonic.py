@@ -39,7 +39,7 @@ calls: "[" W? {one_or_more("call", 'W? "," W?', many)} W? "]"
 call: {" | ".join(map(call, functions))}
 value: STRING | NUMBER | "True" | "False" | "None" | "[" W? (value (W? "," W? value)*)? W? "]"
   | "{{" W? (STRING W? ":" W? value (W? "," W? STRING W? ":" W? value)*)? W? "}}"
-STRING: /"([^"\\\n]|\\[\\"'nrt])*"|'([^'\\\n]|\\[\\"'nrt])*'/
+STRING: /"([^"\\\x00-\x1f]|\\[\\"'nrt])*"|'([^'\\\x00-\x1f]|\\[\\"'nrt])*'/
 NUMBER: /-?(0|[1-9][0-9]{{0,17}})(\.[0-9]{{1,17}})?/
 """
     return Syntax(rules, start="[")
