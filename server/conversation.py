@@ -114,6 +114,7 @@ class ChatRun:
     Attributes:
       generation: the completions behind them.
       grammar: what the whole output has to be, reasoning included; None for any text.
+      grammar_after_reasoning: what the rest has to be once the reasoning has ended.
       keeps_special_tokens: the format of the tool calls needs them in the text.
     """
 
@@ -140,10 +141,10 @@ class ChatRun:
             is_restricted = len(tools) < len(body.all_tools)
             field = "functions" if body.functions else "tools"
             functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format, field)
-        self.grammar = answer_grammar(params.grammar, functions, self._thoughts())
-        if self.grammar is not None and binds_reasoning(body.structured_outputs):
+        self.grammar_after_reasoning = answer_grammar(params.grammar, functions, None)
+        if self.grammar_after_reasoning is not None and binds_reasoning(body.structured_outputs):
             self._reasoning = None
-            self.grammar = answer_grammar(params.grammar, functions, None)
+        self.grammar = answer_grammar(params.grammar, functions, self._thoughts())
         self._parsers: dict[int, OutputParser] = {}
 
     def _find_reasoning(self, state: ServerState) -> ModuleType | None:
