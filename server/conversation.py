@@ -141,10 +141,13 @@ class ChatRun:
             is_restricted = len(tools) < len(body.all_tools)
             field = "functions" if body.functions else "tools"
             functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format, field)
-        self.grammar_after_reasoning = answer_grammar(params.grammar, functions, None)
-        if self.grammar_after_reasoning is not None and binds_reasoning(body.structured_outputs):
+        after = answer_grammar(params.grammar, functions, None, params.stop_token_ids)
+        if after is not None and binds_reasoning(body.structured_outputs):
             self._reasoning = None
-        self.grammar = answer_grammar(params.grammar, functions, self._thoughts())
+        thoughts = self._thoughts()
+        self.grammar_after_reasoning = self.grammar = after
+        if after is not None and thoughts is not None:
+            self.grammar = answer_grammar(params.grammar, functions, thoughts, params.stop_token_ids)
         self._parsers: dict[int, OutputParser] = {}
 
     def _find_reasoning(self, state: ServerState) -> ModuleType | None:

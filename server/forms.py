@@ -61,8 +61,10 @@ class Functions(msgspec.Struct, frozen=True):
         return Grammar("json", text, field=self.field, origin=origin, is_loose=is_loose)
 
 
-def answer_grammar(form: Grammar | None, functions: Functions | None, thoughts: Thoughts | None) -> Grammar | None:
-    """The grammar of an answer, None for any text.
+def answer_grammar(
+    form: Grammar | None, functions: Functions | None, thoughts: Thoughts | None, stop_ids: Sequence[int] = ()
+) -> Grammar | None:
+    """The grammar of an answer, None for any text. `stop_ids`: tokens that may end a text, besides the model's own.
 
     A forced call leaves the form for a later answer. Where the model chooses, it calls or holds to the form; without a
     form it may write any text, and what follows the opening of a call is held to the functions. Where the format of the
@@ -84,7 +86,7 @@ def answer_grammar(form: Grammar | None, functions: Functions | None, thoughts: 
             return form
         rules.add_part("form", form)
         rules.answers.append("@form")
-    return rules.grammar(thoughts) if rules.answers else None
+    return rules.grammar(thoughts, stop_ids) if rules.answers else None
 
 
 class _Rules:
@@ -136,14 +138,16 @@ class _Rules:
         if not has_form and syntax.start:
             self._lines.append(rf"OTHERS: /(?s:.*)/ & ~/\s*\{syntax.start}(?s:.*)/")
 
-    def grammar(self, thoughts: Thoughts | None) -> Grammar:
-        start = "start: answer"
+    def grammar(self, thoughts: Thoughts | None, stop_ids: Sequence[int]) -> Grammar:
+        whole = "answer"
         if thoughts is not None:
             self._marks += [("open", thoughts.opening), ("close", thoughts.closing)]
-            start = f"start: {'open? thought' if thoughts.is_open else '(open thought)?'} answer"
+            whole = f"{'open? thought' if thoughts.is_open else '(open thought)?'} answer"
             if self._is_free:
-                start += f" | open{'?' if thoughts.is_open else ''} no_close"
+                whole += f" | open{'?' if thoughts.is_open else ''} no_close"
             self._lines.append("thought: until_close GAP?")
-        lines = [start, "answer: " + " | ".join(self.answers), *self._lines]
+        if self._is_free and stop_ids:
+            whole = f"({whole}) ({' | '.join(f'<[{token}]>' for token in stop_ids)})?"
+        lines = [f"start: {whole}", f"answer: {' | '.join(self.answers)}", *self._lines]
         field = self._parts[0][1].field
         return Grammar("lark", "\n".join(lines), tuple(self._parts), tuple(self._marks), field=field)

@@ -188,7 +188,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     @property
     def is_legacy(self) -> bool:
         """The client knows functions and one call at a time, and no tools."""
-        return bool(self.functions) or self.function_call is not None
+        return bool(self.functions) or isinstance(self.function_call, NamedFunction)
 
     @property
     def all_tools(self) -> list[Tool]:

@@ -148,6 +148,18 @@ def test_reasoning_before_everything(model, is_open):
     assert reads(model, chosen, f"<think>Hm.</think>{call}{call}") not in ("whole", "part")
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_the_clients_own_stop_tokens_may_end_a_text(model, name):
+    """An end token that the model's configuration leaves out is one of these."""
+    called, thoughts = functions(name, many=False), Thoughts("<think>", "</think>", False)
+    for given in (None, thoughts):
+        assert reads(model, answer_grammar(None, called, given), "Hello.<|im_start|>") == "Hello."
+        free = answer_grammar(None, called, given, (3, model[0].encode("x")[0]))
+        for text in ("Hello.<|im_start|>", "Hello.", f"{CALLS[name][0]}<|im_start|>"):
+            assert reads(model, free, text) == "whole"
+        assert reads(model, free, "Hello.<|im_start|>.") == "Hello.<|im_start|>"
+
+
 def test_nothing_is_bound_that_nobody_asked_for():
     free = Functions([Tool(Function("f"))], "auto", True, format=functions("hermes").format)
     assert answer_grammar(None, free, Thoughts("<think>", "</think>", True)) is None
