@@ -239,6 +239,21 @@ def test_the_vocabulary_has_the_bytes_of_the_tokenizer(model_folders, tmp_path, 
     assert all(vocabulary.is_special_token(token) for token in tokenizer.special_ids)
 
 
+@pytest.mark.parametrize("kind", ["tokenizer.json", "another kind"])
+def test_marks_are_tokens_or_text(model_folders, tmp_path, monkeypatch, tokenizer, kind):
+    folder = model_folders(CASE)
+    if kind == "another kind":
+        monkeypatch.setattr("jaxserve.grammar.load_tokenizer", lambda *_, **__: tokenizer)
+        folder = tmp_path
+    vocabulary = read_vocabulary(folder, 512, (2, 4))
+    for mark in ("<|im_start|>", "</think>", "[A/B] #1&~"):
+        matcher = _build(vocabulary, Grammar("lark", 'start: until_end "z"', marks=(("end", mark),)))
+        for text, is_whole in ((f"So,\n\t{mark}z", True), (f"{mark}z", True), (f"{mark}{mark}z", False), ("z", False)):
+            state = matcher.deep_copy()
+            taken = [state.consume_token(token) for token in tokenizer.encode(text)]
+            assert (all(taken) and state.is_accepting()) == is_whole
+
+
 def test_special_tokens_by_name(model_folders, tokenizer):
     compiler = Compiler(model_folders(CASE), 512, (2, 4))
     matcher = compiler.compile(Grammar("lark", 'start: <|im_start|> "a"')).future.result().deep_copy()
