@@ -375,7 +375,7 @@ COMMON += ["add", "(a=1)", " ", "\n", "<", "text", "</", "é😀", "\\", "'", "`
 
 
 @pytest.mark.parametrize("name", names("server.tools.parsers"))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_streamed_and_whole_answers_agree(name, data):
     """For texts of any marks in any order, damaged ones too, and any way of cutting them."""
