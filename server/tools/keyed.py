@@ -88,8 +88,8 @@ def strict_arguments(
     """The expression of Lark for a strict function's arguments, in the order of its schema; the schemas of their values
     are added to `parts`.
 
-    `before(key)` is the expression for what stands before the value. The rule `text` has to match any text with the mark
-    after it. Of a text, only a choice of texts is enforced.
+    `before(key)` is the expression for what stands before the value. The rule `text` has to match any text and
+    the mark after it. Of a text, only a choice of texts is enforced.
     """
     end, expressions = quoted(value_end), []
     for key, schema in function.properties.items():
