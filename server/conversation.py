@@ -115,7 +115,7 @@ class ChatRun:
       generation: the completions behind them.
       grammar: what the whole output has to be, reasoning included; None for any text.
       grammar_after_reasoning: what the rest has to be once the reasoning has ended.
-      keeps_special_tokens: the format of the tool calls needs them in the text.
+      keeps_special_tokens: the format of the reasoning or of the tool calls needs them in the text.
     """
 
     generation: Generation
@@ -133,9 +133,11 @@ class ChatRun:
                 "the server with --tool-call-parser, or set tool_choice to 'required', 'none' or a function",
                 "tool_choice",
             )
-        self.keeps_special_tokens = self._tool_format is not None and self._tool_format.Parser.keeps_special_tokens
         self._prompt_end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
         self._reasoning = self._find_reasoning(state)
+        self.keeps_special_tokens = getattr(self._reasoning, "keeps_special_tokens", False)
+        if self._tool_format is not None:
+            self.keeps_special_tokens |= self._tool_format.Parser.keeps_special_tokens
         functions = None
         if self._mode != "none" and not (self._mode == "auto" and params.use_beam_search):
             is_restricted = len(tools) < len(body.all_tools)
@@ -164,9 +166,10 @@ class ChatRun:
         if self._reasoning is None:
             return None
         splitter = self._reasoning.splitter(self._prompt_end)
-        if ends_inside(self._prompt_end, splitter.opening, splitter.closing) is False:
+        opening, closing = splitter.openings[0], splitter.closings[0]
+        if ends_inside(self._prompt_end, opening, closing) is False:
             return None
-        return Thoughts(splitter.opening, splitter.closing, splitter.begins_inside)
+        return Thoughts(opening, closing, splitter.begins_inside)
 
     def _parser(self, index: int) -> OutputParser:
         if (parser := self._parsers.get(index)) is None:

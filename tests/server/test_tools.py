@@ -482,7 +482,43 @@ REASONING = [
     ("qwen3", "", "Four <think> is a tag</think>", "", "Four <think> is a tag</think>"),
     ("qwen3", "", "<think>\n\n</think>\n\nFour.", "", "Four."),
     ("qwen3", "", "<thi", "", "<thi"),
+    ("mistral", "", "[THINK]Let me [see].[/THINK]\n\nFour.", "Let me [see].", "Four."),
+    ("mistral", "[THINK]", "Hm.[/THINK]Four.", "Hm.", "Four."),
+    ("mistral", "", "A list: [TH", "", "A list: [TH"),
+    ("granite", "", "Here is my thought process: Hm.\n\nHere is my response: Four.", "Hm.", "Four."),
+    ("granite", "", "Here's my thought process:\nHm, Here is.\nHere's my response:\nFour.", "Hm, Here is.", "Four."),
+    ("granite", "", "<think>Hm.</think>Four.", "Hm.", "Four."),
+    ("granite", "", "Here is my answer.", "", "Here is my answer."),
+    ("nemotron", "", "<think>\nHm.\n</think>\n\nFour.", "Hm.", "Four."),
+    ("nemotron", "<think>\n", "Hm.</think>Four.", "Hm.", "Four."),
+    ("glm45", "", "\n<think>Hm.</think>\n\nFour.", "Hm.", "Four."),
+    ("glm45", "<think></think>", "\nFour.", "", "\nFour."),
 ]
+
+
+def test_every_kind_of_reasoning_has_cases():
+    assert {case[0] for case in REASONING} == set(names("server.reasoning"))
+
+
+@pytest.mark.parametrize("name", names("server.reasoning"))
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_streamed_and_whole_reasoning_agree(name, data):
+    module = importlib.import_module(f"server.reasoning.{name}")
+    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]"]))
+    kind = module.splitter(prompt)
+    marks = [*kind.openings, *kind.closings]
+    marks += [mark[:at] for mark in marks for at in (1, len(mark) // 2, len(mark) - 1)]
+    text = "".join(data.draw(st.lists(st.sampled_from([*marks, " ", "\n", "text", "Here"]), min_size=1, max_size=9)))
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+
+    def split(pieces):
+        parser = module.splitter(prompt)
+        parts = [*map(parser.push, pieces), parser.finish()]
+        return ["".join(part[i] for part in parts) for i in range(2)]
+
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    assert split(pieces) == split([text]) == split(list(text))
 
 
 @pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "rest"), REASONING)
@@ -516,6 +552,16 @@ def test_reasoning_tokens_are_counted():
     [
         ('<tool_call>{"name": <n>, "arguments": <a>}</tool_call> <think></think>', "hermes", "qwen3"),
         ('<tool_call><function=f><parameter=p> "arguments"', "qwen3_coder", None),
+        ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜> ```json <｜Assistant｜></think>", "deepseek_v3", "deepseek_r1"),
+        ("<｜tool▁call▁begin｜>name<｜tool▁sep｜> <｜Assistant｜></think>", "deepseek_v31", "deepseek_r1"),
+        ("[gMASK]<sop><tool_call><arg_key><arg_value> <think></think>", "glm45", "glm45"),
+        ("<|start_of_role|> <|tool_call|> 'Here is my thought process:'", "granite", "granite"),
+        ("<|system|> <|tool|><|/tool|>", "phi4", None),
+        ("<|header_start|> [func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
+        ("<start_of_turn> <start_function_call>call:", "gemma", None),
+        ("<|turn>model <|tool_call>call:", "gemma", None),
+        ("detailed thinking on", None, "nemotron"),
         ("[TOOL_CALLS]", "mistral", None),
         ('<|python_tag|> {"name": n, "parameters": p}', "llama3_json", None),
         ("<｜Assistant｜><think></think>", None, "deepseek_r1"),
