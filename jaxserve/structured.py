@@ -48,6 +48,10 @@ class Structured:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def num_completions(self) -> int:
+        return sum(held.seq.params.n for held in self._held.values())
+
     def hold(self, seq: Sequence, grammar: Grammar) -> None:
         """Keeps a sequence until its grammar is compiled; see `release`."""
         self._held[seq.request_id] = _Held(seq, self._compiler.compile(grammar), time.monotonic() + COMPILE_SECONDS)

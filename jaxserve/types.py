@@ -11,17 +11,21 @@ from typing import Literal
 
 import msgspec
 
-MAX_LOGPROBS = 20  # the compiled step always carries this many alternatives, so asking for fewer never recompiles
-MAX_N = 128
-MAX_STOP_STRINGS = 4
-MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
-MAX_LOGIT_BIAS = 512
-MAX_ALLOWED_TOKENS = 2**17
-MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
-MAX_SEED = 2**63 - 1
-MAX_GRAMMAR = 2**18  # characters of a grammar
-MAX_GRAMMAR_NESTING = 64
-MAX_CHOICES = 1024
+from jaxserve.limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_GRAMMAR,
+    MAX_GRAMMAR_NESTING,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+
 NO_PENALTY_ROW = 0  # of sequences without penalties, which need no counts of their tokens on the device
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -190,12 +194,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequestError(
                 f"bad_words has {len(self.bad_words)} sequences; at most {MAX_BAD_WORDS} are allowed", "bad_words"
             )
-        for token in self.allowed_token_ids:
-            _check_int("allowed_token_ids", token, 0, 2**31 - 1)
+        _check_ids("allowed_token_ids", self.allowed_token_ids)
         for word in self.bad_words:
             _check_int("length of each of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
-            for token in word:
-                _check_int("bad_words", token, 0, 2**31 - 1)
+            _check_ids("bad_words", word)
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -210,8 +212,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed",
                 "stop_token_ids",
             )
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, 2**31 - 1)
+        _check_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
@@ -354,6 +355,13 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", name)
+
+
+def _check_ids(name: str, tokens: tuple[int, ...]) -> None:
+    """What can be any number of them is looked at in C, and one by one only to name the first that is wrong."""
+    if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= 2**31):
+        for token in tokens:
+            _check_int(name, token, 0, 2**31 - 1)
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:

@@ -11,6 +11,7 @@ it ends. Nobody who is alone with the queue pays for what was spent then.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import deque
 from collections.abc import Iterator
@@ -29,8 +30,10 @@ class Waiting:
     def __init__(self, quantum: int = QUANTUM):
         self._quantum = quantum
         self._levels: dict[int, _Level] = {}  # by priority; none is empty
+        self._priorities: list[int] = []  # of the levels, in order
         self._count = 0
         self.num_tokens = 0  # of the prompts
+        self.num_completions = 0  # those included that begin with the one that waits
 
     def __len__(self) -> int:
         return self._count
@@ -43,16 +46,19 @@ class Waiting:
 
     def push(self, seq: Sequence, *, resumed: bool = False) -> None:
         """Adds a sequence; `resumed`: it was placed before, so it is neither charged nor queued behind newcomers."""
-        level = self._levels.setdefault(seq.order[0], _Level(self._quantum))
+        if (level := self._levels.get(priority := seq.order[0])) is None:
+            level = self._levels[priority] = _Level(self._quantum)
+            bisect.insort(self._priorities, priority)
         level.push(seq, resumed)
         self._count += 1
         self.num_tokens += seq.prompt_len
+        self.num_completions += _completions(seq)
 
     def peek(self) -> Sequence:
         """The one to serve next; the same until something is added or removed. Raises IndexError where nobody waits."""
         if not self._levels:
             raise IndexError("nobody waits")
-        return self._levels[min(self._levels)].peek()
+        return self._levels[self._priorities[0]].peek()
 
     def pop(self) -> Sequence:
         """Removes the one that `peek` shows, and charges its tenant. Raises IndexError where nobody waits."""
@@ -68,8 +74,10 @@ class Waiting:
         level.remove(seq)
         if not level.num_newcomers and not level.resumed:
             del self._levels[seq.order[0]]
+            self._priorities.remove(seq.order[0])
         self._count -= 1
         self.num_tokens -= seq.prompt_len
+        self.num_completions -= _completions(seq)
 
     def charge(self, seq: Sequence) -> None:
         """Counts what a sequence that begins is expected to cost against its tenant. A sibling shares the prompt."""
@@ -82,6 +90,11 @@ class Waiting:
     def _spend(self, seq: Sequence, tokens: int) -> None:
         if (level := self._levels.get(seq.order[0])) and (tenant := level.tenants.get(seq.request.tenant)):
             tenant.deficit -= tokens
+
+
+def _completions(seq: Sequence) -> int:
+    """How many wait with it: its siblings begin once it has computed the prompt."""
+    return seq.params.n if seq.index == 0 and seq.num_cached is None else 1
 
 
 def _expected(seq: Sequence) -> int:

@@ -93,14 +93,16 @@ class EngineClient:
     async def generate(
         self, requests: Sequence[Request], timeout: float | None = None
     ) -> AsyncGenerator[list[SequenceUpdate], None]:
-        """Submits requests and yields their updates, as many at a time as have arrived since the last.
+        """Submits requests that differ in ids and prompts alone, and yields their updates, as many at a time as have
+        arrived since the last.
 
         The first batch comes as soon as the engine has accepted all requests; it is empty where no token is there yet.
         Ends when every completion of every request has ended in the engine. Whatever still runs when the generator is
         closed is aborted, so close it (`contextlib.aclosing`) also when leaving early.
 
         Raises:
-          InvalidRequestError, QueueFullError: the engine refused one of the requests; the others are aborted.
+          InvalidRequestError, QueueFullError: the engine refused the requests, or the grammar of one; the others are
+            aborted.
           EngineDeadError: the engine is gone, or `fail_streams` was called.
           TimeoutError: `timeout` seconds have passed.
         """
@@ -118,8 +120,7 @@ class EngineClient:
             error = TimeoutError(f"the request took longer than {timeout:g} s, the longest that this server allows")
             late = asyncio.get_running_loop().call_later(timeout, stream.fail, error)
         try:
-            for request in requests:
-                self._send(Submit([request]))
+            self._send(Submit.of(requests))
             yield await stream.start()
             while not stream.over:
                 yield await stream.take()
@@ -208,10 +209,10 @@ class EngineClient:
                     self._pool.set_result(snapshot)
             case Accepted(request_id):
                 if (stream := self._streams.get(request_id)) is not None:
-                    stream.accept(request_id)
+                    stream.accept(*stream.unaccepted)
             case Rejected(request_id, text, param, code):
                 if (stream := self._streams.get(request_id)) is not None:
-                    stream.running.pop(request_id, None)
+                    stream.running.clear()
                     stream.fail(_rejection(text, param, code))
             case Ready():
                 self.info = message
@@ -256,8 +257,8 @@ class _Stream:
         self._updates.append(update)
         self.accept(update.request_id)
 
-    def accept(self, request_id: str) -> None:
-        self.unaccepted.discard(request_id)
+    def accept(self, *request_ids: str) -> None:
+        self.unaccepted.difference_update(request_ids)
         self._wake()
 
     def fail(self, error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
@@ -67,6 +68,8 @@ def serve(
     for a certificate or a file of keys that cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if config.max_waiting is None:
+        config = dataclasses.replace(config, max_waiting=config.queue_limit)
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
     own = ServerSettings(model_name=served_model_name or config.model, api_keys=tuple(keys), **settings)
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
@@ -197,7 +200,7 @@ class _Server(uvicorn.Server):
         if not self._state.client.is_ready:
             self._engine.kill()  # it still loads, and would not hear us before it has
         await self._state.client.close(drain=True)
-        self._state.pool.shutdown(wait=False, cancel_futures=True)
+        self._state.texts.pool.shutdown(wait=False, cancel_futures=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second exits at once."""

@@ -133,7 +133,7 @@ def test_nothing_is_lost_and_nothing_stays(operations):
     queue, here = Waiting(), []
     for arrival, (operation, tenant, priority, tokens) in enumerate(operations):
         if operation in ("push", "resume"):
-            here.append(sequence(arrival, tenant, tokens=tokens, priority=priority))
+            here.append(sequence(arrival, tenant, tokens=tokens, priority=priority, n=3))
             queue.push(here[-1], resumed=operation == "resume")
         elif here and operation == "pop":
             popped = queue.pop()
@@ -144,6 +144,7 @@ def test_nothing_is_lost_and_nothing_stays(operations):
         assert len(queue) == len(here)
         assert set(queue) == set(here)
         assert queue.num_tokens == sum(seq.prompt_len for seq in here)
+        assert queue.num_completions == 3 * len(here)
     assert set(drain(queue)) == set(here)
     with pytest.raises(IndexError):
         queue.peek()

@@ -169,7 +169,7 @@ def test_a_front_that_does_not_read_is_disconnected(path, config, monkeypatch):
         with socket.socket(socket.AF_UNIX) as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             raw.connect(path)
-            raw.sendall(to_frame(Submit([request("deaf", n=100, max_tokens=100_000)])))
+            raw.sendall(to_frame(Submit.of([request("deaf", n=100, max_tokens=100_000)])))
             await until(lambda: aborted and not engine.has_work)
         assert len(await tokens_of(client, request("a"))) == 4
 
@@ -180,7 +180,7 @@ def test_a_front_that_does_not_read_is_disconnected(path, config, monkeypatch):
 def test_frames_are_bounded(monkeypatch):
     monkeypatch.setattr(messages, "MAX_FRAME", 1000)
     with pytest.raises(ValueError, match="longer than the limit"):
-        to_frame(Submit([request("a", [1000] * 1000)]))
+        to_frame(Submit.of([request("a", [1000] * 1000)]))
     with pytest.raises(ValueError, match="limit is 1000"):
         frame_length(b"\xff\xff\x00\x00")
     sent = []
