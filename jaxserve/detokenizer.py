@@ -79,9 +79,12 @@ class StopMatcher:
     cost of a character constant.
     """
 
-    def __init__(self, stops: Sequence[str], include_in_output: bool = False):
+    def __init__(self, stops: Sequence[str], include_in_output: bool = False, like: StopMatcher | None = None):
+        """`like`: another with the same stop strings, whose tables serve for this one too."""
         self._stops = tuple(stops)
-        self._failures = [_failure_table(stop) for stop in self._stops]
+        self._failures: list[list[int]] = (
+            like._failures if like is not None else [_failure_table(stop) for stop in self._stops]
+        )
         self._states = [0] * len(self._stops)  # how many characters of each stop string the text ends with
         self._include = include_in_output
         self._held = ""  # the longest of these beginnings
@@ -90,13 +93,14 @@ class StopMatcher:
         """Takes the next piece of text; returns what may be shown and, once, the stop string that matched."""
         if not self._stops:
             return text, None
-        buffer = self._held + text
-        for position, char in enumerate(text, start=len(self._held) + 1):
-            for i, stop in enumerate(self._stops):
-                state = self._advance(i, char)
-                if state == len(stop):
-                    self._held = ""
-                    return buffer[: position if self._include else position - len(stop)], stop
+        buffer, end, first = self._held + text, len(text), None
+        for i, stop in enumerate(self._stops):
+            if (after := self._scan(i, text[:end])) is not None:
+                end, first = after - 1, stop  # one that comes later in the list has to complete before
+        if first is not None:
+            position = len(self._held) + end + 1
+            self._held = ""
+            return buffer[: position if self._include else position - len(first)], first
         self._held = buffer[len(buffer) - max(self._states) :]
         return buffer[: len(buffer) - len(self._held)], None
 
@@ -105,14 +109,22 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, i: int, char: str) -> int:
-        stop, failure, state = self._stops[i], self._failures[i], self._states[i]
-        while state and stop[state] != char:
-            state = failure[state - 1]
-        if stop[state] == char:
-            state += 1
+    def _scan(self, i: int, text: str) -> int | None:
+        """How many characters of `text` complete a stop string; None where they do not."""
+        stop, failure, state, at = self._stops[i], self._failures[i], self._states[i], 0
+        while at < len(text):
+            if state == 0 and (at := text.find(stop[0], at)) < 0:
+                break
+            char = text[at]
+            while state and stop[state] != char:
+                state = failure[state - 1]
+            if stop[state] == char:
+                state += 1
+            at += 1
+            if state == len(stop):
+                return at
         self._states[i] = state
-        return state
+        return None
 
 
 def _failure_table(pattern: str) -> list[int]:
@@ -175,7 +187,8 @@ class OutputProcessor:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self._open = {index: _Choice(tokenizer, request, index) for index in range(request.params.n)}
+        matcher = StopMatcher(request.params.stop)
+        self._open = {index: _Choice(tokenizer, request, index, matcher) for index in range(request.params.n)}
 
     @property
     def finished(self) -> bool:
@@ -201,11 +214,11 @@ class OutputProcessor:
 class _Choice:
     """One completion on its way: its detokenizer, its stop strings, and the delta that is not yet shown."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, index: int):
+    def __init__(self, tokenizer: Tokenizer, request: Request, index: int, like: StopMatcher):
         params = request.params
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
-        self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output, like)
         self._eos = tokenizer.eos_token_ids
         self._index = index
         self._length = 0  # characters of detokenized text, held ones included

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -19,7 +19,7 @@ from server.errors import APIError
 from server.metrics import RequestTimes
 from server.state import ServerState, key_of, tenant_of
 
-_AT_ONCE = 128  # updates that are turned into text before others have a turn
+_TURN_SECONDS = 0.01  # in which updates are turned into text before others have a turn
 _LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
@@ -97,18 +97,20 @@ class Generation:
                     async for updates in batches:
                         if self._body is not None:
                             self._body.release()  # the engine has answered, so it has the request
-                        for start in range(0, len(updates), _AT_ONCE):
-                            if deltas := self._process(updates[start : start + _AT_ONCE]):
+                        left = iter(updates)
+                        while (deltas := self._process(left)) is not None:
+                            if deltas:
                                 yield deltas
-                                if len(updates) > _AT_ONCE:
-                                    await asyncio.sleep(0)  # others have a turn
+                            await asyncio.sleep(0)  # others have a turn
         except QueueFullError:
             self._state.metrics.rejections.inc()
             raise
 
-    def _process(self, updates: list[SequenceUpdate]) -> list[ChoiceDelta]:
-        """What these updates add to the choices."""
-        now, deltas = time.monotonic(), []
+    def _process(self, updates: Iterator[SequenceUpdate]) -> list[ChoiceDelta] | None:
+        """What the next of these updates add to the choices: as many as a turn on the event loop allows, None if there
+        are no more."""
+        deltas: list[ChoiceDelta] = []
+        now = begin = time.monotonic()
         for update in updates:
             position = self._positions[update.request_id]
             processor, times = self.processors[position], self._times[position]
@@ -122,7 +124,9 @@ class Generation:
                 self._note_end(position, delta, now)
                 delta.index += position * processor.request.params.n
                 deltas.append(delta)
-        return deltas
+            if (now := time.monotonic()) - begin > _TURN_SECONDS:
+                return deltas
+        return deltas or None
 
     def _note_end(self, position: int, delta: ChoiceDelta, now: float) -> None:
         """Counts a completion that ended; stops it in the engine where a stop string ended it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import resource
@@ -231,6 +232,8 @@ class _Server(uvicorn.Server):
             self.failure = str(error)
             self.should_exit = True
             return
+        gc.collect()
+        gc.freeze()  # what is here stays; looking at it again would hold up the event loop
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
     def _tokenizer(self, folder: Path) -> Tokenizer:
