@@ -210,8 +210,8 @@ class Front:
         """What a request costs; with `memory`, the seconds mean little."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         self._engine.seconds = 0.0
-        gc.collect()
         if memory:
+            gc.collect()
             tracemalloc.start()
         try:
             status, seconds = asyncio.run(self._measure(path, data))
