@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jaxserve.detokenizer import ChoiceDelta, Detokenizer
 from jaxserve.tokenizer import Tokenizer, token_strings
 from jaxserve.types import SamplingParams, TokenLogprob
-from server.generation import Generation, json_logprob, prompt_logprobs_json
+from server.generation import Generation, Turn, json_logprob, prompt_logprobs_json
 from server.schemas import COMPLETION_TOKENS, CompletionRequest
 from server.sse import ChunkWriter, EventStream, run_until_disconnect
 from server.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
@@ -73,7 +73,7 @@ async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionReques
         cache_salt=body.cache_salt,
         streams=bool(body.stream),
     )
-    return _Answer(state, tokenizer, body, generation, echoes)
+    return _Answer(state, http, tokenizer, body, generation, echoes)
 
 
 class _Echo:
@@ -110,11 +110,13 @@ class _Answer:
     def __init__(
         self,
         state: ServerState,
+        http: HTTPRequest,
         tokenizer: Tokenizer,
         body: CompletionRequest,
         generation: Generation,
         echoes: list[_Echo | None],
     ):
+        self._state, self._http = state, http
         self._tokenizer = tokenizer
         self._body = body
         self._generation = generation
@@ -129,15 +131,21 @@ class _Answer:
         }
 
     async def whole(self) -> Response:
+        deltas = await self._generation.collect()
+        long = self._body.logprobs is not None or self._body.prompt_logprobs is not None
+        data = await self._state.text_work(self._http, lambda: self._encoded(deltas), short=not long)
+        return Response(data, media_type="application/json")
+
+    def _encoded(self, deltas: list[ChoiceDelta]) -> bytes:
+        """The answer as JSON."""
         choices = []
-        for delta in await self._generation.collect():
+        for delta in deltas:
             choice = self._choice(delta, first=True)
             processor = self._generation.processors[delta.index // self._n]
             if self._body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, processor.prompt_logprobs)
             choices.append(choice)
-        body = {**self._head, "choices": choices, "usage": self._generation.usage()}
-        return Response(to_json(body), media_type="application/json")
+        return to_json({**self._head, "choices": choices, "usage": self._generation.usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         mode = cast(Literal["off", "last", "always"], self._body.usage_mode)
@@ -145,12 +153,16 @@ class _Answer:
         started: set[int] = set()
         async with contextlib.aclosing(self._generation.deltas()) as batches:
             async for deltas in batches:
-                chunks = []
+                chunks, turn = [], Turn()
                 for delta in deltas:
                     choice = self._choice(delta, first=delta.index not in started)
                     started.add(delta.index)
                     usage = self._generation.usage() if mode == "always" else None
                     chunks.append(writer.choice(to_json(choice), usage))
+                    if turn.is_over:
+                        yield b"".join(chunks)
+                        chunks = []
+                        await turn.give()
                 yield b"".join(chunks)
         if last := writer.last(self._generation.usage()):
             yield last

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
 
-from jaxserve.detokenizer import ChoiceDelta, OutputProcessor
+from jaxserve.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
 from jaxserve.tokenizer import Tokenizer, token_strings
 from jaxserve.types import QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
 from server.body import body_of
@@ -19,7 +19,7 @@ from server.errors import APIError
 from server.metrics import RequestTimes
 from server.state import ServerState, key_of, tenant_of
 
-_TURN_SECONDS = 0.01  # in which updates are turned into text before others have a turn
+TURN_SECONDS = 0.01
 _LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
@@ -39,6 +39,22 @@ class Usage(msgspec.Struct, omit_defaults=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class Turn:
+    """What one request may do on the event loop before others have theirs."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + TURN_SECONDS
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
+
+    async def give(self) -> None:
+        """Lets the others, and begins anew."""
+        await asyncio.sleep(0)
+        self._end = time.monotonic() + TURN_SECONDS
 
 
 class Generation:
@@ -77,7 +93,8 @@ class Generation:
             )
             for ids in prompts
         ]
-        self.processors = [OutputProcessor(tokenizer, request) for request in self.requests]
+        stops = StopStrings(params.stop)  # the same for all
+        self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
         self._times = [RequestTimes(state.metrics, params, len(ids)) for ids in prompts]
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = self._cached_tokens = 0
@@ -97,36 +114,34 @@ class Generation:
                     async for updates in batches:
                         if self._body is not None:
                             self._body.release()  # the engine has answered, so it has the request
-                        left = iter(updates)
-                        while (deltas := self._process(left)) is not None:
-                            if deltas:
+                        deltas, turn = [], Turn()
+                        for update in updates:
+                            if (delta := self._process(update)) is not None:
+                                deltas.append(delta)
+                            if deltas and turn.is_over:
                                 yield deltas
-                            await asyncio.sleep(0)  # others have a turn
+                                deltas = []
+                                await turn.give()
+                        if deltas:
+                            yield deltas
         except QueueFullError:
             self._state.metrics.rejections.inc()
             raise
 
-    def _process(self, updates: Iterator[SequenceUpdate]) -> list[ChoiceDelta] | None:
-        """What the next of these updates add to the choices: as many as a turn on the event loop allows, None if there
-        are no more."""
-        deltas: list[ChoiceDelta] = []
-        now = begin = time.monotonic()
-        for update in updates:
-            position = self._positions[update.request_id]
-            processor, times = self.processors[position], self._times[position]
-            before, cached = processor.num_output_tokens, processor.num_cached_tokens
-            delta = processor.process(update)
-            more = processor.num_output_tokens - before
-            self._output_tokens += more
-            self._cached_tokens += processor.num_cached_tokens - cached
-            times.tokens(update.index, more, now, update.queue_seconds)
-            if delta is not None:
-                self._note_end(position, delta, now)
-                delta.index += position * processor.request.params.n
-                deltas.append(delta)
-            if (now := time.monotonic()) - begin > _TURN_SECONDS:
-                return deltas
-        return deltas or None
+    def _process(self, update: SequenceUpdate) -> ChoiceDelta | None:
+        """What an update adds to its choice."""
+        position, now = self._positions[update.request_id], time.monotonic()
+        processor, times = self.processors[position], self._times[position]
+        before, cached = processor.num_output_tokens, processor.num_cached_tokens
+        delta = processor.process(update)
+        more = processor.num_output_tokens - before
+        self._output_tokens += more
+        self._cached_tokens += processor.num_cached_tokens - cached
+        times.tokens(update.index, more, now, update.queue_seconds)
+        if delta is not None:
+            self._note_end(position, delta, now)
+            delta.index += position * processor.request.params.n
+        return delta
 
     def _note_end(self, position: int, delta: ChoiceDelta, now: float) -> None:
         """Counts a completion that ended; stops it in the engine where a stop string ended it."""
