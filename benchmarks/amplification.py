@@ -123,8 +123,8 @@ class HostEngine:
         yield to_frame(Update(StepOutput(updates=[SequenceUpdate(*one, [], "length") for one in sorted(going)])))
 
     def _admit(self, scheduler: Scheduler, requests: list[Request]) -> None:
-        structured, beams = Structured(None), Beams(scheduler, (0,))  # type: ignore[arg-type]
         model = SimpleNamespace(vocab_size=self._vocab_size, eos_token_ids=(0,))
+        structured, beams = Structured(model), Beams(scheduler, (0,))  # type: ignore[arg-type]
         admission = Admission(self._config, model, CONTEXT, scheduler, structured, beams)  # type: ignore[arg-type]
         admission.check_queue(requests)
         stop_ids = frozenset(admission.check(requests))

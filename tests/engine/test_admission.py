@@ -23,7 +23,7 @@ def scheduler() -> Scheduler:
 
 def admission(scheduler, vocab_size=1000, **config) -> Admission:
     model = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(0,))
-    structured, beams = Structured(None), Beams(scheduler, (0,))
+    structured, beams = Structured(SimpleNamespace(vocab_size=vocab_size)), Beams(scheduler, (0,))
     return Admission(EngineConfig(model="m", **config), model, 100, scheduler, structured, beams)
 
 
