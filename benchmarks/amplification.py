@@ -37,6 +37,7 @@ from jaxserve.admission import Admission
 from jaxserve.beam import Beams
 from jaxserve.block_manager import BlockManager
 from jaxserve.config import EngineConfig
+from jaxserve.limits import MAX_STOP_STRINGS
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.structured import Structured
@@ -323,7 +324,7 @@ def _sampling(draw: st.DrawFn, size: int) -> dict[str, Any]:
         "allowed_token_ids": lambda: [5] * (size // 2),
         "logit_bias": lambda: {str(i): 1 for i in range(min(512, size // 8 + 1))},
         "bad_words": lambda: [draw(_text(min(256, max(1, size // 128))))[:256]] * 128,
-        "stop": lambda: [draw(_text(min(1000, max(1, size // 64)))) + str(i) for i in range(64)][: draw(_stops)],
+        "stop": lambda: [draw(_text(min(1000, max(1, size // 64)))) + str(i) for i in range(64)][: draw(st.sampled_from((1, 4, MAX_STOP_STRINGS)))],
         "stop_token_ids": lambda: list(range(14)),
         "response_format": lambda: {
             "type": "json_schema", "json_schema": {"name": "x", "schema": _schema(draw(_SCHEMAS), size)}
@@ -344,9 +345,6 @@ def _sampling(draw: st.DrawFn, size: int) -> dict[str, Any]:
     for name in draw(st.lists(st.sampled_from(sorted(large)), max_size=2, unique=True)):
         fields[name] = large[name]()
     return fields
-
-
-_stops = st.sampled_from((1, 4, 64))
 
 
 @st.composite
@@ -414,9 +412,8 @@ def known_worst() -> Iterator[tuple[str, str, Any]]:
         "stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # fmt: skip
     yield "/v1/completions", "n of 128, a long prompt", {"prompt": [300] * 8000, "n": 128, "max_tokens": 64}
     yield "/v1/completions", "8 long prompts with n of 128", {"prompt": [[7] * 3900] * 8, "n": 128, "max_tokens": 64}
-    stops = ["a" * 900 + str(i) for i in range(64)]
+    stops = ["a" * 900 + str(i) for i in range(MAX_STOP_STRINGS)]
     yield "/v1/completions", "long stop strings, n of 128", {"prompt": "a", "n": 128, "stop": stops, "max_tokens": 64}
-    yield "/v1/completions", "4 stop strings, n of 128", {"prompt": "a", "n": 128, "stop": stops[:4], "max_tokens": 64}
     yield "/v1/completions", "bad words", {"prompt": "a", "bad_words": ["the " * 15] * 128}
     yield "/v1/completions", "echo with log-probabilities", {"prompt": [300] * 8000, "echo": True, "logprobs": 5}
     for path in _CHATS[:2]:
