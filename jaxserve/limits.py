@@ -41,5 +41,7 @@ MAX_STRINGS = 2**19  # keys and values
 SMALL_BODY = 2**16  # bytes; always taken
 
 # Of what the server does for one request or one key at a time.
-MAX_TEXT_JOBS = 64  # renderings and tokenizations that wait under one key
+MAX_HELD_LOGPROBS = 2**22  # of tokens and their alternatives, in an answer that is no stream
+MAX_WAITING_TEXT = 2**26  # bytes of bodies whose texts wait for a thread, under one key
+BODIES = 8  # of the longest that may be in work at a time
 DEFAULT_WAITING, WAITING_PER_SLOT = 8192, 32  # completions that wait; the greater of the first, and this per slot

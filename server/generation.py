@@ -12,8 +12,9 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 
 from jaxserve.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
+from jaxserve.limits import MAX_HELD_LOGPROBS
 from jaxserve.tokenizer import Tokenizer, token_strings
-from jaxserve.types import QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
+from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
 from server.body import body_of
 from server.errors import APIError
 from server.metrics import RequestTimes
@@ -98,6 +99,7 @@ class Generation:
         self._times = [RequestTimes(state.metrics, params, len(ids)) for ids in prompts]
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = self._cached_tokens = 0
+        self._held_logprobs = 0  # of an answer that is kept until it is whole
         self._positions = {request.request_id: i for i, request in enumerate(self.requests)}
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
@@ -132,6 +134,7 @@ class Generation:
         """What an update adds to its choice."""
         position, now = self._positions[update.request_id], time.monotonic()
         processor, times = self.processors[position], self._times[position]
+        self._count_logprobs(update, processor.request)
         before, cached = processor.num_output_tokens, processor.num_cached_tokens
         delta = processor.process(update)
         more = processor.num_output_tokens - before
@@ -142,6 +145,19 @@ class Generation:
             self._note_end(position, delta, now)
             delta.index += position * processor.request.params.n
         return delta
+
+    def _count_logprobs(self, update: SequenceUpdate, request: Request) -> None:
+        """Raises InvalidRequestError where an answer that is no stream holds too many log-probabilities."""
+        if request.streams or (update.logprobs is None and update.prompt_logprobs is None):
+            return
+        params = request.params
+        self._held_logprobs += len(update.logprobs or ()) * (1 + (params.logprobs or 0))
+        self._held_logprobs += len(update.prompt_logprobs or ()) * (1 + (params.prompt_logprobs or 0))
+        if self._held_logprobs > MAX_HELD_LOGPROBS:
+            raise InvalidRequestError(
+                f"the answer holds more than {MAX_HELD_LOGPROBS} log-probabilities; ask for fewer, or for a stream",
+                "logprobs",
+            )
 
     def _note_end(self, position: int, delta: ChoiceDelta, now: float) -> None:
         """Counts a completion that ended; stops it in the engine where a stop string ended it."""

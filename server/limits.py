@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from jaxserve.limits import SMALL_BODY
+from jaxserve.limits import BODIES, MAX_WAITING_TEXT, SMALL_BODY
 from jaxserve.types import InvalidRequestError
 from server.errors import APIError, unavailable
 from server.keys import ApiKey
 
 T = TypeVar("T")
-
-_BODIES = 8  # of the longest that may be in work at a time
-_MAX_WAITING_TEXT = 64 * 2**20  # bytes of bodies whose texts wait for a thread, under one key
 
 
 class Bodies:
@@ -37,7 +34,7 @@ class Bodies:
         """Adds `more` bytes to a body of then `total`. Raises APIError (503) for a long one while others take too much;
         one that is alone is always taken."""
         self._held += more
-        if total > SMALL_BODY and total < self._held > _BODIES * self.longest:
+        if total > SMALL_BODY and total < self._held > BODIES * self.longest:
             raise unavailable("too many long requests are in work; try again later", "too_many_bodies")
 
     def give(self, size: int) -> None:
@@ -155,7 +152,7 @@ class Texts:
         return await asyncio.wrap_future(done)
 
     async def _turn(self, tenant: str, size: int) -> None:
-        if (here := self._bytes[tenant]) and here + size > _MAX_WAITING_TEXT:
+        if (here := self._bytes[tenant]) and here + size > MAX_WAITING_TEXT:
             raise unavailable("too much text waits to be tokenized; try again later", "too_much_text")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(tenant, deque())
