@@ -248,12 +248,11 @@ def fit_text(text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None,
 
     Of a text that is sure to be too long, the end is left where it is to be truncated; otherwise InvalidRequestError.
     """
-    most = info.max_model_len * (tokenizer.longest_token or len(text))
-    if len(text) <= most:
+    if len(text) < info.max_model_len or (fewest := tokenizer.fewest_tokens(text)) <= info.max_model_len:
         return text
     if truncate is None:
-        raise _too_long(info, f"at least {len(text) // tokenizer.longest_token}", param)  # type: ignore[operator]
-    return text[-2 * most :]
+        raise _too_long(info, f"at least {fewest}", param)
+    return text[-2 * info.max_model_len * (tokenizer.longest_token or 1) :]
 
 
 def _too_long(info: Ready, count: str, param: str) -> InvalidRequestError:
