@@ -61,7 +61,7 @@ from server.state import ServerSettings, ServerState
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 LONGEST_BODY = 64 * 2**10  # bytes
 CONTEXT = 8192
-STEPS = 2  # of the engine, after which it ends all that runs
+STEPS, DRAWS = 6, 4  # of the engine, and tokens in each, after which it ends all that runs
 MAX_SECONDS, MAX_BYTES = 0.1, 64 * 2**20  # what a body may hold up, and cost
 
 ENDPOINTS = (
@@ -136,7 +136,7 @@ class HostEngine:
 
     def _step(self, scheduler: Scheduler) -> StepOutput | None:
         with self._timed():
-            plan = scheduler.schedule(16)
+            plan = scheduler.schedule(DRAWS)
             if plan is None:
                 return None
             tokens = np.full((len(plan.rows), max(int(plan.rows.draws.max()), 1)), -1, np.int32)
