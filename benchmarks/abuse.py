@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import resource
@@ -27,9 +28,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from abuse_bodies import amplified_bodies
 from abuse_client import PATIENCE, Case, Row, Run, is_error, make_cases, post, read_answer
 from malformed import Malformed
 from serving import MEGABYTE, serve
@@ -38,8 +40,11 @@ from jaxserve.bench import startup
 from jaxserve.bench.client import Response
 from jaxserve.config import EngineConfig
 
+T = TypeVar("T")
+
 CONFIG = EngineConfig(model="demo", kv_pages=4096)
 GROWTH = 1.10  # of the memory, at most
+HELD_UP = 0.5  # seconds that a request may hold up /health, on a machine that does other things too
 BODIES = 768  # MiB that the bodies of `large-bodies` may take while they come: 6 times their length
 
 
@@ -155,6 +160,43 @@ async def large_bodies(run: Run) -> None:
     run.note("memory is bounded" if grown < BODIES else f"{grown:.0f} MiB more meanwhile", grown < BODIES)
 
 
+async def amplification(run: Run) -> None:
+    """Bodies that ask for far more than they weigh, one after the other, while others ask for /health."""
+    await _probe(run, "alone", asyncio.sleep(2.0))
+    for name, (path, body) in amplified_bodies("demo").items():
+        watch = asyncio.create_task(_watch_memory(run))
+        before, run.row.memory["highest"] = run.server.resident() / MEGABYTE, 0.0
+        status = await _probe(run, name, _status(run, path, body))
+        watch.cancel()
+        grown = run.row.memory["highest"] - before
+        run.row.details[name] |= {"bytes": len(body), "status": status, "grown_MiB": grown}
+        run.note(f"{name}: {status}", status in (200, 400))
+        await run.server.idle()
+
+
+async def _status(run: Run, path: str, body: bytes) -> int:
+    """The answer's status; 0 where it does not come within a minute."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(60.0):
+            return (await run.server.client.request("POST", path, body)).status
+    return 0
+
+
+async def _probe(run: Run, name: str, work: Awaitable[T]) -> T:
+    """Does it, and keeps the longest time that /health took meanwhile."""
+    task, slowest = asyncio.ensure_future(work), 0.0
+    while not task.done():
+        begin = time.perf_counter()
+        await run.server.client.request("GET", "/health")
+        slowest = max(slowest, time.perf_counter() - begin)
+        await asyncio.sleep(0.005)
+    run.row.details[name] = {"health_s": slowest}
+    limit = HELD_UP + 5 * run.row.details["alone"]["health_s"]
+    if slowest > limit:
+        run.note(f"{name} holds up others for {slowest:.1f} s", ok=False)
+    return await task
+
+
 async def _watch_memory(run: Run) -> None:
     while True:
         now = run.server.resident() / MEGABYTE
@@ -256,7 +298,7 @@ async def _to_the_end(run: Run, case: Case) -> None:
 
 SCENARIOS: dict[str, Callable[[Run], Awaitable[None]]] = {
     function.__name__.replace("_", "-"): function
-    for function in (streams, storm, slow_readers, large_bodies, headers, malformed, terminate)
+    for function in (streams, storm, slow_readers, large_bodies, amplification, headers, malformed, terminate)
 }
 
 

@@ -151,9 +151,12 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="such a call takes no longer while a client streams, and 4 times as long otherwise; "
          "None: 40 on CPU, else 10")  # fmt: skip
     flag("--max-waiting", field="max_waiting", type=int, metavar="N",
-         help="most requests in the queue, beyond which new ones get 503; None: no limit")  # fmt: skip
+         help="most completions in the queue, beyond which new requests get 503; None: 32 for each of "
+         "--max-num-seqs, at least 8192")  # fmt: skip
     flag("--max-waiting-tokens", field="max_waiting_tokens", type=int, metavar="TOKENS",
          help="most tokens of prompts in the queue, beyond which new requests get 503; None: no limit")  # fmt: skip
+    flag("--scheduling-policy", field="scheduling_policy", choices=["fcfs", "priority"],
+         help="fcfs ignores requests' priorities; priority serves lower ones first, and preempts others")  # fmt: skip
     flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",
          help="of device memory, for weights, KV cache and temporaries together")  # fmt: skip
     flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",

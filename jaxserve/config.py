@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
 from pallas_kernels.registry import BACKENDS
 
 POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment: what JAX takes of a GPU's memory when it starts
@@ -32,8 +33,11 @@ class EngineConfig:
         elsewhere no such limit.
       max_penalty_seqs: most sequences with a repetition, presence or frequency penalty in one step; more of them wait.
         Each keeps 5 bytes on the device for every token of the vocabulary. None is what 256 MiB hold, at least 8.
-      max_waiting: most requests waiting for a place before new ones are turned away; None is no limit.
-      max_waiting_tokens: the same in tokens of their prompts; a request that would wait alone is always taken.
+      max_waiting: most completions waiting for a place before new requests are turned away; a request that would wait
+        alone is always taken. None is no limit; a server takes `queue_limit` then.
+      max_waiting_tokens: the same in tokens of their prompts; None is no limit.
+      scheduling_policy: "fcfs" ignores the priorities of requests; "priority" serves lower ones first, and preempts for
+        them.
       page_size: tokens per KV page.
       kv_cache_dtype: of keys and values in the cache; fp8 and int8 with a scale for each head of each token.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
@@ -67,6 +71,7 @@ class EngineConfig:
     max_penalty_seqs: int | None = None
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     page_size: int = 16
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = "auto"
     kv_pages: int | None = None
@@ -83,6 +88,12 @@ class EngineConfig:
     prefix_caching: bool = True
     profile_dir: str | None = None
     seed: int = 0
+
+    @property
+    def queue_limit(self) -> int:
+        """max_waiting of a server whose operator gives none: what waits for each slot is soon worked off, and no flood
+        takes more of the memory than that."""
+        return max(DEFAULT_WAITING, WAITING_PER_SLOT * self.max_num_seqs)
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -114,6 +125,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("load_format", ("auto", "dummy")),
+            ("scheduling_policy", ("fcfs", "priority")),
             ("kv_cache_dtype", ("auto", "bf16", "fp8", "int8")),
             ("attention_backend", ("auto", *BACKENDS)),
             ("matmul_backend", ("auto", *BACKENDS)),

@@ -15,6 +15,7 @@ import numpy as np
 
 from checkpoints.hub import resolve_model
 from jaxserve import memory
+from jaxserve.admission import Admission
 from jaxserve.batch import largest_shapes, pack, split, step_shapes
 from jaxserve.beam import Beams
 from jaxserve.block_manager import BlockManager
@@ -37,7 +38,7 @@ from jaxserve.stats import EngineStats
 from jaxserve.steps import StepShape
 from jaxserve.structured import Structured
 from jaxserve.timeline import Timeline
-from jaxserve.types import MAX_STOP_TOKENS, InvalidRequestError, QueueFullError, Request, StepOutput
+from jaxserve.types import InvalidRequestError, Request, StepOutput
 from pallas_kernels import cpu_build
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Engine:
         self.grammars = Compiler(folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
         self.structured = Structured(self.grammars)
         self.beams = Beams(self.scheduler, model.eos_token_ids)
+        self._admission = Admission(config, model, max_model_len, self.scheduler, self.structured, self.beams)
         self.flights: deque[Flight] = deque()
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
@@ -166,25 +168,30 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequestError or QueueFullError; then nothing has changed."""
-        if self.config.max_waiting is not None and self.num_waiting >= self.config.max_waiting:
-            raise QueueFullError(f"{self.config.max_waiting} requests are waiting already; try again later")
-        waiting, most = self.scheduler.num_waiting_tokens, self.config.max_waiting_tokens
-        if most is not None and waiting and waiting + len(request.prompt_token_ids) > most:
-            raise QueueFullError(f"prompts of {waiting} tokens are waiting already; try again later")
-        self.check_request(request)
-        params, room = request.params, self.max_model_len - len(request.prompt_token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
-        stop_ids = frozenset(self._stop_ids(request))
-        self._arrivals += 1
-        if params.use_beam_search:
-            self.beams.start(request, max_tokens, stop_ids, self._arrivals)
-            return
-        seq = Sequence(request, 0, seed, max_tokens, stop_ids, self._arrivals)
-        if params.grammar is None:
-            self.scheduler.add(seq)
-        else:
-            self.structured.hold(seq, params.grammar)
+        self.add_requests([request])
+
+    def add_requests(self, requests: list[Request]) -> None:
+        """Queues requests that share one SamplingParams, which is checked once: all of them, or none.
+
+        Raises InvalidRequestError or QueueFullError; then nothing has changed.
+        """
+        self._admission.check_queue(requests)
+        params, stop_ids = requests[0].params, frozenset(self._admission.check(requests))
+        for request in requests:
+            room = self.max_model_len - len(request.prompt_token_ids)
+            max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+            if self.config.scheduling_policy != "priority":
+                request.priority = 0
+            self._arrivals += 1
+            if params.use_beam_search:
+                self.beams.start(request, max_tokens, stop_ids, self._arrivals)
+                continue
+            seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
+            seq = Sequence(request, 0, seed, max_tokens, stop_ids, self._arrivals)
+            if params.grammar is None:
+                self.scheduler.add(seq)
+            else:
+                self.structured.hold(seq, params.grammar)
 
     def pool(self) -> PoolSnapshot:
         """Who owns which KV page now."""
@@ -203,43 +210,9 @@ class Engine:
         self.structured.abort(request_id, index)
         self.scheduler.abort(request_id, index)
 
-    def _stop_ids(self, request: Request) -> tuple[int, ...]:
-        eos = () if request.params.ignore_eos else self.eos_token_ids
-        return tuple(dict.fromkeys(eos + request.params.stop_token_ids))
-
     def check_request(self, request: Request) -> None:
         """Raises InvalidRequestError for what this model cannot serve."""
-        prompt, params = request.prompt_token_ids, request.params
-        if request.request_id in self.scheduler or request.request_id in self.structured:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty; it must have at least one token", "prompt")
-        if len(prompt) >= self.max_model_len:
-            raise InvalidRequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt has "
-                f"{len(prompt)} tokens, which leaves no room for an answer. Please shorten the prompt.",
-                "prompt",
-                "context_length_exceeded",
-            )
-        if (low := min(prompt)) < 0 or (high := max(prompt)) >= self.vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequestError(f"token id {wrong} is outside the vocabulary [0, {self.vocab_size})", "prompt")
-        ids = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
-        ids["bad_words"] = [token for word in params.bad_words for token in word]
-        for name, tokens in ids.items():
-            if wrong_ids := [token for token in tokens if token >= self.vocab_size]:
-                raise InvalidRequestError(
-                    f"{name}: token id {wrong_ids[0]} is outside the vocabulary [0, {self.vocab_size})", name
-                )
-        if (count := len(self._stop_ids(request))) > MAX_STOP_TOKENS:
-            raise InvalidRequestError(
-                f"stop_token_ids and the model's own end tokens are {count}; at most {MAX_STOP_TOKENS} are allowed",
-                "stop_token_ids",
-            )
-        if params.use_beam_search:
-            room = self.max_model_len - len(prompt)
-            longest = len(prompt) + min(room, params.max_tokens or room)
-            self.beams.check(request, longest, count)
+        self._admission.check([request])
 
     # The step
 
@@ -258,10 +231,10 @@ class Engine:
         before: its tokens come back with the next call.
         """
         self.timeline.begin_step()
-        refused = []
+        compiled = []
         if len(self.structured):
             busy = self.scheduler.has_work or self.flights
-            refused = self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
+            compiled = self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
         with self.timeline.phase("schedule"):
             plan = self.scheduler.schedule(self._steps_per_call())
         if plan is not None:
@@ -275,7 +248,7 @@ class Engine:
                 self.structured.draw(self.flights[-1], self.scheduler.running, self.runner)
             if plan is None or not self.config.async_scheduling:
                 output.extend(self._land())
-        output.updates += refused
+        output.updates += compiled
         self.timeline.end_step()
         return output
 

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import re
+import string
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxserve.types import InvalidRequestError, SamplingParams
 T = TypeVar("T")
 
 TEMPLATE_SECONDS = 5.0  # a chat template that renders for longer is stopped
+_LETTERS = re.compile("[A-Za-z]+")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPIECE_SPACE = "\u2581"  # what sentencepiece writes for a space
 
@@ -81,6 +83,7 @@ class Tokenizer:
         self._byte_fallback = "ByteFallback" in kinds
         pieces = self._backend.get_vocab() if self._backend and (self._byte_level or self._byte_fallback) else ()
         self.longest_token: int | None = max(map(len, pieces), default=None)
+        self._most_letters = max((len(piece) - len(_LETTERS.sub("", piece)) for piece in pieces), default=None)
         self._continuation = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
         self._char_bytes = _byte_level_alphabet() if self._byte_level else {}
         self._bytes: dict[int, bytes] = {}
@@ -90,6 +93,18 @@ class Tokenizer:
         return type(self._hf).__name__
 
     # text <-> ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, told in a moment: by its length, and by its letters, of which a
+        token holds far fewer than of spaces. 0 where nothing can be told."""
+        if not self.longest_token:
+            return 0
+        fewest = len(text) // self.longest_token
+        if self._most_letters and text.isascii():  # no normalization makes fewer letters of those
+            data = text.encode()
+            letters = len(data) - len(data.translate(None, string.ascii_letters.encode()))
+            fewest = max(fewest, letters // self._most_letters)
+        return fewest
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Text that already opens with the BOS token gets no second one."""

@@ -11,18 +11,22 @@ from typing import Literal
 
 import msgspec
 
-MAX_LOGPROBS = 20  # the compiled step always carries this many alternatives, so asking for fewer never recompiles
-MAX_N = 128
-MAX_STOP_STRINGS = 4
-MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
-MAX_LOGIT_BIAS = 512
-MAX_ALLOWED_TOKENS = 2**17
-MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
-MAX_SEED = 2**63 - 1
-MAX_GRAMMAR = 2**18  # characters of a grammar
-MAX_GRAMMAR_PARTS = 2 * MAX_GRAMMAR  # characters of all parts of a grammar
-MAX_GRAMMAR_NESTING = 64
-MAX_CHOICES = 1024
+from jaxserve.limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_GRAMMAR,
+    MAX_GRAMMAR_NESTING,
+    MAX_GRAMMAR_PARTS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+
 NO_PENALTY_ROW = 0  # of sequences without penalties, which need no counts of their tokens on the device
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -206,12 +210,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequestError(
                 f"bad_words has {len(self.bad_words)} sequences; at most {MAX_BAD_WORDS} are allowed", "bad_words"
             )
-        for token in self.allowed_token_ids:
-            _check_int("allowed_token_ids", token, 0, 2**31 - 1)
+        _check_ids("allowed_token_ids", self.allowed_token_ids)
         for word in self.bad_words:
             _check_int("length of each of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
-            for token in word:
-                _check_int("bad_words", token, 0, 2**31 - 1)
+            _check_ids("bad_words", word)
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -226,8 +228,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed",
                 "stop_token_ids",
             )
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, 2**31 - 1)
+        _check_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
@@ -275,6 +276,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Lower `priority` values are served first; ties go by arrival. `cache_salt` keeps a request's prefix-cache pages
     from being shared with requests of another salt. `streams` says that a client reads the tokens as they come.
+    `tenant` says on whose behalf: the queue is shared fairly between tenants. Offline there is one.
     """
 
     request_id: str
@@ -283,6 +285,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     streams: bool = False
+    tenant: str = ""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -303,7 +306,8 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     `index` says which of the request's n completions. `stop_token` is the stop token id that ended it, when it was not
     one of the model's own end-of-sequence ids; the token that ended it is the last of `token_ids`. `complete`: no stop
     token ended it, but its grammar, after which nothing can follow.
-    The first update of completion 0 brings `num_cached_tokens`, the prompt's tokens found in the prefix cache,
+    An update of completion 0 without tokens and without an end says that the request's grammar is compiled. The first
+    update of completion 0 with tokens brings `num_cached_tokens`, the prompt's tokens found in the prefix cache,
     `queue_seconds`, which it waited for a place, and `prompt_logprobs` if asked for, with None for the first prompt
     token.
     `error` explains a finish_reason of "error"; `error_param` then names the field of the request that is at fault, if
@@ -368,6 +372,13 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", name)
+
+
+def _check_ids(name: str, tokens: tuple[int, ...]) -> None:
+    """What can be any number of them is looked at in C, and one by one only to name the first that is wrong."""
+    if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= 2**31):
+        for token in tokens:
+            _check_int(name, token, 0, 2**31 - 1)
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:

@@ -69,7 +69,7 @@ def build_app(state: ServerState) -> Starlette:
     )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
-    middleware.append(Middleware(BodyLimit, limit=settings.max_body_bytes))
+    middleware.append(Middleware(BodyLimit, bodies=state.bodies))
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}
     routes = [*_ROUTES, *(ui.ROUTES if settings.ui else ())]

@@ -186,7 +186,7 @@ async def _answer_all(
                         group.create_task(answer(line))
     finally:
         await client.close(drain=True)
-        state.pool.shutdown(wait=False, cancel_futures=True)
+        state.texts.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _write(output: BinaryIO, line: BatchLine, status: int, body: bytes) -> None:

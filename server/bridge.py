@@ -27,6 +27,7 @@ from server.messages import (
     LENGTH_BYTES,
     QUEUE_FULL,
     Abort,
+    Accepted,
     AskPool,
     Drain,
     EngineMessage,
@@ -60,7 +61,7 @@ class EngineLike(Protocol):
     model_folder: Path
 
     def compile(self) -> None: ...
-    def add_request(self, request: Request) -> None: ...
+    def add_requests(self, requests: list[Request]) -> None: ...
     def abort(self, request_id: str, index: int | None = None) -> None: ...
     def step(self) -> StepOutput: ...
     @property
@@ -225,9 +226,8 @@ class EngineServer:
 
     def _handle(self, engine: EngineLike, front: _Front, message: FrontMessage | None) -> None:
         match message:
-            case Submit(requests):
-                for request in requests:
-                    self._add(engine, front, request)
+            case Submit():
+                self._add(engine, front, message)
             case Abort(targets):
                 for request_id, index in targets:
                     _forget(front, request_id, index)
@@ -249,22 +249,25 @@ class EngineServer:
                     del self._fronts[front.number]
                     self._draining = self._draining or not self._fronts
 
-    def _add(self, engine: EngineLike, front: _Front, request: Request) -> None:
-        """Hands a request to the engine under an id that no other front can use."""
-        own_id = request.request_id
+    def _add(self, engine: EngineLike, front: _Front, submit: Submit) -> None:
+        """Hands requests to the engine under ids that no other front can use: all of them, or none."""
+        name, prefix = submit.first.request_id, f"{front.number}/"
         try:
             if self._draining:
                 raise QueueFullError("the engine is shutting down")
-            request.request_id = f"{front.number}/{own_id}"
-            engine.add_request(request)
-            front.running[own_id] = set(range(request.params.n))
+            requests = submit.requests(prefix)
+            engine.add_requests(requests)
+            for request in requests:
+                front.running[request.request_id.removeprefix(prefix)] = set(range(request.params.n))
+            if submit.first.params.grammar is None:
+                front.send(Accepted(name))
         except InvalidRequestError as error:
-            front.send(Rejected(own_id, str(error), error.param, error.code))
+            front.send(Rejected(name, str(error), error.param, error.code))
         except QueueFullError as error:
-            front.send(Rejected(own_id, str(error), code=QUEUE_FULL))
+            front.send(Rejected(name, str(error), code=QUEUE_FULL))
         except Exception as error:  # whatever is wrong with one request must not reach the others
             log.exception("a request could not be added")
-            front.send(Rejected(own_id, f"the engine could not take the request: {error}", code=INTERNAL_ERROR))
+            front.send(Rejected(name, f"the engine could not take the request: {error}", code=INTERNAL_ERROR))
 
     def _deliver(self, output: StepOutput) -> None:
         """One message to each front that is concerned."""
@@ -336,6 +339,7 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
         profile_dir=config.profile_dir,
+        scheduling_policy=config.scheduling_policy,
     )
     try:
         server.run(engine, ready)

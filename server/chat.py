@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jaxserve.tokenizer import Tokenizer, token_strings
 from jaxserve.types import TokenLogprob
 from server.conversation import ChatRun, prepare
-from server.generation import json_logprob, prompt_logprobs_json
+from server.generation import Turn, json_logprob, prompt_logprobs_json
 from server.parsing import Piece
 from server.schemas_chat import ChatRequest
 from server.sse import ChunkWriter, EventStream, run_until_disconnect
@@ -29,7 +29,7 @@ async def create_chat_completion(http: HTTPRequest) -> Response:
     """Answers with one JSON object, or with a stream of chunks."""
     state = state_of(http)
     body = await read_body(http, _decoder)
-    answer = _Answer(state, await run_until_disconnect(http.receive, prepare(state, http, body)))
+    answer = _Answer(state, http, await run_until_disconnect(http.receive, prepare(state, http, body)))
     if body.stream:
         return EventStream(answer.stream())
     return await run_until_disconnect(http.receive, answer.whole())
@@ -38,8 +38,8 @@ async def create_chat_completion(http: HTTPRequest) -> Response:
 class _Answer:
     """Writes one request's response, whole or in chunks."""
 
-    def __init__(self, state: ServerState, run: ChatRun):
-        self._run = run
+    def __init__(self, state: ServerState, http: HTTPRequest, run: ChatRun):
+        self._state, self._http, self._run = state, http, run
         self._body = body = run.body
         self._reasoning_field = state.settings.reasoning_field
         last = body.messages[-1]
@@ -52,8 +52,15 @@ class _Answer:
         }
 
     async def whole(self) -> Response:
+        pieces = await self._run.collect()
+        long = self._body.logprobs or self._body.prompt_logprobs is not None
+        data = await self._state.text_work(self._http, lambda: self._encoded(pieces), short=not long)
+        return Response(data, media_type="application/json")
+
+    def _encoded(self, pieces: list[Piece]) -> bytes:
+        """The answer as JSON."""
         choices = []
-        for piece in await self._run.collect():
+        for piece in pieces:
             choice: dict[str, Any] = {
                 "index": piece.index,
                 "message": self._message(piece),
@@ -71,7 +78,7 @@ class _Answer:
             body["prompt_logprobs"] = prompt_logprobs_json(self._run.tokenizer, entries)
         if self._body.return_token_ids:
             body["prompt_token_ids"] = generation.requests[0].prompt_token_ids
-        return Response(to_json(body), media_type="application/json")
+        return to_json(body)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         content = self._echo + piece.content
@@ -105,7 +112,7 @@ class _Answer:
             prompt_ids = b',"prompt_token_ids":' + to_json(self._run.generation.requests[0].prompt_token_ids)
         async with contextlib.aclosing(self._run.pieces()) as batches:
             async for pieces in batches:
-                chunks = []
+                chunks, turn = [], Turn()
                 for piece in pieces:
                     usage = self._run.usage() if mode == "always" else None
                     if piece.index not in started:
@@ -114,6 +121,10 @@ class _Answer:
                         chunks += [writer.choice(choice, usage, prompt_ids) for choice in opening]
                         prompt_ids = b""
                     chunks.append(writer.choice(self._choice(piece), usage))
+                    if turn.is_over:
+                        yield b"".join(chunks)
+                        chunks = []
+                        await turn.give()
                 yield b"".join(chunks)
         if last := writer.last(self._run.usage()):
             yield last

@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from jaxserve.detokenizer import ChoiceDelta, Detokenizer
 from jaxserve.tokenizer import Tokenizer, token_strings
-from jaxserve.types import TokenLogprob
-from server.generation import Generation, json_logprob, prompt_logprobs_json
+from jaxserve.types import SamplingParams, TokenLogprob
+from server.generation import Generation, Turn, json_logprob, prompt_logprobs_json
 from server.schemas import COMPLETION_TOKENS, CompletionRequest
 from server.sse import ChunkWriter, EventStream, run_until_disconnect
-from server.state import ServerState, fit_prompt, read_body, room_for, state_of, to_json
+from server.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
@@ -39,39 +39,41 @@ async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionReques
     """Tokenizes and checks the prompts."""
     tokenizer, info = state.require_ready()
     prompts = body.prompts()
+    state.accounts.check(key_of(http), len(prompts), body.n)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(await state.encode(texts, body.add_special_tokens, body.truncate_prompt_tokens))
+    encoded = iter(await state.encode(http, texts, body.add_special_tokens, body.truncate_prompt_tokens))
     ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     ids = [fit_prompt(one, info, body.truncate_prompt_tokens, "prompt", max_tokens) for one in ids]
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs)
-    params = body.sampling_params(
-        tokenizer,
-        info.vocab_size,
-        max_tokens=max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
-    params = tokenizer.with_eos(params, info.eos_token_ids)
-    clamped = []
-    for one in ids:
-        room = room_for(max_tokens, len(one), info)
-        clamped.append(msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)))
+
+    def prepare() -> tuple[SamplingParams, list[_Echo | None]]:
+        params = body.sampling_params(
+            tokenizer,
+            info.vocab_size,
+            max_tokens=max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        echoes: list[_Echo | None] = [None] * len(ids)
+        if body.echo:
+            echoes = [_Echo(tokenizer, prompt, one, body) for prompt, one in zip(prompts, ids, strict=True)]
+        return tokenizer.with_eos(params, info.eos_token_ids), echoes
+
+    params, echoes = await state.text_work(http, prepare, short=True)
     generation = Generation(
         state,
         tokenizer,
+        http,
         ids,
-        clamped,
-        priority=body.priority or 0,
-        cache_salt=state.cache_salt(http, body.cache_salt),
+        params,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
         streams=bool(body.stream),
     )
-    echoes: list[_Echo | None] = [None] * len(ids)
-    if body.echo:
-        echoes = [_Echo(tokenizer, prompt, one, body) for prompt, one in zip(prompts, ids, strict=True)]
-    return _Answer(state, tokenizer, body, generation, echoes)
+    return _Answer(state, http, tokenizer, body, generation, echoes)
 
 
 class _Echo:
@@ -108,11 +110,13 @@ class _Answer:
     def __init__(
         self,
         state: ServerState,
+        http: HTTPRequest,
         tokenizer: Tokenizer,
         body: CompletionRequest,
         generation: Generation,
         echoes: list[_Echo | None],
     ):
+        self._state, self._http = state, http
         self._tokenizer = tokenizer
         self._body = body
         self._generation = generation
@@ -127,15 +131,21 @@ class _Answer:
         }
 
     async def whole(self) -> Response:
+        deltas = await self._generation.collect()
+        long = self._body.logprobs is not None or self._body.prompt_logprobs is not None
+        data = await self._state.text_work(self._http, lambda: self._encoded(deltas), short=not long)
+        return Response(data, media_type="application/json")
+
+    def _encoded(self, deltas: list[ChoiceDelta]) -> bytes:
+        """The answer as JSON."""
         choices = []
-        for delta in await self._generation.collect():
+        for delta in deltas:
             choice = self._choice(delta, first=True)
             processor = self._generation.processors[delta.index // self._n]
             if self._body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, processor.prompt_logprobs)
             choices.append(choice)
-        body = {**self._head, "choices": choices, "usage": self._generation.usage()}
-        return Response(to_json(body), media_type="application/json")
+        return to_json({**self._head, "choices": choices, "usage": self._generation.usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         mode = cast(Literal["off", "last", "always"], self._body.usage_mode)
@@ -143,12 +153,16 @@ class _Answer:
         started: set[int] = set()
         async with contextlib.aclosing(self._generation.deltas()) as batches:
             async for deltas in batches:
-                chunks = []
+                chunks, turn = [], Turn()
                 for delta in deltas:
                     choice = self._choice(delta, first=delta.index not in started)
                     started.add(delta.index)
                     usage = self._generation.usage() if mode == "always" else None
                     chunks.append(writer.choice(to_json(choice), usage))
+                    if turn.is_over:
+                        yield b"".join(chunks)
+                        chunks = []
+                        await turn.give()
                 yield b"".join(chunks)
         if last := writer.last(self._generation.usage()):
             yield last

@@ -22,7 +22,7 @@ from server.messages import Ready
 from server.parsing import OutputParser, Piece
 from server.reasoning import ends_inside, qwen3
 from server.schemas_chat import ChatRequest, Conversation
-from server.state import ServerState, fit_prompt, fit_text, room_for
+from server.state import ServerState, fit_prompt, fit_text, key_of, room_for
 from server.structured import binds_reasoning
 from server.tools.base import ToolParser
 from server.tools.choice import forced_parser
@@ -40,16 +40,23 @@ async def prepare(
     state.check_model(body.model)
     body.check()
     tokenizer, info = state.require_ready()
-    ids = await state.off_loop(lambda: encode_chat(tokenizer, info, body.conversation(), body.truncate_prompt_tokens))
+    state.accounts.check(key_of(http), 1, body.n)
+    ids = await state.text_work(
+        http, lambda: encode_chat(tokenizer, info, body.conversation(), body.truncate_prompt_tokens)
+    )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens)
     room = room_for(max_tokens, len(ids), info)
-    params = body.sampling_params(
-        tokenizer,
-        info.vocab_size,
-        max_tokens=max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
+    params = await state.text_work(
+        http,
+        lambda: body.sampling_params(
+            tokenizer,
+            info.vocab_size,
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+        ),
+        short=True,
     )
     params = tokenizer.with_eos(params, info.eos_token_ids)
     params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
@@ -64,10 +71,11 @@ async def prepare(
     run.generation = Generation(
         state,
         tokenizer,
+        http,
         [ids],
-        [params],
-        priority=body.priority or 0,
-        cache_salt=state.cache_salt(http, body.cache_salt),
+        params,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
         streams=bool(body.stream),
     )
     return run

@@ -6,12 +6,13 @@ import argparse
 import os
 from typing import Any
 
+from jaxserve.limits import MAX_COMPLETIONS
 from server import plugins
 
 _SAME_NAME = (
     "host", "port", "fd", "served_model_name", "api_key_file", "salt_by_key", "drain_seconds", "request_timeout",
     "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile", "max_connections",
-    "max_body_bytes", "max_header_bytes", "client_timeout",
+    "max_body_bytes", "max_completions_per_request", "max_header_bytes", "client_timeout",
     "max_stored_responses", "ui", "access_log", "otlp_endpoint",
 )  # fmt: skip
 
@@ -28,7 +29,7 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--served-model-name", metavar="NAME", help="what clients call the model; None: MODEL as given")
     flag("--api-key", action="append", default=None, metavar="KEY",
          help="demand this bearer key (may be given several times); also read from JAXSERVE_API_KEY")  # fmt: skip
-    flag("--api-key-file", metavar="FILE", help="more keys, in lines 'key [name] [max-concurrency]'")
+    flag("--api-key-file", metavar="FILE", help="more keys, in lines 'key [name] [max-concurrency] [min-priority]'")
     flag("--salt-by-key", action="store_true", help="requests under different keys share no prefix cache")
     flag("--admin-key", metavar="KEY",
          help="opens POST /reset_prefix_cache to this bearer key; also read from JAXSERVE_ADMIN_KEY")  # fmt: skip
@@ -46,6 +47,8 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--ssl-keyfile", metavar="FILE", help="its private key, where the certificate's file does not hold it")
     flag("--max-connections", type=int, default=4096, metavar="N", help="open connections, beyond which there is 503")
     flag("--max-body-bytes", type=int, default=32 * 2**20, metavar="BYTES", help="longest request body")
+    flag("--max-completions-per-request", type=int, default=MAX_COMPLETIONS, metavar="N",
+         help="most completions of one request, its prompts times n")  # fmt: skip
     flag("--max-header-bytes", type=int, default=64 * 2**10, metavar="BYTES", help="longest request head")
     flag("--client-timeout", type=float, default=60.0, metavar="SECONDS",
          help="in which a request's head must come, then its body, and something of its answer be taken")  # fmt: skip

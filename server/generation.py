@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
+from starlette.requests import Request as HTTPRequest
 
-from jaxserve.detokenizer import ChoiceDelta, OutputProcessor
+from jaxserve.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
+from jaxserve.limits import MAX_HELD_LOGPROBS
 from jaxserve.tokenizer import Tokenizer, token_strings
-from jaxserve.types import QueueFullError, Request, SamplingParams, TokenLogprob
+from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
+from server.body import body_of
 from server.errors import APIError
 from server.metrics import RequestTimes
-from server.state import ServerState
+from server.state import ServerState, key_of, tenant_of
 
+TURN_SECONDS = 0.01
 _LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
@@ -37,6 +42,22 @@ class Usage(msgspec.Struct, omit_defaults=True):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
+class Turn:
+    """What one request may do on the event loop before others have theirs."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + TURN_SECONDS
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
+
+    async def give(self) -> None:
+        """Lets the others, and begins anew."""
+        await asyncio.sleep(0)
+        self._end = time.monotonic() + TURN_SECONDS
+
+
 class Generation:
     """The completions of one or more prompts under the same parameters.
 
@@ -47,27 +68,38 @@ class Generation:
         self,
         state: ServerState,
         tokenizer: Tokenizer,
+        http: HTTPRequest,
         prompts: Sequence[list[int]],
-        params: Sequence[SamplingParams],
+        params: SamplingParams,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         cache_salt: str | None = None,
         streams: bool = False,
     ):
-        self._state = state
+        self._state, self._key, self._body = state, key_of(http), body_of(http)
+        priority, cache_salt, tenant = (
+            state.priority(http, priority),
+            state.cache_salt(http, cache_salt),
+            tenant_of(http),
+        )
         self.requests = [
             Request(
                 request_id=uuid.uuid4().hex,  # ours alone: what clients call their requests may repeat
                 prompt_token_ids=ids,
-                params=own,
+                params=params,
                 priority=priority,
                 cache_salt=cache_salt,
                 streams=streams,
+                tenant=tenant,
             )
-            for ids, own in zip(prompts, params, strict=True)
+            for ids in prompts
         ]
-        self.processors = [OutputProcessor(tokenizer, request) for request in self.requests]
-        self._times = [RequestTimes(state.metrics, r.params, len(r.prompt_token_ids)) for r in self.requests]
+        stops = StopStrings(params.stop)  # the same for all
+        self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
+        self._times = [RequestTimes(state.metrics, params, len(ids)) for ids in prompts]
+        self._prompt_tokens = sum(map(len, prompts))
+        self._output_tokens = self._cached_tokens = 0
+        self._held_logprobs = 0  # of an answer that is kept until it is whole
         self._positions = {request.request_id: i for i, request in enumerate(self.requests)}
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
@@ -77,26 +109,55 @@ class Generation:
         `EngineClient.generate` raises, and APIError (500) when the engine gives up on a completion.
         """
         client, timeout = self._state.client, self._state.settings.request_timeout
+        n = self.requests[0].params.n
         try:
-            async with contextlib.aclosing(client.generate(self.requests, timeout)) as batches:
-                async for updates in batches:
-                    now = time.monotonic()
-                    deltas = []
-                    for update in updates:
-                        position = self._positions[update.request_id]
-                        processor, times = self.processors[position], self._times[position]
-                        before = processor.num_output_tokens
-                        delta = processor.process(update)
-                        times.tokens(update.index, processor.num_output_tokens - before, now, update.queue_seconds)
-                        if delta is not None:
-                            self._note_end(position, delta, now)
-                            delta.index += position * processor.request.params.n
-                            deltas.append(delta)
-                    if deltas:
-                        yield deltas
+            with self._state.accounts.hold(self._key, len(self.requests), n):
+                async with contextlib.aclosing(client.generate(self.requests, timeout)) as batches:
+                    async for updates in batches:
+                        if self._body is not None:
+                            self._body.release()  # the engine has answered, so it has the request
+                        deltas, turn = [], Turn()
+                        for update in updates:
+                            if (delta := self._process(update)) is not None:
+                                deltas.append(delta)
+                            if deltas and turn.is_over:
+                                yield deltas
+                                deltas = []
+                                await turn.give()
+                        if deltas:
+                            yield deltas
         except QueueFullError:
             self._state.metrics.rejections.inc()
             raise
+
+    def _process(self, update: SequenceUpdate) -> ChoiceDelta | None:
+        """What an update adds to its choice."""
+        position, now = self._positions[update.request_id], time.monotonic()
+        processor, times = self.processors[position], self._times[position]
+        self._count_logprobs(update, processor.request)
+        before, cached = processor.num_output_tokens, processor.num_cached_tokens
+        delta = processor.process(update)
+        more = processor.num_output_tokens - before
+        self._output_tokens += more
+        self._cached_tokens += processor.num_cached_tokens - cached
+        times.tokens(update.index, more, now, update.queue_seconds)
+        if delta is not None:
+            self._note_end(position, delta, now)
+            delta.index += position * processor.request.params.n
+        return delta
+
+    def _count_logprobs(self, update: SequenceUpdate, request: Request) -> None:
+        """Raises InvalidRequestError where an answer that is no stream holds too many log-probabilities."""
+        if request.streams or (update.logprobs is None and update.prompt_logprobs is None):
+            return
+        params = request.params
+        self._held_logprobs += len(update.logprobs or ()) * (1 + (params.logprobs or 0))
+        self._held_logprobs += len(update.prompt_logprobs or ()) * (1 + (params.prompt_logprobs or 0))
+        if self._held_logprobs > MAX_HELD_LOGPROBS:
+            raise InvalidRequestError(
+                f"the answer holds more than {MAX_HELD_LOGPROBS} log-probabilities; ask for fewer, or for a stream",
+                "logprobs",
+            )
 
     def _note_end(self, position: int, delta: ChoiceDelta, now: float) -> None:
         """Counts a completion that ended; stops it in the engine where a stop string ended it."""
@@ -124,10 +185,8 @@ class Generation:
         return [choices[index] for index in sorted(choices)]
 
     def usage(self) -> Usage:
-        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
-        completion = sum(processor.num_output_tokens for processor in self.processors)
-        cached = sum(processor.num_cached_tokens for processor in self.processors)
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        prompt, output = self._prompt_tokens, self._output_tokens
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(self._cached_tokens))
 
 
 def json_logprob(value: float) -> float:

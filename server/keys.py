@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,13 @@ from starlette.datastructures import Headers
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key, a name for messages, and how many requests may run under it at a time (None: any number)."""
+    """A key, a name for messages, how many completions may run under it at a time (None: any number), and the lowest
+    priority that its requests may have; lower ones are served first."""
 
     key: str
     name: str = ""
     max_concurrency: int | None = None
+    min_priority: int = 0
 
     @property
     def digest(self) -> bytes:
@@ -25,7 +28,8 @@ class ApiKey:
 
 
 def read_keys(path: str | Path) -> list[ApiKey]:
-    """Keys of a file with lines `key [name] [max-concurrency]`; blank lines and those that begin with # are skipped.
+    """Keys of a file with lines `key [name] [max-concurrency] [min-priority]`; the third may be `-` for any number.
+    Blank lines and those that begin with # are skipped.
 
     Raises ValueError, naming the line but not the key, for anything else, and OSError.
     """
@@ -34,10 +38,13 @@ def read_keys(path: str | Path) -> list[ApiKey]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        limit = words[2] if len(words) > 2 else "1"
-        if len(words) > 3 or not limit.isdecimal() or not int(limit[:9]) >= 1:
-            raise ValueError(f"{path}:{number}: a line must be 'key [name] [max-concurrency]', the latter at least 1")
-        keys.append(ApiKey(words[0], words[1] if len(words) > 1 else "", int(limit) if len(words) > 2 else None))
+        key, name, limit, priority = (*words, *("", "-", "0")[len(words) - 1 :])[:4]
+        if len(words) > 4 or not re.fullmatch(r"-|0*[1-9]\d{0,8}", limit) or not re.fullmatch(r"-?\d{1,9}", priority):
+            raise ValueError(
+                f"{path}:{number}: a line must be 'key [name] [max-concurrency] [min-priority]', the third at least 1 "
+                "or -, the last a number"
+            )
+        keys.append(ApiKey(key, name, None if limit == "-" else int(limit), int(priority)))
     if not keys:
         raise ValueError(f"{path} holds no API key")
     return keys

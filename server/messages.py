@@ -6,6 +6,7 @@ A frame is a 4-byte little-endian length and that many bytes of msgpack.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,7 +25,23 @@ _LENGTH = struct.Struct("<I")
 
 
 class Submit(msgspec.Struct, tag="submit"):
-    requests: list[Request]
+    """Requests that differ in their ids and prompts alone: the first, and (id, prompt) of the others."""
+
+    first: Request
+    others: list[tuple[str, list[int]]] = []
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Submit:
+        first, *others = requests
+        return cls(first, [(request.request_id, request.prompt_token_ids) for request in others])
+
+    def requests(self, prefix: str) -> list[Request]:
+        """All of them, with `prefix` before their ids; they share one SamplingParams."""
+        prompts = [(self.first.request_id, self.first.prompt_token_ids), *self.others]
+        return [
+            msgspec.structs.replace(self.first, request_id=prefix + request_id, prompt_token_ids=prompt)
+            for request_id, prompt in prompts
+        ]
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -65,6 +82,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     page_size: int
     max_num_seqs: int
     profile_dir: str | None = None
+    scheduling_policy: str = "fcfs"
 
 
 class Update(msgspec.Struct, tag="update"):
@@ -78,8 +96,17 @@ class Pool(msgspec.Struct, tag="pool"):
     snapshot: PoolSnapshot
 
 
+class Accepted(msgspec.Struct, tag="accepted"):
+    """The requests of a `Submit`, named by the first, passed the engine's checks and wait for their tokens.
+
+    Those with a grammar have no such message: the first update of each says that its grammar is compiled.
+    """
+
+    request_id: str
+
+
 class Rejected(msgspec.Struct, tag="rejected"):
-    """One request was not taken; `param` and `code` as in InvalidRequestError."""
+    """The requests of a `Submit`, named by the first, were not taken; `param` and `code` as in InvalidRequestError."""
 
     request_id: str
     message: str
@@ -94,7 +121,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 FrontMessage = Submit | Abort | Profile | ResetPrefixCache | AskPool | Drain
-EngineMessage = Ready | Update | Pool | Rejected | Failed
+EngineMessage = Ready | Update | Pool | Accepted | Rejected | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode

@@ -51,7 +51,7 @@ async def count_tokens(http: HTTPRequest) -> Response:
     tokenizer, info = state.require_ready()
     chat = body.to_chat()
     chat.check()
-    ids = await state.off_loop(lambda: encode_chat(tokenizer, info, chat.conversation()))
+    ids = await state.text_work(http, lambda: encode_chat(tokenizer, info, chat.conversation()))
     return Response(to_json({"input_tokens": len(ids)}), media_type="application/json")
 
 

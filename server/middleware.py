@@ -13,11 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server import ui
 from server.errors import APIError, to_api_error, unavailable
 from server.keys import ApiKey, find_key
+from server.limits import Bodies, too_long
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key, and when there are too many connections
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})  # their handlers ask for a key of their own
-_SMALL_BODY = 64 * 2**10  # bytes; always taken
-_BODIES = 8
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -119,41 +118,30 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Answers 413 to bodies longer than `limit` bytes, without reading them to their end; and 503 to those beyond
-    _SMALL_BODY while what has come of unfinished ones is more than _BODIES times the limit."""
+    """Answers 413 to bodies that are too long, without reading them to their end; and 503 to long ones while others
+    take too much memory, until what these ask for is submitted. Handlers find theirs in `scope["state"]["body"]`."""
 
-    def __init__(self, app: ASGIApp, limit: int):
+    def __init__(self, app: ASGIApp, bodies: Bodies):
         self.app = app
-        self._limit = limit
-        self._coming = 0  # bytes of bodies whose end has not come
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        too_long = APIError(413, f"the body is longer than {self._limit} bytes", code="body_too_long")
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._limit:
-            await too_long.response(scope)(scope, receive, send)
+        if length.isdecimal() and int(length[:20]) > self._bodies.longest:
+            await too_long(self._bodies.longest).response(scope)(scope, receive, send)
             return
-        received = 0
+        body = scope.setdefault("state", {})["body"] = self._bodies.open()
 
         async def receive_limited() -> Message:
-            nonlocal received
             message = await receive()
-            size = len(message.get("body", b""))
-            received += size
-            self._coming += size
-            if received > self._limit:
-                raise too_long
-            if received > _SMALL_BODY and self._coming > _BODIES * self._limit:
-                raise unavailable("too many long requests are being received; try again later", "too_many_bodies")
-            if not message.get("more_body", False):
-                self._coming -= received
-                received = 0
+            if data := message.get("body"):
+                body.grow(len(data))
             return message
 
         try:
             await self.app(scope, receive_limited, send)
         finally:
-            self._coming -= received
+            body.release()

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.limits import MAX_DETOKENIZED
 from jaxserve.tokenizer import Tokenizer, token_strings
 from jaxserve.types import InvalidRequestError
 from server.conversation import encode_chat
@@ -62,7 +63,7 @@ async def tokenize(http: Request) -> Response:
         raise InvalidRequestError("give either prompt or messages", "prompt")
     if body.prompt is not None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
-        (ids,) = await state.encode([body.prompt], special)
+        (ids,) = await state.encode(http, [body.prompt], special)
     else:
         chat = Conversation(
             messages=body.messages or [],
@@ -72,10 +73,10 @@ async def tokenize(http: Request) -> Response:
             add_special_tokens=bool(body.add_special_tokens),
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        ids = await state.off_loop(lambda: encode_chat(tokenizer, info, chat))
+        ids = await state.text_work(http, lambda: encode_chat(tokenizer, info, chat))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = token_strings(tokenizer, ids)
+        answer["token_strs"] = await state.text_work(http, lambda: token_strings(tokenizer, ids), short=True)
     return _json(answer)
 
 
@@ -85,9 +86,11 @@ async def detokenize(http: Request) -> Response:
     body = await read_body(http, _detokenize_decoder)
     state.check_model(body.model)
     tokenizer, info = state.require_ready()
+    if len(body.tokens) > MAX_DETOKENIZED:
+        raise InvalidRequestError(f"tokens has {len(body.tokens)} ids; at most {MAX_DETOKENIZED} are allowed", "tokens")
     if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= info.vocab_size):
         raise InvalidRequestError(f"tokens must be ids between 0 and {info.vocab_size - 1}", "tokens")
-    text = await state.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await state.text_work(http, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), short=True)
     return _json({"prompt": text})
 
 

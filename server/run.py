@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
+import gc
 import logging
 import os
 import resource
@@ -67,6 +69,8 @@ def serve(
     for a certificate or a file of keys that cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if config.max_waiting is None:
+        config = dataclasses.replace(config, max_waiting=config.queue_limit)
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
     own = ServerSettings(model_name=served_model_name or config.model, api_keys=tuple(keys), **settings)
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
@@ -197,7 +201,7 @@ class _Server(uvicorn.Server):
         if not self._state.client.is_ready:
             self._engine.kill()  # it still loads, and would not hear us before it has
         await self._state.client.close(drain=True)
-        self._state.pool.shutdown(wait=False, cancel_futures=True)
+        self._state.texts.pool.shutdown(wait=False, cancel_futures=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second exits at once."""
@@ -228,6 +232,8 @@ class _Server(uvicorn.Server):
             self.failure = str(error)
             self.should_exit = True
             return
+        gc.collect()
+        gc.freeze()  # what is here stays; looking at it again would hold up the event loop
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
     def _tokenizer(self, folder: Path) -> Tokenizer:

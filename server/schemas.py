@@ -12,13 +12,20 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.limits import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_NAME_LENGTH,
+    MAX_PRIORITY,
+    MAX_PROMPTS,
+    MAX_STOP_LENGTH,
+    MAX_WORD_LENGTH,
+    MAX_WORDS,
+)
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, InvalidRequestError, SamplingParams
+from jaxserve.types import InvalidRequestError, SamplingParams
 from server.structured import grammar_of
 
-MAX_PROMPTS = 1024
-MAX_BAD_WORDS = 128
-MAX_STOP_LENGTH = 1024  # characters of one stop string
 COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the client gives none
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -119,14 +126,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                 raise InvalidRequestError(
                     f"stop strings must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(stop)}", "stop"
                 )
-        if len(self.bad_words or ()) > MAX_BAD_WORDS or not all(0 < len(w) <= 256 for w in self.bad_words or ()):
+        if len(self.bad_words or ()) > MAX_WORDS or not all(
+            0 < len(w) <= MAX_WORD_LENGTH for w in self.bad_words or ()
+        ):
             raise InvalidRequestError(
-                f"bad_words must hold at most {MAX_BAD_WORDS} words of 1 to 256 characters", "bad_words"
+                f"bad_words must hold at most {MAX_WORDS} words of 1 to {MAX_WORD_LENGTH} characters", "bad_words"
             )
         check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, excluded=0)
-        check_range("priority", self.priority, -(2**31), 2**31 - 1)
-        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 256:
-            raise InvalidRequestError("cache_salt must have 1 to 256 characters", "cache_salt")
+        check_range("priority", self.priority, -MAX_PRIORITY - 1, MAX_PRIORITY)
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_NAME_LENGTH:
+            raise InvalidRequestError(f"cache_salt must have 1 to {MAX_NAME_LENGTH} characters", "cache_salt")
         if self.request_id is not None and not _REQUEST_ID.fullmatch(self.request_id):
             raise InvalidRequestError("request_id must be 1 to 128 letters, digits or ._:-", "request_id")
 

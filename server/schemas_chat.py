@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.types import MAX_LOGPROBS, InvalidRequestError
+from jaxserve.limits import MAX_CALLS, MAX_LOGPROBS, MAX_MESSAGES, MAX_TEMPLATE_VALUE
+from jaxserve.types import InvalidRequestError
 from server.schemas import SamplingFields, check_range
 from server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
 
-MAX_MESSAGES = 4096
-MAX_CALLS = 128  # tool calls in one message
 TEMPLATE_KWARGS = frozenset(
     {"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string", "today_date", "current_date"}
 )
@@ -136,7 +135,9 @@ class Conversation(msgspec.Struct, kw_only=True):
                 raise InvalidRequestError(
                     f"chat_template_kwargs may hold {allowed}; got {name[:64]!r}", "chat_template_kwargs"
                 )
-            if not isinstance(value, bool | int | float | str) or (isinstance(value, str) and len(value) > 256):
+            if not isinstance(value, bool | int | float | str) or (
+                isinstance(value, str) and len(value) > MAX_TEMPLATE_VALUE
+            ):
                 raise InvalidRequestError(
                     f"chat_template_kwargs.{name} must be a number, a boolean or a short string", "chat_template_kwargs"
                 )

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.types import MAX_LOGPROBS, InvalidRequestError
+from jaxserve.limits import MAX_ITEMS, MAX_LOGPROBS
+from jaxserve.types import InvalidRequestError
 from server.schemas import check_range
 from server.schemas_chat import CalledFunction, ChatRequest, Message, ToolCall
 from server.tools.choice import Function, NamedChoice, NamedFunction, Tool
 
-MAX_ITEMS = 4096
 _LOGPROBS = "message.output_text.logprobs"
 _SAME_FIELDS = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from jaxserve.limits import MAX_COMPLETIONS
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
 from server import plugins
+from server.body import body_of, read_bytes
 from server.client import EngineClient
 from server.errors import APIError, unavailable
 from server.keys import ApiKey
+from server.limits import Accounts, Bodies, Texts
 from server.messages import Ready
 from server.metrics import Metrics
 from server.response_store import ResponseStore
 
 T = TypeVar("T")
 
-_INLINE_CHARACTERS = 2000  # texts up to this long are tokenized on the event loop; longer ones would hold it up
+_INLINE_BYTES = 2000  # of a body whose texts are tokenized on the event loop; those of longer ones would hold it up
+_TURN = 200_000  # characters that are tokenized before others have a turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class ServerSettings:
       salt_by_key: requests under different keys share no prefix cache.
       admin_key: opens the admin endpoints; without one they do not exist.
       max_body_bytes: longest request body.
+      max_completions_per_request: of all prompts together.
       max_connections: open connections beyond which requests get 503.
       request_timeout: seconds that a request may take; None: any time.
       max_stored_responses: answers of /v1/responses that are kept.
@@ -58,6 +62,7 @@ class ServerSettings:
     salt_by_key: bool = False
     admin_key: str | None = None
     max_body_bytes: int = 32 * 2**20
+    max_completions_per_request: int = MAX_COMPLETIONS
     max_connections: int = 4096
     request_timeout: float | None = None
     max_stored_responses: int = 1000
@@ -86,11 +91,15 @@ class ServerState:
     draining: bool = False
     open_connections: Callable[[], int] = lambda: 0
     created: int = field(default_factory=lambda: int(time.time()))
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="text"))
+    texts: Texts = field(default_factory=Texts)
     responses: ResponseStore = field(init=False)
+    bodies: Bodies = field(init=False)
+    accounts: Accounts = field(init=False)
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.max_stored_responses)
+        self.bodies = Bodies(self.settings.max_body_bytes)
+        self.accounts = Accounts(self.settings.max_completions_per_request)
 
     @property
     def is_ready(self) -> bool:
@@ -136,18 +145,61 @@ class ServerState:
         return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salt_by_key else given
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """`work()` in a thread, so that the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+        """`work()` of the server's own in a thread, so that the event loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self.texts.pool, work)
 
-    async def encode(self, texts: list[str], add_special_tokens: bool, truncate: int | None = None) -> list[list[int]]:
+    async def text_work(self, http: Request, work: Callable[[], T], *, short: bool = False) -> T:
+        """`work()` for a request, in a thread when it is its key's turn; at once where both it and the body are short.
+
+        Raises APIError (503) where too much waits already.
+        """
+        body = body_of(http)
+        size = body.size if body is not None else 0
+        if short and size <= _INLINE_BYTES:
+            return work()
+        return await self.texts.run(tenant_of(http), size, work)
+
+    async def encode(
+        self, http: Request, texts: list[str], add_special_tokens: bool, truncate: int | None = None
+    ) -> list[list[int]]:
         """Token ids of each text. Raises InvalidRequestError for one that `fit_text` refuses."""
         tokenizer, info = self.require_ready()
         texts = [fit_text(text, tokenizer, info, truncate, "prompt") for text in texts]
+        ids: list[list[int]] = []
+        for some in _in_turns(texts):  # so that others come between, and those whose client left are left out
+            ids += await self.text_work(http, partial(_encode, tokenizer, some, add_special_tokens), short=True)
+        return ids
 
-        def work() -> list[list[int]]:
-            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+    def priority(self, http: Request, given: int | None) -> int:
+        """The priority of a request: 0 unless priorities are on. Raises InvalidRequestError for what its key may not
+        have."""
+        _, info = self.require_ready()
+        if info.scheduling_policy != "priority" or given is None:
+            return 0
+        key = key_of(http)
+        if key is not None and given < key.min_priority:
+            raise InvalidRequestError(
+                f"priority must be at least {key.min_priority} under this key, got {given}", "priority"
+            )
+        return given
 
-        return work() if sum(map(len, texts)) <= _INLINE_CHARACTERS else await self.off_loop(work)
+
+def _encode(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
+
+def _in_turns(texts: list[str]) -> Iterator[list[str]]:
+    """The texts in lists of at most _TURN characters, or of one text."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        if some and size + len(text) > _TURN:
+            yield some
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    if some:
+        yield some
 
 
 def state_of(request: Request) -> ServerState:
@@ -159,13 +211,19 @@ def key_of(request: Request) -> ApiKey | None:
     return request.scope.get("state", {}).get("api_key")
 
 
+def tenant_of(request: Request) -> str:
+    """On whose behalf a request is served: a name for its API key, the same for all where none is demanded."""
+    key = key_of(request)
+    return "" if key is None else key.digest[:8].hex()
+
+
 async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     """The request's JSON body as the decoder's type. Raises APIError (400) for anything else."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
     try:
-        return decoder.decode((await request.body()).decode())  # msgspec alone would not look into unknown fields
+        return decoder.decode((await read_bytes(request)).decode())  # msgspec alone would not look into unknown fields
     except UnicodeDecodeError as error:
         raise APIError(400, f"the body is not valid UTF-8: {error}") from None
     except msgspec.ValidationError as error:
@@ -190,12 +248,11 @@ def fit_text(text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None,
 
     Of a text that is sure to be too long, the end is left where it is to be truncated; otherwise InvalidRequestError.
     """
-    most = info.max_model_len * (tokenizer.longest_token or len(text))
-    if len(text) <= most:
+    if len(text) < info.max_model_len or (fewest := tokenizer.fewest_tokens(text)) <= info.max_model_len:
         return text
     if truncate is None:
-        raise _too_long(info, f"at least {len(text) // tokenizer.longest_token}", param)  # type: ignore[operator]
-    return text[-2 * most :]
+        raise _too_long(info, f"at least {fewest}", param)
+    return text[-2 * info.max_model_len * (tokenizer.longest_token or 1) :]
 
 
 def _too_long(info: Ready, count: str, param: str) -> InvalidRequestError:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.limits import MAX_TOOLS
 from jaxserve.types import InvalidRequestError
 from server.tools.base import ToolParser
 from server.tools.json_scan import ValueScanner
 
-MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 

@@ -48,6 +48,15 @@ class ParrotEngine:
             self._running[request.request_id, index] = (request, 0)
         self._stats.prompt_tokens += len(request.prompt_token_ids)
 
+    def add_requests(self, requests: list[Request]) -> None:
+        try:
+            for request in requests:
+                self.add_request(request)
+        except Exception:
+            for request in requests:
+                self.abort(request.request_id)
+            raise
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         for key in list(self._running):
             if key[0] == request_id and index in (None, key[1]):
@@ -80,8 +89,9 @@ class ParrotEngine:
                     update.finish_reason = "stop"
                 elif token in params.stop_token_ids:
                     update.finish_reason, update.stop_token = "stop", token
+        room = self.max_model_len - len(prompt)
         if update.finish_reason is None and done >= (
-            self.max_model_len if params.max_tokens is None else params.max_tokens
+            room if params.max_tokens is None else min(params.max_tokens, room)
         ):
             update.finish_reason = "length"
         self._running[key] = (request, done)

@@ -24,7 +24,9 @@ def rows(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_nothing_is_kept(rows):
-    assert list(rows) == ["streams", "storm", "slow-readers", "large-bodies", "headers", "malformed", "terminate"]
+    assert list(rows) == [
+        "streams", "storm", "slow-readers", "large-bodies", "amplification", "headers", "malformed", "terminate"
+    ]  # fmt: skip
     for row in rows.values():
         assert row["bad"] == {}
         assert row["pages"] == 0
@@ -51,3 +53,13 @@ def test_what_is_wrong_is_refused(rows):
     assert sum(statuses.values()) == rows["malformed"]["requests"] == 2000
     assert rows["headers"]["good"]["endless header: 431"] == rows["headers"]["good"]["a byte at a time: 408"] == 2
     assert rows["large-bodies"]["good"]["length of 1 TB: 413"] == 1
+
+
+def test_what_asks_for_too_much_is_refused_at_little_cost(rows):
+    good, details = rows["amplification"]["good"], rows["amplification"]["details"]
+    answered = [outcome for outcome in good if outcome.endswith(": 200")]
+    assert answered == ["1,024 prompts, 131,072 allowed tokens: 200", "1,024 prompts: 200"]
+    assert good["1,024 prompts with n of 128: 400"] == 1
+    bombs = [figures for name, figures in details.items() if name.startswith("bomb in ")]
+    assert len(bombs) == 6
+    assert all(bomb["status"] == 400 and bomb["grown_MiB"] < 128 for bomb in bombs)  # they were a gigabyte

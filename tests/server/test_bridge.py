@@ -95,7 +95,7 @@ def test_a_closing_front_takes_its_requests_along(path, config):
     async def run(engine):
         leaving, staying = await connected(path), await connected(path)
         stream = leaving.generate([request("a", max_tokens=10_000)])
-        await anext(stream)
+        assert await anext(stream) == []  # accepted
         assert engine.has_work
         await leaving.close()
         await until(lambda: not engine.has_work)
@@ -121,6 +121,24 @@ def test_rejections_and_aborts(path, config):
 
     with engine_at(path, SlowEngine(config)) as engine:
         asyncio.run(run(engine))
+
+
+def test_acceptance(path, config):
+    """A stream begins when the engine has taken all of its requests, however long their first tokens take."""
+
+    class Busy(ParrotEngine):
+        step_seconds = 0.5
+
+    async def run():
+        client = await connected(path)
+        async with contextlib.aclosing(client.generate([request("a"), request("b")])) as stream:
+            assert await anext(stream) == []
+            assert {update.request_id for update in await anext(stream)} == {"a", "b"}
+        with pytest.raises(InvalidRequestError):
+            await anext(client.generate([request("c"), request("long", [1] * 300)]))
+
+    with engine_at(path, Busy(config)):
+        asyncio.run(run())
 
 
 def test_bad_frames_cost_only_their_sender(path, config):
@@ -151,7 +169,7 @@ def test_a_front_that_does_not_read_is_disconnected(path, config, monkeypatch):
         with socket.socket(socket.AF_UNIX) as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             raw.connect(path)
-            raw.sendall(to_frame(Submit([request("deaf", n=100, max_tokens=100_000)])))
+            raw.sendall(to_frame(Submit.of([request("deaf", n=100, max_tokens=100_000)])))
             await until(lambda: aborted and not engine.has_work)
         assert len(await tokens_of(client, request("a"))) == 4
 
@@ -162,7 +180,7 @@ def test_a_front_that_does_not_read_is_disconnected(path, config, monkeypatch):
 def test_frames_are_bounded(monkeypatch):
     monkeypatch.setattr(messages, "MAX_FRAME", 1000)
     with pytest.raises(ValueError, match="longer than the limit"):
-        to_frame(Submit([request("a", [1000] * 1000)]))
+        to_frame(Submit.of([request("a", [1000] * 1000)]))
     with pytest.raises(ValueError, match="limit is 1000"):
         frame_length(b"\xff\xff\x00\x00")
     sent = []

@@ -14,7 +14,7 @@ import time
 
 import httpx
 import pytest
-from serving import running_server, wait_until
+from serving import SMALL, running_server, wait_until
 
 from server.keys import ApiKey, read_keys
 
@@ -50,7 +50,14 @@ def test_key_file(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# ours\n\nabc\ndef team-a\nghi team-b 3\n")
     assert read_keys(path) == [ApiKey("abc"), ApiKey("def", "team-a"), ApiKey("ghi", "team-b", 3)]
-    for text, what in (("a b c\n", ":1:"), ("a b 0\n", ":1:"), ("x\na b 1 d\n", ":2:"), ("# none\n", "no API key")):
+    path.write_text("abc\ndef team-a - -5\nghi team-b 3 7\n")
+    assert read_keys(path) == [
+        ApiKey("abc"), ApiKey("def", "team-a", None, -5), ApiKey("ghi", "team-b", 3, 7)
+    ]  # fmt: skip
+    for text, what in (
+        ("a b c\n", ":1:"), ("a b 0\n", ":1:"), ("x\na b 1 d\n", ":2:"), ("a b 1 2 3\n", ":1:"),
+        ("# none\n", "no API key"),
+    ):  # fmt: skip
         path.write_text(text)
         with pytest.raises(ValueError, match=what) as caught:
             read_keys(path)
@@ -83,6 +90,74 @@ def test_requests_at_a_time_under_a_key(start_server, tmp_path):
         assert refused.headers["retry-after"]
         assert post(server, key="one", max_tokens=1).status_code == 200
     wait_until(lambda: post(server, key="two", max_tokens=1).status_code == 200, seconds=3)
+
+
+def test_completions_count_under_a_key(start_server, tmp_path):
+    """A request of n completions was one, however many it asked for."""
+    path = tmp_path / "keys"
+    path.write_text("one a\ntwo b 4\n")
+    server = start_server(
+        "SlowEngine", api_key_file=str(path), config={"max_model_len": 2048}, max_completions_per_request=200
+    )
+    for fields, param in (
+        ({"prompt": ["a"] * 1024, "n": 128}, "prompt"), ({"prompt": ["a"] * 201}, "prompt"),
+        ({"prompt": ["a", "b"], "n": 101}, "prompt"),
+    ):  # fmt: skip
+        refused = post(server, key="one", **fields)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, param)
+        assert "at most 200" in error_of(refused)["message"]
+    assert len(post(server, key="one", prompt=["a"] * 100, n=2, max_tokens=1).json()["choices"]) == 200
+    for fields in ({"n": 5}, {"prompt": ["a"] * 5}):
+        refused = post(server, key="two", **fields)
+        assert refused.status_code == 400
+        assert "5 completions are more than the 4" in error_of(refused)["message"]
+    headers = {"Authorization": "Bearer two"}
+    body = {**BODY, "stream": True, "n": 3}
+    with server.http(headers=headers).stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert post(server, key="two", max_tokens=1).status_code == 200
+        refused = post(server, key="two", n=2)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many_requests")
+        chat = {"messages": [{"role": "user", "content": "a"}], "n": 2}
+        assert httpx.post(server.url + "/v1/chat/completions", json=chat, headers=headers).status_code == 429
+    wait_until(lambda: post(server, key="two", n=4, max_tokens=1).status_code == 200, seconds=3)
+
+
+def test_priorities_are_within_the_bounds_of_a_key(start_server, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("one a\nvip b - -10\n")
+    server = start_server(api_key_file=str(path), config={"scheduling_policy": "priority"})
+    for key, priority, status in (("one", 0, 200), ("one", 9, 200), ("one", -1, 400), ("vip", -10, 200),
+                                  ("vip", -11, 400)):  # fmt: skip
+        answer = post(server, key=key, priority=priority, max_tokens=1)
+        assert answer.status_code == status, answer.text
+        if status == 400:
+            assert error_of(answer)["param"] == "priority"
+
+
+def test_a_flood_of_one_key_leaves_others_their_turn(start_server, tmp_path):
+    """200 completions wait under one key; another key's requests are answered long before they are."""
+    path = tmp_path / "keys"
+    path.write_text("flood\nother\n")
+    server = start_server(engine=None, api_key_file=str(path), config=SMALL)
+    body = {**BODY, "prompt": [[5, 6]] * 200, "max_tokens": 20, "stream": True}
+    ended = 0
+    with server.http(headers={"Authorization": "Bearer flood"}).stream("POST", "/v1/completions", json=body) as flood:
+
+        def read() -> None:
+            nonlocal ended
+            for line in flood.iter_lines():
+                ended += '"finish_reason":"length"' in line
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_until(lambda: ended > 0, seconds=60)
+        for _ in range(3):
+            assert post(server, key="other", prompt=[7, 8], max_tokens=10).status_code == 200
+        assert ended < 160, "the flood was served first"
+        reader.join()
+        assert ended == 200
 
 
 def test_admin_endpoint(start_server):

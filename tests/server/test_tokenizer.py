@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import tokenizers_for_tests as kinds
+from transformers import PreTrainedTokenizerFast
 
 from jaxserve import tokenizer as module
-from jaxserve.tokenizer import GenerationDefaults, load_tokenizer, token_strings
+from jaxserve.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer, token_strings
 from jaxserve.types import InvalidRequestError
 
 TEXTS = ["Hello world", " two  spaces", "naïve café 😀👍🏽", "你好世界\n", "a\tb <|im_end|> c <tool>d"]
@@ -103,3 +106,22 @@ def test_load_says_what_is_missing(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(ValueError, match=r"generation_config\.json"):
         GenerationDefaults.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [kinds.byte_level, kinds.sentencepiece_like, kinds.unigram, kinds.word_pieces])
+def test_fewest_tokens_is_no_more_than_there_are(kind):
+    tokenizer, rng = kind(), random.Random(0)
+    for unit in (*TEXTS, "the dog", "a", " ", "Zz", "<|im_end|>", "0.", "\n"):
+        for text in (unit, unit * 300, "".join(rng.choices(unit, k=500))):
+            assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_letters_tell_more_than_the_length():
+    """A token may be many spaces; of letters it holds few."""
+    backend = kinds.byte_level_backend()
+    backend.add_tokens([" " * 128])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert tokenizer.longest_token == 128
+    assert tokenizer.fewest_tokens(" " * 12_800) == 100
+    assert tokenizer.fewest_tokens("a" * 12_800) > 1000
+    assert tokenizer.fewest_tokens("\u00e9" * 12_800) == 100  # of which a normalizer could make anything

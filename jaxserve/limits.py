@@ -1,0 +1,48 @@
+"""Every cap on what one request may ask for, in one place. The checks and the API's document both read them from here.
+
+Numbers alone: what an operator chooses stands in `jaxserve.config` and `server.state`, and what a server does about a
+request's cost in `server.limits`.
+"""
+
+# Of a request's parameters.
+MAX_LOGPROBS = 20  # the compiled step always carries this many alternatives, so asking for fewer never recompiles
+MAX_N = 128  # completions of one prompt
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 1024  # characters of one stop string
+MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
+MAX_LOGIT_BIAS = 512
+MAX_ALLOWED_TOKENS = 2**17
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
+MAX_WORDS, MAX_WORD_LENGTH = 128, 256  # bad words as clients write them; each is two sequences of tokens
+MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 2**31 - 1
+MAX_NAME_LENGTH = 256  # characters of a cache salt
+
+# Of the form of an output.
+MAX_GRAMMAR = 2**18  # characters of a grammar
+MAX_GRAMMAR_PARTS = 2 * MAX_GRAMMAR  # characters of all parts of a grammar
+MAX_GRAMMAR_NESTING = 64
+MAX_CHOICES = 1024
+
+# Of what a request brings.
+MAX_PROMPTS = 1024
+MAX_COMPLETIONS = 1024  # of all prompts together, where the operator says nothing else
+MAX_MESSAGES = 4096
+MAX_CALLS = 128  # tool calls in one message
+MAX_TOOLS = 128
+MAX_ITEMS = 4096  # of the input of a response
+MAX_DETOKENIZED = 2**20  # token ids
+MAX_TEMPLATE_VALUE = 256  # characters of a template's variable
+
+# Of a request's body, whatever it says.
+MAX_SCHEMA = 2**18  # bytes of each field that holds a JSON schema or another free form
+MAX_NESTING = 72  # brackets within brackets; a schema may have 64 of them
+MAX_CONTAINERS = 2**17  # objects and lists
+MAX_STRINGS = 2**19  # keys and values
+SMALL_BODY = 2**16  # bytes; always taken
+
+# Of what the server does for one request or one key at a time.
+MAX_HELD_LOGPROBS = 2**22  # of tokens and their alternatives, in an answer that is no stream
+MAX_WAITING_TEXT = 2**26  # bytes of bodies whose texts wait for a thread, under one key
+BODIES = 8  # of the longest that may be in work at a time
+DEFAULT_WAITING, WAITING_PER_SLOT = 8192, 32  # completions that wait; the greater of the first, and this per slot

@@ -1,0 +1,112 @@
+"""What an engine takes: all of a request or nothing, its parameters checked once, priorities where they are on."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxserve.admission import Admission
+from jaxserve.beam import Beams
+from jaxserve.block_manager import BlockManager
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.scheduler import Scheduler
+from jaxserve.sequence import Sequence
+from jaxserve.structured import Structured
+from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams
+from server.messages import MAX_FRAME, Submit, decode_front_message, to_frame
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    blocks = BlockManager(40, 4, prefix_caching=False)
+    return Scheduler(blocks, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100)
+
+
+def admission(scheduler, vocab_size=1000, **config) -> Admission:
+    model = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(0,))
+    structured, beams = Structured(SimpleNamespace(vocab_size=vocab_size)), Beams(scheduler, (0,))
+    return Admission(EngineConfig(model="m", **config), model, 100, scheduler, structured, beams)
+
+
+def requests(count=1, prompt=(1, 2, 3), **params) -> list[Request]:
+    shared = SamplingParams(**params)
+    return [Request(request_id=f"r{i}", prompt_token_ids=list(prompt), params=shared) for i in range(count)]
+
+
+def fill(scheduler, more: list[Request]) -> None:
+    for arrival, request in enumerate(more):
+        scheduler.add(Sequence(request, 0, 0, 5, frozenset(), arrival))
+
+
+def test_what_requests_share_travels_once_and_is_checked_once(monkeypatch):
+    """1,024 prompts with 131,072 allowed tokens were 1,024 messages of half a megabyte, each checked for itself."""
+    params = SamplingParams(allowed_token_ids=(999,) * 2**17)
+    given = [Request(request_id=f"r{i}", prompt_token_ids=[1], params=params) for i in range(1024)]
+    frame = to_frame(Submit.of(given))
+    assert len(frame) < MAX_FRAME // 200
+    checks = []
+    check = SamplingParams._check_words
+    monkeypatch.setattr(SamplingParams, "_check_words", lambda self: (checks.append(1), check(self)))
+    taken = decode_front_message(frame[4:]).requests("7/")
+    assert len(checks) == 1
+    assert [request.request_id for request in taken] == [f"7/r{i}" for i in range(1024)]
+    assert len({id(request.params) for request in taken}) == 1
+    assert [request.prompt_token_ids for request in taken] == [[1]] * 1024
+
+
+def test_shared_parameters_are_looked_at_once(scheduler, monkeypatch):
+    looked = []
+    own = Admission._check_params
+    monkeypatch.setattr(Admission, "_check_params", lambda self, params: (looked.append(1), own(self, params))[1])
+    assert admission(scheduler).check(requests(500, allowed_token_ids=(5,) * 1000, stop_token_ids=(9,))) == (0, 9)
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids"])
+def test_ids_outside_the_vocabulary(scheduler, name):
+    for token, right in ((999, True), (1000, False)):
+        value = {"bad_words": ((1, token),), "logit_bias": {token: 1.0}}.get(name, (1, token))
+        if right:
+            admission(scheduler).check(requests(**{name: value}))
+        else:
+            with pytest.raises(InvalidRequestError, match=f"{name}: token id 1000 is outside") as caught:
+                admission(scheduler).check(requests(**{name: value}))
+            assert caught.value.param == name
+
+
+def test_types_of_ids_are_still_checked():
+    for wrong in ((1, True), (1, 2.0), (1, "2"), (-1,), (2**31,)):
+        with pytest.raises(InvalidRequestError, match="allowed_token_ids must be"):
+            SamplingParams(allowed_token_ids=wrong)
+
+
+def test_one_bad_prompt_refuses_them_all(scheduler):
+    some = requests(3)
+    some[2].prompt_token_ids = [1] * 200
+    with pytest.raises(InvalidRequestError, match="maximum context length"):
+        admission(scheduler).check(some)
+
+
+def test_the_queue_counts_completions(scheduler):
+    """Not requests: one of them may ask for 128."""
+    one = admission(scheduler, max_waiting=100)
+    one.check_queue(requests(50, n=128))  # it would wait alone
+    fill(scheduler, requests(3, n=30))
+    assert scheduler.waiting.num_completions == 90
+    one.check_queue(requests(1, n=10))
+    with pytest.raises(QueueFullError, match="90 completions are waiting, of at most 100"):
+        one.check_queue(requests(1, n=11))
+    with pytest.raises(QueueFullError):
+        one.check_queue(requests(11))
+    admission(scheduler).check_queue(requests(1000, n=128))  # offline there is no limit
+
+
+def test_the_default_limit_of_a_server():
+    """In proportion to what it can run at a time."""
+    assert EngineConfig(model="m").queue_limit == 8192
+    assert EngineConfig(model="m", max_num_seqs=2048).queue_limit == 65_536
+
+
+def test_scheduling_policies():
+    assert EngineConfig(model="m").scheduling_policy == "fcfs"
+    with pytest.raises(ConfigError, match="scheduling_policy must be one of fcfs, priority"):
+        EngineConfig(model="m", scheduling_policy="fair")

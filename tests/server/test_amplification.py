@@ -1,0 +1,69 @@
+"""Small bodies may not cost much: at most 64 KB of JSON, 100 ms of the event loop or the engine's thread, 64 MiB.
+
+Here are the bodies known as the worst, and a short search for others; `benchmarks/amplification.py` searches longer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from serving import DEMO, ROOT
+
+from jaxserve.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is missing")
+
+spec = importlib.util.spec_from_file_location("amplification", ROOT / "benchmarks" / "amplification.py")
+assert spec is not None
+assert spec.loader is not None
+amplification = importlib.util.module_from_spec(spec)
+sys.modules["amplification"] = amplification  # dataclasses look there
+spec.loader.exec_module(amplification)
+
+KNOWN = list(amplification.known_worst())
+
+
+@pytest.fixture(scope="module")
+def front():
+    return amplification.Front(load_tokenizer(DEMO))
+
+
+@pytest.mark.parametrize(("path", "name", "body"), KNOWN, ids=[f"{path}: {name}" for path, name, _ in KNOWN])
+def test_the_worst_that_is_known(front, path, name, body):
+    assert len(json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()) <= amplification.LONGEST_BODY
+    cost = amplification.steadily(front, path, body, times=2)
+    assert cost.status < 500
+    assert cost.loop_seconds < amplification.MAX_SECONDS
+    assert cost.engine_seconds < amplification.MAX_SECONDS
+    assert cost.memory < amplification.MAX_BYTES
+
+
+def test_costs_are_measured(front):
+    """The measure itself: a body that is dear to decode shows on the loop, and what it allocates in the memory."""
+    body = {"prompt": "a", "unknown": [{}] * 10}
+    cheap = amplification.steadily(front, "/v1/completions", body, times=2)
+    dear = amplification.steadily(front, "/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 64}, times=2)
+    assert cheap.status == dear.status == 200
+    assert dear.loop_seconds > 3 * cheap.loop_seconds > 0
+    assert dear.engine_seconds > 3 * cheap.engine_seconds > 0
+    assert dear.memory > cheap.memory + 2**20
+
+
+@pytest.mark.parametrize("path", amplification.ENDPOINTS)
+def test_a_short_search_finds_nothing_dearer(front, path):
+    _, body = amplification.search(front, path, 8)
+    cost = amplification.steadily(front, path, body, times=2)
+    assert cost.worst < amplification.MAX_SECONDS, json.dumps(body)[:2000]
+    assert cost.memory < amplification.MAX_BYTES, json.dumps(body)[:2000]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", amplification.ENDPOINTS)
+def test_a_long_search_finds_nothing_dearer(front, path):
+    _, body = amplification.search(front, path, 300)
+    cost = amplification.steadily(front, path, body, times=3)
+    assert cost.worst < amplification.MAX_SECONDS, json.dumps(body)[:2000]
+    assert cost.memory < amplification.MAX_BYTES, json.dumps(body)[:2000]

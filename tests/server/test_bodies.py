@@ -1,0 +1,249 @@
+"""Bodies before anything is made of them, and texts on their way through the threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import tracemalloc
+
+import pytest
+from starlette.requests import Request
+
+from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
+from server.body import read_bytes
+from server.errors import APIError
+from server.limits import Accounts, Bodies, Texts
+from server.middleware import BodyLimit
+
+USER = b'"messages":[{"role":"user","content":"hi"}]'
+
+
+def read(data: bytes) -> bytes:
+    """What a handler gets of a body, which comes in pieces of 100,000 bytes."""
+    pieces = [data[at : at + 100_000] for at in range(0, len(data), 100_000)] or [b""]
+
+    async def receive():
+        body = pieces.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(pieces)}
+
+    return asyncio.run(read_bytes(Request({"type": "http", "headers": []}, receive)))
+
+
+def error_of(data: bytes) -> APIError:
+    with pytest.raises(APIError) as caught:
+        read(data)
+    assert caught.value.status == 400
+    return caught.value
+
+
+BOMBS = {
+    "tools": b'{%b,"tools":[{"function":{"name":"f","parameters":{"x":[%b]}}}]}',
+    "response_format": b'{%b,"response_format":{"json_schema":{"schema":{"x":[%b]}}}}',
+    "structured_outputs": b'{%b,"structured_outputs":{"json":{"x":[%b]}}}',
+    "input_schema": b'{%b,"tools":[{"name":"f","input_schema":{"x":[%b]}}]}',
+    "output_config": b'{%b,"output_config":{"format":{"x":[%b]}}}',
+    "metadata": b'{%b,"metadata":{"x":[%b]}}',
+    "unknown": b'{%b,"nobody knows this":[%b]}',
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+def test_bombs_are_refused_before_they_are_built(bomb):
+    """16 MiB of empty objects: they were a gigabyte of dicts before they were refused."""
+    data = bomb % (USER, b"{}," * (16 * 2**20 // 3) + b"{}")
+    tracemalloc.start()
+    error = error_of(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert f"more than {MAX_CONTAINERS} objects and lists" in error.message
+    assert peak < 3 * len(data)  # its pieces, and the whole
+
+
+@pytest.mark.parametrize("name", ["tools", "response_format", "structured_outputs", "input_schema", "metadata"])
+def test_schemas_have_a_limit_of_their_own(name):
+    few = b'"' + b"x" * (MAX_SCHEMA - 200) + b'"'
+    assert read(BOMBS[name] % (USER, few) + b" " * 1000)
+    error = error_of(BOMBS[name] % (USER, few + b"," + b'"' + b"x" * 300 + b'"'))
+    assert f"at most {MAX_SCHEMA} are allowed" in error.message
+    assert error.param == ("tools" if name == "input_schema" else name)
+
+
+def test_long_texts_are_no_schemas():
+    """Prompts, messages and many tools may be longer than one schema."""
+    text = json.dumps('{[x, \\" ]}' * 60_000).encode()
+    for data in (b'{"prompt":%b}' % text, b'{"messages":[{"role":"user","content":%b}]}' % text, b'{"user":%b}' % text):
+        assert read(data) == data
+    tool = b'{"function":{"name":"f","description":"%b"}}' % (b"x" * 100_000)
+    assert read(b'{"tools":[%b]}' % b",".join([tool] * 20))
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_nesting(opening):
+    close = b"]" if opening == b"[" else b"}"
+    deep = opening * (MAX_NESTING - 1) + b"1" + close * (MAX_NESTING - 1)
+    assert read(b"[%b]" % deep)
+    assert "nested too deeply" in error_of(b"[[%b]]" % deep).message
+    assert "nested too deeply" in error_of(b'["%b",[[%b]]]' % (b'\\\\\\"[' * 100_000, deep)).message
+    quoted = json.dumps((opening * 1000).decode()).encode()
+    assert read(b'[%b,"\\\\",%b]' % (quoted, quoted))  # brackets within strings are none
+
+
+def test_many_strings():
+    assert f"more than {MAX_STRINGS} strings" in error_of(b'{"prompt":[%b"a"]}' % (b'"a",' * MAX_STRINGS)).message
+    assert read(b'{"prompt":[%b1]}' % (b"12345," * 200_000))
+
+
+def test_what_is_no_json_is_left_to_others():
+    for data in (b"", b"{", b"\xff" * 300_000, b'{"tools":[{]}' + b" " * 300_000, b"]" * 300_000, b'"' * 300_001):
+        assert read(data) == data
+
+
+async def _post(app, size: int, started: asyncio.Event | None = None) -> int:
+    """The status of a body of so many bytes."""
+    messages = [{"type": "http.request", "body": b" " * size, "more_body": False}]
+    status = 0
+
+    async def receive():
+        return messages.pop()
+
+    async def send(message):
+        nonlocal status
+        status = message.get("status", status)
+
+    try:
+        await app({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send)
+    except APIError as error:
+        return error.status
+    return status
+
+
+def test_bodies_count_until_they_are_submitted():
+    """Not until they have come: what they become is more than they were."""
+
+    async def run() -> None:
+        go = asyncio.Event()
+
+        async def handler(scope, receive, send):
+            await receive()
+            if scope["state"]["body"].size == 1_000_000:
+                await go.wait()
+                scope["state"]["body"].release()
+                await asyncio.sleep(60)
+            await send({"type": "http.response.start", "status": 200})
+
+        app = BodyLimit(handler, Bodies(1_000_000))
+        slow = [asyncio.create_task(_post(app, 1_000_000)) for _ in range(8)]
+        await asyncio.sleep(0)
+        assert [await _post(app, size) for size in (999_999, 60_000)] == [503, 200]
+        go.set()
+        await asyncio.sleep(0.01)
+        assert await _post(app, 999_999) == 200
+        assert await _post(app, 1_000_001) == 413
+        for task in slow:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_what_a_body_becomes_counts():
+    bodies = Bodies(1000_000)
+    one, other = bodies.open(), bodies.open()
+    one.grow(900_000)
+    one.expand(100_000_000)  # alone, it may be anything
+    other.grow(1000)
+    with pytest.raises(APIError) as caught:
+        other.grow(100_000)
+    assert (caught.value.status, caught.value.code) == (503, "too_many_bodies")
+    one.release()
+    other.release()
+    bodies.open().grow(900_000)
+
+
+def test_keys_take_turns_with_their_texts():
+    async def run() -> None:
+        texts, gate, order = Texts(threads=1), threading.Event(), []
+
+        def work(name: str):
+            return lambda: (gate.wait(10), order.append(name))
+
+        tasks = [asyncio.create_task(texts.run("flood", 10, work("flood"))) for _ in range(50)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(texts.run("late", 10, work("late"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+        assert [i for i, name in enumerate(order) if name == "late"] == [2, 4, 6]
+        assert not texts._running
+        assert not texts._bytes
+        assert not texts._waiting
+        assert texts._free == 1
+
+    asyncio.run(run())
+
+
+def test_no_key_has_all_the_threads():
+    async def run() -> None:
+        texts, gate = Texts(threads=3), threading.Event()
+        flood = [asyncio.create_task(texts.run("flood", 10, lambda: gate.wait(10))) for _ in range(50)]
+        await asyncio.sleep(0)
+        assert texts.num_waiting == 48
+        assert await texts.run("other", 10, lambda: 7) == 7
+        assert texts.num_waiting == 48
+        gate.set()
+        await asyncio.gather(*flood)
+
+    asyncio.run(run())
+
+
+def test_texts_of_clients_that_left_are_not_worked_on():
+    async def run() -> None:
+        texts, gate, done = Texts(threads=1), threading.Event(), []
+        first = asyncio.create_task(texts.run("a", 1, lambda: gate.wait(10)))
+        await asyncio.sleep(0)
+        left = [asyncio.create_task(texts.run("a", 1, lambda: done.append("left"))) for _ in range(100)]
+        last = asyncio.create_task(texts.run("a", 1, lambda: done.append("last")))
+        await asyncio.sleep(0)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        assert texts.num_waiting == 1
+        gate.set()
+        await asyncio.gather(first, last)
+        assert done == ["last"]
+        running = asyncio.create_task(texts.run("a", 1, lambda: gate.wait(10)))
+        await asyncio.sleep(0)
+        running.cancel()  # its thread is taken until it has ended
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        while texts._free < 1:
+            await asyncio.sleep(0.01)
+        assert not texts._running
+
+    asyncio.run(run())
+
+
+def test_texts_that_wait_are_bounded():
+    """By their length, so that many short ones may; one alone is always taken."""
+
+    async def run() -> None:
+        texts, gate = Texts(threads=1), threading.Event()
+        tasks = [asyncio.create_task(texts.run("a", 1, lambda: gate.wait(10)))]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(texts.run("a", size, lambda: None)) for size in (*[0] * 500, 10**9)]
+        await asyncio.sleep(0)
+        with pytest.raises(APIError) as caught:
+            await texts.run("a", 10, lambda: None)
+        assert (caught.value.status, caught.value.code) == (503, "too_much_text")
+        tasks.append(asyncio.create_task(texts.run("b", 10, lambda: None)))
+        gate.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+
+
+def test_accounts_of_keyless_servers_count_nothing():
+    accounts = Accounts(10)
+    with accounts.hold(None, 5, 2), accounts.hold(None, 5, 2):
+        assert not accounts._running
