@@ -21,6 +21,7 @@ import msgspec
 import uvicorn
 
 from checkpoints.hub import local_folder
+from jaxserve import entry
 from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import EngineDeadError
@@ -130,12 +131,10 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, engine_class: str):
         self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # mode 0700: no one else may connect
         self.socket_path = os.path.join(self._folder, "engine.sock")
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "server.engine_process"],
+            entry.command("server.engine_process"),
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONSAFEPATH": "1"},  # for what the engine starts in its turn
         )
         launch = msgspec.json.encode(Launch.of(config, self.socket_path, engine_class))
         assert self._process.stdin is not None
