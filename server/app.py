@@ -16,6 +16,7 @@ from server.access import Access
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.errors import APIError, handle_exception
+from server.keys import ApiKey
 from server.messages_api import count_tokens, create_message
 from server.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
 from server.state import ServerState
@@ -68,7 +69,10 @@ def build_app(state: ServerState) -> Starlette:
         )
     )
     if settings.api_keys:
-        middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
+        monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
+        middleware.append(
+            Middleware(ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_metrics=settings.open_metrics)
+        )
     middleware.append(Middleware(BodyLimit, limit=settings.max_body_bytes))
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.datastructures import Headers
 
+log = logging.getLogger("jaxserve.server")
+
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key, a name for messages, and how many requests may run under it at a time (None: any number)."""
+    """A key, a name for messages, and how many requests may run under it at a time (None: any number).
 
-    key: str
+    Raises ValueError for an empty key, which everybody has.
+    """
+
+    key: str = field(repr=False)
     name: str = ""
     max_concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.key.strip():
+            raise ValueError("a key is empty, which would let everybody in")
 
     @property
     def digest(self) -> bytes:
@@ -30,7 +41,7 @@ def read_keys(path: str | Path) -> list[ApiKey]:
     Raises ValueError, naming the line but not the key, for anything else, and OSError.
     """
     keys = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_read_secret(path).splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
@@ -41,6 +52,21 @@ def read_keys(path: str | Path) -> list[ApiKey]:
     if not keys:
         raise ValueError(f"{path} holds no API key")
     return keys
+
+
+def read_key(path: str | Path) -> str:
+    """The one key that a file holds. Raises ValueError where it holds none or more, and OSError."""
+    words = _read_secret(path).split()
+    if len(words) != 1:
+        raise ValueError(f"{path} must hold one key, and holds {len(words)}")
+    return words[0]
+
+
+def _read_secret(path: str | Path) -> str:
+    path = Path(path)
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        log.warning("%s holds keys, and other users of this machine may open it; `chmod 600` keeps them out", path)
+    return path.read_text(encoding="utf-8")
 
 
 def given_key(headers: Headers) -> str | None:

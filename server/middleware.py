@@ -15,7 +15,8 @@ from server.errors import APIError, to_api_error, unavailable
 from server.keys import ApiKey, find_key
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key, and when there are too many connections
-ADMIN_PATHS = frozenset({"/reset_prefix_cache"})  # their handlers ask for a key of their own
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile"})  # their handlers ask for a key of their own
+MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they tell of everybody's requests
 _SMALL_BODY = 64 * 2**10  # bytes; always taken
 _BODIES = 8
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -84,18 +85,31 @@ class ConnectionLimit:
 class ApiKeys:
     """Answers 401 to requests without one of the keys, whatever the path, but for OPEN_PATHS, ADMIN_PATHS and the
     page; and 429 to those beyond what may run under their key at a time. Handlers find the key in
-    `scope["state"]["api_key"]`."""
+    `scope["state"]["api_key"]`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]):
+    MONITOR_PATHS open to `monitor_keys`, and to an API key only where there is no other: with two or more they would
+    tell one client of the others' requests, so that they get 403. `open_metrics`: /metrics needs no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[ApiKey], monitor_keys: Sequence[ApiKey] = (), open_metrics: bool = False
+    ):
         self.app = app
         self._keys = keys
+        self._monitor_keys = monitor_keys
+        self._shared = len({key.key for key in keys}) > 1
+        self._open_paths = OPEN_PATHS | ADMIN_PATHS | ui.PATHS | ({"/metrics"} if open_metrics else set())
         self._running: Counter[ApiKey] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS | ADMIN_PATHS | ui.PATHS:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self.app(scope, receive, send)
             return
-        key = find_key(self._keys, Headers(scope=scope))
+        headers, monitors = Headers(scope=scope), scope["path"] in MONITOR_PATHS
+        if monitors and find_key(self._monitor_keys, headers) is not None:
+            await self.app(scope, receive, send)
+            return
+        key = find_key(self._keys, headers)
         if key is None:
             error = APIError(
                 401,
@@ -104,6 +118,13 @@ class ApiKeys:
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await error.response(scope)(scope, receive, send)
+            return
+        if monitors and self._shared:
+            text = (
+                f"{scope['path']} tells of the requests of all keys, so it needs the key that the server was started "
+                "with as --admin-key or --metrics-key"
+            )
+            await APIError(403, text, code="admin_key_required").response(scope)(scope, receive, send)
             return
         if key.max_concurrency is not None and self._running[key] >= key.max_concurrency:
             text = f"{key.max_concurrency} requests are running under this key already; wait for one to end"

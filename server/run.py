@@ -125,6 +125,12 @@ def allow_files(count: int) -> None:
         log.warning("this process may open %d files, too few for --max-connections; see `ulimit -Hn`", allowed)
 
 
+def _engine_environment() -> dict[str, str]:
+    """This process's, without its keys; children of the engine leave the current folder out of their path too."""
+    own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
+    return own | {"PYTHONSAFEPATH": "1"}
+
+
 class EngineProcess:
     """The engine's process and the folder of its socket; both end with the context."""
 
@@ -134,7 +140,7 @@ class EngineProcess:
         self._process = subprocess.Popen(
             entry.command("server.engine_process"),
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},  # for what the engine starts in its turn
+            env=_engine_environment(),
         )
         launch = msgspec.json.encode(Launch.of(config, self.socket_path, engine_class))
         assert self._process.stdin is not None

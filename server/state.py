@@ -36,8 +36,10 @@ class ServerSettings:
     Attributes:
       model_name: what clients call the model; also the `model_name` label of the metrics.
       api_keys: accepted keys; none leaves the server open.
-      salt_by_key: requests under different keys share no prefix cache.
+      salt_by_key: requests under different keys share no prefix cache; None: where there are two keys or more.
       admin_key: opens the admin endpoints; without one they do not exist.
+      metrics_key: opens /metrics, /load and /pool, as the admin key does.
+      open_metrics: /metrics needs no key.
       max_body_bytes: longest request body.
       max_connections: open connections beyond which requests get 503.
       request_timeout: seconds that a request may take; None: any time.
@@ -55,8 +57,10 @@ class ServerSettings:
 
     model_name: str
     api_keys: tuple[ApiKey, ...] = ()
-    salt_by_key: bool = False
-    admin_key: str | None = None
+    salt_by_key: bool | None = None
+    admin_key: str | None = field(default=None, repr=False)
+    metrics_key: str | None = field(default=None, repr=False)
+    open_metrics: bool = False
     max_body_bytes: int = 32 * 2**20
     max_connections: int = 4096
     request_timeout: float | None = None
@@ -70,6 +74,11 @@ class ServerSettings:
     ui: bool = True
     access_log: bool = False
     otlp_endpoint: str | None = None
+
+    @property
+    def salts_by_key(self) -> bool:
+        """Whether what one key had cached would tell another of its prompts."""
+        return len({key.key for key in self.api_keys}) > 1 if self.salt_by_key is None else self.salt_by_key
 
 
 @dataclass
@@ -88,6 +97,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="text"))
     responses: ResponseStore = field(init=False)
+    admin_calls: dict[str, float] = field(default_factory=dict)  # by path: when it was called last, monotonic seconds
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.max_stored_responses)
@@ -133,7 +143,7 @@ class ServerState:
     def cache_salt(self, http: Request, given: str | None) -> str | None:
         """The salt of a request's prefix-cache pages: the one it brings, and that of its API key where those matter."""
         key = key_of(http)
-        return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salt_by_key else given
+        return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """`work()` in a thread, so that the event loop goes on."""

@@ -16,8 +16,6 @@ import httpx
 import pytest
 from serving import running_server, wait_until
 
-from server.keys import ApiKey, read_keys
-
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
 
 
@@ -41,35 +39,6 @@ def error_of(response: httpx.Response) -> dict:
     return error
 
 
-def cached(server, key: str | None = None, **body) -> int:
-    answer = post(server, key=key, max_tokens=1, **body)
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def test_key_file(tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("# ours\n\nabc\ndef team-a\nghi team-b 3\n")
-    assert read_keys(path) == [ApiKey("abc"), ApiKey("def", "team-a"), ApiKey("ghi", "team-b", 3)]
-    for text, what in (("a b c\n", ":1:"), ("a b 0\n", ":1:"), ("x\na b 1 d\n", ":2:"), ("# none\n", "no API key")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=what) as caught:
-            read_keys(path)
-        assert "secret" not in str(caught.value)
-
-
-def test_keys_of_a_file_have_salts_and_limits(start_server, tmp_path):
-    """`several keys, from a file`; `an option to salt by API key stops probing across tenants`."""
-    path = tmp_path / "keys"
-    path.write_text("one a\ntwo b 1\n")
-    server = start_server("CachingEngine", api_keys=["zero"], api_key_file=str(path), salt_by_key=True)
-    assert post(server).status_code == 401
-    assert cached(server, "one") == 0
-    assert cached(server, "one") == 2
-    assert cached(server, "one", cache_salt="x") == 0
-    assert cached(server, "zero") == cached(server, "two") == 0
-    assert httpx.get(server.url + "/v1/models", headers={"x-api-key": "one"}).status_code == 200
-
-
 def test_requests_at_a_time_under_a_key(start_server, tmp_path):
     path = tmp_path / "keys"
     path.write_text("one a\ntwo b 1\n")
@@ -83,21 +52,6 @@ def test_requests_at_a_time_under_a_key(start_server, tmp_path):
         assert refused.headers["retry-after"]
         assert post(server, key="one", max_tokens=1).status_code == 200
     wait_until(lambda: post(server, key="two", max_tokens=1).status_code == 200, seconds=3)
-
-
-def test_admin_endpoint(start_server):
-    """`admin endpoints are off by default with a key of their own`."""
-    server = start_server("CachingEngine", api_keys=["user"], admin_key="admin")
-    for key in (None, "user"):
-        assert post(server, "/reset_prefix_cache", key).status_code == 401
-    assert [cached(server, "user") for _ in range(2)] == [0, 2]
-    assert post(server, "/reset_prefix_cache", "admin").status_code == 200
-    assert cached(server, "user") == 0
-    assert post(server, key="admin", max_tokens=1).status_code == 401
-
-
-def test_no_admin_endpoint_without_a_key(http):
-    assert http.post("/reset_prefix_cache").status_code == 404
 
 
 def test_request_timeout(start_server):
