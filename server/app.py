@@ -19,6 +19,7 @@ from server.errors import APIError, handle_exception
 from server.keys import ApiKey
 from server.messages_api import count_tokens, create_message
 from server.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
+from server.origin import OriginCheck
 from server.state import ServerState
 from server.tracing import Tracer
 
@@ -56,6 +57,8 @@ def build_app(state: ServerState) -> Starlette:
     if settings.access_log or tracer is not None:
         watch = Middleware(Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer)
         middleware.insert(0, watch)
+    if not settings.api_keys:
+        middleware.append(Middleware(OriginCheck, hosts=settings.hosts, origins=settings.cors_origins))
     if settings.cors_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])

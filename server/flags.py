@@ -44,6 +44,8 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--drain-seconds", type=float, default=30.0, help="what running requests get after SIGTERM")
     flag("--request-timeout", type=float, metavar="SECONDS", help="longest a request may take; None: no limit")
     flag("--metrics-prefix", default="jaxserve", help="first part of the metrics' names, such as vllm")
+    flag("--allowed-host", action="append", default=[], metavar="NAME",
+         help="a name that `Host` may have besides localhost, of a keyless server on a loopback address")  # fmt: skip
     flag("--cors-origin", action="append", default=[], metavar="ORIGIN", help="browsers may call from there")
     flag("--tool-call-parser", default="auto", choices=["auto", "none", *plugins.names("server.tools.parsers")],
          help="how the model writes tool calls; auto: by its chat template, where that is certain")  # fmt: skip
@@ -73,6 +75,7 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         "admin_key": args.admin_key or _admin_key(args) or _from_environment("JAXSERVE_ADMIN_KEY"),
         "metrics_key": args.metrics_key or _from_environment("JAXSERVE_METRICS_KEY"),
         "cors_origins": tuple(args.cors_origin),
+        "allowed_hosts": tuple(args.allowed_host),
         "reasoning_field": "reasoning_content" if args.reasoning_content else "reasoning",
     }
 

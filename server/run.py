@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -33,6 +34,7 @@ from server.client import EngineClient
 from server.engine_process import Launch
 from server.keys import ApiKey, read_keys
 from server.metrics import Metrics
+from server.origin import is_local
 from server.protocol import Connection
 from server.state import ServerSettings, ServerState
 
@@ -51,6 +53,7 @@ def serve(
     served_model_name: str | None = None,
     api_keys: Sequence[str] = (),
     api_key_file: str | None = None,
+    allowed_hosts: Sequence[str] = (),
     ssl_certfile: str | None = None,
     ssl_keyfile: str | None = None,
     max_header_bytes: int = 64 * 2**10,
@@ -69,7 +72,12 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
-    own = ServerSettings(model_name=served_model_name or config.model, api_keys=tuple(keys), **settings)
+    own = ServerSettings(
+        model_name=served_model_name or config.model,
+        api_keys=tuple(keys),
+        hosts=tuple(allowed_hosts) if is_local(host if fd is None else _host_of(fd)) else None,
+        **settings,
+    )
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
     log_to_stdout()
     uvicorn_config = uvicorn.Config(
@@ -106,6 +114,14 @@ def serve(
         print(f"jaxserve: {server.failure}", file=sys.stderr)
         return 1
     return 0
+
+
+def _host_of(fd: int) -> str:
+    """The address that an inherited socket listens on; empty for one without, such as a unix socket."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
+        if listener.family != socket.AF_UNIX:
+            return listener.getsockname()[0]
+    return ""
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -45,6 +45,7 @@ class ServerSettings:
       request_timeout: seconds that a request may take; None: any time.
       max_stored_responses: answers of /v1/responses that are kept.
       cors_origins: origins that browsers may call from; none by default.
+      hosts: what clients may call this machine, besides its names for itself, where there are no keys; None: anything.
       metrics_prefix: begins the names of the metrics.
       drain_seconds: how long running requests may go on after the first signal to stop.
       tool_call_parser: a module of `server.tools.parsers`, "auto" (by the chat template) or "none".
@@ -66,6 +67,7 @@ class ServerSettings:
     request_timeout: float | None = None
     max_stored_responses: int = 1000
     cors_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
     metrics_prefix: str = "jaxserve"
     drain_seconds: float = 30.0
     tool_call_parser: str = "auto"

@@ -94,7 +94,8 @@ def test_many_bodies_at_once(start_server):
     """`Everything countable in a request is bounded`: what is on its way too; short requests are taken all the same."""
     server = start_server(max_body_bytes=100_000)
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99999\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 99999\r\n\r\n"
     )
 
     def send(prompt: str) -> httpx.Response:
@@ -117,8 +118,9 @@ def test_many_bodies_at_once(start_server):
     [
         b"",
         b"POST /v1/completions HT",
-        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
-        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",  # is answered before it has come
+        b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+        b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",  # is answered before it has come
     ],
 )
 def test_requests_that_do_not_come(impatient, begin):
@@ -146,7 +148,10 @@ def test_connections_that_keep_their_time(impatient):
 def test_readers_that_take_nothing_are_disconnected(impatient):
     """Their requests, of 40 s, end with it."""
     body = json.dumps(BODY | {"stream": True, "n": 64, "logprobs": 20}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", impatient.port))
@@ -161,7 +166,7 @@ def test_errors_of_http_have_the_shape_of_all(http, parrot):
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nX: " + b"y" * 300_000 + b"\r\n\r\n", b"431"),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", b"431"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
          b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n", b"400"),
     ):  # fmt: skip
         with socket.create_connection(("127.0.0.1", parrot.port)) as client:
