@@ -63,14 +63,7 @@ def build_app(state: ServerState) -> Starlette:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
         )
-    middleware.append(
-        Middleware(
-            ConnectionLimit,
-            limit=settings.max_connections,
-            connections=lambda: state.open_connections(),
-            refused=state.metrics.rejections.inc,
-        )
-    )
+    middleware.append(Middleware(ConnectionLimit, connections=state.connections))
     if settings.api_keys:
         monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
         middleware.append(

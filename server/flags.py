@@ -12,7 +12,7 @@ from server import plugins
 _SAME_NAME = (
     "host", "port", "fd", "served_model_name", "api_key_file", "salt_by_key", "open_metrics", "drain_seconds",
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
-    "max_connections", "max_body_bytes", "max_header_bytes", "client_timeout",
+    "max_connections", "max_connections_per_address", "max_body_bytes", "max_header_bytes", "client_timeout",
     "max_stored_responses", "ui", "access_log", "otlp_endpoint",
 )  # fmt: skip
 
@@ -56,6 +56,9 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain, in PEM format")
     flag("--ssl-keyfile", metavar="FILE", help="its private key, where the certificate's file does not hold it")
     flag("--max-connections", type=int, default=4096, metavar="N", help="open connections, beyond which there is 503")
+    flag("--max-connections-per-address", type=int, metavar="N",
+         help="open connections of one client; 0: any number; None: half of --max-connections, and any number from "
+         "this machine itself, whose proxies stand for many")  # fmt: skip
     flag("--max-body-bytes", type=int, default=32 * 2**20, metavar="BYTES", help="longest request body")
     flag("--max-header-bytes", type=int, default=64 * 2**10, metavar="BYTES", help="longest request head")
     flag("--client-timeout", type=float, default=60.0, metavar="SECONDS",

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import ui
+from server.connections import Connections
 from server.errors import APIError, to_api_error, unavailable
 from server.keys import ApiKey, find_key
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key, and when there are too many connections
+OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key
+RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered when there are too many connections
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile"})  # their handlers ask for a key of their own
 MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they tell of everybody's requests
 _SMALL_BODY = 64 * 2**10  # bytes; always taken
@@ -66,20 +68,28 @@ class UnexpectedErrors:
 
 
 class ConnectionLimit:
-    """Answers 503, and closes the connection, where more than `limit` of them are open."""
+    """Answers 503 on connections beyond the limit, but for RESERVED_PATHS, and closes them after any answer."""
 
-    def __init__(self, app: ASGIApp, limit: int, connections: Callable[[], int], refused: Callable[[], None]):
+    def __init__(self, app: ASGIApp, connections: Connections):
         self.app = app
-        self._limit, self._connections, self._refused = limit, connections, refused
+        self._connections = connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._connections() <= self._limit or scope["path"] in OPEN_PATHS:
+        if not (scope.get("state", {}).get("surplus") and self._connections.is_over_limit):
             await self.app(scope, receive, send)
             return
-        self._refused()
-        error = unavailable(f"{self._limit} connections are open already; try again later", "too_many_connections")
-        error.headers["Connection"] = "close"
-        await error.response(scope)(scope, receive, send)
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        if scope["path"] in RESERVED_PATHS:
+            await self.app(scope, receive, send_and_close)
+            return
+        self._connections.refused()
+        text = f"{self._connections.limit} connections are open already; try again later"
+        await unavailable(text, "too_many_connections").response(scope)(scope, receive, send_and_close)
 
 
 class ApiKeys:

@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from server.connections import REFUSAL, RESERVE_SECONDS, Connections, Handshake, Ticket
 from server.errors import APIError, unavailable
 
 _PIECE = 16 * 2**10  # bytes that are parsed at a time, so that a long head is noticed before it is parsed
 _LINGER_SECONDS = 2.0  # in which a client that still sends may read why it was refused
 
 
+def accept(
+    *, connections: Connections, client_timeout: float, tls: ssl.SSLContext | None, **options: Any
+) -> asyncio.Protocol:
+    """The protocol of a socket that is being accepted; uvicorn gives the options."""
+    connection = Connection(places=connections, client_timeout=client_timeout, **options)
+    return connection if tls is None else Handshake(connection, connections, tls, client_timeout)
+
+
 class Connection(H11Protocol):
     """One client's connection.
 
     A request's head must have come within `client_timeout` seconds, and then its body: 408 otherwise. A client that has
-    taken nothing of its answer for so long is disconnected.
+    taken nothing of its answer for so long is disconnected. `places` counts it; requests of one that is beyond the
+    limit find `surplus` in their `scope["state"]`.
+
+    Attributes:
+      ticket: its place; None before it has one.
     """
 
-    def __init__(self, *args: Any, client_timeout: float, **options: Any):
+    def __init__(self, *args: Any, places: Connections, client_timeout: float, **options: Any):
         super().__init__(*args, **options)
+        self._places = places
+        self.ticket: Ticket | None = None
         self._client_timeout = client_timeout
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.ticket = self.ticket or self._places.enter(transport)
+        if self.ticket is None:
+            self._refused = True
+            transport.write(REFUSAL)
+            transport.close()
+            return
         super().connection_made(transport)
+        if self.ticket.is_surplus:
+            self._client_timeout = min(self._client_timeout, RESERVE_SECONDS)
+            self.app_state = {**self.app_state, "surplus": True}
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.ticket is None:
+            return  # it was never let in
+        self.ticket.leave()
         super().connection_lost(exc)
         for timer in (self._receiving, self._sending):
             if timer is not None:

@@ -31,11 +31,12 @@ from server.access import log_to_stdout
 from server.app import build_app
 from server.bridge import DEFAULT_ENGINE
 from server.client import EngineClient
+from server.connections import RESERVE
 from server.engine_process import Launch
 from server.keys import ApiKey, read_keys
 from server.metrics import Metrics
 from server.origin import is_local
-from server.protocol import Connection
+from server.protocol import accept
 from server.state import ServerSettings, ServerState
 
 log = logging.getLogger("jaxserve.server")
@@ -83,7 +84,6 @@ def serve(
     uvicorn_config = uvicorn.Config(
         build_app(state),
         lifespan="off",
-        http=functools.partial(Connection, client_timeout=client_timeout),  # type: ignore[arg-type]
         h11_max_incomplete_event_size=max_header_bytes,
         ws="none",
         access_log=False,  # there is one of our own
@@ -93,13 +93,17 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
-    allow_files(own.max_connections + _OTHER_FILES)
+    allow_files(own.max_connections + RESERVE + _OTHER_FILES)
     if ssl_keyfile and not ssl_certfile:
         raise ValueError("--ssl-keyfile needs --ssl-certfile")
     try:
         uvicorn_config.load()
     except OSError as error:
         raise ValueError(f"cannot use the certificate {ssl_certfile}: {error}") from error
+    tls, uvicorn_config.ssl = uvicorn_config.ssl, None  # handshakes are counted, so they are ours
+    uvicorn_config.http_protocol_class = functools.partial(  # type: ignore[assignment]
+        accept, connections=state.connections, client_timeout=client_timeout, tls=tls
+    )
     try:
         listener = bind(host, port) if fd is None else socket.socket(fileno=fd)
     except OSError as error:
@@ -206,7 +210,6 @@ class _Server(uvicorn.Server):
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task] = set()  # keeps them alive
-        state.open_connections = lambda: len(self.server_state.connections)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves HTTP at once, while the engine loads."""

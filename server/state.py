@@ -18,6 +18,7 @@ from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
 from server import plugins
 from server.client import EngineClient
+from server.connections import Connections
 from server.errors import APIError, unavailable
 from server.keys import ApiKey
 from server.messages import Ready
@@ -42,6 +43,7 @@ class ServerSettings:
       open_metrics: /metrics needs no key.
       max_body_bytes: longest request body.
       max_connections: open connections beyond which requests get 503.
+      max_connections_per_address: most of one client; None and 0: see `Connections`.
       request_timeout: seconds that a request may take; None: any time.
       max_stored_responses: answers of /v1/responses that are kept.
       cors_origins: origins that browsers may call from; none by default.
@@ -64,6 +66,7 @@ class ServerSettings:
     open_metrics: bool = False
     max_body_bytes: int = 32 * 2**20
     max_connections: int = 4096
+    max_connections_per_address: int | None = None
     request_timeout: float | None = None
     max_stored_responses: int = 1000
     cors_origins: tuple[str, ...] = ()
@@ -85,24 +88,23 @@ class ServerSettings:
 
 @dataclass
 class ServerState:
-    """One front: its connection to the engine, its tokenizer once loaded, its metrics.
-
-    `open_connections` tells how many clients are connected.
-    """
+    """One front: its connection to the engine, its tokenizer once loaded, its metrics, its clients."""
 
     settings: ServerSettings
     client: EngineClient
     metrics: Metrics
     tokenizer: Tokenizer | None = None
     draining: bool = False
-    open_connections: Callable[[], int] = lambda: 0
     created: int = field(default_factory=lambda: int(time.time()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="text"))
     responses: ResponseStore = field(init=False)
+    connections: Connections = field(init=False)
     admin_calls: dict[str, float] = field(default_factory=dict)  # by path: when it was called last, monotonic seconds
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.max_stored_responses)
+        self.connections = Connections(self.settings.max_connections, self.settings.max_connections_per_address)
+        self.connections.refused = self.metrics.rejections.inc
 
     @property
     def is_ready(self) -> bool:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 
 import httpx
 import pytest
-from serving import running_server, wait_until
+from serving import make_certificate, running_server, wait_until
 
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
 
@@ -197,14 +195,8 @@ def test_files(start_server):
         assert httpx.get(server.url + "/version", timeout=5).status_code == 200
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_https(start_server, tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    certificate, key = make_certificate(tmp_path)
     server = start_server(ready=False, ssl_certfile=str(certificate), ssl_keyfile=str(key))
     context = ssl.create_default_context(cafile=str(certificate))
 
