@@ -13,7 +13,7 @@ _SAME_NAME = (
     "host", "port", "fd", "served_model_name", "api_key_file", "salt_by_key", "open_metrics", "drain_seconds",
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
     "max_connections", "max_connections_per_address", "max_body_bytes", "max_header_bytes", "client_timeout",
-    "max_stored_responses", "ui", "access_log", "otlp_endpoint",
+    "max_stored_responses", "ui", "access_log", "otlp_endpoint", "escape_special_tokens",
 )  # fmt: skip
 
 
@@ -51,6 +51,9 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          help="how the model writes tool calls; auto: by its chat template, where that is certain")  # fmt: skip
     flag("--reasoning-parser", default="auto", choices=["auto", "none", *plugins.names("server.reasoning")],
          help="how the model marks its reasoning; auto: by its chat template, where that is certain")  # fmt: skip
+    flag("--escape-special-tokens", action="store_true",
+         help="special tokens in the text of prompts, users and tools are plain text; those of the chat template and "
+         "in assistants' messages stay what they are")  # fmt: skip
     flag("--reasoning-content", action="store_true",
          help="chat messages call their reasoning reasoning_content instead of reasoning")  # fmt: skip
     flag("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain, in PEM format")

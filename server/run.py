@@ -255,7 +255,9 @@ class _Server(uvicorn.Server):
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
     def _tokenizer(self, folder: Path) -> Tokenizer:
-        return load_tokenizer(folder, placeholder=self._settings.load_format == "dummy")
+        tokenizer = load_tokenizer(folder, placeholder=self._settings.load_format == "dummy")
+        tokenizer.escape_special_tokens = self._state.settings.escape_special_tokens
+        return tokenizer
 
     async def _drain(self) -> None:
         """Lets running requests end within the time set, ends the others with an error, then stops the server."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from jaxserve.foreign_text import ForeignText
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
 from server import plugins
@@ -52,6 +53,7 @@ class ServerSettings:
       drain_seconds: how long running requests may go on after the first signal to stop.
       tool_call_parser: a module of `server.tools.parsers`, "auto" (by the chat template) or "none".
       reasoning_parser: a module of `server.reasoning`, "auto" or "none".
+      escape_special_tokens: special tokens in the text of users and tools are plain text.
       reasoning_field: what a chat's message calls its reasoning.
       ui: whether there is a page at `/`.
       access_log: whether a line is logged for each request.
@@ -75,6 +77,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    escape_special_tokens: bool = False
     reasoning_field: str = "reasoning"
     ui: bool = True
     access_log: bool = False
@@ -159,7 +162,8 @@ class ServerState:
         texts = [fit_text(text, tokenizer, info, truncate, "prompt") for text in texts]
 
         def work() -> list[list[int]]:
-            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+            foreign = [ForeignText(tokenizer, text) for text in texts]
+            return [text.encode(text.hidden, add_special_tokens) for text in foreign]
 
         return work() if sum(map(len, texts)) <= _INLINE_CHARACTERS else await self.off_loop(work)
 
