@@ -202,6 +202,10 @@ class Engine:
         self.structured.abort(request_id, index)
         self.scheduler.abort(request_id, index)
 
+    def pause(self, request_id: str, paused: bool) -> None:
+        """Sets a request aside whose client does not read, or lets it go on. Unknown ids are fine."""
+        self.scheduler.pause(request_id, paused)
+
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         eos = () if request.params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys(eos + request.params.stop_token_ids))
@@ -374,14 +378,7 @@ class Engine:
                 update.prompt_logprobs = seq.prompt_scores
 
     def profile(self, steps: int) -> None:
-        """Has JAX's profiler trace the next `steps` steps, into the folder `profile_dir` of the settings.
-
-        Raises InvalidRequestError when there is no such folder, or steps is not in [1, 10000].
-        """
-        if self.config.profile_dir is None:
-            raise InvalidRequestError("profiling is off: start the engine with --profile DIR")
-        if not 1 <= steps <= 10_000:
-            raise InvalidRequestError(f"steps must be between 1 and 10000, got {steps}", "steps")
+        """Has JAX's profiler trace the next `steps` steps, into the folder `profile_dir` of the settings, if one is."""
         self.timeline.trace(steps)
 
     def stats(self) -> EngineStats:

@@ -39,7 +39,7 @@ class _Answer:
     """Writes one request's response, whole or in chunks."""
 
     def __init__(self, state: ServerState, run: ChatRun):
-        self._run = run
+        self._state, self._run = state, run
         self._body = body = run.body
         self._reasoning_field = state.settings.reasoning_field
         last = body.messages[-1]
@@ -68,7 +68,9 @@ class _Answer:
         body: dict[str, Any] = {**self._head, "choices": choices, "usage": self._run.usage()}
         if self._body.prompt_logprobs is not None:
             entries = generation.processors[0].prompt_logprobs
-            body["prompt_logprobs"] = prompt_logprobs_json(self._run.tokenizer, entries)
+            body["prompt_logprobs"] = await self._state.off_loop(
+                lambda: prompt_logprobs_json(self._run.tokenizer, entries)
+            )
         if self._body.return_token_ids:
             body["prompt_token_ids"] = generation.requests[0].prompt_token_ids
         return Response(to_json(body), media_type="application/json")

@@ -113,6 +113,7 @@ class _Answer:
         generation: Generation,
         echoes: list[_Echo | None],
     ):
+        self._state = state
         self._tokenizer = tokenizer
         self._body = body
         self._generation = generation
@@ -127,13 +128,19 @@ class _Answer:
         }
 
     async def whole(self) -> Response:
-        choices = []
-        for delta in await self._generation.collect():
-            choice = self._choice(delta, first=True)
-            processor = self._generation.processors[delta.index // self._n]
+        deltas = await self._generation.collect()
+        processors, n = self._generation.processors, self._n
+
+        def build() -> list[dict[str, Any]]:
+            choices = [self._choice(delta, first=True) for delta in deltas]
             if self._body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, processor.prompt_logprobs)
-            choices.append(choice)
+                scores = [prompt_logprobs_json(self._tokenizer, one.prompt_logprobs) for one in processors]
+                for delta, choice in zip(deltas, choices, strict=True):
+                    choice["prompt_logprobs"] = scores[delta.index // n]
+            return choices
+
+        slow = self._body.prompt_logprobs is not None or any(self._echoes)
+        choices = await self._state.off_loop(build) if slow else build()
         body = {**self._head, "choices": choices, "usage": self._generation.usage()}
         return Response(to_json(body), media_type="application/json")
 
