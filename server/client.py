@@ -253,8 +253,11 @@ def _rejection(message: str, param: str | None, code: str | None) -> Exception:
 
 def _weight(update: SequenceUpdate) -> int:
     """How much memory an update takes, in tokens and alternatives of them."""
-    scores = [*(update.logprobs or ()), *(update.prompt_logprobs or ())]
-    return 1 + len(update.token_ids) + sum(1 + len(score.top) for score in scores if score is not None)
+    weight = 1 + len(update.token_ids)
+    for scores in (update.logprobs, update.prompt_logprobs):
+        if scores:
+            weight += sum(1 + len(score.top) for score in scores if score is not None)
+    return weight
 
 
 class _Stream:

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import os
-import socket
-import ssl
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from server.protocol import Connection
 
 RESERVE = 32  # connections beyond the limit, for those who ask for health or metrics
 RESERVE_SECONDS = 5.0  # in which these must ask
@@ -92,43 +85,3 @@ class Ticket:
         if self._connections is not None:
             self._connections.add(self._address, -1)
             self._connections = None
-
-
-class Handshake(asyncio.Protocol):
-    """A connection that is to speak TLS, until it does; then `connection` takes over."""
-
-    def __init__(self, connection: Connection, connections: Connections, tls: ssl.SSLContext, seconds: float):
-        self._connection, self._connections, self._tls, self._seconds = connection, connections, tls, seconds
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        ticket = self._connections.enter(transport)
-        if ticket is not None:
-            # The loops can begin TLS on a socket in one piece, but not on a transport that may be reading already.
-            own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-            own.setblocking(False)
-            self._task = asyncio.get_running_loop().create_task(self._shake_hands(own, ticket))
-            self._connection.connections.add(self)  # type: ignore[arg-type]  # which uvicorn closes at its end
-        transport.abort()  # type: ignore[attr-defined]
-
-    async def _shake_hands(self, own: socket.socket, ticket: Ticket) -> None:
-        self._connection.ticket = ticket
-        seconds = min(self._seconds, RESERVE_SECONDS) if ticket.is_surplus else self._seconds
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._connection, own, ssl=self._tls, ssl_handshake_timeout=seconds
-            )
-        except OSError:  # ssl.SSLError and TimeoutError are such
-            ticket.leave()
-            own.close()
-        except BaseException:
-            ticket.leave()
-            raise
-        finally:
-            self._connection.connections.discard(self)  # type: ignore[arg-type]
-
-    def shutdown(self) -> None:
-        """uvicorn calls it at the end."""
-        self._task.cancel()
-
-    def drop_if_stuck(self) -> None:
-        self._task.cancel()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 import sys
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from server.connections import REFUSAL, RESERVE_SECONDS, Connections, Handshake, Ticket
+from server.connections import REFUSAL, RESERVE_SECONDS, Connections, Ticket
 from server.errors import APIError, unavailable
 
 _PIECE = 16 * 2**10  # bytes that are parsed at a time, so that a long head is noticed before it is parsed
@@ -150,3 +152,43 @@ class Connection(H11Protocol):
                 self.transport.abort()
 
         self._sending = self.loop.call_later(self._client_timeout, look)
+
+
+class Handshake(asyncio.Protocol):
+    """A connection that is to speak TLS, until it does; then `connection` takes over."""
+
+    def __init__(self, connection: Connection, connections: Connections, tls: ssl.SSLContext, seconds: float):
+        self._connection, self._connections, self._tls, self._seconds = connection, connections, tls, seconds
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        ticket = self._connections.enter(transport)
+        if ticket is not None:
+            # The loops can begin TLS on a socket in one piece, but not on a transport that may be reading already.
+            own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            own.setblocking(False)
+            self._task = asyncio.get_running_loop().create_task(self._shake_hands(own, ticket))
+            self._connection.connections.add(self)  # type: ignore[arg-type]  # which uvicorn closes at its end
+        transport.abort()  # type: ignore[attr-defined]
+
+    async def _shake_hands(self, own: socket.socket, ticket: Ticket) -> None:
+        self._connection.ticket = ticket
+        seconds = min(self._seconds, RESERVE_SECONDS) if ticket.is_surplus else self._seconds
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._connection, own, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+        except OSError:  # ssl.SSLError and TimeoutError are such
+            ticket.leave()
+            own.close()
+        except BaseException:
+            ticket.leave()
+            raise
+        finally:
+            self._connection.connections.discard(self)  # type: ignore[arg-type]
+
+    def shutdown(self) -> None:
+        """uvicorn calls it at the end."""
+        self._task.cancel()
+
+    def drop_if_stuck(self) -> None:
+        self._task.cancel()
