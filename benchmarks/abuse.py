@@ -206,7 +206,7 @@ async def _watch_memory(run: Run) -> None:
 
 async def headers(run: Run) -> None:
     """700 heads that are too long, or never come to their end."""
-    start = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+    start = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     many = b"".join(b"X-Header-%d: value\r\n" % i for i in range(5000))
     endless = [b"y" * 2**16] * 1000
     kinds: dict[str, tuple[int, list[bytes], float]] = {

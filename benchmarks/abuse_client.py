@@ -165,5 +165,7 @@ def is_error(answer: Response) -> bool:
 def post(body: bytes, path: str = "/v1/completions", length: int | None = None) -> bytes:
     """A request; with `length`, one that announces another than its body's."""
     length = len(body) if length is None else length
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    )
     return head.encode() + body

@@ -55,7 +55,8 @@ class Malformed:
         return path, dict(BODIES[path])
 
     def _request(self, path: str, body: bytes, method: str = "POST", kind: str = "application/json") -> bytes:
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
     def broken_json(self) -> bytes:
@@ -118,10 +119,10 @@ class Malformed:
         return self._request(path, json.dumps(body | {"model": name}).encode())
 
     def header(self) -> bytes:
-        return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + self._random.choice(HEADS) + b"\r\n\r\n"
+        return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + self._random.choice(HEADS) + b"\r\n\r\n"
 
     def request_line(self) -> bytes:
-        return self._random.choice(LINES) + b"\r\nHost: x\r\n\r\n"
+        return self._random.choice(LINES) + b"\r\nHost: localhost\r\n\r\n"
 
     def random_bytes(self) -> bytes:
         return self._random.randbytes(self._random.randint(1, 500)) + b"\r\n\r\n"

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from peers.model import make_model
 
+from jaxserve import entry
 from jaxserve.bench import startup
 from jaxserve.bench.client import Client, run
 from jaxserve.bench.prompts import Prompt
@@ -87,9 +88,8 @@ class Server:
 async def serve(model: str, *flags: str) -> AsyncIterator[Server]:
     """`jaxserve serve` with these flags, ready, in processes of its own."""
     port = startup.free_port()
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, "-m", "jaxserve", "serve", model, "--port", str(port), "--forbid-compile", *flags]
-    with startup.server_process(command, env) as (process, log):
+    command = entry.command("jaxserve", "serve", model, "--port", str(port), "--forbid-compile", *flags)
+    with startup.server_process(command, dict(os.environ)) as (process, log):
         while startup.status(port, "/ready") != 200:
             if process.poll() is not None:
                 raise SystemExit(f"the server did not start:\n{log.text(last=10)}")

@@ -100,7 +100,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     top = _command(commands, "top", run_top, "watch a server: its queue, batch, pages and latencies")
     top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
-    top.add_argument("--api-key", metavar="KEY", help="also read from JAXSERVE_API_KEY")
+    top.add_argument("--api-key", metavar="KEY", help="also read from JAXSERVE_API_KEY; of a server with several "
+                     "keys: its admin key or metrics key")  # fmt: skip
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks")
     top.add_argument("--once", action="store_true", help="print one frame and end")
 
@@ -179,7 +180,8 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="auto: read the safetensors; dummy: random weights from config.json alone")  # fmt: skip
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")
     flag("--profile", "--profile-dir", field="profile_dir", metavar="DIR",
-         help="folder for traces of JAX's profiler; serve then has POST /profile?steps=N; None: no traces")  # fmt: skip
+         help="folder for traces of JAX's profiler; serve with --admin-key then has POST /profile?steps=N; "
+         "None: no traces")  # fmt: skip
     group.add_argument("--dequantize", action="store_true",
                        help="quantized weights become floats as they are loaded: more memory; "
                        "on CPU faster for long prompts")  # fmt: skip

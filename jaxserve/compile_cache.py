@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import jax
+
+from pallas_kernels.cache_folder import open_cache
 
 
 class CompileCounter:
@@ -32,20 +35,24 @@ class CompileCounter:
 
 
 def enable_compile_cache() -> Path | None:
-    """Turns the cache on, in $JAXSERVE_CACHE or the user's cache folder, readable by the user alone.
+    """Turns the cache on, in $JAXSERVE_CACHE or the user's cache folder; None where it is off.
 
-    An empty JAXSERVE_CACHE turns it off. A cache folder that JAX's own settings name is left as it is.
+    An empty JAXSERVE_CACHE turns it off, and so does a folder that others can write to (see `cache_folder`): compiled
+    programs are machine code. JAX's own settings go first, and are left as they are where nobody else can write there.
+    A cache that cannot be written to is only read.
     """
-    if present := jax.config.values["jax_compilation_cache_dir"]:
+    present = jax.config.values["jax_compilation_cache_dir"]
+    if present and "://" in present:
         return Path(present)
-    chosen = os.environ.get("JAXSERVE_CACHE")
+    chosen = present or os.environ.get("JAXSERVE_CACHE")
     if chosen == "":
         return None
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(chosen) if chosen else base / "jaxserve" / "xla"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.chmod(0o700)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    return folder
+    cache = open_cache(Path(chosen) if chosen else base / "jaxserve" / "xla")
+    jax.config.update("jax_compilation_cache_dir", None if cache is None else str(cache.path))
+    if cache is None:
+        return None
+    if not present:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if cache.is_private else math.inf)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return cache.path

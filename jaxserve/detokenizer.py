@@ -190,7 +190,7 @@ class OutputProcessor:
     Attributes:
       num_cached_tokens: prompt tokens that came from the prefix cache.
       num_output_tokens: tokens of all completions, each up to the one that completed its stop string.
-      prompt_logprobs: one entry per prompt token (None for the first), once the engine has sent them.
+      prompt_logprobs: one entry per prompt token (None for the first), as far as the engine has sent them.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopStrings | None = None):
@@ -210,7 +210,7 @@ class OutputProcessor:
     def process(self, update: SequenceUpdate) -> ChoiceDelta | None:
         """The delta that an update amounts to; None when there is nothing to show yet, or any more."""
         if update.prompt_logprobs is not None:
-            self.prompt_logprobs = update.prompt_logprobs
+            self.prompt_logprobs = [*(self.prompt_logprobs or ()), *update.prompt_logprobs]
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         choice = self._open.get(update.index)
         if choice is None:

@@ -38,7 +38,7 @@ from jaxserve.stats import EngineStats
 from jaxserve.steps import StepShape
 from jaxserve.structured import Structured
 from jaxserve.timeline import Timeline
-from jaxserve.types import InvalidRequestError, Request, StepOutput
+from jaxserve.types import Request, StepOutput
 from pallas_kernels import cpu_build
 
 log = logging.getLogger(__name__)
@@ -210,6 +210,10 @@ class Engine:
         self.structured.abort(request_id, index)
         self.scheduler.abort(request_id, index)
 
+    def pause(self, request_id: str, paused: bool) -> None:
+        """Sets a request aside whose client does not read, or lets it go on. Unknown ids are fine."""
+        self.scheduler.pause(request_id, paused)
+
     def check_request(self, request: Request) -> None:
         """Raises InvalidRequestError for what this model cannot serve."""
         self._admission.check([request])
@@ -348,14 +352,7 @@ class Engine:
                 update.prompt_logprobs = seq.prompt_scores
 
     def profile(self, steps: int) -> None:
-        """Has JAX's profiler trace the next `steps` steps, into the folder `profile_dir` of the settings.
-
-        Raises InvalidRequestError when there is no such folder, or steps is not in [1, 10000].
-        """
-        if self.config.profile_dir is None:
-            raise InvalidRequestError("profiling is off: start the engine with --profile DIR")
-        if not 1 <= steps <= 10_000:
-            raise InvalidRequestError(f"steps must be between 1 and 10000, got {steps}", "steps")
+        """Has JAX's profiler trace the next `steps` steps, into the folder `profile_dir` of the settings, if one is."""
         self.timeline.trace(steps)
 
     def stats(self) -> EngineStats:

@@ -54,7 +54,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_request)
+        return len(self.running) > 0 or len(self.waiting) > 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_request
@@ -100,6 +100,15 @@ class Scheduler:
         if not siblings:
             del self._by_request[seq.request_id]
             self.num_streaming -= seq.request.streams
+
+    def pause(self, request_id: str, paused: bool) -> None:
+        """Sets what runs of a request aside, but for beams, or lets it go on; the prefix cache keeps its pages."""
+        for seq in self._by_request.get(request_id, ()):
+            if paused and seq.status is Status.RUNNING and not seq.params.use_beam_search:
+                self._displace(seq)
+                seq.status = Status.PAUSED
+            elif not paused and seq.status is Status.PAUSED:
+                self._wait(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         self._displace(seq)
@@ -317,7 +326,7 @@ class Scheduler:
         """Takes in a row that means more than its tokens: siblings that may begin, the end, a preemption meanwhile."""
         if seq.status is Status.FINISHED:
             return None
-        if seq.status is Status.WAITING:  # preempted since; the arrays tell of others now
+        if seq.status is not Status.RUNNING:  # preempted or paused since; the arrays tell of others now
             seq.owed -= draws
             if seq.params.use_beam_search:
                 return None  # draws again
@@ -380,7 +389,7 @@ class Scheduler:
         assert sum(seq.prompt_len for seq in waiting) == self.waiting.num_tokens
         assert all(seq.status is Status.WAITING for seq in waiting)
         everyone = [seq for siblings in self._by_request.values() for seq in siblings]
-        assert set(map(id, everyone)) == set(map(id, [*self.running, *waiting]))
+        assert {seq for seq in everyone if seq.status is not Status.PAUSED} == {*self.running, *waiting}
         for seq in waiting:
             assert not seq.pages
             assert seq.slot == NO_SLOT

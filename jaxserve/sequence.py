@@ -19,6 +19,7 @@ NO_SLOT = -1
 class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    PAUSED = "paused"  # set aside until its client reads on
     FINISHED = "finished"
 
 

@@ -22,6 +22,7 @@ from jaxserve.stats import Histogram
 
 log = logging.getLogger(__name__)
 
+MOST_STEPS = 10_000  # in one trace, which is kept in memory until it is written
 PHASES = ("schedule", "upload", "device", "commit", "mask")
 
 
@@ -48,13 +49,18 @@ class Timeline:
         self.seconds[name].observe(time.perf_counter() - start)
 
     def trace(self, steps: int) -> None:
-        """Captures a trace of the next `steps` steps; one that is under way goes on for so many more."""
-        self._steps_to_trace += steps
+        """Captures a trace of the next `steps` steps; one that is under way goes on for so many more, up to MOST_STEPS
+        in all."""
+        self._steps_to_trace = min(self._steps_to_trace + steps, MOST_STEPS)
 
     def begin_step(self) -> None:
         if self._steps_to_trace and not self._tracing and self.folder is not None:
-            jax.profiler.start_trace(self.folder)
-            self._tracing = True
+            try:
+                jax.profiler.start_trace(self.folder)
+                self._tracing = True
+            except Exception as error:  # whatever is wrong with a trace must not reach the step
+                self._steps_to_trace = 0
+                log.error("no trace was begun in %s: %s", self.folder, error)
 
     def end_step(self) -> None:
         if not self._tracing:
@@ -62,5 +68,8 @@ class Timeline:
         self._steps_to_trace -= 1
         if self._steps_to_trace <= 0:
             self._steps_to_trace, self._tracing = 0, False
-            jax.profiler.stop_trace()
-            log.info("wrote a trace to %s", self.folder)
+            try:
+                jax.profiler.stop_trace()
+                log.info("wrote a trace to %s", self.folder)
+            except Exception as error:  # a full disk, say
+                log.error("no trace was written to %s: %s", self.folder, error)

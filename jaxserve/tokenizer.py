@@ -13,6 +13,7 @@ import re
 import string
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,11 +64,13 @@ class Tokenizer:
       eos_token_ids: ids that end a sequence, of the tokenizer and of generation_config.json together.
       special_ids: ids that `skip_special_tokens` leaves out of decoded text.
       generation_defaults: sampling settings that the model's authors recommend.
+      escape_special_tokens: special tokens in the text of users and tools are text (see `jaxserve.foreign_text`).
       longest_token: characters that one token stands for at most; None where an unknown token stands for any number.
     """
 
     def __init__(self, hf_tokenizer: Any, generation_defaults: GenerationDefaults | None = None):
         self._hf = hf_tokenizer
+        self.escape_special_tokens = False
         self._backend = getattr(hf_tokenizer, "backend_tokenizer", None)
         self.generation_defaults = generation_defaults or GenerationDefaults()
         self.vocab_size: int = len(hf_tokenizer)
@@ -116,6 +119,37 @@ class Tokenizer:
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self._hf.bos_token):
             return ids[1:]
         return ids
+
+    def encode_separated(self, text: str, separators: Sequence[int], add_special_tokens: bool) -> list[int]:
+        """Token ids of a text without the characters at these ascending places, which keep its neighbours apart.
+
+        Raises InvalidRequestError where the tokenizer joins neighbours to a special token all the same.
+        """
+        if not separators:
+            return self.encode(text, add_special_tokens)
+        if self._backend is None:
+            raise InvalidRequestError("the prompt holds special tokens, which this tokenizer cannot take as plain text")
+        encoding, places = self._backend.encode(text, add_special_tokens=add_special_tokens), set(separators)
+        ids = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if end - start > 1 and token in self._marker_ids and not places.isdisjoint(range(start, end)):
+                raise InvalidRequestError("the prompt holds special tokens, which this tokenizer cannot take as text")
+            if not (end - start == 1 and start in places):
+                ids.append(token)
+        return ids
+
+    @cached_property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that are read as one token and mean more than they say: special tokens, and what else of the added
+        tokens the chat template writes, such as those around tool calls."""
+        return tuple(sorted({self._added[i] for i in self._marker_ids}, key=len, reverse=True))
+
+    @cached_property
+    def _marker_ids(self) -> frozenset[int]:
+        """Without the token for what is unknown, which stands for nothing else."""
+        template, unknown = self.chat_template or "", self._hf.unk_token_id
+        added = ((i, text) for i, text in self._added.items() if len(text) > 1 and not text.isspace() and i != unknown)
+        return frozenset(i for i, text in added if i in self.special_ids or text in template)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids` as one piece; ids outside the vocabulary decode to nothing, broken UTF-8 to U+FFFD."""

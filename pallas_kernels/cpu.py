@@ -13,7 +13,6 @@ with quantized weights (`cpu_quant_matmul.cc`) when there are such. Without a co
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import subprocess
 import threading
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ops
-from pallas_kernels.cpu_build import KERNELS, build
+from pallas_kernels.cpu_build import KERNELS, load
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def available(name: str = KERNELS) -> bool:
 @cache
 def _register(name: str) -> bool:
     try:
-        library = ctypes.CDLL(str(build(name)))
+        library = load(name)
     except (OSError, subprocess.CalledProcessError) as error:
         log.warning("no CPU kernels, so steps run slower: %s", getattr(error, "stderr", None) or error)
         return False

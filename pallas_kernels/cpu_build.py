@@ -6,6 +6,7 @@ A library is named by its source, without suffix.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
@@ -18,31 +19,32 @@ import tempfile
 import threading
 from pathlib import Path
 
+from pallas_kernels.cache_folder import is_ours, open_cache
+
 KERNELS = "cpu_kernels"
 FOLDER = Path(__file__).parent
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 
 
-def build(name: str = KERNELS) -> Path:
-    """The compiled library, from the cache where it is there; it is named by all that it depends on.
+def load(name: str = KERNELS) -> ctypes.CDLL:
+    """The compiled library, which is kept in the cache, and named by all that it depends on.
 
-    Raises OSError without a compiler, subprocess.CalledProcessError when it fails.
+    Without a cache that is ours alone it is built for this process. Raises OSError without a compiler,
+    subprocess.CalledProcessError when it fails.
     """
-    library = _library(name)
-    with library.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another thread or process may be at it
-        if not library.exists():
-            with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-                built = Path(folder) / "kernels.so"
-                command = [_compiler(), *FLAGS, f"-I{_headers()}", str(_source(name)), "-o", str(built)]
-                subprocess.run(command, check=True, capture_output=True, text=True)
-                built.replace(library)
-    return library
+    cache = _cache_folder()
+    if cache is not None:
+        return ctypes.CDLL(str(_build(name, cache)))
+    with tempfile.TemporaryDirectory(prefix="jaxserve-kernels-") as folder:
+        return ctypes.CDLL(str(_build(name, Path(folder))))
 
 
 def possible(name: str = KERNELS) -> bool:
-    """Whether `build` can be expected to succeed: there is a compiler, or the library is there."""
-    return shutil.which(_compiler()) is not None or _library(name).exists()
+    """Whether `load` can be expected to succeed: there is a compiler, or the library is there."""
+    if _compiler() is not None:
+        return True
+    cache = _cache_folder()
+    return cache is not None and is_ours(_library(name, cache))
 
 
 def begin() -> None:
@@ -50,21 +52,48 @@ def begin() -> None:
 
     def quietly() -> None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            build()
+            if (cache := _cache_folder()) is not None:
+                _build(KERNELS, cache)
 
     if "cpu" in os.environ.get("JAX_PLATFORMS", "cpu"):
         threading.Thread(target=quietly, name="cpu-kernels", daemon=True).start()
+
+
+def _build(name: str, folder: Path) -> Path:
+    """The library in `folder`, compiled where it is not there, or where others may have written it."""
+    library = _library(name, folder)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another thread or process may be at it
+        if not is_ours(library):
+            compiler = _compiler()
+            if compiler is None:
+                raise FileNotFoundError("there is no C++ compiler (CXX)")
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                built = Path(temporary) / "kernels.so"
+                command = [compiler, *FLAGS, f"-I{_headers()}", str(_source(name)), "-o", str(built)]
+                # its working folder too: compilers look there where a search path has an empty entry
+                subprocess.run(command, check=True, capture_output=True, text=True, cwd=temporary)
+                built.chmod(0o700)
+                built.replace(library)
+    return library
 
 
 def _source(name: str) -> Path:
     return FOLDER / f"{name}.cc"
 
 
-def _library(name: str) -> Path:
-    return _cache_folder() / f"{name}-{_key(name)}.so"
+def _library(name: str, folder: Path) -> Path:
+    return folder / f"{name}-{_key(name)}.so"
 
 
-def _compiler() -> str:
+def _compiler() -> str | None:
+    """The compiler's absolute path; relative entries of PATH are left out, as they lead into the current folder."""
+    folders = [folder for folder in os.get_exec_path() if os.path.isabs(folder)]
+    found = shutil.which(_compiler_name(), path=os.pathsep.join(folders))
+    return found and os.path.abspath(found)
+
+
+def _compiler_name() -> str:
     return os.environ.get("CXX", "c++")
 
 
@@ -81,12 +110,12 @@ def _key(name: str) -> str:
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
     cpu = [line for line in lines if line.startswith(("flags", "Features", "model name"))] or lines
     sources = [path.read_text() for path in (*sorted(FOLDER.glob("cpu_*.h")), _source(name))]
-    key = "\n".join([*sources, _compiler(), *FLAGS, importlib.metadata.version("jaxlib"), *cpu])
+    key = "\n".join([*sources, _compiler_name(), *FLAGS, importlib.metadata.version("jaxlib"), *cpu])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def _cache_folder() -> Path:
+def _cache_folder() -> Path | None:
+    """Where libraries may be loaded from; None where no folder is ours alone."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("JAXSERVE_CACHE") or user_cache / "jaxserve")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
+    cache = open_cache(Path(os.environ.get("JAXSERVE_CACHE") or user_cache / "jaxserve"))
+    return cache.path if cache is not None and cache.is_private else None

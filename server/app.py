@@ -16,8 +16,10 @@ from server.access import Access
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.errors import APIError, handle_exception
+from server.keys import ApiKey
 from server.messages_api import count_tokens, create_message
 from server.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
+from server.origin import OriginCheck
 from server.state import ServerState
 from server.tracing import Tracer
 
@@ -55,20 +57,18 @@ def build_app(state: ServerState) -> Starlette:
     if settings.access_log or tracer is not None:
         watch = Middleware(Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer)
         middleware.insert(0, watch)
+    if not settings.api_keys:
+        middleware.append(Middleware(OriginCheck, hosts=settings.hosts, origins=settings.cors_origins))
     if settings.cors_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
         )
-    middleware.append(
-        Middleware(
-            ConnectionLimit,
-            limit=settings.max_connections,
-            connections=lambda: state.open_connections(),
-            refused=state.metrics.rejections.inc,
-        )
-    )
+    middleware.append(Middleware(ConnectionLimit, connections=state.connections))
     if settings.api_keys:
-        middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
+        monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
+        middleware.append(
+            Middleware(ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_metrics=settings.open_metrics)
+        )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}

@@ -2,12 +2,11 @@
 
 The engine listens and any number of fronts connect (`server.client`). Each front gets one `Update` per step that
 concerns it. Threads read and write the sockets; the
-engine itself runs in one plain loop and never waits for a front: one that does not read is disconnected.
+engine itself runs in one plain loop. It makes no steps while too much of what it said before is waiting for a front.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import queue
@@ -33,6 +32,7 @@ from server.messages import (
     EngineMessage,
     Failed,
     FrontMessage,
+    Pause,
     Pool,
     Profile,
     Ready,
@@ -47,7 +47,9 @@ from server.messages import (
 
 log = logging.getLogger("jaxserve.engine")
 
-MAX_BACKLOG = 256 * 2**20  # bytes waiting for one front before it counts as gone
+MAX_BACKLOG = 64 * 2**20  # bytes waiting for one front, beyond which there are no more steps
+BACKLOG_SECONDS = 0.01  # between two looks at whether it has read
+MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
 STATS_SECONDS = 0.1  # engine statistics are sent at most this often
 DEFAULT_ENGINE = "jaxserve.engine:Engine"
 
@@ -63,6 +65,7 @@ class EngineLike(Protocol):
     def compile(self) -> None: ...
     def add_requests(self, requests: list[Request]) -> None: ...
     def abort(self, request_id: str, index: int | None = None) -> None: ...
+    def pause(self, request_id: str, paused: bool) -> None: ...
     def step(self) -> StepOutput: ...
     @property
     def has_work(self) -> bool: ...
@@ -81,7 +84,7 @@ class _Front:
         self._connection = connection
         self._inbox = inbox
         self._outgoing: deque[bytes] = deque()
-        self._backlog = 0  # bytes in _outgoing
+        self._backlog = 0  # bytes that are not written yet
         self._closing = False
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write, name=f"front-{number}-write", daemon=True)
@@ -92,15 +95,13 @@ class _Front:
         """Queues a message; never blocks."""
         frame = to_frame(message)
         with self._changed:
-            if self._backlog + len(frame) > MAX_BACKLOG:
-                log.error("front %d does not read what it is sent and is disconnected", self.number)
-                self._outgoing.clear()
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
-                return
             self._outgoing.append(frame)
             self._backlog += len(frame)
             self._changed.notify()
+
+    @property
+    def is_behind(self) -> bool:
+        return self._backlog > MAX_BACKLOG
 
     def close(self, seconds: float) -> None:
         """Waits up to `seconds` for what is queued to be written, then closes."""
@@ -128,8 +129,10 @@ class _Front:
                         return
                     frames = list(self._outgoing)
                     self._outgoing.clear()
-                    self._backlog = 0
-                self._connection.sendall(b"".join(frames))
+                data = b"".join(frames)
+                self._connection.sendall(data)
+                with self._changed:
+                    self._backlog -= len(data)
         except OSError:
             pass  # the reading thread sees the same end and reports it
 
@@ -167,10 +170,11 @@ class EngineServer:
         self._announce(ready)
         self._stats_due = time.monotonic()
         while True:
-            self._take_messages(engine)
+            held_up = self._held_up()
+            self._take_messages(engine, held_up)
             if self._draining and not engine.has_work:
                 return
-            if engine.has_work:
+            if engine.has_work and not held_up:
                 self._deliver(engine.step())
                 self._stats_due = self._stats_due or time.monotonic()
             if self._stats_due is not None and time.monotonic() >= self._stats_due:
@@ -210,12 +214,20 @@ class EngineServer:
             for front in self._fronts.values():
                 front.send(message)
 
-    def _take_messages(self, engine: EngineLike) -> None:
-        """Handles all messages that are there; waits for one (or for statistics to be due) when the engine is idle."""
+    def _held_up(self) -> bool:
+        """Whether a front has to read before more can be said."""
+        with self._fronts_lock:
+            return any(front.is_behind for front in self._fronts.values())
+
+    def _take_messages(self, engine: EngineLike, held_up: bool) -> None:
+        """Handles all messages that are there; waits for one (or for statistics to be due) when the engine is idle, or
+        a moment when a front has to read first."""
         timeout = None
         if self._stats_due is not None:
             timeout = max(0.0, self._stats_due - time.monotonic())
-        block = not engine.has_work and not self._draining
+        block = held_up or (not engine.has_work and not self._draining)
+        if held_up:
+            timeout = BACKLOG_SECONDS if timeout is None else min(timeout, BACKLOG_SECONDS)
         try:
             while True:
                 front, message = self._inbox.get(block=block, timeout=timeout)
@@ -233,6 +245,8 @@ class EngineServer:
                     _forget(front, request_id, index)
                     engine.abort(f"{front.number}/{request_id}", index)
                 self._stats_due = self._stats_due or time.monotonic()
+            case Pause(request_id, paused):
+                engine.pause(f"{front.number}/{request_id}", paused)
             case Profile(steps):
                 engine.profile(steps)
             case ResetPrefixCache():
@@ -278,6 +292,8 @@ class EngineServer:
             for update in mine.updates:
                 if update.finish_reason is not None:
                     _forget(front, update.request_id, update.index)
+            for update in mine.updates:
+                _send_scores(front, update)
             if len(mine):
                 _send_output(front, mine)
 
@@ -294,6 +310,15 @@ def _forget(front: _Front, request_id: str, index: int | None) -> None:
     running.discard(index)  # type: ignore[arg-type]
     if index is None or not running:
         front.running.pop(request_id, None)
+
+
+def _send_scores(front: _Front, update: SequenceUpdate) -> None:
+    """Sends all but the last of an update's prompt log-probabilities ahead of it, where they are many."""
+    scores = update.prompt_logprobs
+    while scores is not None and len(scores) > MAX_SCORED:
+        ahead = SequenceUpdate(update.request_id, update.index, [], prompt_logprobs=scores[:MAX_SCORED])
+        front.send(Update(StepOutput(updates=[ahead])))
+        update.prompt_logprobs = scores = scores[MAX_SCORED:]
 
 
 def _send_output(front: _Front, output: StepOutput) -> None:

@@ -21,6 +21,7 @@ from server.messages import (
     EngineMessage,
     Failed,
     FrontMessage,
+    Pause,
     Pool,
     Profile,
     Ready,
@@ -34,6 +35,8 @@ from server.messages import (
 )
 
 POOL_SECONDS = 0.5
+MAX_UNREAD = 2**16  # tokens and alternatives of them, of one stream, beyond which its requests pause
+MAX_ALL_UNREAD = 2**21  # of all streams; beyond it those pause that have an eighth of MAX_UNREAD
 
 
 class EngineClient:
@@ -51,6 +54,7 @@ class EngineClient:
         self.error: str | None = None
         self.on_stats: Callable[[EngineStats], None] = lambda stats: None
         self._streams: dict[str, _Stream] = {}
+        self._unread = 0  # of all streams, as in MAX_UNREAD
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task | None = None
         self._ready = asyncio.Event()  # set when info or error is
@@ -123,10 +127,17 @@ class EngineClient:
             self._send(Submit.of(requests))
             yield await stream.start()
             while not stream.over:
-                yield await stream.take()
+                updates = await stream.take()
+                self._unread -= stream.unread
+                stream.unread = 0
+                for request_id in stream.paused:
+                    self._send(Pause(request_id, False))
+                stream.paused.clear()
+                yield updates
         finally:
             if late is not None:
                 late.cancel()
+            self._unread -= stream.unread
             for request in requests:
                 del self._streams[request.request_id]
             if stream.running:
@@ -197,7 +208,7 @@ class EngineClient:
                 for update in output:
                     if (stream := self._streams.get(update.request_id)) is not None:
                         if update.error_param is None:
-                            stream.put(update)
+                            self._put(stream, update)
                         else:
                             stream.running.pop(update.request_id, None)
                             stream.fail(InvalidRequestError(update.error or "", update.error_param))
@@ -220,6 +231,17 @@ class EngineClient:
             case Failed(text):
                 self._die(text)
 
+    def _put(self, stream: _Stream, update: SequenceUpdate) -> None:
+        """Adds an update to a stream, whose request pauses in the engine where its reader is too far behind."""
+        stream.put(update)
+        weight = _weight(update)
+        stream.unread += weight
+        self._unread += weight
+        most = MAX_UNREAD if self._unread <= MAX_ALL_UNREAD else MAX_UNREAD // 8
+        if stream.unread > most and update.request_id in stream.running:
+            stream.paused.add(update.request_id)
+            self._send(Pause(update.request_id, True))
+
     def _die(self, message: str) -> None:
         self.error = self.error or message  # the first reason is the real one
         self._ready.set()
@@ -237,10 +259,26 @@ def _rejection(message: str, param: str | None, code: str | None) -> Exception:
     return InvalidRequestError(message, param, code)
 
 
+def _weight(update: SequenceUpdate) -> int:
+    """How much memory an update takes, in tokens and alternatives of them."""
+    weight = 1 + len(update.token_ids)
+    for scores in (update.logprobs, update.prompt_logprobs):
+        if scores:
+            weight += sum(1 + len(score.top) for score in scores if score is not None)
+    return weight
+
+
 class _Stream:
-    """Updates of one `generate` call that have arrived and were not yet taken."""
+    """Updates of one `generate` call that have arrived and were not yet taken.
+
+    Attributes:
+      unread: their weight.
+      paused: requests that pause until they are taken.
+    """
 
     def __init__(self) -> None:
+        self.unread = 0
+        self.paused: set[str] = set()
         self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended in the engine
         self.unaccepted: set[str] = set()  # request ids of which the engine has said nothing yet
         self._updates: list[SequenceUpdate] = []

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request as HTTPRequest
 
+from jaxserve.foreign_text import ForeignText
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError, SamplingParams
 from server.forms import Functions, Thoughts, answer_grammar
@@ -94,11 +95,19 @@ def encode_chat(
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of the same role
+    kwargs = conversation.template_kwargs()
+    own = {name: kwargs.pop(name) for name in ("chat_template",) if name in kwargs}
+    theirs = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    foreign = ForeignText(tokenizer, [[messages[i] for i in theirs], conversation.template_tools(), kwargs])
+    hidden, tools, kwargs = foreign.hidden
+    for i, message in zip(theirs, hidden, strict=True):
+        messages[i] = message
     options: dict[str, Any] = {
-        "tools": conversation.template_tools(),
+        "tools": tools,
         "add_generation_prompt": conversation.add_generation_prompt,
         "continue_final_message": conversation.continue_final_message,
-        **conversation.template_kwargs(),
+        **kwargs,
+        **own,
     }
     text = tokenizer.render_chat(messages, **options)
     if any(m["role"] == "system" and m["content"].strip() not in text for m in messages):
@@ -106,7 +115,7 @@ def encode_chat(
         if _renders_to(text, tokenizer, others, options):
             raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
     text = fit_text(text, tokenizer, info, truncate, "messages")
-    return tokenizer.encode(text, conversation.add_special_tokens)
+    return foreign.encode(text, conversation.add_special_tokens)
 
 
 def _renders_to(text: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The engine's process: `python -m server.engine_process`, started by `server.run` with its settings on standard input.
+"""The engine's process, started by `server.run` through `jaxserve.entry`, with its settings on standard input.
 
 Standard input stays open for as long as the parent lives; its end means that the parent has gone.
 """

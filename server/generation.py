@@ -21,6 +21,7 @@ from server.metrics import RequestTimes
 from server.state import ServerState, key_of, tenant_of
 
 TURN_SECONDS = 0.01
+_PIECE = 64  # prompt tokens whose log-probabilities are written at a time
 _LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
@@ -194,12 +195,18 @@ def json_logprob(value: float) -> float:
     return value if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
-def prompt_logprobs_json(
-    tokenizer: Tokenizer, entries: list[TokenLogprob | None] | None
-) -> list[dict[str, dict[str, object]] | None] | None:
-    """The `prompt_logprobs` of a response: for each prompt token, its alternatives and itself by token id."""
+def prompt_logprobs_json(tokenizer: Tokenizer, entries: list[TokenLogprob | None] | None) -> msgspec.Raw | None:
+    """The `prompt_logprobs` of a response: for each prompt token, its alternatives and itself by token id.
+
+    Takes long for long prompts: call it in a thread. It lets others run between pieces of _PIECE tokens.
+    """
     if entries is None:
         return None
+    pieces = (entries[at : at + _PIECE] for at in range(0, len(entries), _PIECE))
+    return msgspec.Raw(b"[%b]" % b",".join(_prompt_piece(tokenizer, piece)[1:-1] for piece in pieces))
+
+
+def _prompt_piece(tokenizer: Tokenizer, entries: list[TokenLogprob | None]) -> bytes:
     result: list[dict[str, dict[str, object]] | None] = []
     for entry in entries:
         if entry is None:
@@ -215,4 +222,4 @@ def prompt_logprobs_json(
                 for (token, logprob, rank), text in zip(ranked, texts, strict=True)
             }
         )
-    return result
+    return msgspec.json.encode(result)

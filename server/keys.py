@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
+import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.datastructures import Headers
+
+log = logging.getLogger("jaxserve.server")
 
 
 @dataclass(frozen=True)
 class ApiKey:
     """A key, a name for messages, how many completions may run under it at a time (None: any number), and the lowest
-    priority that its requests may have; lower ones are served first."""
+    priority that its requests may have; lower ones are served first.
 
-    key: str
+    Raises ValueError for an empty key, which everybody has.
+    """
+
+    key: str = field(repr=False)
     name: str = ""
     max_concurrency: int | None = None
     min_priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.key.strip():
+            raise ValueError("a key is empty, which would let everybody in")
 
     @property
     def digest(self) -> bytes:
@@ -34,7 +45,7 @@ def read_keys(path: str | Path) -> list[ApiKey]:
     Raises ValueError, naming the line but not the key, for anything else, and OSError.
     """
     keys = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_read_secret(path).splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
@@ -48,6 +59,21 @@ def read_keys(path: str | Path) -> list[ApiKey]:
     if not keys:
         raise ValueError(f"{path} holds no API key")
     return keys
+
+
+def read_key(path: str | Path) -> str:
+    """The one key that a file holds. Raises ValueError where it holds none or more, and OSError."""
+    words = _read_secret(path).split()
+    if len(words) != 1:
+        raise ValueError(f"{path} must hold one key, and holds {len(words)}")
+    return words[0]
+
+
+def _read_secret(path: str | Path) -> str:
+    path = Path(path)
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        log.warning("%s holds keys, and other users of this machine may open it; `chmod 600` keeps them out", path)
+    return path.read_text(encoding="utf-8")
 
 
 def given_key(headers: Headers) -> str | None:

@@ -50,6 +50,13 @@ class Abort(msgspec.Struct, tag="abort"):
     targets: list[tuple[str, int | None]]
 
 
+class Pause(msgspec.Struct, tag="pause"):
+    """Sets a request aside whose client does not read, or lets it go on."""
+
+    request_id: str
+    paused: bool
+
+
 class Profile(msgspec.Struct, tag="profile"):
     """Trace the next `steps` steps."""
 
@@ -120,7 +127,7 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-FrontMessage = Submit | Abort | Profile | ResetPrefixCache | AskPool | Drain
+FrontMessage = Submit | Abort | Pause | Profile | ResetPrefixCache | AskPool | Drain
 EngineMessage = Ready | Update | Pool | Accepted | Rejected | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode

@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import ui
+from server.connections import Connections
 from server.errors import APIError, to_api_error, unavailable
 from server.keys import ApiKey, find_key
 from server.limits import Bodies, too_long
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key, and when there are too many connections
-ADMIN_PATHS = frozenset({"/reset_prefix_cache"})  # their handlers ask for a key of their own
+OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key
+RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered when there are too many connections
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile"})  # their handlers ask for a key of their own
+MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they tell of everybody's requests
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -64,37 +67,58 @@ class UnexpectedErrors:
 
 
 class ConnectionLimit:
-    """Answers 503, and closes the connection, where more than `limit` of them are open."""
+    """Answers 503 on connections beyond the limit, but for RESERVED_PATHS, and closes them after any answer."""
 
-    def __init__(self, app: ASGIApp, limit: int, connections: Callable[[], int], refused: Callable[[], None]):
+    def __init__(self, app: ASGIApp, connections: Connections):
         self.app = app
-        self._limit, self._connections, self._refused = limit, connections, refused
+        self._connections = connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._connections() <= self._limit or scope["path"] in OPEN_PATHS:
+        if not (scope.get("state", {}).get("surplus") and self._connections.is_over_limit):
             await self.app(scope, receive, send)
             return
-        self._refused()
-        error = unavailable(f"{self._limit} connections are open already; try again later", "too_many_connections")
-        error.headers["Connection"] = "close"
-        await error.response(scope)(scope, receive, send)
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        if scope["path"] in RESERVED_PATHS:
+            await self.app(scope, receive, send_and_close)
+            return
+        self._connections.refused()
+        text = f"{self._connections.limit} connections are open already; try again later"
+        await unavailable(text, "too_many_connections").response(scope)(scope, receive, send_and_close)
 
 
 class ApiKeys:
     """Answers 401 to requests without one of the keys, whatever the path, but for OPEN_PATHS, ADMIN_PATHS and the
     page; and 429 to those beyond what may run under their key at a time. Handlers find the key in
-    `scope["state"]["api_key"]`."""
+    `scope["state"]["api_key"]`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]):
+    MONITOR_PATHS open to `monitor_keys`, and to an API key only where there is no other: with two or more they would
+    tell one client of the others' requests, so that they get 403. `open_metrics`: /metrics needs no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[ApiKey], monitor_keys: Sequence[ApiKey] = (), open_metrics: bool = False
+    ):
         self.app = app
         self._keys = keys
+        self._monitor_keys = monitor_keys
+        self._shared = len({key.key for key in keys}) > 1
+        self._open_paths = OPEN_PATHS | ADMIN_PATHS | ui.PATHS | ({"/metrics"} if open_metrics else set())
         self._running: Counter[ApiKey] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS | ADMIN_PATHS | ui.PATHS:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self.app(scope, receive, send)
             return
-        key = find_key(self._keys, Headers(scope=scope))
+        headers, monitors = Headers(scope=scope), scope["path"] in MONITOR_PATHS
+        if monitors and find_key(self._monitor_keys, headers) is not None:
+            await self.app(scope, receive, send)
+            return
+        key = find_key(self._keys, headers)
         if key is None:
             error = APIError(
                 401,
@@ -103,6 +127,13 @@ class ApiKeys:
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await error.response(scope)(scope, receive, send)
+            return
+        if monitors and self._shared:
+            text = (
+                f"{scope['path']} tells of the requests of all keys, so it needs the key that the server was started "
+                "with as --admin-key or --metrics-key"
+            )
+            await APIError(403, text, code="admin_key_required").response(scope)(scope, receive, send)
             return
         if key.max_concurrency is not None and self._running[key] >= key.max_concurrency:
             text = f"{key.max_concurrency} requests are running under this key already; wait for one to end"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from importlib import metadata
 from typing import Any
 
@@ -121,8 +123,10 @@ async def metrics(http: Request) -> Response:
 
 
 async def profile(http: Request) -> Response:
-    """POST /profile?steps=N: traces the engine's next steps, 10 unless told; only with `--profile DIR`."""
+    """POST /profile?steps=N: traces the engine's next steps, 10 unless told; only with `--profile DIR` and the admin
+    key."""
     state = state_of(http)
+    _require_admin(http)
     _, info = state.require_ready()
     if info.profile_dir is None:
         raise APIError(404, "profiling is off; start the server with --profile DIR")
@@ -130,6 +134,7 @@ async def profile(http: Request) -> Response:
     steps = int(text) if text.isdecimal() and len(text) < 6 else 0
     if not 1 <= steps <= 10_000:
         raise APIError(400, f"steps must be a number from 1 to 10000, got {text[:64]!r}", param="steps")
+    _not_too_often(http)
     state.client.profile(steps)
     return _json({"steps": steps, "folder": info.profile_dir})
 
@@ -165,15 +170,33 @@ def _text_of(tokenizer: Tokenizer, token: int | None) -> str | None:
 
 
 async def reset_prefix_cache(http: Request) -> Response:
-    """POST /reset_prefix_cache: forgets earlier prompts' pages; only with `--admin-key KEY`, and with that key."""
+    """POST /reset_prefix_cache: forgets earlier prompts' pages; only with the admin key."""
     state = state_of(http)
-    if (key := state.settings.admin_key) is None:
+    _require_admin(http)
+    state.require_ready()
+    _not_too_often(http)
+    state.client.reset_prefix_cache()
+    return _json({"status": "ok"})
+
+
+def _require_admin(http: Request) -> None:
+    """Raises APIError: 404 without `--admin-key KEY`, 401 for a request without that key, and 400 for one that is not
+    declared as JSON, as a form on another site's page would send it."""
+    if (key := state_of(http).settings.admin_key) is None:
         raise APIError(404, "admin endpoints are off; start the server with --admin-key KEY")
     if find_key([ApiKey(key)], http.headers) is None:
         raise APIError(401, "the admin key is required, as in 'Authorization: Bearer KEY'", code="invalid_api_key")
-    state.require_ready()
-    state.client.reset_prefix_cache()
-    return _json({"status": "ok"})
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+
+
+def _not_too_often(http: Request) -> None:
+    """Raises APIError (429) where the endpoint was called within the last second."""
+    calls, now = state_of(http).admin_calls, time.monotonic()
+    if now - calls.get(http.url.path, -math.inf) < 1.0:
+        raise APIError(429, f"{http.url.path} may be called once a second", headers={"Retry-After": "1"})
+    calls[http.url.path] = now
 
 
 async def openapi(http: Request) -> Response:

@@ -3,37 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import ssl
 import sys
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from server.connections import REFUSAL, RESERVE_SECONDS, Connections, Ticket
 from server.errors import APIError, unavailable
 
 _PIECE = 16 * 2**10  # bytes that are parsed at a time, so that a long head is noticed before it is parsed
 _LINGER_SECONDS = 2.0  # in which a client that still sends may read why it was refused
 
 
+def accept(
+    *, connections: Connections, client_timeout: float, tls: ssl.SSLContext | None, **options: Any
+) -> asyncio.Protocol:
+    """The protocol of a socket that is being accepted; uvicorn gives the options."""
+    connection = Connection(places=connections, client_timeout=client_timeout, **options)
+    return connection if tls is None else Handshake(connection, connections, tls, client_timeout)
+
+
 class Connection(H11Protocol):
     """One client's connection.
 
     A request's head must have come within `client_timeout` seconds, and then its body: 408 otherwise. A client that has
-    taken nothing of its answer for so long is disconnected.
+    taken nothing of its answer for so long is disconnected. `places` counts it; requests of one that is beyond the
+    limit find `surplus` in their `scope["state"]`.
+
+    Attributes:
+      ticket: its place; None before it has one.
     """
 
-    def __init__(self, *args: Any, client_timeout: float, **options: Any):
+    def __init__(self, *args: Any, places: Connections, client_timeout: float, **options: Any):
         super().__init__(*args, **options)
+        self._places = places
+        self.ticket: Ticket | None = None
         self._client_timeout = client_timeout
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.ticket = self.ticket or self._places.enter(transport)
+        if self.ticket is None:
+            self._refused = True
+            transport.write(REFUSAL)
+            transport.close()
+            return
         super().connection_made(transport)
+        if self.ticket.is_surplus:
+            self._client_timeout = min(self._client_timeout, RESERVE_SECONDS)
+            self.app_state = {**self.app_state, "surplus": True}
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.ticket is None:
+            return  # it was never let in
+        self.ticket.leave()
         super().connection_lost(exc)
         for timer in (self._receiving, self._sending):
             if timer is not None:
@@ -122,3 +152,43 @@ class Connection(H11Protocol):
                 self.transport.abort()
 
         self._sending = self.loop.call_later(self._client_timeout, look)
+
+
+class Handshake(asyncio.Protocol):
+    """A connection that is to speak TLS, until it does; then `connection` takes over."""
+
+    def __init__(self, connection: Connection, connections: Connections, tls: ssl.SSLContext, seconds: float):
+        self._connection, self._connections, self._tls, self._seconds = connection, connections, tls, seconds
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        ticket = self._connections.enter(transport)
+        if ticket is not None:
+            # The loops can begin TLS on a socket in one piece, but not on a transport that may be reading already.
+            own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            own.setblocking(False)
+            self._task = asyncio.get_running_loop().create_task(self._shake_hands(own, ticket))
+            self._connection.connections.add(self)  # type: ignore[arg-type]  # which uvicorn closes at its end
+        transport.abort()  # type: ignore[attr-defined]
+
+    async def _shake_hands(self, own: socket.socket, ticket: Ticket) -> None:
+        self._connection.ticket = ticket
+        seconds = min(self._seconds, RESERVE_SECONDS) if ticket.is_surplus else self._seconds
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._connection, own, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+        except OSError:  # ssl.SSLError and TimeoutError are such
+            ticket.leave()
+            own.close()
+        except BaseException:
+            ticket.leave()
+            raise
+        finally:
+            self._connection.connections.discard(self)  # type: ignore[arg-type]
+
+    def shutdown(self) -> None:
+        """uvicorn calls it at the end."""
+        self._task.cancel()
+
+    def drop_if_stuck(self) -> None:
+        self._task.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -23,6 +24,7 @@ import msgspec
 import uvicorn
 
 from checkpoints.hub import local_folder
+from jaxserve import entry
 from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import EngineDeadError
@@ -31,10 +33,12 @@ from server.access import log_to_stdout
 from server.app import build_app
 from server.bridge import DEFAULT_ENGINE
 from server.client import EngineClient
+from server.connections import RESERVE
 from server.engine_process import Launch
 from server.keys import ApiKey, read_keys
 from server.metrics import Metrics
-from server.protocol import Connection
+from server.origin import is_local
+from server.protocol import accept
 from server.state import ServerSettings, ServerState
 
 log = logging.getLogger("jaxserve.server")
@@ -52,6 +56,7 @@ def serve(
     served_model_name: str | None = None,
     api_keys: Sequence[str] = (),
     api_key_file: str | None = None,
+    allowed_hosts: Sequence[str] = (),
     ssl_certfile: str | None = None,
     ssl_keyfile: str | None = None,
     max_header_bytes: int = 64 * 2**10,
@@ -72,13 +77,17 @@ def serve(
     if config.max_waiting is None:
         config = dataclasses.replace(config, max_waiting=config.queue_limit)
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
-    own = ServerSettings(model_name=served_model_name or config.model, api_keys=tuple(keys), **settings)
+    own = ServerSettings(
+        model_name=served_model_name or config.model,
+        api_keys=tuple(keys),
+        hosts=tuple(allowed_hosts) if is_local(host if fd is None else _host_of(fd)) else None,
+        **settings,
+    )
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
     log_to_stdout()
     uvicorn_config = uvicorn.Config(
         build_app(state),
         lifespan="off",
-        http=functools.partial(Connection, client_timeout=client_timeout),  # type: ignore[arg-type]
         h11_max_incomplete_event_size=max_header_bytes,
         ws="none",
         access_log=False,  # there is one of our own
@@ -88,13 +97,17 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
-    allow_files(own.max_connections + _OTHER_FILES)
+    allow_files(own.max_connections + RESERVE + _OTHER_FILES)
     if ssl_keyfile and not ssl_certfile:
         raise ValueError("--ssl-keyfile needs --ssl-certfile")
     try:
         uvicorn_config.load()
     except OSError as error:
         raise ValueError(f"cannot use the certificate {ssl_certfile}: {error}") from error
+    tls, uvicorn_config.ssl = uvicorn_config.ssl, None  # handshakes are counted, so they are ours
+    uvicorn_config.http_protocol_class = functools.partial(  # type: ignore[assignment]
+        accept, connections=state.connections, client_timeout=client_timeout, tls=tls
+    )
     try:
         listener = bind(host, port) if fd is None else socket.socket(fileno=fd)
     except OSError as error:
@@ -109,6 +122,14 @@ def serve(
         print(f"jaxserve: {server.failure}", file=sys.stderr)
         return 1
     return 0
+
+
+def _host_of(fd: int) -> str:
+    """The address that an inherited socket listens on; empty for one without, such as a unix socket."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
+        if listener.family != socket.AF_UNIX:
+            return listener.getsockname()[0]
+    return ""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -128,18 +149,22 @@ def allow_files(count: int) -> None:
         log.warning("this process may open %d files, too few for --max-connections; see `ulimit -Hn`", allowed)
 
 
+def _engine_environment() -> dict[str, str]:
+    """This process's, without its keys; children of the engine leave the current folder out of their path too."""
+    own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
+    return own | {"PYTHONSAFEPATH": "1"}
+
+
 class EngineProcess:
     """The engine's process and the folder of its socket; both end with the context."""
 
     def __init__(self, config: EngineConfig, engine_class: str):
         self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # mode 0700: no one else may connect
         self.socket_path = os.path.join(self._folder, "engine.sock")
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "server.engine_process"],
+            entry.command("server.engine_process"),
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env=_engine_environment(),
         )
         launch = msgspec.json.encode(Launch.of(config, self.socket_path, engine_class))
         assert self._process.stdin is not None
@@ -189,7 +214,6 @@ class _Server(uvicorn.Server):
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task] = set()  # keeps them alive
-        state.open_connections = lambda: len(self.server_state.connections)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves HTTP at once, while the engine loads."""
@@ -237,7 +261,9 @@ class _Server(uvicorn.Server):
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
     def _tokenizer(self, folder: Path) -> Tokenizer:
-        return load_tokenizer(folder, placeholder=self._settings.load_format == "dummy")
+        tokenizer = load_tokenizer(folder, placeholder=self._settings.load_format == "dummy")
+        tokenizer.escape_special_tokens = self._state.settings.escape_special_tokens
+        return tokenizer
 
     async def _drain(self) -> None:
         """Lets running requests end within the time set, ends the others with an error, then stops the server."""

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from jaxserve.foreign_text import ForeignText
 from jaxserve.limits import MAX_COMPLETIONS
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
 from server import plugins
 from server.body import body_of, read_bytes
 from server.client import EngineClient
+from server.connections import Connections
 from server.errors import APIError, unavailable
 from server.keys import ApiKey
 from server.limits import Accounts, Bodies, Texts
@@ -39,18 +41,23 @@ class ServerSettings:
     Attributes:
       model_name: what clients call the model; also the `model_name` label of the metrics.
       api_keys: accepted keys; none leaves the server open.
-      salt_by_key: requests under different keys share no prefix cache.
+      salt_by_key: requests under different keys share no prefix cache; None: where there are two keys or more.
       admin_key: opens the admin endpoints; without one they do not exist.
+      metrics_key: opens /metrics, /load and /pool, as the admin key does.
+      open_metrics: /metrics needs no key.
       max_body_bytes: longest request body.
       max_completions_per_request: of all prompts together.
       max_connections: open connections beyond which requests get 503.
+      max_connections_per_address: most of one client; None and 0: see `Connections`.
       request_timeout: seconds that a request may take; None: any time.
       max_stored_responses: answers of /v1/responses that are kept.
       cors_origins: origins that browsers may call from; none by default.
+      hosts: what clients may call this machine, besides its names for itself, where there are no keys; None: anything.
       metrics_prefix: begins the names of the metrics.
       drain_seconds: how long running requests may go on after the first signal to stop.
       tool_call_parser: a module of `server.tools.parsers`, "auto" (by the chat template) or "none".
       reasoning_parser: a module of `server.reasoning`, "auto" or "none".
+      escape_special_tokens: special tokens in the text of users and tools are plain text.
       reasoning_field: what a chat's message calls its reasoning.
       ui: whether there is a page at `/`.
       access_log: whether a line is logged for each request.
@@ -59,45 +66,55 @@ class ServerSettings:
 
     model_name: str
     api_keys: tuple[ApiKey, ...] = ()
-    salt_by_key: bool = False
-    admin_key: str | None = None
+    salt_by_key: bool | None = None
+    admin_key: str | None = field(default=None, repr=False)
+    metrics_key: str | None = field(default=None, repr=False)
+    open_metrics: bool = False
     max_body_bytes: int = 32 * 2**20
     max_completions_per_request: int = MAX_COMPLETIONS
     max_connections: int = 4096
+    max_connections_per_address: int | None = None
     request_timeout: float | None = None
     max_stored_responses: int = 1000
     cors_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
     metrics_prefix: str = "jaxserve"
     drain_seconds: float = 30.0
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    escape_special_tokens: bool = False
     reasoning_field: str = "reasoning"
     ui: bool = True
     access_log: bool = False
     otlp_endpoint: str | None = None
 
+    @property
+    def salts_by_key(self) -> bool:
+        """Whether what one key had cached would tell another of its prompts."""
+        return len({key.key for key in self.api_keys}) > 1 if self.salt_by_key is None else self.salt_by_key
+
 
 @dataclass
 class ServerState:
-    """One front: its connection to the engine, its tokenizer once loaded, its metrics.
-
-    `open_connections` tells how many clients are connected.
-    """
+    """One front: its connection to the engine, its tokenizer once loaded, its metrics, its clients."""
 
     settings: ServerSettings
     client: EngineClient
     metrics: Metrics
     tokenizer: Tokenizer | None = None
     draining: bool = False
-    open_connections: Callable[[], int] = lambda: 0
     created: int = field(default_factory=lambda: int(time.time()))
     texts: Texts = field(default_factory=Texts)
     responses: ResponseStore = field(init=False)
     bodies: Bodies = field(init=False)
     accounts: Accounts = field(init=False)
+    connections: Connections = field(init=False)
+    admin_calls: dict[str, float] = field(default_factory=dict)  # by path: when it was called last, monotonic seconds
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.max_stored_responses)
+        self.connections = Connections(self.settings.max_connections, self.settings.max_connections_per_address)
+        self.connections.refused = self.metrics.rejections.inc
         self.bodies = Bodies(self.settings.max_body_bytes)
         self.accounts = Accounts(self.settings.max_completions_per_request)
 
@@ -142,7 +159,7 @@ class ServerState:
     def cache_salt(self, http: Request, given: str | None) -> str | None:
         """The salt of a request's prefix-cache pages: the one it brings, and that of its API key where those matter."""
         key = key_of(http)
-        return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salt_by_key else given
+        return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """`work()` of the server's own in a thread, so that the event loop goes on."""
@@ -185,7 +202,8 @@ class ServerState:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    return [tokenizer.encode(text, add_special_tokens) for text in texts]
+    foreign = [ForeignText(tokenizer, text) for text in texts]
+    return [text.encode(text.hidden, add_special_tokens) for text in foreign]
 
 
 def _in_turns(texts: list[str]) -> Iterator[list[str]]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxserve import entry
 from jaxserve.bench import startup
 from jaxserve.bench.client import Client, run
 from jaxserve.bench.prompts import Prompt
@@ -99,10 +99,8 @@ class Jaxserve:
 
     def measure(self, load: PeerLoad) -> Outcome:
         port = startup.free_port()
-        root = str(HERE.parent.parent)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-        command = [sys.executable, "-m", "jaxserve", "serve", str(load.model), "--port", str(port), *self.flags]
-        with _server(command, env, port, "/ready"):
+        command = entry.command("jaxserve", "serve", str(load.model), "--port", str(port), *self.flags)
+        with _server(command, dict(os.environ), port, "/ready"):
             return run(_drive(port, load, gaps=True))
 
 

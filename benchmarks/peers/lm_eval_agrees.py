@@ -32,6 +32,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PA
 
 import lm_eval  # noqa: E402
 
+from jaxserve import entry  # noqa: E402
 from jaxserve.bench import startup  # noqa: E402
 from jaxserve.bench.report import table  # noqa: E402
 
@@ -122,8 +123,8 @@ def compare(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[float, int]:
 def server(python: str, model: str) -> Iterator[tuple[str, int]]:
     """A server's URL, and the longest context in tokens."""
     port = startup.free_port()
-    command = [python, "-m", "jaxserve", "serve", model, "--port", str(port), "--dtype", "float32"]
-    with startup.server_process(command, os.environ | {"PYTHONPATH": str(ROOT)}) as (process, log):
+    command = entry.command("jaxserve", "serve", model, "--port", str(port), "--dtype", "float32", python=python)
+    with startup.server_process(command, dict(os.environ)) as (process, log):
         deadline = time.monotonic() + START_SECONDS
         while startup.status(port, "/ready") != 200:
             if process.poll() is not None or time.monotonic() > deadline:

@@ -8,15 +8,14 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
+from jaxserve import entry
 from jaxserve.config import EngineConfig
 
 _POLL_SECONDS = 0.02
@@ -80,9 +79,7 @@ def run_startup(config: EngineConfig, *, cold: bool, timeout: float) -> list[Sta
 def measure_start(config: EngineConfig, cache: str, env: dict[str, str], timeout: float) -> Start:
     """One start and stop of a server in that environment."""
     port = free_port()
-    root = str(Path(__file__).resolve().parent.parent.parent)
-    env = env | {"PYTHONPATH": os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))}
-    command = [sys.executable, "-m", "jaxserve", "serve", config.model, "--port", str(port), *engine_flags(config)]
+    command = entry.command("jaxserve", "serve", config.model, "--port", str(port), *engine_flags(config))
     start = time.perf_counter()
     with server_process(command, env) as (process, log):
 

@@ -205,3 +205,63 @@ def test_calls_are_short_while_a_client_streams(model_folders):
     engine.add_request(request("waits", PROMPTS[0], max_tokens=20))
     engine._step_seconds = 1e-6
     assert engine.scheduler.schedule(engine._steps_per_call()).rows.draws.tolist() == [1], "a prompt is computed"
+
+
+@pytest.mark.parametrize("config", [{}, {"prefix_caching": False}, {"async_scheduling": False}])
+def test_paused_and_gone_on(model_folders, alone, config):
+    """In the middle, twice; meanwhile it holds no pages, and others go on."""
+    engine = make_engine(model_folders(CASE), rows=8, tokens=128, **config)
+    everyone = requests()
+    for one in everyone:
+        engine.add_request(one)
+    names, gained = [one.request_id for one in everyone], {}
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            if not engine.has_work:
+                return
+            for update in engine.step():
+                gained.setdefault(update.request_id, []).extend(update.token_ids)
+            engine.scheduler.check_integrity()
+
+    for first in (0, 1):
+        run(6)
+        paused = names[first::2]
+        for name in paused:
+            engine.pause(name, True)
+            engine.pause(name, True)
+        run(2)  # steps in flight land
+        before = {name: len(gained.get(name, ())) for name in paused}
+        run(3)
+        assert {name: len(gained.get(name, ())) for name in paused if before[name]} == {
+            n: c for n, c in before.items() if c
+        }
+        for name in paused:
+            engine.pause(name, False)
+    run(6)
+    for name in names:
+        engine.pause(name, True)
+    while engine.has_work:
+        run(1)
+    assert engine.blocks.num_used == 0
+    for name in names:
+        engine.pause(name, False)
+        engine.pause(name, False)
+    run(1000)
+    assert not engine.has_work
+    assert [gained[name] for name in names] == alone
+    engine.pause("unknown", True)
+
+
+def test_paused_and_aborted(model_folders):
+    engine = make_engine(model_folders(CASE), rows=4, tokens=128)
+    one = request("one", PROMPTS[1], max_tokens=50, n=2)
+    engine.add_request(one)
+    for _ in range(5):
+        engine.step()
+    engine.pause("one", True)
+    engine.abort("one", 0)
+    engine.abort("one")
+    engine.scheduler.check_integrity()
+    assert drain(engine) == {}
+    assert "one" not in engine.scheduler

@@ -30,6 +30,7 @@ class ParrotEngine:
         self.eos_token_ids = (0, 2)
         self._config = config
         self._running: dict[tuple[str, int], tuple[Request, int]] = {}
+        self._paused: set[str] = set()
         self._stats = EngineStats(pages_total=100)
 
     @classmethod
@@ -64,12 +65,15 @@ class ParrotEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running)
+        return any(request_id not in self._paused for request_id, _ in self._running)
+
+    def pause(self, request_id: str, paused: bool) -> None:
+        (self._paused.add if paused else self._paused.discard)(request_id)
 
     def step(self) -> StepOutput:
         time.sleep(self.step_seconds)
         self._stats.steps += 1
-        return StepOutput(updates=[self._advance(key) for key in list(self._running)])
+        return StepOutput(updates=[self._advance(key) for key in list(self._running) if key[0] not in self._paused])
 
     def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
         request, done = self._running[key]

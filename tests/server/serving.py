@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import anthropic
 import httpx
 import openai
+import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -99,6 +101,19 @@ def wait_until(condition, seconds: float = 10, message: str = "") -> None:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1, and its key; skips the test where nothing can make them."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return certificate, key
 
 
 @contextlib.contextmanager

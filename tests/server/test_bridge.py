@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 
 import pytest
+import tokenizers_for_tests as kinds
 from fake_engine import ParrotEngine, SlowEngine
 
 from jaxserve.config import EngineConfig
+from jaxserve.detokenizer import OutputProcessor
 from jaxserve.types import EngineDeadError, InvalidRequestError, Request, SamplingParams, SequenceUpdate, StepOutput
 from server import bridge, messages
+from server import client as client_module
 from server.bridge import EngineServer
 from server.client import EngineClient
 from server.messages import Ready, Submit, frame_length, to_frame
@@ -158,23 +162,116 @@ def test_bad_frames_cost_only_their_sender(path, config):
         asyncio.run(run())
 
 
-def test_a_front_that_does_not_read_is_disconnected(path, config, monkeypatch):
+def test_a_front_that_does_not_read_holds_up_the_work_and_loses_nothing(path, config, monkeypatch):
     monkeypatch.setattr(bridge, "MAX_BACKLOG", 2000)
+    wanted = 10 * 20_000
+
+    def read_all(raw: socket.socket) -> int:
+        """How many tokens come, until all have ended."""
+        count = ended = 0
+        with raw.makefile("rb") as stream:
+            while ended < 10:
+                message = messages.decode_engine_message(stream.read(frame_length(stream.read(4))))
+                for update in message.output if isinstance(message, messages.Update) else ():
+                    count += len(update.token_ids)
+                    ended += update.finish_reason is not None
+        return count
 
     async def run(engine):
-        aborted = []  # what the engine still had to do for the front when it was disconnected
-        abort = engine.abort
-        engine.abort = lambda *which: aborted.append(which) or abort(*which)
-        client = await connected(path)
         with socket.socket(socket.AF_UNIX) as raw:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             raw.connect(path)
-            raw.sendall(to_frame(Submit.of([request("deaf", n=100, max_tokens=100_000)])))
-            await until(lambda: aborted and not engine.has_work)
-        assert len(await tokens_of(client, request("a"))) == 4
+            raw.sendall(to_frame(Submit.of([request("deaf", n=10, max_tokens=20_000, ignore_eos=True)])))
+            steps = -1
+            while steps != engine._stats.steps or not steps:
+                steps = engine._stats.steps
+                await asyncio.sleep(0.3)
+            assert engine.has_work
+            assert steps < 20_000
+            used = time.process_time()
+            await asyncio.sleep(0.5)
+            assert time.process_time() - used < 0.4  # nor does it wait in a busy loop
+            raw.settimeout(60)
+            assert await asyncio.to_thread(read_all, raw) == wanted
+            await until(lambda: not engine.has_work)
 
     with engine_at(path, ParrotEngine(config)) as engine:
         asyncio.run(run(engine))
+
+
+def test_a_slow_reader_pauses_its_request_alone(path, config, monkeypatch):
+    monkeypatch.setattr(client_module, "MAX_UNREAD", 500)
+
+    async def run(engine):
+        client = await connected(path)
+        slow = request("slow", n=3, max_tokens=5_000, ignore_eos=True, logprobs=3)
+        async with contextlib.aclosing(client.generate([slow])) as stream:
+            first = await anext(stream)
+            await until(lambda: not engine.has_work)  # all that is there pauses
+            assert engine._running
+            held = client._unread
+            assert 500 < held < 20_000  # a few steps were on their way when it was told to pause
+            assert len(await tokens_of(client, request("quick", max_tokens=50, ignore_eos=True))) == 50
+            assert client._unread == held
+            count = sum(len(update.token_ids) for update in first)
+            async for updates in stream:
+                assert len(updates) < 10_000
+                count += sum(len(update.token_ids) for update in updates)
+        assert count == 3 * 5_000
+        assert (client._unread, client.num_streams) == (0, 0)
+        async with contextlib.aclosing(client.generate([request("gone", max_tokens=5_000, ignore_eos=True)])) as stream:
+            await anext(stream)
+            await until(lambda: not engine.has_work)
+        await until(lambda: not engine._running)  # who leaves while paused is gone
+        assert client._unread == 0
+
+    with engine_at(path, ParrotEngine(config)) as engine:
+        asyncio.run(run(engine))
+
+
+def test_all_slow_readers_together_are_bounded(path, config, monkeypatch):
+    monkeypatch.setattr(client_module, "MAX_UNREAD", 4000)
+    monkeypatch.setattr(client_module, "MAX_ALL_UNREAD", 1000)
+
+    async def run(engine):
+        client = await connected(path)
+        async with contextlib.AsyncExitStack() as stack:
+            for i in range(4):
+                one = request(str(i), max_tokens=50_000, ignore_eos=True)
+                await anext(await stack.enter_async_context(contextlib.aclosing(client.generate([one]))))
+            await until(lambda: not engine.has_work)
+            sizes = [stream.unread for stream in set(client._streams.values())]
+        assert len(sizes) == 4
+        assert min(sizes) < 4000
+
+    with engine_at(path, SlowEngine(config)) as engine:
+        engine.step_seconds = 0.001
+        asyncio.run(run(engine))
+
+
+def test_many_prompt_logprobs_come_in_pieces(path, config, monkeypatch):
+    """So that no message takes long to read."""
+    monkeypatch.setattr(bridge, "MAX_SCORED", 50)
+    whole = Request(
+        request_id="r", prompt_token_ids=[50, 51] * 100, params=SamplingParams(max_tokens=1, prompt_logprobs=2)
+    )
+    sizes = []
+
+    async def run():
+        client = await connected(path)
+        processor = OutputProcessor(kinds.byte_level(), whole)
+        async with contextlib.aclosing(client.generate([whole])) as batches:
+            async for updates in batches:
+                for update in updates:
+                    sizes.append(len(update.prompt_logprobs or ()))
+                    processor.process(update)
+        assert len(processor.prompt_logprobs) == 200
+        assert processor.prompt_logprobs[0] is None
+        assert [entry.token_id for entry in processor.prompt_logprobs[1:]] == whole.prompt_token_ids[1:]
+        assert processor.finished
+
+    with engine_at(path, ParrotEngine(config)):
+        asyncio.run(run())
+    assert sizes == [50, 50, 50, 50]
 
 
 def test_frames_are_bounded(monkeypatch):

@@ -214,7 +214,10 @@ def test_restart_on_a_socket_that_stays(start_server):
 def test_exit_waits_for_no_client(start_server):
     """Neither for one who has not sent all, who gets a 503, nor for one who does not read."""
     server = start_server("SlowEngine", config={"max_model_len": 2048}, drain_seconds=3)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        "Content-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    )
     body = json.dumps({**BODY, "max_tokens": 2000, "stream": True, "n": 128, "logprobs": 20})
     with socket.socket() as deaf, socket.create_connection(("127.0.0.1", server.port)) as late:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

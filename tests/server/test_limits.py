@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 
 import httpx
 import pytest
-from serving import SMALL, running_server, wait_until
-
-from server.keys import ApiKey, read_keys
+from serving import SMALL, make_certificate, running_server, wait_until
 
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
 
@@ -39,42 +35,6 @@ def error_of(response: httpx.Response) -> dict:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
-
-
-def cached(server, key: str | None = None, **body) -> int:
-    answer = post(server, key=key, max_tokens=1, **body)
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def test_key_file(tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("# ours\n\nabc\ndef team-a\nghi team-b 3\n")
-    assert read_keys(path) == [ApiKey("abc"), ApiKey("def", "team-a"), ApiKey("ghi", "team-b", 3)]
-    path.write_text("abc\ndef team-a - -5\nghi team-b 3 7\n")
-    assert read_keys(path) == [
-        ApiKey("abc"), ApiKey("def", "team-a", None, -5), ApiKey("ghi", "team-b", 3, 7)
-    ]  # fmt: skip
-    for text, what in (
-        ("a b c\n", ":1:"), ("a b 0\n", ":1:"), ("x\na b 1 d\n", ":2:"), ("a b 1 2 3\n", ":1:"),
-        ("# none\n", "no API key"),
-    ):  # fmt: skip
-        path.write_text(text)
-        with pytest.raises(ValueError, match=what) as caught:
-            read_keys(path)
-        assert "secret" not in str(caught.value)
-
-
-def test_keys_of_a_file_have_salts_and_limits(start_server, tmp_path):
-    """`several keys, from a file`; `an option to salt by API key stops probing across tenants`."""
-    path = tmp_path / "keys"
-    path.write_text("one a\ntwo b 1\n")
-    server = start_server("CachingEngine", api_keys=["zero"], api_key_file=str(path), salt_by_key=True)
-    assert post(server).status_code == 401
-    assert cached(server, "one") == 0
-    assert cached(server, "one") == 2
-    assert cached(server, "one", cache_salt="x") == 0
-    assert cached(server, "zero") == cached(server, "two") == 0
-    assert httpx.get(server.url + "/v1/models", headers={"x-api-key": "one"}).status_code == 200
 
 
 def test_requests_at_a_time_under_a_key(start_server, tmp_path):
@@ -160,21 +120,6 @@ def test_a_flood_of_one_key_leaves_others_their_turn(start_server, tmp_path):
         assert ended == 200
 
 
-def test_admin_endpoint(start_server):
-    """`admin endpoints are off by default with a key of their own`."""
-    server = start_server("CachingEngine", api_keys=["user"], admin_key="admin")
-    for key in (None, "user"):
-        assert post(server, "/reset_prefix_cache", key).status_code == 401
-    assert [cached(server, "user") for _ in range(2)] == [0, 2]
-    assert post(server, "/reset_prefix_cache", "admin").status_code == 200
-    assert cached(server, "user") == 0
-    assert post(server, key="admin", max_tokens=1).status_code == 401
-
-
-def test_no_admin_endpoint_without_a_key(http):
-    assert http.post("/reset_prefix_cache").status_code == 404
-
-
 def test_request_timeout(start_server):
     server = start_server("SlowEngine", config={"max_model_len": 2048}, request_timeout=0.5)
     begin = time.monotonic()
@@ -215,7 +160,8 @@ def test_many_bodies_at_once(start_server):
     """`Everything countable in a request is bounded`: what is on its way too; short requests are taken all the same."""
     server = start_server(max_body_bytes=100_000)
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99999\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 99999\r\n\r\n"
     )
 
     def send(prompt: str) -> httpx.Response:
@@ -238,8 +184,9 @@ def test_many_bodies_at_once(start_server):
     [
         b"",
         b"POST /v1/completions HT",
-        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
-        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",  # is answered before it has come
+        b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+        b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",  # is answered before it has come
     ],
 )
 def test_requests_that_do_not_come(impatient, begin):
@@ -267,7 +214,10 @@ def test_connections_that_keep_their_time(impatient):
 def test_readers_that_take_nothing_are_disconnected(impatient):
     """Their requests, of 40 s, end with it."""
     body = json.dumps(BODY | {"stream": True, "n": 64, "logprobs": 20}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", impatient.port))
@@ -282,7 +232,7 @@ def test_errors_of_http_have_the_shape_of_all(http, parrot):
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nX: " + b"y" * 300_000 + b"\r\n\r\n", b"431"),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", b"431"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
          b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n", b"400"),
     ):  # fmt: skip
         with socket.create_connection(("127.0.0.1", parrot.port)) as client:
@@ -313,14 +263,8 @@ def test_files(start_server):
         assert httpx.get(server.url + "/version", timeout=5).status_code == 200
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_https(start_server, tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    certificate, key = make_certificate(tmp_path)
     server = start_server(ready=False, ssl_certfile=str(certificate), ssl_keyfile=str(key))
     context = ssl.create_default_context(cafile=str(certificate))
 

@@ -1,0 +1,24 @@
+"""Runs one of our own modules as a program: `python -P /…/jaxserve/entry.py server.engine_process`.
+
+`python -m` puts the current folder first on the path, and that may be a model's repository with modules of its own.
+Started this way, a child imports what its parent's installation holds, and nothing from the folder it runs in.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+
+def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """The command line that runs `module` with these arguments."""
+    return [python, "-P", str(Path(__file__).resolve()), module, *arguments]
+
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parent.parent
+    if root not in [Path(folder).resolve() for folder in sys.path]:  # a checkout that is not installed
+        sys.path.insert(0, str(root))
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
