@@ -108,7 +108,7 @@ class Scheduler:
                 self._displace(seq)
                 seq.status = Status.PAUSED
             elif not paused and seq.status is Status.PAUSED:
-                self._wait(seq)
+                self._wait(seq, resumed=True)
 
     def _preempt(self, seq: Sequence) -> None:
         self._displace(seq)
