@@ -76,7 +76,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def config(tmp_path):
-    return EngineConfig(model=str(tmp_path))
+    return EngineConfig(model=str(tmp_path), max_model_len=100_000)
 
 
 def test_fronts_with_the_same_request_ids_are_kept_apart(path, config):
