@@ -415,6 +415,7 @@ def known_worst() -> Iterator[tuple[str, str, Any]]:
         "stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # fmt: skip
     yield "/v1/completions", "n of 128, a long prompt", {"prompt": [300] * 8000, "n": 128, "max_tokens": 64}
     yield "/v1/completions", "8 long prompts with n of 128", {"prompt": [[7] * 3900] * 8, "n": 128, "max_tokens": 64}
+    yield "/v1/completions", "the same, a token each", {"prompt": [[7] * 3900] * 8, "n": 128, "max_tokens": 1}
     stops = ["a" * 900 + str(i) for i in range(MAX_STOP_STRINGS)]
     yield "/v1/completions", "long stop strings, n of 128", {"prompt": "a", "n": 128, "stop": stops, "max_tokens": 64}
     yield "/v1/completions", "bad words", {"prompt": "a", "bad_words": ["the " * 15] * 128}

@@ -24,6 +24,7 @@ from jaxserve.types import InvalidRequestError, SamplingParams
 T = TypeVar("T")
 
 TEMPLATE_SECONDS = 5.0  # a chat template that renders for longer is stopped
+_LONG_TEXT = 1000  # characters that take longer than what a batch costs
 _LETTERS = re.compile("[A-Za-z]+")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPIECE_SPACE = "\u2581"  # what sentencepiece writes for a space
@@ -111,7 +112,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Text that already opens with the BOS token gets no second one."""
-        if self._backend is not None:
+        if self._backend is not None and len(text) > _LONG_TEXT:  # this alone lets other threads of Python go on
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        elif self._backend is not None:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
             ids = self._hf.encode(text, add_special_tokens=add_special_tokens)

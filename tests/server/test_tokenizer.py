@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 import tokenizers_for_tests as kinds
@@ -125,3 +127,19 @@ def test_letters_tell_more_than_the_length():
     assert tokenizer.fewest_tokens(" " * 12_800) == 100
     assert tokenizer.fewest_tokens("a" * 12_800) > 1000
     assert tokenizer.fewest_tokens("\u00e9" * 12_800) == 100  # of which a normalizer could make anything
+
+
+def test_long_texts_let_other_threads_go_on(byte_level):
+    """The plain call keeps Python's lock until it is done, and with it the event loop."""
+    text = " ".join(random.Random(0).choices(["the", "dog", "Zurich", "naïve", "0.75", "\n\n"], k=300_000))
+    ids: list[int] = []
+    thread = threading.Thread(target=lambda: ids.extend(byte_level.encode(text)))
+    begin = last = time.perf_counter()
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+        time.sleep(0.001)
+    assert longest < 0.5 * (time.perf_counter() - begin)
+    assert ids == byte_level._backend.encode(text).ids
