@@ -258,10 +258,10 @@ class Engine:
         before: its tokens come back with the next call.
         """
         self.timeline.begin_step()
-        refused = []
+        compiled = []
         if len(self.structured):
             busy = self.scheduler.has_work or self.flights
-            refused = self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
+            compiled = self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
         with self.timeline.phase("schedule"):
             plan = self.scheduler.schedule(self._steps_per_call())
         if plan is not None:
@@ -275,7 +275,7 @@ class Engine:
                 self.structured.draw(self.flights[-1], self.scheduler.running, self.runner)
             if plan is None or not self.config.async_scheduling:
                 output.extend(self._land())
-        output.updates += refused
+        output.updates += compiled
         self.timeline.end_step()
         return output
 

@@ -63,12 +63,13 @@ class Structured:
             held.compilation.leave()
 
     def release(self, scheduler: Scheduler, *, patience: float) -> list[SequenceUpdate]:
-        """Hands those whose grammar is ready to the scheduler; returns the last updates of those that failed.
+        """Hands those whose grammar is ready to the scheduler.
 
-        Waits up to `patience` seconds for the first to be ready.
+        Returns an update without tokens for each of them, and the last updates of those that failed. Waits up to
+        `patience` seconds for the first to be ready.
         """
         wait([held.compilation.future for held in self._held.values()], patience, FIRST_COMPLETED)
-        refused = []
+        updates = []
         for request_id, held in list(self._held.items()):
             future = held.compilation.future
             is_done, error = future.done(), held.compilation.error
@@ -81,14 +82,15 @@ class Structured:
                 scheduler.add(held.seq)
                 for index in held.aborted:
                     scheduler.abort(request_id, index)
+                updates.append(SequenceUpdate(request_id, 0, []))
                 continue
             param = error.param if isinstance(error, InvalidRequestError) else None
             indices = set(range(held.seq.params.n)) - set(held.aborted)
-            refused += [
+            updates += [
                 SequenceUpdate(request_id, index, [], "error", error=str(error), error_param=param)
                 for index in sorted(indices)
             ]
-        return refused
+        return updates
 
     def draw(self, flight: Flight, running: Running, runner: ModelRunner) -> None:
         """Has the rows of a step draw that left it for later; all steps before must have been taken in."""

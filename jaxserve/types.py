@@ -303,7 +303,8 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     `index` says which of the request's n completions. `stop_token` is the stop token id that ended it, when it was not
     one of the model's own end-of-sequence ids; the token that ended it is the last of `token_ids`. `complete`: no stop
     token ended it, but its grammar, after which nothing can follow.
-    The first update of completion 0 brings `num_cached_tokens`, the prompt's tokens found in the prefix cache,
+    An update of completion 0 without tokens and without an end says that the request's grammar is compiled. The first
+    update of completion 0 with tokens brings `num_cached_tokens`, the prompt's tokens found in the prefix cache,
     `queue_seconds`, which it waited for a place, and `prompt_logprobs` if asked for, with None for the first prompt
     token.
     `error` explains a finish_reason of "error"; `error_param` then names the field of the request that is at fault, if

@@ -27,6 +27,7 @@ from server.messages import (
     LENGTH_BYTES,
     QUEUE_FULL,
     Abort,
+    Accepted,
     AskPool,
     Drain,
     EngineMessage,
@@ -258,6 +259,8 @@ class EngineServer:
             request.request_id = f"{front.number}/{own_id}"
             engine.add_request(request)
             front.running[own_id] = set(range(request.params.n))
+            if request.params.grammar is None:
+                front.send(Accepted(own_id))
         except InvalidRequestError as error:
             front.send(Rejected(own_id, str(error), error.param, error.code))
         except QueueFullError as error:

@@ -15,6 +15,7 @@ from server.messages import (
     LENGTH_BYTES,
     QUEUE_FULL,
     Abort,
+    Accepted,
     AskPool,
     Drain,
     EngineMessage,
@@ -94,6 +95,7 @@ class EngineClient:
     ) -> AsyncGenerator[list[SequenceUpdate], None]:
         """Submits requests and yields their updates, as many at a time as have arrived since the last.
 
+        The first batch comes as soon as the engine has accepted all requests; it is empty where no token is there yet.
         Ends when every completion of every request has ended in the engine. Whatever still runs when the generator is
         closed is aborted, so close it (`contextlib.aclosing`) also when leaving early.
 
@@ -109,6 +111,7 @@ class EngineClient:
             if request.request_id in self._streams:
                 raise ValueError(f"request id {request.request_id!r} is in use")
             stream.running[request.request_id] = set(range(request.params.n))
+            stream.unaccepted.add(request.request_id)
             self._streams[request.request_id] = stream
         late = None
         if timeout is not None:
@@ -117,6 +120,7 @@ class EngineClient:
         try:
             for request in requests:
                 self._send(Submit([request]))
+            yield await stream.start()
             while not stream.over:
                 yield await stream.take()
         finally:
@@ -202,6 +206,9 @@ class EngineClient:
             case Pool(snapshot):
                 if self._pool is not None and not self._pool.done():
                     self._pool.set_result(snapshot)
+            case Accepted(request_id):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.accept(request_id)
             case Rejected(request_id, text, param, code):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.running.pop(request_id, None)
@@ -234,6 +241,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended in the engine
+        self.unaccepted: set[str] = set()  # request ids of which the engine has said nothing yet
         self._updates: list[SequenceUpdate] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -246,6 +254,10 @@ class _Stream:
         if update.finish_reason is not None:
             self.close(update.request_id, update.index)
         self._updates.append(update)
+        self.accept(update.request_id)
+
+    def accept(self, request_id: str) -> None:
+        self.unaccepted.discard(request_id)
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -258,15 +270,27 @@ class _Stream:
         if not indices:
             self.running.pop(request_id, None)
 
+    async def start(self) -> list[SequenceUpdate]:
+        """What has arrived when all requests are accepted, mostly nothing. Raises the error of one that is not."""
+        while self.unaccepted and self._error is None:
+            await self._change()
+        if self._error is not None:
+            raise self._error
+        updates, self._updates = self._updates, []
+        return updates
+
     async def take(self) -> list[SequenceUpdate]:
         """Everything that has arrived; waits when nothing has. Updates that came before an error come out before it."""
         while not self._updates and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._change()
         if not self._updates and self._error is not None:
             raise self._error
         updates, self._updates = self._updates, []
         return updates
+
+    async def _change(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

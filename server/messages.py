@@ -78,6 +78,15 @@ class Pool(msgspec.Struct, tag="pool"):
     snapshot: PoolSnapshot
 
 
+class Accepted(msgspec.Struct, tag="accepted"):
+    """One request passed the engine's checks and waits for its tokens.
+
+    A request with a grammar has no such message: its first update says that the grammar is compiled.
+    """
+
+    request_id: str
+
+
 class Rejected(msgspec.Struct, tag="rejected"):
     """One request was not taken; `param` and `code` as in InvalidRequestError."""
 
@@ -94,7 +103,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 FrontMessage = Submit | Abort | Profile | ResetPrefixCache | AskPool | Drain
-EngineMessage = Ready | Update | Pool | Rejected | Failed
+EngineMessage = Ready | Update | Pool | Accepted | Rejected | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode

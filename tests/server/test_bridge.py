@@ -95,7 +95,7 @@ def test_a_closing_front_takes_its_requests_along(path, config):
     async def run(engine):
         leaving, staying = await connected(path), await connected(path)
         stream = leaving.generate([request("a", max_tokens=10_000)])
-        await anext(stream)
+        assert await anext(stream) == []  # accepted
         assert engine.has_work
         await leaving.close()
         await until(lambda: not engine.has_work)
@@ -121,6 +121,24 @@ def test_rejections_and_aborts(path, config):
 
     with engine_at(path, SlowEngine(config)) as engine:
         asyncio.run(run(engine))
+
+
+def test_acceptance(path, config):
+    """A stream begins when the engine has taken all of its requests, however long their first tokens take."""
+
+    class Busy(ParrotEngine):
+        step_seconds = 0.5
+
+    async def run():
+        client = await connected(path)
+        async with contextlib.aclosing(client.generate([request("a"), request("b")])) as stream:
+            assert await anext(stream) == []
+            assert {update.request_id for update in await anext(stream)} == {"a", "b"}
+        with pytest.raises(InvalidRequestError):
+            await anext(client.generate([request("c"), request("long", [1] * 300)]))
+
+    with engine_at(path, Busy(config)):
+        asyncio.run(run())
 
 
 def test_bad_frames_cost_only_their_sender(path, config):
