@@ -185,11 +185,13 @@ class ChatRun:
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What the choices gain, as it comes; see Generation.deltas."""
+        accepted = False
         async with contextlib.aclosing(self.generation.deltas()) as batches:
             async for deltas in batches:
                 parsed = (self._parser(delta.index).push(delta) for delta in deltas)
-                if pieces := [piece for piece in parsed if piece is not None]:
+                if (pieces := [piece for piece in parsed if piece is not None]) or not accepted:
                     yield pieces
+                accepted = True
 
     async def collect(self) -> list[Piece]:
         """All choices, whole and in order."""

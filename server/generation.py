@@ -73,10 +73,12 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """What the choices gain, as it comes; `index` is the choice's number. Ends when all have ended.
 
+        The first list comes as soon as the engine has accepted the prompts, and may be empty.
         Close it when leaving early (`contextlib.aclosing`): that aborts what still runs. Raises what
         `EngineClient.generate` raises, and APIError (500) when the engine gives up on a completion.
         """
         client, timeout = self._state.client, self._state.settings.request_timeout
+        accepted = False
         try:
             async with contextlib.aclosing(client.generate(self.requests, timeout)) as batches:
                 async for updates in batches:
@@ -92,8 +94,9 @@ class Generation:
                             self._note_end(position, delta, now)
                             delta.index += position * processor.request.params.n
                             deltas.append(delta)
-                    if deltas:
+                    if deltas or not accepted:
                         yield deltas
+                    accepted = True
         except QueueFullError:
             self._state.metrics.rejections.inc()
             raise

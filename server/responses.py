@@ -103,14 +103,14 @@ class _Work:
         try:
             async with contextlib.aclosing(self._run.pieces()) as batches:
                 async for pieces in batches:
+                    events = [] if begun else list(writer.begin())
+                    begun = True
                     for piece in pieces:
-                        events = [] if begun else list(writer.begin())
-                        begun = True
                         events += writer.piece(piece)
                         if piece.finish_reason is not None:
                             events += writer.end(piece.finish_reason, self._run.usage())
                             self._store([*self._messages, writer.message()])
-                        yield b"".join(events)
+                    yield b"".join(events)
         except Exception as error:
             if not begun:
                 raise
