@@ -72,32 +72,47 @@ class Detokenizer:
         return text[len(before) :]
 
 
+class StopStrings:
+    """The stop strings of a request, prepared once for all of its completions.
+
+    Attributes:
+      stops: the strings, in the client's order.
+      failures: the failure table of each, for Knuth-Morris-Pratt matching.
+      beginnings: first character -> positions of the strings that begin with it.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()):
+        self.stops = tuple(stops)
+        self.failures = [_failure_table(stop) for stop in self.stops]
+        self.beginnings: dict[str, list[int]] = {}
+        for i, stop in enumerate(self.stops):
+            self.beginnings.setdefault(stop[0], []).append(i)
+
+
 class StopMatcher:
     """Finds the stop string that completes first in a growing text; ties go by the order of the list.
 
-    Text that may be the beginning of a stop string is held back. One Knuth-Morris-Pratt state per stop string makes the
-    cost of a character constant.
+    Text that may be the beginning of a stop string is held back. Only the stop strings that have begun are looked at,
+    and the cost of a character is constant for each of them.
     """
 
-    def __init__(self, stops: Sequence[str], include_in_output: bool = False):
-        self._stops = tuple(stops)
-        self._failures = [_failure_table(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)  # how many characters of each stop string the text ends with
+    def __init__(self, stops: StopStrings, include_in_output: bool = False):
+        self._stops = stops
+        self._begun: dict[int, int] = {}  # position of a stop string -> how many of its characters the text ends with
         self._include = include_in_output
         self._held = ""  # the longest of these beginnings
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Takes the next piece of text; returns what may be shown and, once, the stop string that matched."""
-        if not self._stops:
+        if not self._stops.stops:
             return text, None
         buffer = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):
-            for i, stop in enumerate(self._stops):
-                state = self._advance(i, char)
-                if state == len(stop):
+            if self._begun or char in self._stops.beginnings:
+                if (stop := self._advance(char)) is not None:
                     self._held = ""
                     return buffer[: position if self._include else position - len(stop)], stop
-        self._held = buffer[len(buffer) - max(self._states) :]
+        self._held = buffer[len(buffer) - max(self._begun.values(), default=0) :]
         return buffer[: len(buffer) - len(self._held)], None
 
     def flush(self) -> str:
@@ -105,14 +120,21 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, i: int, char: str) -> int:
-        stop, failure, state = self._stops[i], self._failures[i], self._states[i]
-        while state and stop[state] != char:
-            state = failure[state - 1]
-        if stop[state] == char:
-            state += 1
-        self._states[i] = state
-        return state
+    def _advance(self, char: str) -> str | None:
+        """Takes one character; returns the first stop string of the list that it completes."""
+        before, self._begun = self._begun, {}
+        completed = []
+        for i in {*before, *self._stops.beginnings.get(char, ())}:
+            stop, failure, state = self._stops.stops[i], self._stops.failures[i], before.get(i, 0)
+            while state and stop[state] != char:
+                state = failure[state - 1]
+            if stop[state] == char:
+                state += 1
+            if state == len(stop):
+                completed.append(i)
+            elif state:
+                self._begun[i] = state
+        return self._stops.stops[min(completed)] if completed else None
 
 
 def _failure_table(pattern: str) -> list[int]:
@@ -170,12 +192,14 @@ class OutputProcessor:
       prompt_logprobs: one entry per prompt token (None for the first), once the engine has sent them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Request):
+    def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopStrings | None = None):
+        """`stops` are the request's, where they are prepared already."""
+        stops = stops or StopStrings(request.params.stop)
         self.request = request
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self._open = {index: _Choice(tokenizer, request, index) for index in range(request.params.n)}
+        self._open = {index: _Choice(tokenizer, request, index, stops) for index in range(request.params.n)}
 
     @property
     def finished(self) -> bool:
@@ -201,11 +225,11 @@ class OutputProcessor:
 class _Choice:
     """One completion on its way: its detokenizer, its stop strings, and the delta that is not yet shown."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, index: int):
+    def __init__(self, tokenizer: Tokenizer, request: Request, index: int, stops: StopStrings):
         params = request.params
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
-        self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._matcher = StopMatcher(stops, params.include_stop_str_in_output)
         self._eos = tokenizer.eos_token_ids
         self._index = index
         self._length = 0  # characters of detokenized text, held ones included

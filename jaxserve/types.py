@@ -6,18 +6,21 @@ Everything here is plain data and crosses the process boundary as msgpack (see `
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 MAX_LOGPROBS = 20  # the compiled step always carries this many alternatives, so asking for fewer never recompiles
 MAX_N = 128
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64
 MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
 MAX_LOGIT_BIAS = 512
 MAX_ALLOWED_TOKENS = 2**17
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
+MAX_INT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR = 2**18  # characters of a grammar
 MAX_GRAMMAR_PARTS = 2 * MAX_GRAMMAR  # characters of all parts of a grammar
@@ -26,6 +29,19 @@ MAX_CHOICES = 1024
 NO_PENALTY_ROW = 0  # of sequences without penalties, which need no counts of their tokens on the device
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# The ranges of what a request may ask for: SamplingParams checks them, as do the bodies of the server's endpoints, and
+# /openapi.json states them.
+Count = Annotated[int, Meta(ge=1, le=MAX_N)]
+Temperature = Annotated[float, Meta(ge=0, le=10)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
+Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class InvalidRequestError(ValueError):
@@ -111,9 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
       n: how many completions of one prompt (1 to 128).
-      temperature: 0 is greedy; otherwise logits are divided by it. In [0, 2].
+      temperature: 0 is greedy; otherwise logits are divided by it. In [0, 10].
       top_k: keep the k most likely tokens; 0 or -1 keeps all.
-      top_p: keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1].
+      top_p: keep the smallest set of most likely tokens whose probability reaches top_p, in [0, 1]; 0 is greedy.
       min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
       repetition_penalty: > 0; logits of tokens seen in prompt or output are divided (if positive) or multiplied by it.
       presence_penalty, frequency_penalty: subtracted once, respectively once per occurrence in the output; in [-2, 2].
@@ -121,7 +137,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       seed: the same seed gives the same tokens, whatever else the engine does; None draws one from the engine's seed.
       allowed_token_ids: no other tokens are sampled, not even those that end a sequence (at most 131,072).
       bad_words: sequences of token ids that the output never holds (at most 256 of at most 64 tokens).
-      stop: strings (at most 4) that end the output; they are cut off unless include_stop_str_in_output.
+      stop: strings (at most 64) that end the output; they are cut off unless include_stop_str_in_output.
       stop_token_ids: token ids (at most 16 with the model's own) that end the output, besides the model's own.
       ignore_eos: go on after the model's own end-of-sequence tokens.
       min_tokens: no end-of-sequence or stop token is sampled before this many output tokens.
@@ -135,62 +151,50 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       grammar: the output is of this form when it ends by itself; it ends where nothing can follow any more.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: Count = 1
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: Fraction = 1.0
+    min_p: Fraction = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    min_tokens: Tokens = 0
+    max_tokens: Tokens | None = 16
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
     use_beam_search: bool = False
-    length_penalty: float = 1.0
+    length_penalty: LengthPenalty = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check_int("n", self.n, 1, MAX_N)
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, (kind, meta, optional) in _RANGES.items():
+            value = getattr(self, name)
+            if not (optional and value is None):
+                check = _check_int if kind is int else _check_float
+                check(name, value, meta.ge if meta.gt is None else meta.gt, meta.le, low_open=meta.gt is not None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
             )
         if self.max_tokens == 0 and self.n > 1:
             raise InvalidRequestError(f"max_tokens 0 only scores the prompt, so n must be 1, got {self.n}", "n")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                _check_int(name, value, 0, MAX_LOGPROBS)
         self._check_words()
         self._check_stop()
         self._check_logit_bias()
-        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.use_beam_search:
             self._check_beam_search()
 
@@ -207,11 +211,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"bad_words has {len(self.bad_words)} sequences; at most {MAX_BAD_WORDS} are allowed", "bad_words"
             )
         for token in self.allowed_token_ids:
-            _check_int("allowed_token_ids", token, 0, 2**31 - 1)
+            _check_int("allowed_token_ids", token, 0, MAX_INT)
         for word in self.bad_words:
             _check_int("length of each of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
             for token in word:
-                _check_int("bad_words", token, 0, 2**31 - 1)
+                _check_int("bad_words", token, 0, MAX_INT)
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -227,7 +231,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 "stop_token_ids",
             )
         for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, 2**31 - 1)
+            _check_int("stop_token_ids", token, 0, MAX_INT)
 
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
@@ -238,7 +242,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         clamped = {}
         for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 2**31 - 1)
+            _check_int("logit_bias", token, 0, MAX_INT)
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
                 raise InvalidRequestError(f"logit_bias[{token}] must be a finite number, got {bias!r}", "logit_bias")
             clamped[token] = min(100.0, max(-100.0, float(bias)))
@@ -258,7 +262,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_p == 0.0
 
     @property
     def has_mask(self) -> bool:
@@ -364,7 +368,21 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
         self.updates += other.updates
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
+def _ranges() -> dict[str, tuple[type, Meta, bool]]:
+    """The numbers among the fields of SamplingParams: type, range, and whether None is allowed."""
+    ranges = {}
+    for name, hint in typing.get_type_hints(SamplingParams, include_extras=True).items():
+        options = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
+        if typing.get_origin(options[0]) is Annotated:
+            kind, meta = typing.get_args(options[0])
+            ranges[name] = (kind, meta, len(options) > 1)
+    return ranges
+
+
+_RANGES = _ranges()
+
+
+def _check_int(name: str, value: object, low: int, high: int, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
     if not low <= value <= high:

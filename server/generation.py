@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from jaxserve.detokenizer import ChoiceDelta, OutputProcessor
+from jaxserve.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
 from jaxserve.tokenizer import Tokenizer, token_strings
 from jaxserve.types import QueueFullError, Request, SamplingParams, TokenLogprob
 from server.errors import APIError
@@ -66,7 +66,8 @@ class Generation:
             )
             for ids, own in zip(prompts, params, strict=True)
         ]
-        self.processors = [OutputProcessor(tokenizer, request) for request in self.requests]
+        stops = StopStrings(params[0].stop)  # the same for all
+        self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
         self._times = [RequestTimes(state.metrics, r.params, len(r.prompt_token_ids)) for r in self.requests]
         self._positions = {request.request_id: i for i, request in enumerate(self.requests)}
 

@@ -14,7 +14,7 @@ import tokenizers_for_tests as kinds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.detokenizer import ChoiceDelta, Detokenizer, OutputProcessor, StopMatcher
+from jaxserve.detokenizer import ChoiceDelta, Detokenizer, OutputProcessor, StopMatcher, StopStrings
 from jaxserve.types import Request, SamplingParams, SequenceUpdate, TokenLogprob
 
 BYTE_LEVEL = kinds.byte_level()
@@ -100,7 +100,7 @@ def brute_force(text: str, stops: list[str], include: bool) -> tuple[str, str | 
     include=st.booleans(),
 )
 def test_stop_strings_agree_with_brute_force(text, stops, cuts, include):
-    matcher = StopMatcher(stops, include)
+    matcher = StopMatcher(StopStrings(stops), include)
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     shown, matched = "", None
     for start, end in itertools.pairwise(bounds):
@@ -115,7 +115,7 @@ def test_stop_strings_agree_with_brute_force(text, stops, cuts, include):
 
 
 def test_only_possible_beginnings_are_held():
-    matcher = StopMatcher(["\n\nUser:"])
+    matcher = StopMatcher(StopStrings(["\n\nUser:"]))
     assert matcher.push("Hello\n") == ("Hello", None)
     assert matcher.push("\nUs") == ("", None)
     assert matcher.push("ing") == ("\n\nUsing", None)
