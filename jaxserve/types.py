@@ -211,11 +211,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"bad_words has {len(self.bad_words)} sequences; at most {MAX_BAD_WORDS} are allowed", "bad_words"
             )
         for token in self.allowed_token_ids:
-            _check_int("allowed_token_ids", token, 0, MAX_INT)
+            _check_int("allowed_token_ids", token, 0, 2**31 - 1)
         for word in self.bad_words:
             _check_int("length of each of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
             for token in word:
-                _check_int("bad_words", token, 0, MAX_INT)
+                _check_int("bad_words", token, 0, 2**31 - 1)
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -231,7 +231,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 "stop_token_ids",
             )
         for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, MAX_INT)
+            _check_int("stop_token_ids", token, 0, 2**31 - 1)
 
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
@@ -242,7 +242,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         clamped = {}
         for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, MAX_INT)
+            _check_int("logit_bias", token, 0, 2**31 - 1)
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
                 raise InvalidRequestError(f"logit_bias[{token}] must be a finite number, got {bias!r}", "logit_bias")
             clamped[token] = min(100.0, max(-100.0, float(bias)))

@@ -39,6 +39,7 @@ async def prepare(
     """
     state.check_model(body.model)
     body.check()
+    state.check_template(body.chat_template)
     tokenizer, info = state.require_ready()
     ids = await state.off_loop(lambda: encode_chat(tokenizer, info, body.conversation(), body.truncate_prompt_tokens))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -82,7 +83,7 @@ def encode_chat(
     for what `fit_text` refuses.
     """
     messages = conversation.template_messages()
-    if "developer" not in (tokenizer.chat_template or ""):
+    if "developer" not in (conversation.chat_template or tokenizer.chat_template or ""):
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of the same role
@@ -90,6 +91,7 @@ def encode_chat(
         "tools": conversation.template_tools(),
         "add_generation_prompt": conversation.add_generation_prompt,
         "continue_final_message": conversation.continue_final_message,
+        "chat_template": conversation.chat_template,
         **conversation.template_kwargs(),
     }
     text = tokenizer.render_chat(messages, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import msgspec
 
@@ -132,6 +132,11 @@ class Generation:
         completion = sum(processor.num_output_tokens for processor in self.processors)
         cached = sum(processor.num_cached_tokens for processor in self.processors)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+def name_tokens(tokenizer: Tokenizer, ids: Iterable[int], as_ids: bool | None) -> list[str]:
+    """Tokens as they stand beside their log-probabilities: as text, or as "token_id:123", which is always distinct."""
+    return [f"token_id:{token}" for token in ids] if as_ids else token_strings(tokenizer, ids)
 
 
 def json_logprob(value: float) -> float:

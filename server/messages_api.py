@@ -82,7 +82,7 @@ class _Writer:
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": state.settings.model_name,
+            "model": run.body.model or state.settings.model_name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -14,7 +14,9 @@ from server import ui
 from server.errors import APIError, to_api_error, unavailable
 from server.keys import ApiKey, find_key
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key, and when there are too many connections
+OPEN_PATHS = frozenset(
+    {"/health", "/ready", "/ping"}
+)  # answered without a key, and when there are too many connections
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})  # their handlers ask for a key of their own
 _SMALL_BODY = 64 * 2**10  # bytes; always taken
 _BODIES = 8

@@ -39,7 +39,9 @@ async def create_response(http: HTTPRequest) -> Response:
         earlier = _decode_messages(previous.messages)
     messages = body.conversation_after(earlier)
     run = await run_until_disconnect(http.receive, prepare(state, http, body.to_chat(messages), form_field="text"))
-    work = _Work(state, run, ResponseWriter(body, state.settings.model_name, run.tokenizer), messages, owner)
+    work = _Work(
+        state, run, ResponseWriter(body, body.model or state.settings.model_name, run.tokenizer), messages, owner
+    )
     if body.stream:
         return EventStream(work.stream(), closing=b"")
     if body.background:

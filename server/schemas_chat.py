@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from jaxserve.types import MAX_LOGPROBS, InvalidRequestError
-from server.schemas import SamplingFields, check_range
+from jaxserve.tokenizer import TEMPLATE_INPUTS
+from jaxserve.types import InvalidRequestError, NumLogprobs
+from server.schemas import PositiveTokens, SamplingFields
 from server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128  # tool calls in one message
-TEMPLATE_KWARGS = frozenset(
-    {"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string", "today_date", "current_date"}
-)
+
+
+TemplateKwargs = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"propertyNames": {"not": {"enum": sorted(TEMPLATE_INPUTS)}}})
+]
+ReasoningEffort = Annotated[str, Meta(max_length=32)]
 
 
 class Part(msgspec.Struct):
@@ -110,6 +115,7 @@ class Conversation(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
@@ -128,21 +134,14 @@ class Conversation(msgspec.Struct, kw_only=True):
         return msgspec.to_builtins(self.tools) if self.tools else None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Template variables that a request may set: plain values of allow-listed names."""
+        """The template's variables: any that a request likes, as templates run in a sandbox and for a limited time."""
         kwargs = dict(self.chat_template_kwargs or {})
-        for name, value in kwargs.items():
-            if name not in TEMPLATE_KWARGS:
-                allowed = ", ".join(sorted(TEMPLATE_KWARGS))
-                raise InvalidRequestError(
-                    f"chat_template_kwargs may hold {allowed}; got {name[:64]!r}", "chat_template_kwargs"
-                )
-            if not isinstance(value, bool | int | float | str) or (isinstance(value, str) and len(value) > 256):
-                raise InvalidRequestError(
-                    f"chat_template_kwargs.{name} must be a number, a boolean or a short string", "chat_template_kwargs"
-                )
+        if taken := kwargs.keys() & TEMPLATE_INPUTS:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not hold {min(taken)}, which is no variable of a template",
+                "chat_template_kwargs",
+            )
         if self.reasoning_effort is not None:
-            if len(self.reasoning_effort) > 32:
-                raise InvalidRequestError("reasoning_effort must be a short word", "reasoning_effort")
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             if self.reasoning_effort == "none":
                 kwargs.setdefault("enable_thinking", False)
@@ -161,21 +160,20 @@ class ChatRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
+    top_logprobs: NumLogprobs | None = None
+    max_tokens: PositiveTokens | None = None
+    max_completion_tokens: PositiveTokens | None = None
     echo: bool | None = None
 
     def check(self) -> None:
         super().check()
-        check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", "top_logprobs")
-        for name in ("max_tokens", "max_completion_tokens"):
-            check_range(name, getattr(self, name), 1, 2**31 - 1)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs above 0 is only allowed when logprobs is true", "top_logprobs")
         if self.tools and self.functions:
             raise InvalidRequestError("functions is the older form of tools: give one of them", "functions")
         try:
@@ -226,5 +224,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     return_token_strs: bool | None = None

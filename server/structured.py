@@ -44,7 +44,8 @@ def _of_format(value: dict[str, Any]) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return Grammar("json_object")
+            schema = value.get("schema")
+            return Grammar("json_object") if schema is None else Grammar("json", json.dumps(schema))
         case "json_schema":
             wrapper = value.get("json_schema")
             if not isinstance(wrapper, dict) or "schema" not in wrapper:

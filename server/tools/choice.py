@@ -12,7 +12,7 @@ from jaxserve.types import InvalidRequestError
 from server.tools.base import ToolParser
 from server.tools.json_scan import ValueScanner
 
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
