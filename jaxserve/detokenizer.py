@@ -108,10 +108,11 @@ class StopMatcher:
             return text, None
         buffer = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):
-            if self._begun or char in self._stops.beginnings:
-                if (stop := self._advance(char)) is not None:
-                    self._held = ""
-                    return buffer[: position if self._include else position - len(stop)], stop
+            if not self._begun and char not in self._stops.beginnings:
+                continue  # mostly
+            if (stop := self._advance(char)) is not None:
+                self._held = ""
+                return buffer[: position if self._include else position - len(stop)], stop
         self._held = buffer[len(buffer) - max(self._begun.values(), default=0) :]
         return buffer[: len(buffer) - len(self._held)], None
 

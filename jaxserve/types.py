@@ -181,11 +181,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name, (kind, meta, optional) in _RANGES.items():
+        for name, (meta, is_int, optional) in _RANGES.items():
             value = getattr(self, name)
             if not (optional and value is None):
-                check = _check_int if kind is int else _check_float
-                check(name, value, meta.ge if meta.gt is None else meta.gt, meta.le, low_open=meta.gt is not None)
+                _check_number(name, value, meta, is_int)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
@@ -368,28 +367,38 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
         self.updates += other.updates
 
 
-def _ranges() -> dict[str, tuple[type, Meta, bool]]:
-    """The numbers among the fields of SamplingParams: type, range, and whether None is allowed."""
+def _ranges() -> dict[str, tuple[Meta, bool, bool]]:
+    """The numbers among the fields of SamplingParams: the range, whether only integers, and None, are allowed."""
     ranges = {}
     for name, hint in typing.get_type_hints(SamplingParams, include_extras=True).items():
         options = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         if typing.get_origin(options[0]) is Annotated:
             kind, meta = typing.get_args(options[0])
-            ranges[name] = (kind, meta, len(options) > 1)
+            ranges[name] = (meta, kind is int, len(options) > 1)
     return ranges
 
 
 _RANGES = _ranges()
 
 
-def _check_int(name: str, value: object, low: int, high: int, *, low_open: bool = False) -> None:
+def _check_number(name: str, value: object, meta: Meta, is_int: bool) -> None:
+    low, high, low_open = meta.ge if meta.gt is None else meta.gt, meta.le, meta.gt is not None
+    assert low is not None
+    assert high is not None
+    if is_int:
+        _check_int(name, value, int(low), int(high))
+    else:
+        _check_float(name, value, low, high, low_open=low_open)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", name)
 
 
-def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidRequestError(f"{name} must be a finite number, got {value!r}", name)
     if not low <= value <= high or (low_open and value == low):

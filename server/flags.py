@@ -9,7 +9,8 @@ from typing import Any
 from server import plugins
 
 _SAME_NAME = (
-    "host", "port", "fd", "served_model_name", "chat_template", "trust_request_chat_template", "api_key_file", "salt_by_key", "drain_seconds", "request_timeout",
+    "host", "port", "fd", "served_model_name", "chat_template", "trust_request_chat_template",
+    "api_key_file", "salt_by_key", "drain_seconds", "request_timeout",
     "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile", "max_connections",
     "max_body_bytes", "max_header_bytes", "client_timeout",
     "max_stored_responses", "ui", "access_log", "otlp_endpoint",

@@ -65,9 +65,10 @@ def serve(
     The port is bound before anything is loaded. /health answers at once, /ready turns 200 when the engine has loaded.
     SIGTERM or SIGINT: new requests get 503, running ones may go on for `drain_seconds`, the rest ends with an error; a
     second signal exits at once. Has to run in the main thread. `port` 0 takes a free one; `fd` is a listening socket
-    that this process was given: where it stops, who connects waits for the next one. `served_model_name`, one
-    or several, defaults to `config.model`. `chat_template` is a file, or a template itself. 1 is returned when the port is taken or the engine does not come up. Raises ValueError or OSError
-    for a certificate, a file of keys or a chat template that cannot be used.
+    that this process was given: where it stops, who connects waits for the next one. `served_model_name`, one or
+    several, defaults to `config.model`. `chat_template` is a file, or a template itself. 1 is returned when the port is
+    taken or the engine does not come up. Raises ValueError or OSError for a certificate, a file of keys or a chat
+    template that cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]

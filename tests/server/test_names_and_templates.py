@@ -120,10 +120,10 @@ def test_the_renderer_has_no_options_that_requests_could_set():
 
 def test_template_files(tmp_path):
     assert read_chat_template("{{ messages }}") == "{{ messages }}"
-    with pytest.raises(ValueError, match="nowhere.jinja' cannot be read"):
+    with pytest.raises(ValueError, match=r"nowhere\.jinja' cannot be read"):
         read_chat_template(str(tmp_path / "nowhere.jinja"))
     (tmp_path / "bad.txt").write_text("{% for %}")
-    with pytest.raises(ValueError, match="bad.txt' is not valid"):
+    with pytest.raises(ValueError, match=r"bad\.txt' is not valid"):
         read_chat_template(str(tmp_path / "bad.txt"))
 
 
