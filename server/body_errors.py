@@ -63,8 +63,15 @@ def _shown(value: Any, by_length: bool) -> str:
     return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
 
 
-def with_whole_numbers(body: str) -> bytes | None:
-    """The body with numbers such as 16.0 as integers, where fields at its top have such; else None."""
-    fields = msgspec.json.decode(body)
-    whole = {name: int(value) for name, value in fields.items() if isinstance(value, float) and value.is_integer()}
-    return msgspec.json.encode(fields | whole) if whole else None
+def with_whole_numbers(body: str) -> bytes:
+    """The body with numbers such as 16.0, which are integers to JSON Schema, as 16. Raises ValidationError for numbers
+    that are out of any range."""
+    return msgspec.json.encode(_whole(msgspec.json.decode(body)))
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _whole(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_whole(child) for child in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value

@@ -15,7 +15,7 @@ from jaxserve.types import InvalidRequestError
 from server.conversation import encode_chat
 from server.errors import APIError
 from server.keys import ApiKey, find_key
-from server.openapi import openapi_document
+from server.openapi import ModelFacts, openapi_document
 from server.schemas import DetokenizeRequest
 from server.schemas_chat import Conversation, TokenizeRequest
 from server.state import ServerState, read_body, state_of, to_json
@@ -207,4 +207,12 @@ async def reset_prefix_cache(http: Request) -> Response:
 
 async def openapi(http: Request) -> Response:
     """GET /openapi.json."""
-    return _json(openapi_document(__version__))
+    state = state_of(http)
+    model = None
+    if state.is_ready:
+        tokenizer, info = state.require_ready()
+        ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
+        model = ModelFacts(info.vocab_size, info.max_model_len, len(ends))
+    settings = state.settings
+    document = openapi_document(__version__, settings.model_names, model, settings.trust_request_chat_template)
+    return _json(document)

@@ -32,7 +32,7 @@ from jaxserve.types import (
     Tokens,
     TopK,
 )
-from server.structured import grammar_of
+from server.structured import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, grammar_of
 
 MAX_PROMPTS = 1024
 MAX_BAD_WORDS = 128
@@ -56,6 +56,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 }
 
 # What the fields below have in common with other bodies. What is said here is checked, and stands in /openapi.json.
+TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_INT, "format": "token-id"}
 PositiveTokens = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT, extra_json_schema={"format": "token-id"})]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -70,6 +71,34 @@ Priority = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT, extra_json_schema={"not": {"const": 0}})]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+
+
+# One prompt or several, as text or as token ids. The kinds are not mixed, which types cannot say: `prompts` checks it.
+Prompt = Annotated[
+    Annotated[str, Meta(min_length=1)] | Annotated[list[str | int | list[int]], Meta(min_length=1)],
+    Meta(
+        extra_json_schema={
+            "x-replaced-by": {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {
+                        "type": "array",
+                        "items": {"type": "string", "minLength": 1},
+                        "minItems": 1,
+                        "maxItems": MAX_PROMPTS,
+                    },
+                    {"type": "array", "items": TOKEN_ID, "minItems": 1, "format": "token-ids"},
+                    {
+                        "type": "array",
+                        "items": {"type": "array", "items": TOKEN_ID, "minItems": 1, "format": "token-ids"},
+                        "minItems": 1,
+                        "maxItems": MAX_PROMPTS,
+                    },
+                ]
+            }
+        }
+    ),
+]
 
 
 class StreamOptions(msgspec.Struct):
@@ -94,12 +123,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     bad_words: BadWords | None = None
     seed: Seed | None = None
     n: Count | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(description="1, or the same as n")] | None = None
     stop: Stop | None = None
     stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: Tokens | None = None
+    min_tokens: Annotated[Tokens, Meta(description="At most max_tokens")] | None = None
     skip_special_tokens: bool = True
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -110,8 +139,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: Any = None
-    structured_outputs: Any = None
+    response_format: Annotated[Any, Meta(extra_json_schema=RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, Meta(extra_json_schema=STRUCTURED_OUTPUTS)] = None
     use_beam_search: bool | None = None
     length_penalty: LengthPenalty | None = None
     # known and not served, see NOT_SERVED
@@ -144,10 +173,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens must be -1, or 1 or more tokens, got 0", "truncate_prompt_tokens"
-            )
+        check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_INT, excluded=0)
 
     @property
     def usage_mode(self) -> str:
@@ -202,7 +228,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """Body of /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Prompt
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
@@ -233,7 +259,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of /detokenize."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 
@@ -247,3 +273,9 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
     """Each word's tokens, as it stands at a text's beginning and after a space."""
     forms = (tokenizer.encode(space + word, add_special_tokens=False) for word in words for space in ("", " "))
     return tuple(dict.fromkeys(tuple(form) for form in forms if form))
+
+
+def check_range(name: str, value: int | None, low: int, high: int, excluded: int | None = None) -> None:
+    if value is not None and (not low <= value <= high or value == excluded):
+        but = "" if excluded is None else f" and not {excluded}"
+        raise InvalidRequestError(f"{name} must be between {low} and {high}{but}, got {value}", name)

@@ -11,10 +11,21 @@ from msgspec import Meta
 from jaxserve.tokenizer import TEMPLATE_INPUTS
 from jaxserve.types import InvalidRequestError, NumLogprobs
 from server.schemas import PositiveTokens, SamplingFields
-from server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
+from server.tools.choice import (
+    MAX_TOOLS,
+    Choice,
+    Function,
+    Mode,
+    NamedChoice,
+    NamedFunction,
+    Tool,
+    check_tools,
+    choose,
+)
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128  # tool calls in one message
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # the roles whose content may be null
 
 
 TemplateKwargs = Annotated[
@@ -77,7 +88,7 @@ class Message(msgspec.Struct):
         where = f"messages[{position}]"
         if not 0 < len(self.role) <= 64:
             raise InvalidRequestError(f"{where}.role must have 1 to 64 characters", "messages")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role not in _MAY_BE_EMPTY:
             raise InvalidRequestError(f"{where}.content is missing", "messages")
         message: dict[str, Any] = {"role": self.role, "content": self.text(where)}
         for name in ("name", "tool_call_id"):
@@ -107,11 +118,15 @@ class Message(msgspec.Struct):
         return "\n".join(part.text or "" for part in self.content)
 
 
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
 class Conversation(msgspec.Struct, kw_only=True):
     """Messages and how to render them; the fields of a chat request that make its prompt."""
 
-    messages: list[Message]
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -151,11 +166,11 @@ class Conversation(msgspec.Struct, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message]
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Tools | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Function] | None = None
+    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: str | NamedFunction | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -219,8 +234,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None

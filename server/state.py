@@ -27,6 +27,7 @@ from server.response_store import ResponseStore
 
 T = TypeVar("T")
 
+_MOST_REPAIRED = 2**20  # characters of a body in which 16.0 may stand for 16
 _INLINE_CHARACTERS = 2000  # texts up to this long are tokenized on the event loop; longer ones would hold it up
 
 
@@ -211,9 +212,9 @@ def _decode(body: str, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        if "got `float`" in str(error) and (whole := with_whole_numbers(body)) is not None:
-            return decoder.decode(whole)
-        raise
+        if "got `float`" not in str(error) or len(body) > _MOST_REPAIRED:
+            raise
+        return decoder.decode(with_whole_numbers(body))
 
 
 def fit_text(text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None, param: str) -> str:
