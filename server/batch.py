@@ -3,7 +3,7 @@
 Each line of the input is {"custom_id", "method": "POST", "url", "body"}; each line of the output {"id", "custom_id",
 "response": {"status_code", "request_id", "body"}, "error"}, in the order in which they end. An answer is one line in
 one write, so a killed run leaves whole lines and at most one torn last one, which the next run removes before it goes
-on with the requests that have no answer yet.
+on with the requests that have no answer yet. A line with another URL gets an error as its answer.
 """
 
 from __future__ import annotations
