@@ -21,7 +21,7 @@ SMALL += ["--max-waiting", "1"]  # which turns requests away in a server, and mu
 TEXTS, CHATS = [f"text {i} " * (1 + i % 5) for i in range(24)], [f"question {i}" for i in range(10)]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 30, "model": "whatever"}
 WRONG = {
-    "too hot": {"prompt": "x", "temperature": 9},
+    "too hot": {"prompt": "x", "temperature": 11},
     "too long": {"prompt": [5] * 128},
     "no prompt": {"max_tokens": 3},
     "beyond the vocabulary": {"prompt": [5, 10**30]},
