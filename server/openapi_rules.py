@@ -83,7 +83,10 @@ RULES: dict[str, list[dict[str, Any]]] = {
             {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
             {"properties": {"role": {"const": "assistant"}}},
         ),
-        _either(_one_of("tool_calls", []), {"properties": {"role": {"const": "assistant"}}}),
+        _either(
+            {"properties": {"tool_calls": {"enum": [None, []]}, "function_call": {"type": "null"}}},
+            {"properties": {"role": {"const": "assistant"}}},
+        ),
     ],
     "Part": [{"required": ["type", "text"]}],
     "FlatTool": [{"required": ["name"]}],

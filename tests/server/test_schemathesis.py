@@ -58,8 +58,9 @@ def obey(body: dict) -> None:
     if not tools or not isinstance(body.get("tool_choice"), str):
         body.pop("tool_choice", None)
     for message in [*(body.get("messages") or ()), *(body["input"] if isinstance(body.get("input"), list) else ())]:
-        for call in message.get("tool_calls") or ():
-            call["function"]["arguments"] = "{}"
+        older = message.get("function_call")
+        for function in [*(call["function"] for call in message.get("tool_calls") or ()), *([older] if older else ())]:
+            function["arguments"] = "{}"
         if message.get("type") == "function_call":
             message["arguments"] = "{}"
 
