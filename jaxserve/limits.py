@@ -7,15 +7,15 @@ request's cost in `server.limits`.
 # Of a request's parameters.
 MAX_LOGPROBS = 20  # the compiled step always carries this many alternatives, so asking for fewer never recompiles
 MAX_N = 128  # completions of one prompt
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
 MAX_LOGIT_BIAS = 512
 MAX_ALLOWED_TOKENS = 2**17
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
 MAX_WORDS, MAX_WORD_LENGTH = 128, 256  # bad words as clients write them; each is two sequences of tokens
+MAX_INT = 2**31 - 1
 MAX_SEED = 2**63 - 1
-MAX_PRIORITY = 2**31 - 1
 MAX_NAME_LENGTH = 256  # characters of a cache salt
 
 # Of the form of an output.
@@ -29,10 +29,9 @@ MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024  # of all prompts together, where the operator says nothing else
 MAX_MESSAGES = 4096
 MAX_CALLS = 128  # tool calls in one message
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 MAX_ITEMS = 4096  # of the input of a response
 MAX_DETOKENIZED = 2**20  # token ids
-MAX_TEMPLATE_VALUE = 256  # characters of a template's variable
 
 # Of a request's body, whatever it says.
 MAX_SCHEMA = 2**18  # bytes of each field that holds a JSON schema or another free form

@@ -90,7 +90,7 @@ def encode_slot(
     MAX_STOP_TOKENS; `seed` is the sequence's own, 64 bits. A sequence with penalties needs a penalty row of its own."""
     row = np.zeros(SLOT_WORDS, np.int32)
     floats = (
-        params.temperature,
+        0.0 if params.greedy else params.temperature,
         params.top_p,
         params.min_p,
         params.repetition_penalty,

@@ -7,6 +7,7 @@ slow to import, so it is imported when the first tokenizer is loaded.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import re
@@ -23,6 +24,14 @@ from jaxserve.types import InvalidRequestError, SamplingParams
 
 T = TypeVar("T")
 
+# What renders a template takes these from elsewhere, so they cannot be among the template's variables.
+TEMPLATE_INPUTS = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
+        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
 TEMPLATE_SECONDS = 5.0  # a chat template that renders for longer is stopped
 _LONG_TEXT = 1000  # characters that take longer than what a batch costs
 _LETTERS = re.compile("[A-Za-z]+")
@@ -42,13 +51,18 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, folder: Path) -> GenerationDefaults:
-        """Reads `folder`/generation_config.json; a missing file recommends nothing, a broken one is a ValueError."""
+        """Reads `folder`/generation_config.json; a missing file recommends nothing, a broken one is a ValueError.
+
+        `do_sample: false` recommends greedy sampling.
+        """
         path = folder / "generation_config.json"
         if not path.is_file():
             return cls()
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             eos = data.get("eos_token_id")
+            if data.get("do_sample") is False:
+                data = {**data, "temperature": 0.0}
             known = {name: data[name] for name in cls.__struct_fields__ if data.get(name) is not None}
             known["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
             return msgspec.convert(known, cls)
@@ -88,6 +102,8 @@ class Tokenizer:
         pieces = self._backend.get_vocab() if self._backend and (self._byte_level or self._byte_fallback) else ()
         self.longest_token: int | None = max(map(len, pieces), default=None)
         self._most_letters = max((len(piece) - len(_LETTERS.sub("", piece)) for piece in pieces), default=None)
+        # Those of this version of transformers, lest a request changes one that TEMPLATE_INPUTS does not know.
+        self._renderer_options = inspect.signature(hf_tokenizer.apply_chat_template).parameters.keys() - {"documents"}
         self._continuation = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
         self._char_bytes = _byte_level_alphabet() if self._byte_level else {}
         self._bytes: dict[int, bytes] = {}
@@ -210,15 +226,21 @@ class Tokenizer:
         template = self._hf.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
+    @chat_template.setter
+    def chat_template(self, source: str) -> None:
+        self._hf.chat_template = source
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        *,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation, by the model's own template.
+        """The prompt text of a conversation, by `chat_template` or else the model's own; `kwargs` are its variables.
 
         Renders in the calling thread, in Jinja's immutable sandbox, for at most TEMPLATE_SECONDS. The text already
         holds whatever special tokens the template wants: encode it with `add_special_tokens=False`.
@@ -226,12 +248,15 @@ class Tokenizer:
         Raises:
           InvalidRequestError: the model has no template, or the template refuses these messages.
         """
-        if self.chat_template is None:
+        if chat_template is None and self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template, so it cannot hold a conversation; use /v1/completions", "messages"
             )
         if not messages:
             raise InvalidRequestError("messages must hold at least one message", "messages")
+
+        if taken := kwargs.keys() & (TEMPLATE_INPUTS | self._renderer_options):
+            raise InvalidRequestError(f"{min(taken)} cannot be a variable of a chat template", "chat_template_kwargs")
 
         def render() -> str:
             return self._hf.apply_chat_template(
@@ -239,6 +264,7 @@ class Tokenizer:
                 tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
+                chat_template=chat_template,
                 tokenize=False,
                 **kwargs,
             )
@@ -256,15 +282,43 @@ class Tokenizer:
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def load_tokenizer(folder: str | Path, *, placeholder: bool = False) -> Tokenizer:
+def read_chat_template(given: str) -> str:
+    """The source of a chat template: the text of the file `given`, or `given` itself where it is a template.
+
+    Raises ValueError, naming it, for a file that cannot be read, and for what is not valid as a template.
+    """
+    source = given
+    if not set(given) & set("{}\n"):  # which are in every template, and hardly in a path
+        try:
+            source = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the chat template {given!r} cannot be read: {error}") from None
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(source)
+    except TemplateError as error:
+        raise ValueError(f"the chat template {given[:200]!r} is not valid: {error}") from None
+    return source
+
+
+def load_tokenizer(folder: str | Path, *, placeholder: bool = False, chat_template: str | None = None) -> Tokenizer:
     """Loads the tokenizer in a model's folder, or in a GGUF file. Raises ValueError, naming it, where none works.
 
     With `placeholder`, a folder that has none at all (a config for dummy weights, say) gets one byte per token.
+    `chat_template` is the source of a template that takes the place of the model's own.
     """
+    tokenizer = _load(Path(folder), placeholder)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _load(folder: Path, placeholder: bool) -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that torch is missing, which nobody needs
     from transformers import AutoTokenizer
 
-    folder = Path(folder)
     if folder.suffix == ".gguf":
         return _load_gguf(folder)
     if placeholder and not any((folder / name).exists() for name in _FILES):

@@ -6,10 +6,12 @@ Everything here is plain data and crosses the process boundary as msgpack (see `
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from jaxserve.limits import (
     MAX_ALLOWED_TOKENS,
@@ -19,6 +21,7 @@ from jaxserve.limits import (
     MAX_GRAMMAR,
     MAX_GRAMMAR_NESTING,
     MAX_GRAMMAR_PARTS,
+    MAX_INT,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -30,6 +33,19 @@ from jaxserve.limits import (
 NO_PENALTY_ROW = 0  # of sequences without penalties, which need no counts of their tokens on the device
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# The ranges of what a request may ask for: SamplingParams checks them, as do the bodies of the server's endpoints, and
+# /openapi.json states them.
+Count = Annotated[int, Meta(ge=1, le=MAX_N)]
+Temperature = Annotated[float, Meta(ge=0, le=10)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
+Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class InvalidRequestError(ValueError):
@@ -115,9 +131,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
       n: how many completions of one prompt (1 to 128).
-      temperature: 0 is greedy; otherwise logits are divided by it. In [0, 2].
+      temperature: 0 is greedy; otherwise logits are divided by it. In [0, 10].
       top_k: keep the k most likely tokens; 0 or -1 keeps all.
-      top_p: keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1].
+      top_p: keep the smallest set of most likely tokens whose probability reaches top_p, in [0, 1]; 0 is greedy.
       min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
       repetition_penalty: > 0; logits of tokens seen in prompt or output are divided (if positive) or multiplied by it.
       presence_penalty, frequency_penalty: subtracted once, respectively once per occurrence in the output; in [-2, 2].
@@ -125,7 +141,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       seed: the same seed gives the same tokens, whatever else the engine does; None draws one from the engine's seed.
       allowed_token_ids: no other tokens are sampled, not even those that end a sequence (at most 131,072).
       bad_words: sequences of token ids that the output never holds (at most 256 of at most 64 tokens).
-      stop: strings (at most 4) that end the output; they are cut off unless include_stop_str_in_output.
+      stop: strings (at most 64) that end the output; they are cut off unless include_stop_str_in_output.
       stop_token_ids: token ids (at most 16 with the model's own) that end the output, besides the model's own.
       ignore_eos: go on after the model's own end-of-sequence tokens.
       min_tokens: no end-of-sequence or stop token is sampled before this many output tokens.
@@ -139,62 +155,49 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       grammar: the output is of this form when it ends by itself; it ends where nothing can follow any more.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: Count = 1
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: Fraction = 1.0
+    min_p: Fraction = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    min_tokens: Tokens = 0
+    max_tokens: Tokens | None = 16
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
     use_beam_search: bool = False
-    length_penalty: float = 1.0
+    length_penalty: LengthPenalty = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check_int("n", self.n, 1, MAX_N)
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, (meta, is_int, optional) in _RANGES.items():
+            value = getattr(self, name)
+            if not (optional and value is None):
+                _check_number(name, value, meta, is_int)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
             )
         if self.max_tokens == 0 and self.n > 1:
             raise InvalidRequestError(f"max_tokens 0 only scores the prompt, so n must be 1, got {self.n}", "n")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                _check_int(name, value, 0, MAX_LOGPROBS)
         self._check_words()
         self._check_stop()
         self._check_logit_bias()
-        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.use_beam_search:
             self._check_beam_search()
 
@@ -259,7 +262,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_p == 0.0
 
     @property
     def has_mask(self) -> bool:
@@ -367,6 +370,30 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
         self.updates += other.updates
 
 
+def _ranges() -> dict[str, tuple[Meta, bool, bool]]:
+    """The numbers among the fields of SamplingParams: the range, whether only integers, and None, are allowed."""
+    ranges = {}
+    for name, hint in typing.get_type_hints(SamplingParams, include_extras=True).items():
+        options = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
+        if typing.get_origin(options[0]) is Annotated:
+            kind, meta = typing.get_args(options[0])
+            ranges[name] = (meta, kind is int, len(options) > 1)
+    return ranges
+
+
+_RANGES = _ranges()
+
+
+def _check_number(name: str, value: object, meta: Meta, is_int: bool) -> None:
+    low, high, low_open = meta.ge if meta.gt is None else meta.gt, meta.le, meta.gt is not None
+    assert low is not None
+    assert high is not None
+    if is_int:
+        _check_int(name, value, int(low), int(high))
+    else:
+        _check_float(name, value, low, high, low_open=low_open)
+
+
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
@@ -381,7 +408,7 @@ def _check_ids(name: str, tokens: tuple[int, ...]) -> None:
             _check_int(name, token, 0, 2**31 - 1)
 
 
-def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidRequestError(f"{name} must be a finite number, got {value!r}", name)
     if not low <= value <= high or (low_open and value == low):

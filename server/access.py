@@ -16,7 +16,7 @@ from server.tracing import Tracer
 log = logging.getLogger("jaxserve.access")
 
 # Asked for all the time, as what is below /ui; not logged, but where the key is wrong.
-QUIET_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/pool"})
+QUIET_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/pool"})
 
 
 class Access:

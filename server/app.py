@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
-from server import models, responses, ui
+from server import invocations, models, responses, ui
 from server.access import Access
 from server.chat import create_chat_completion
 from server.completions import create_completion
@@ -33,16 +33,20 @@ _ROUTES = [
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models.list_models),
+    Route("/v1/models/", models.list_models),
+    Route("/invocations", invocations.invoke, methods=["POST"]),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
     Route("/detokenize", models.detokenize, methods=["POST"]),
     Route("/health", models.health),
+    Route("/ping", models.health, methods=["GET", "POST"]),
     Route("/ready", models.ready),
     Route("/version", models.version),
     Route("/metrics", models.metrics),
     Route("/pool", ui.pool),
     Route("/profile", models.profile, methods=["POST"]),
     Route("/load", models.load),
+    Route("/server_info", models.server_info),
     Route("/tokenizer_info", models.tokenizer_info),
     Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),

@@ -3,7 +3,7 @@
 Each line of the input is {"custom_id", "method": "POST", "url", "body"}; each line of the output {"id", "custom_id",
 "response": {"status_code", "request_id", "body"}, "error"}, in the order in which they end. An answer is one line in
 one write, so a killed run leaves whole lines and at most one torn last one, which the next run removes before it goes
-on with the requests that have no answer yet.
+on with the requests that have no answer yet. A line with another URL gets an error as its answer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from typing import Any, BinaryIO
 import msgspec
 from tqdm import tqdm
 
+from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import load_tokenizer
 from jaxserve.types import EngineDeadError
 from server.app import build_app
 from server.bridge import DEFAULT_ENGINE
 from server.client import EngineClient
+from server.errors import APIError
+from server.fingerprint import fingerprint
 from server.metrics import Metrics
 from server.run import EngineProcess
 from server.state import ServerSettings, ServerState
 
 URLS = ("/v1/completions", "/v1/chat/completions")
-_MODEL = "batch"  # every body's model name becomes this one
 _AHEAD = 2  # requests in flight per sequence of the engine, so that it never waits for the next one
 _OPENING = b'{"id":"batch_req_'  # of every line of the output
 
@@ -97,11 +99,6 @@ def read_lines(source: Path) -> Iterator[BatchLine]:
                 line = decoder.decode(raw)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise BatchError(f"{source}:{number}: {error}") from None
-            if line.method != "POST" or line.url not in URLS:
-                raise BatchError(
-                    f"{source}:{number}: method and url must be POST and one of {', '.join(URLS)}, "
-                    f"got {line.method} {line.url}"
-                )
             yield line
 
 
@@ -160,11 +157,15 @@ async def _answer_all(
 ) -> None:
     client = EngineClient()
     dummy = config.load_format == "dummy"
-    state = ServerState(ServerSettings(model_name=_MODEL), client, Metrics(_MODEL, "jaxserve"))
+    settings = ServerSettings(model_names=(config.model,))
+    state = ServerState(settings, client, Metrics(settings.model_name))
     try:
         await client.connect(engine.socket_path, engine.runs)
         info = await client.wait_ready()
-        state.tokenizer = await state.off_loop(lambda: load_tokenizer(info.model_folder, placeholder=dummy))
+        state.tokenizer = tokenizer = await state.off_loop(lambda: load_tokenizer(info.model_folder, placeholder=dummy))
+        state.fingerprint = await state.off_loop(
+            lambda: fingerprint(info, config, __version__, tokenizer.chat_template)
+        )
         app = build_app(state)
         places = asyncio.Semaphore(_AHEAD * config.max_num_seqs)
         with tqdm(total=len(left), desc="answering", unit="request") as bar:
@@ -203,7 +204,10 @@ def _write(output: BinaryIO, line: BatchLine, status: int, body: bytes) -> None:
 
 async def _post(app: Any, line: BatchLine) -> tuple[int, bytes]:
     """Sends one request through the application, without a network."""
-    payload = msgspec.json.encode({**line.body, "model": _MODEL, "stream": False})
+    if line.method != "POST" or line.url not in URLS:
+        text = f"a batch takes POST to {' or '.join(URLS)}, got {line.method[:16]} {line.url[:128]}"
+        return 404, APIError(404, text, param="url", code="url_not_found").body()
+    payload = msgspec.json.encode({**line.body, "model": None, "stream": False})
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

@@ -12,10 +12,10 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from jaxserve.tokenizer import Tokenizer, token_strings
+from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import TokenLogprob
 from server.conversation import ChatRun, prepare
-from server.generation import Turn, json_logprob, prompt_logprobs_json
+from server.generation import Turn, json_logprob, name_tokens, prompt_logprobs_json
 from server.parsing import Piece
 from server.schemas_chat import ChatRequest
 from server.sse import ChunkWriter, EventStream, run_until_disconnect
@@ -48,7 +48,8 @@ class _Answer:
             "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": state.settings.model_name,
+            "model": body.model or state.settings.model_name,
+            "system_fingerprint": state.fingerprint,
         }
 
     async def whole(self) -> Response:
@@ -163,7 +164,12 @@ class _Answer:
         if not self._body.logprobs:
             return None
         return {
-            "content": logprobs_json(self._run.tokenizer, piece.logprobs, self._body.top_logprobs or 0),
+            "content": logprobs_json(
+                self._run.tokenizer,
+                piece.logprobs,
+                self._body.top_logprobs or 0,
+                as_ids=self._body.return_tokens_as_token_ids,
+            ),
             "refusal": None,
         }
 
@@ -175,11 +181,13 @@ def _call(call: CallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def logprobs_json(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], top: int) -> list[dict[str, Any]]:
-    """Each token's log-probability with its `top` alternatives, in OpenAI's shape for chats."""
+def logprobs_json(
+    tokenizer: Tokenizer, entries: Iterable[TokenLogprob], top: int, as_ids: bool | None = None
+) -> list[dict[str, Any]]:
+    """Each token's log-probability with its `top` alternatives, in OpenAI's shape for chats; see `name_tokens`."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text, data = token_strings(tokenizer, [token])[0], list(tokenizer.token_bytes(token))
+        text, data = name_tokens(tokenizer, [token], as_ids)[0], list(tokenizer.token_bytes(token))
         return {"token": text, "logprob": json_logprob(logprob), "bytes": data}
 
     return [

@@ -13,9 +13,9 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from jaxserve.detokenizer import ChoiceDelta, Detokenizer
-from jaxserve.tokenizer import Tokenizer, token_strings
+from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import SamplingParams, TokenLogprob
-from server.generation import Generation, Turn, json_logprob, prompt_logprobs_json
+from server.generation import Generation, Turn, json_logprob, name_tokens, prompt_logprobs_json
 from server.schemas import COMPLETION_TOKENS, CompletionRequest
 from server.sse import ChunkWriter, EventStream, run_until_disconnect
 from server.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
@@ -127,7 +127,8 @@ class _Answer:
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": state.settings.model_name,
+            "model": body.model or state.settings.model_name,
+            "system_fingerprint": state.fingerprint,
         }
 
     async def whole(self) -> Response:
@@ -197,7 +198,7 @@ class _Answer:
             ids = echo.ids + ids
             offsets = echo.offsets + offsets
         return {
-            "tokens": token_strings(self._tokenizer, ids),
+            "tokens": self._token_strings(ids),
             "token_logprobs": [None if entry is None else json_logprob(entry.logprob) for entry in entries],
             "top_logprobs": [self._alternatives(entry) for entry in entries],
             "text_offset": offsets,
@@ -209,5 +210,8 @@ class _Answer:
         ranked = entry.top[: self._top]
         if all(token != entry.token_id for token, _ in ranked):
             ranked = [*ranked, (entry.token_id, entry.logprob)]
-        texts = token_strings(self._tokenizer, (token for token, _ in ranked))
+        texts = self._token_strings([token for token, _ in ranked])
         return {text: json_logprob(logprob) for text, (_, logprob) in reversed(list(zip(texts, ranked, strict=True)))}
+
+    def _token_strings(self, ids: list[int]) -> list[str]:
+        return name_tokens(self._tokenizer, ids, self._body.return_tokens_as_token_ids)

@@ -40,6 +40,7 @@ async def prepare(
     """
     state.check_model(body.model)
     body.check()
+    state.check_template(body.chat_template)
     tokenizer, info = state.require_ready()
     state.accounts.check(key_of(http), 1, body.n)
     ids = await state.text_work(
@@ -91,12 +92,11 @@ def encode_chat(
     for what `fit_text` refuses.
     """
     messages = conversation.template_messages()
-    if "developer" not in (tokenizer.chat_template or ""):
+    if "developer" not in (conversation.chat_template or tokenizer.chat_template or ""):
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of the same role
     kwargs = conversation.template_kwargs()
-    own = {name: kwargs.pop(name) for name in ("chat_template",) if name in kwargs}
     theirs = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
     foreign = ForeignText(tokenizer, [[messages[i] for i in theirs], conversation.template_tools(), kwargs])
     hidden, tools, kwargs = foreign.hidden
@@ -106,8 +106,8 @@ def encode_chat(
         "tools": tools,
         "add_generation_prompt": conversation.add_generation_prompt,
         "continue_final_message": conversation.continue_final_message,
+        "chat_template": conversation.chat_template,
         **kwargs,
-        **own,
     }
     text = tokenizer.render_chat(messages, **options)
     if any(m["role"] == "system" and m["content"].strip() not in text for m in messages):
@@ -202,11 +202,13 @@ class ChatRun:
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What the choices gain, as it comes; see Generation.deltas."""
+        accepted = False
         async with contextlib.aclosing(self.generation.deltas()) as batches:
             async for deltas in batches:
                 parsed = (self._parser(delta.index).push(delta) for delta in deltas)
-                if pieces := [piece for piece in parsed if piece is not None]:
+                if (pieces := [piece for piece in parsed if piece is not None]) or not accepted:
                     yield pieces
+                accepted = True
 
     async def collect(self) -> list[Piece]:
         """All choices, whole and in order."""

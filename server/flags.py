@@ -11,7 +11,8 @@ from jaxserve.limits import MAX_COMPLETIONS
 from server import plugins
 
 _SAME_NAME = (
-    "host", "port", "fd", "served_model_name", "api_key_file", "salt_by_key", "open_metrics", "drain_seconds",
+    "host", "port", "fd", "served_model_name", "chat_template", "trust_request_chat_template",
+    "api_key_file", "salt_by_key", "open_metrics", "drain_seconds",
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
     "max_connections", "max_connections_per_address", "max_body_bytes", "max_completions_per_request",
     "max_header_bytes", "client_timeout", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
@@ -28,7 +29,13 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--fd", type=int, metavar="N",
          help="a listening socket to take over instead, as of systemd's socket units: 3; clients then wait while the "
          "server restarts")  # fmt: skip
-    flag("--served-model-name", metavar="NAME", help="what clients call the model; None: MODEL as given")
+    flag("--served-model-name", action="append", metavar="NAME",
+         help="what clients call the model (may be given several times; answers carry the name asked for, metrics the "
+         "first); None: MODEL as given")  # fmt: skip
+    flag("--chat-template", metavar="FILE",
+         help="a Jinja template for conversations, instead of the model's own; or the template itself")  # fmt: skip
+    flag("--trust-request-chat-template", action="store_true",
+         help="requests may bring a chat_template of their own")  # fmt: skip
     flag("--api-key", action="append", type=_key, default=None, metavar="KEY",
          help="demand this bearer key (may be given several times); also read from JAXSERVE_API_KEY, which `ps` does "
          "not show")  # fmt: skip

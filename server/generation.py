@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -106,11 +106,13 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """What the choices gain, as it comes; `index` is the choice's number. Ends when all have ended.
 
+        The first list comes as soon as the engine has accepted the prompts, and may be empty.
         Close it when leaving early (`contextlib.aclosing`): that aborts what still runs. Raises what
         `EngineClient.generate` raises, and APIError (500) when the engine gives up on a completion.
         """
         client, timeout = self._state.client, self._state.settings.request_timeout
         n = self.requests[0].params.n
+        accepted = False
         try:
             with self._state.accounts.hold(self._key, len(self.requests), n):
                 async with contextlib.aclosing(client.generate(self.requests, timeout)) as batches:
@@ -125,8 +127,9 @@ class Generation:
                                 yield deltas
                                 deltas = []
                                 await turn.give()
-                        if deltas:
+                        if deltas or not accepted:
                             yield deltas
+                        accepted = True
         except QueueFullError:
             self._state.metrics.rejections.inc()
             raise
@@ -188,6 +191,11 @@ class Generation:
     def usage(self) -> Usage:
         prompt, output = self._prompt_tokens, self._output_tokens
         return Usage(prompt, output, prompt + output, PromptTokensDetails(self._cached_tokens))
+
+
+def name_tokens(tokenizer: Tokenizer, ids: Iterable[int], as_ids: bool | None) -> list[str]:
+    """Tokens as they stand beside their log-probabilities: as text, or as "token_id:123", which is always distinct."""
+    return [f"token_id:{token}" for token in ids] if as_ids else token_strings(tokenizer, ids)
 
 
 def json_logprob(value: float) -> float:

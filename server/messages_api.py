@@ -59,13 +59,13 @@ async def _stream(run: ChatRun, writer: _Writer) -> AsyncGenerator[bytes, None]:
     begun = False
     async with contextlib.aclosing(run.pieces()) as batches:
         async for pieces in batches:
+            chunks = [] if begun else [writer.begin()]
+            begun = True
             for piece in pieces:
-                chunks = [] if begun else [writer.begin()]
-                begun = True
                 chunks += writer.piece(piece)
                 if piece.finish_reason is not None:
                     chunks += writer.end(piece)
-                yield b"".join(chunks)
+            yield b"".join(chunks)
 
 
 def _error_event(error: APIError) -> bytes:
@@ -82,7 +82,7 @@ class _Writer:
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": state.settings.model_name,
+            "model": run.body.model or state.settings.model_name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

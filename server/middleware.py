@@ -16,7 +16,7 @@ from server.errors import APIError, to_api_error, unavailable
 from server.keys import ApiKey, find_key
 from server.limits import Bodies, too_long
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # answered without a key
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # answered without a key
 RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered when there are too many connections
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile"})  # their handlers ask for a key of their own
 MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they tell of everybody's requests

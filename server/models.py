@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve import __version__
 from jaxserve.limits import MAX_DETOKENIZED
 from jaxserve.tokenizer import Tokenizer, token_strings
 from jaxserve.types import InvalidRequestError
 from server.conversation import encode_chat
 from server.errors import APIError
 from server.keys import ApiKey, find_key
-from server.openapi import openapi_document
+from server.openapi import ModelFacts, openapi_document
 from server.schemas import DetokenizeRequest
 from server.schemas_chat import Conversation, TokenizeRequest
 from server.state import ServerState, read_body, state_of, to_json
@@ -32,20 +33,22 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def list_models(http: Request) -> Response:
     """GET /v1/models."""
-    return _json({"object": "list", "data": [_card(state_of(http))]})
+    state = state_of(http)
+    return _json({"object": "list", "data": [_card(state, name) for name in state.settings.model_names]})
 
 
 async def get_model(http: Request) -> Response:
     """GET /v1/models/{name}."""
     state = state_of(http)
-    state.check_model(http.path_params["name"])
-    return _json(_card(state))
+    name = http.path_params["name"]
+    state.check_model(name)
+    return _json(_card(state, name))
 
 
-def _card(state: ServerState) -> dict[str, Any]:
+def _card(state: ServerState, name: str) -> dict[str, Any]:
     info = state.client.info
     return {
-        "id": state.settings.model_name,
+        "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "jaxserve",
@@ -73,8 +76,10 @@ async def tokenize(http: Request) -> Response:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=bool(body.add_special_tokens),
+            chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
         )
+        state.check_template(chat.chat_template)
         ids = await state.text_work(http, lambda: encode_chat(tokenizer, info, chat))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
     if body.return_token_strs:
@@ -102,6 +107,33 @@ async def health(http: Request) -> Response:
     return _json({"status": "dead", "reason": client.error}, 503) if client.is_dead else _json({"status": "ok"})
 
 
+async def server_info(http: Request) -> Response:
+    """GET /server_info: what is served, and with which settings; nothing that is secret."""
+    state = state_of(http)
+    _, info = state.require_ready()
+    settings = state.settings
+    return _json(
+        {
+            "version": __version__,
+            "models": settings.model_names,
+            "system_fingerprint": state.fingerprint,
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "dtype": info.dtype,
+            "page_size": info.page_size,
+            "max_num_seqs": info.max_num_seqs,
+            "tool_call_parser": _module_name(state.tool_format),
+            "reasoning_parser": _module_name(state.reasoning_format),
+            "max_body_bytes": settings.max_body_bytes,
+            "request_timeout": settings.request_timeout,
+        }
+    )
+
+
+def _module_name(module: ModuleType | None) -> str | None:
+    return None if module is None else module.__name__.rpartition(".")[2]
+
+
 async def ready(http: Request) -> Response:
     """GET /ready: 200 when requests are served, 503 while loading, draining or dead."""
     state = state_of(http)
@@ -113,7 +145,7 @@ async def ready(http: Request) -> Response:
 
 async def version(http: Request) -> Response:
     """GET /version."""
-    return _json({"version": _version()})
+    return _json({"version": __version__})
 
 
 async def metrics(http: Request) -> Response:
@@ -201,11 +233,12 @@ def _not_too_often(http: Request) -> None:
 
 async def openapi(http: Request) -> Response:
     """GET /openapi.json."""
-    return _json(openapi_document(_version()))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("jaxserve")
-    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
-        return "unknown"
+    state = state_of(http)
+    model = None
+    if state.is_ready:
+        tokenizer, info = state.require_ready()
+        ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
+        model = ModelFacts(info.vocab_size, info.max_model_len, len(ends))
+    settings = state.settings
+    document = openapi_document(__version__, settings.model_names, model, settings.trust_request_chat_template)
+    return _json(document)

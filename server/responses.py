@@ -39,7 +39,9 @@ async def create_response(http: HTTPRequest) -> Response:
         earlier = _decode_messages(previous.messages)
     messages = body.conversation_after(earlier)
     run = await run_until_disconnect(http.receive, prepare(state, http, body.to_chat(messages), form_field="text"))
-    work = _Work(state, run, ResponseWriter(body, state.settings.model_name, run.tokenizer), messages, owner)
+    work = _Work(
+        state, run, ResponseWriter(body, body.model or state.settings.model_name, run.tokenizer), messages, owner
+    )
     if body.stream:
         return EventStream(work.stream(), closing=b"")
     if body.background:
@@ -103,14 +105,14 @@ class _Work:
         try:
             async with contextlib.aclosing(self._run.pieces()) as batches:
                 async for pieces in batches:
+                    events = [] if begun else list(writer.begin())
+                    begun = True
                     for piece in pieces:
-                        events = [] if begun else list(writer.begin())
-                        begun = True
                         events += writer.piece(piece)
                         if piece.finish_reason is not None:
                             events += writer.end(piece.finish_reason, self._run.usage())
                             self._store([*self._messages, writer.message()])
-                        yield b"".join(events)
+                    yield b"".join(events)
         except Exception as error:
             if not begun:
                 raise

@@ -24,9 +24,9 @@ import msgspec
 import uvicorn
 
 from checkpoints.hub import local_folder
-from jaxserve import entry
+from jaxserve import __version__, entry
 from jaxserve.config import EngineConfig
-from jaxserve.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 from jaxserve.types import EngineDeadError
 from pallas_kernels import cpu_build
 from server.access import log_to_stdout
@@ -35,6 +35,7 @@ from server.bridge import DEFAULT_ENGINE
 from server.client import EngineClient
 from server.connections import RESERVE
 from server.engine_process import Launch
+from server.fingerprint import fingerprint
 from server.keys import ApiKey, read_keys
 from server.metrics import Metrics
 from server.origin import is_local
@@ -53,7 +54,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     fd: int | None = None,
-    served_model_name: str | None = None,
+    served_model_name: str | Sequence[str] | None = None,
     api_keys: Sequence[str] = (),
     api_key_file: str | None = None,
     allowed_hosts: Sequence[str] = (),
@@ -62,6 +63,7 @@ def serve(
     max_header_bytes: int = 64 * 2**10,
     client_timeout: float = 60.0,
     engine_class: str = DEFAULT_ENGINE,
+    chat_template: str | None = None,
     **settings: Any,
 ) -> int:
     """Serves until a signal ends it; returns the process's exit code. `settings` are ServerSettings's.
@@ -69,18 +71,22 @@ def serve(
     The port is bound before anything is loaded. /health answers at once, /ready turns 200 when the engine has loaded.
     SIGTERM or SIGINT: new requests get 503, running ones may go on for `drain_seconds`, the rest ends with an error; a
     second signal exits at once. Has to run in the main thread. `port` 0 takes a free one; `fd` is a listening socket
-    that this process was given: where it stops, who connects waits for the next one. `served_model_name` defaults
-    to `config.model`. 1 is returned when the port is taken or the engine does not come up. Raises ValueError or OSError
-    for a certificate or a file of keys that cannot be used.
+    that this process was given: where it stops, who connects waits for the next one. `served_model_name`, one or
+    several, defaults to `config.model`. `chat_template` is a file, or a template itself. 1 is returned when the port is
+    taken or the engine does not come up. Raises ValueError or OSError for a certificate, a file of keys or a chat
+    template that cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if config.max_waiting is None:
         config = dataclasses.replace(config, max_waiting=config.queue_limit)
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
+    names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or (config.model,))
+    template = None if chat_template is None else read_chat_template(chat_template)
     own = ServerSettings(
-        model_name=served_model_name or config.model,
+        model_names=names,
         api_keys=tuple(keys),
         hosts=tuple(allowed_hosts) if is_local(host if fd is None else _host_of(fd)) else None,
+        chat_template=template,
         **settings,
     )
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
@@ -251,7 +257,11 @@ class _Server(uvicorn.Server):
             await state.client.connect(self._engine.socket_path, self._engine.runs)
             info = await state.client.wait_ready()
             state.metrics.on_ready(info)
-            state.tokenizer = await (early or state.off_loop(lambda: self._tokenizer(Path(info.model_folder))))
+            tokenizer = await (early or state.off_loop(lambda: self._tokenizer(Path(info.model_folder))))
+            state.fingerprint = await state.off_loop(
+                lambda: fingerprint(info, self._settings, __version__, tokenizer.chat_template)
+            )
+            state.tokenizer = tokenizer
         except (EngineDeadError, ValueError, OSError) as error:
             self.failure = str(error)
             self.should_exit = True
@@ -261,7 +271,11 @@ class _Server(uvicorn.Server):
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
     def _tokenizer(self, folder: Path) -> Tokenizer:
-        tokenizer = load_tokenizer(folder, placeholder=self._settings.load_format == "dummy")
+        tokenizer = load_tokenizer(
+            folder,
+            placeholder=self._settings.load_format == "dummy",
+            chat_template=self._state.settings.chat_template,
+        )
         tokenizer.escape_special_tokens = self._state.settings.escape_special_tokens
         return tokenizer
 

@@ -6,31 +6,45 @@ A field that we know and do not serve yet is refused by name when it is set; fie
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from jaxserve.limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_INT,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_NAME_LENGTH,
-    MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     MAX_WORD_LENGTH,
     MAX_WORDS,
 )
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.types import InvalidRequestError, SamplingParams
-from server.structured import grammar_of
+from jaxserve.types import (
+    Count,
+    Fraction,
+    InvalidRequestError,
+    LengthPenalty,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
+    SamplingParams,
+    Seed,
+    Temperature,
+    Tokens,
+    TopK,
+)
+from server.structured import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, grammar_of
 
 COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the client gives none
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # Fields that are known and not served, with the values that ask for nothing.
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "early_stopping": (False,),
     "guided_json": (),
@@ -41,11 +55,55 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
     "web_search_options": (),
     "documents": ([],),
-    "chat_template": (),
 }
+
+# What the fields below have in common with other bodies. What is said here is checked, and stands in /openapi.json.
+TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_INT, "format": "token-id"}
+PositiveTokens = Annotated[int, Meta(ge=1, le=MAX_INT)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT, extra_json_schema={"format": "token-id"})]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+Word = Annotated[str, Meta(min_length=1, max_length=MAX_WORD_LENGTH)]
+BadWords = Annotated[list[Word], Meta(max_length=MAX_WORDS)]
+StopTokens = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS, extra_json_schema={"format": "stop-tokens"})]
+LogitBias = Annotated[
+    dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$", extra_json_schema={"format": "token-id"})], float],
+    Meta(max_length=MAX_LOGIT_BIAS),
+]
+Priority = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
+Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT, extra_json_schema={"not": {"const": 0}})]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+
+
+# One prompt or several, as text or as token ids. The kinds are not mixed, which types cannot say: `prompts` checks it.
+Prompt = Annotated[
+    Annotated[str, Meta(min_length=1)] | Annotated[list[str | int | list[int]], Meta(min_length=1)],
+    Meta(
+        extra_json_schema={
+            "x-replaced-by": {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {
+                        "type": "array",
+                        "items": {"type": "string", "minLength": 1},
+                        "minItems": 1,
+                        "maxItems": MAX_PROMPTS,
+                    },
+                    {"type": "array", "items": TOKEN_ID, "minItems": 1, "format": "token-ids"},
+                    {
+                        "type": "array",
+                        "items": {"type": "array", "items": TOKEN_ID, "minItems": 1, "format": "token-ids"},
+                        "minItems": 1,
+                        "maxItems": MAX_PROMPTS,
+                    },
+                ]
+            }
+        }
+    ),
+]
 
 
 class StreamOptions(msgspec.Struct):
@@ -57,39 +115,40 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """What completions and chat have in common; None stands for the default."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_tokens: Tokens | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: TopK | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: BadWords | None = None
+    seed: Seed | None = None
+    n: Count | None = None
+    best_of: Annotated[int, Meta(description="1, or the same as n")] | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int | None = None
+    min_tokens: Annotated[Tokens, Meta(description="At most max_tokens")] | None = None
     skip_special_tokens: bool = True
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    priority: Priority | None = None
+    request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
-    response_format: Any = None
-    structured_outputs: Any = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: Annotated[Any, Meta(extra_json_schema=RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, Meta(extra_json_schema=STRUCTURED_OUTPUTS)] = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    # known and not served, see _NOT_SERVED
+    length_penalty: LengthPenalty | None = None
+    # known and not served, see NOT_SERVED
     suffix: Any = None
     early_stopping: Any = None
     guided_json: Any = None
@@ -100,14 +159,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     prompt_embeds: Any = None
     audio: Any = None
     modalities: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     documents: Any = None
-    chat_template: Any = None
 
     def check(self) -> None:
         """Raises InvalidRequestError, naming the field, for what can be told without the model."""
-        for name, harmless in _NOT_SERVED.items():
+        for name, harmless in NOT_SERVED.items():
             value = getattr(self, name)
             if value is not None and value not in harmless:
                 raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
@@ -121,23 +178,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
-        for stop in [self.stop] if isinstance(self.stop, str) else self.stop or []:
-            if not 0 < len(stop) <= MAX_STOP_LENGTH:
-                raise InvalidRequestError(
-                    f"stop strings must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(stop)}", "stop"
-                )
-        if len(self.bad_words or ()) > MAX_WORDS or not all(
-            0 < len(w) <= MAX_WORD_LENGTH for w in self.bad_words or ()
-        ):
-            raise InvalidRequestError(
-                f"bad_words must hold at most {MAX_WORDS} words of 1 to {MAX_WORD_LENGTH} characters", "bad_words"
-            )
-        check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, excluded=0)
-        check_range("priority", self.priority, -MAX_PRIORITY - 1, MAX_PRIORITY)
-        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_NAME_LENGTH:
-            raise InvalidRequestError(f"cache_salt must have 1 to {MAX_NAME_LENGTH} characters", "cache_salt")
-        if self.request_id is not None and not _REQUEST_ID.fullmatch(self.request_id):
-            raise InvalidRequestError("request_id must be 1 to 128 letters, digits or ._:-", "request_id")
+        check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_INT, excluded=0)
 
     @property
     def usage_mode(self) -> str:
@@ -192,9 +233,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """Body of /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str | list[int]]:
@@ -216,7 +257,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo", "max_tokens")
 
@@ -224,23 +264,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of /detokenize."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 
 def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     if not given:
         return None
-    if len(given) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(
-            f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias"
-        )
-    bias = {}
-    for key, value in given.items():
-        if not re.fullmatch(r"[0-9]{1,10}", key, re.ASCII):
-            raise InvalidRequestError(f"logit_bias keys must be token ids, got {key[:64]!r}", "logit_bias")
-        bias[int(key)] = value
-    return bias
+    return {int(token): value for token, value in given.items()}
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from jaxserve.limits import MAX_CALLS, MAX_LOGPROBS, MAX_MESSAGES, MAX_TEMPLATE_VALUE
-from jaxserve.types import InvalidRequestError
-from server.schemas import SamplingFields, check_range
-from server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
-
-TEMPLATE_KWARGS = frozenset(
-    {"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string", "today_date", "current_date"}
+from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
+from jaxserve.tokenizer import TEMPLATE_INPUTS
+from jaxserve.types import InvalidRequestError, NumLogprobs
+from server.schemas import PositiveTokens, SamplingFields
+from server.tools.choice import (
+    Choice,
+    Function,
+    Mode,
+    NamedChoice,
+    NamedFunction,
+    Tool,
+    check_tools,
+    choose,
 )
+
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # the roles whose content may be null
+
+
+TemplateKwargs = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"propertyNames": {"not": {"enum": sorted(TEMPLATE_INPUTS)}}})
+]
+ReasoningEffort = Annotated[str, Meta(max_length=32)]
 
 
 class Part(msgspec.Struct):
@@ -71,7 +86,7 @@ class Message(msgspec.Struct):
         where = f"messages[{position}]"
         if not 0 < len(self.role) <= 64:
             raise InvalidRequestError(f"{where}.role must have 1 to 64 characters", "messages")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role not in _MAY_BE_EMPTY:
             raise InvalidRequestError(f"{where}.content is missing", "messages")
         message: dict[str, Any] = {"role": self.role, "content": self.text(where)}
         for name in ("name", "tool_call_id"):
@@ -101,14 +116,19 @@ class Message(msgspec.Struct):
         return "\n".join(part.text or "" for part in self.content)
 
 
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
 class Conversation(msgspec.Struct, kw_only=True):
     """Messages and how to render them; the fields of a chat request that make its prompt."""
 
-    messages: list[Message]
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
@@ -127,23 +147,14 @@ class Conversation(msgspec.Struct, kw_only=True):
         return msgspec.to_builtins(self.tools) if self.tools else None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Template variables that a request may set: plain values of allow-listed names."""
+        """The template's variables: any that a request likes, as templates run in a sandbox and for a limited time."""
         kwargs = dict(self.chat_template_kwargs or {})
-        for name, value in kwargs.items():
-            if name not in TEMPLATE_KWARGS:
-                allowed = ", ".join(sorted(TEMPLATE_KWARGS))
-                raise InvalidRequestError(
-                    f"chat_template_kwargs may hold {allowed}; got {name[:64]!r}", "chat_template_kwargs"
-                )
-            if not isinstance(value, bool | int | float | str) or (
-                isinstance(value, str) and len(value) > MAX_TEMPLATE_VALUE
-            ):
-                raise InvalidRequestError(
-                    f"chat_template_kwargs.{name} must be a number, a boolean or a short string", "chat_template_kwargs"
-                )
+        if taken := kwargs.keys() & TEMPLATE_INPUTS:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not hold {min(taken)}, which is no variable of a template",
+                "chat_template_kwargs",
+            )
         if self.reasoning_effort is not None:
-            if len(self.reasoning_effort) > 32:
-                raise InvalidRequestError("reasoning_effort must be a short word", "reasoning_effort")
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             if self.reasoning_effort == "none":
                 kwargs.setdefault("enable_thinking", False)
@@ -153,30 +164,29 @@ class Conversation(msgspec.Struct, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message]
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Tools | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Function] | None = None
+    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: str | NamedFunction | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
+    top_logprobs: NumLogprobs | None = None
+    max_tokens: PositiveTokens | None = None
+    max_completion_tokens: PositiveTokens | None = None
     echo: bool | None = None
 
     def check(self) -> None:
         super().check()
-        check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", "top_logprobs")
-        for name in ("max_tokens", "max_completion_tokens"):
-            check_range(name, getattr(self, name), 1, 2**31 - 1)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs above 0 is only allowed when logprobs is true", "top_logprobs")
         if self.tools and self.functions:
             raise InvalidRequestError("functions is the older form of tools: give one of them", "functions")
         try:
@@ -222,10 +232,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     return_token_strs: bool | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from jaxserve.types import InvalidRequestError
+from jaxserve.types import MAX_STOP_STRINGS, Fraction, InvalidRequestError, Temperature, TopK
+from server.schemas import PositiveTokens, StopString
 from server.schemas_chat import CalledFunction, ChatRequest, Message, ToolCall
 from server.tools.choice import Choice, Function, NamedChoice, NamedFunction, Tool
 
@@ -50,8 +52,8 @@ class Thinking(msgspec.Struct):
 class CountTokensRequest(msgspec.Struct, kw_only=True):
     """Body of /v1/messages/count_tokens."""
 
-    model: str
     messages: list[ClaudeMessage]
+    model: str | None = None
     system: str | list[Block] | None = None
     tools: list[ClaudeTool] | None = None
     tool_choice: ClaudeChoice | None = None
@@ -81,12 +83,12 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of /v1/messages."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
+    max_tokens: PositiveTokens
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: Fraction | None = None
 
     def chat(self) -> ChatRequest:
         return self.to_chat(

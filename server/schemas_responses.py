@@ -6,10 +6,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.limits import MAX_ITEMS, MAX_LOGPROBS
-from jaxserve.types import InvalidRequestError
-from server.schemas import check_range
-from server.schemas_chat import CalledFunction, ChatRequest, Message, ToolCall
+from jaxserve.limits import MAX_ITEMS
+from jaxserve.types import (
+    Fraction,
+    InvalidRequestError,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+)
+from server.schemas import CacheSalt, PositiveTokens, Priority, Stop
+from server.schemas_chat import CalledFunction, ChatRequest, Message, TemplateKwargs, ToolCall
 from server.tools.choice import Function, NamedChoice, NamedFunction, Tool
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -66,10 +75,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
+    max_output_tokens: PositiveTokens | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_logprobs: NumLogprobs | None = None
     include: list[str] | None = None
     tools: list[FlatTool] | None = None
     tool_choice: str | FlatChoice | None = None
@@ -83,25 +92,23 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     # beyond OpenAI's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    top_k: TopK | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
     ignore_eos: bool = False
-    priority: int | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     # known and not served
     conversation: Any = None
     prompt: Any = None
 
     def check(self) -> None:
         """Raises InvalidRequestError, naming the field, for what chat requests do not check."""
-        check_range("max_output_tokens", self.max_output_tokens, 1, 2**31 - 1)
-        check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
         for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")

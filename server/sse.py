@@ -17,6 +17,8 @@ from server.errors import APIError, to_api_error
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
+KEEP_ALIVE_SECONDS = 15.0
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -61,8 +63,10 @@ def error_event(error: APIError) -> bytes:
 class EventStream(Response):
     """Sends what a generator yields (whole events, one or more at a time) and closes with `closing`.
 
-    Nothing is sent before the first event, so an error until then is an ordinary response with its status; a later one
-    becomes an event, as `on_error` writes it. The generator is closed when the client hangs up.
+    What the generator yields first may be empty: it says that the request is accepted, and status and headers are sent.
+    An error before that is an ordinary response with its status; a later one becomes an event, as `on_error` writes it.
+    While no event comes, a comment does every `keep_alive` seconds, lest a proxy takes the connection for dead.
+    The generator is closed when the client hangs up.
     """
 
     def __init__(
@@ -70,9 +74,11 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         closing: bytes = DONE,
         on_error: Callable[[APIError], bytes] = error_event,
+        keep_alive: float = KEEP_ALIVE_SECONDS,
     ):
         self.events = events
-        self._closing, self._on_error = closing, on_error
+        self._closing, self._on_error, self._keep_alive = closing, on_error, keep_alive
+        self._sent = False  # an event, since the last look
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,22 +86,34 @@ class EventStream(Response):
             await run_until_disconnect(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        comments: asyncio.Task[None] | None = None
         closing = self._closing
         try:
             async with contextlib.aclosing(self.events) as events:
                 async for data in events:
-                    if not started:
+                    if comments is None:
                         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                        started = True
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                        comments = asyncio.create_task(self._comments(send))
+                    if data:
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                        self._sent = True
         except Exception as error:
             answer = to_api_error(error)
-            if not started:
+            if comments is None:
                 await answer.response(scope)(scope, receive, send)
                 return
             closing = self._on_error(answer) + closing
+        finally:
+            if comments is not None:
+                comments.cancel()
         await send({"type": "http.response.body", "body": closing, "more_body": False})
+
+    async def _comments(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self._keep_alive)
+            if not self._sent:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            self._sent = False
 
 
 class ChunkWriter:

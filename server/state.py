@@ -19,6 +19,7 @@ from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
 from server import plugins
 from server.body import body_of, read_bytes
+from server.body_errors import explain, with_whole_numbers
 from server.client import EngineClient
 from server.connections import Connections
 from server.errors import APIError, unavailable
@@ -30,6 +31,7 @@ from server.response_store import ResponseStore
 
 T = TypeVar("T")
 
+_MOST_REPAIRED = 2**20  # characters of a body in which 16.0 may stand for 16
 _INLINE_BYTES = 2000  # of a body whose texts are tokenized on the event loop; those of longer ones would hold it up
 _TURN = 200_000  # characters that are tokenized before others have a turn
 
@@ -39,7 +41,7 @@ class ServerSettings:
     """What the operator chooses for the front.
 
     Attributes:
-      model_name: what clients call the model; also the `model_name` label of the metrics.
+      model_names: what clients call the model; the first is the default, and the `model_name` label of the metrics.
       api_keys: accepted keys; none leaves the server open.
       salt_by_key: requests under different keys share no prefix cache; None: where there are two keys or more.
       admin_key: opens the admin endpoints; without one they do not exist.
@@ -62,9 +64,11 @@ class ServerSettings:
       ui: whether there is a page at `/`.
       access_log: whether a line is logged for each request.
       otlp_endpoint: where OpenTelemetry traces go.
+      chat_template: the template's source, instead of the model's own.
+      trust_request_chat_template: requests may bring a template of their own.
     """
 
-    model_name: str
+    model_names: tuple[str, ...]
     api_keys: tuple[ApiKey, ...] = ()
     salt_by_key: bool | None = None
     admin_key: str | None = field(default=None, repr=False)
@@ -87,6 +91,13 @@ class ServerSettings:
     ui: bool = True
     access_log: bool = False
     otlp_endpoint: str | None = None
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """The default name."""
+        return self.model_names[0]
 
     @property
     def salts_by_key(self) -> bool:
@@ -96,12 +107,16 @@ class ServerSettings:
 
 @dataclass
 class ServerState:
-    """One front: its connection to the engine, its tokenizer once loaded, its metrics, its clients."""
+    """One front: its connection to the engine, its tokenizer once loaded, its metrics, its clients.
+
+    `fingerprint` names the weights and settings that answers come from, once they are loaded.
+    """
 
     settings: ServerSettings
     client: EngineClient
     metrics: Metrics
     tokenizer: Tokenizer | None = None
+    fingerprint: str | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     texts: Texts = field(default_factory=Texts)
@@ -134,12 +149,22 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError (404) for a model that is not served here."""
-        if name is not None and name != self.settings.model_name:
+        names = self.settings.model_names
+        if name is not None and name not in names:
             raise APIError(
                 404,
-                f"the model {name[:256]!r} does not exist; this server has {self.settings.model_name!r}",
+                f"the model {name[:256]!r} does not exist; this server has {', '.join(map(repr, names))}",
                 param="model",
                 code="model_not_found",
+            )
+
+    def check_template(self, chat_template: str | None) -> None:
+        """Raises InvalidRequestError for a request's own chat template where the operator does not trust those."""
+        if chat_template is not None and not self.settings.trust_request_chat_template:
+            raise InvalidRequestError(
+                "a request may bring a chat_template only where the server runs with --trust-request-chat-template",
+                "chat_template",
+                "unsupported_parameter",
             )
 
     @cached_property
@@ -236,29 +261,38 @@ def tenant_of(request: Request) -> str:
 
 
 async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The request's JSON body as the decoder's type. Raises APIError (400) for anything else."""
+    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) for anything else."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise APIError(
+            415,
+            f"the body is encoded as {encoding[:64]!r}, which this server does not read; send it as plain JSON, "
+            "without a content-encoding",
+            code="unsupported_content_encoding",
+        )
     try:
-        return decoder.decode((await read_bytes(request)).decode())  # msgspec alone would not look into unknown fields
+        body = (await read_bytes(request)).decode()  # msgspec alone would not look into unknown fields
+        return _decode(body, decoder)
     except UnicodeDecodeError as error:
         raise APIError(400, f"the body is not valid UTF-8: {error}") from None
     except msgspec.ValidationError as error:
-        raise APIError(400, str(error), param=_field_of(str(error))) from None
+        raise explain(error, body) from None
     except msgspec.DecodeError as error:
         raise APIError(400, f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise APIError(400, "the body is nested too deeply") from None
 
 
-def _field_of(message: str) -> str | None:
-    """The top-level field that a validation message of msgspec points to (`… - at `$.name[0]``)."""
-    _, found, path = message.rpartition("`$.")
-    if found:
-        return path.rstrip("`").split(".")[0].split("[")[0]
-    _, found, rest = message.partition("missing required field `")
-    return rest.partition("`")[0] if found else None
+def _decode(body: str, decoder: msgspec.json.Decoder[T]) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error) or len(body) > _MOST_REPAIRED:
+            raise
+        return decoder.decode(with_whole_numbers(body))
 
 
 def fit_text(text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None, param: str) -> str:

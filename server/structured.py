@@ -7,10 +7,58 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.types import Grammar, InvalidRequestError
+from jaxserve.types import MAX_CHOICES, MAX_GRAMMAR, Grammar, InvalidRequestError
 
 FORMATS = "text, json_object or json_schema"
 _KINDS = {"json": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "lark"}
+
+# What /openapi.json says of both fields.
+_SCHEMA = {"type": "object", "description": "A JSON schema"}
+RESPONSE_FORMAT: dict[str, Any] = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_object"}, "schema": {"anyOf": [_SCHEMA, {"type": "null"}]}},
+            "required": ["type"],
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {"type": "object", "properties": {"schema": _SCHEMA}, "required": ["schema"]},
+            },
+            "required": ["type", "json_schema"],
+        },
+    ]
+}
+_FORMS: dict[str, dict[str, Any]] = {
+    "json": _SCHEMA,
+    "json_object": {"const": True},
+    "regex": {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR, "format": "regex"},
+    "choice": {
+        "type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES
+    },
+    "grammar": {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR, "description": "Lark or GBNF"},
+}  # fmt: skip
+STRUCTURED_OUTPUTS: dict[str, Any] = {
+    "anyOf": [
+        {"type": "null"},
+        *(
+            {
+                "type": "object",
+                "properties": {
+                    **{name: {"type": "null"} for name in _FORMS},
+                    "enable_in_reasoning": {"type": "boolean"},
+                    kind: form,
+                },
+                "required": [kind],
+            }
+            for kind, form in _FORMS.items()
+        ),
+    ]
+}
 
 
 def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
@@ -44,7 +92,8 @@ def _of_format(value: dict[str, Any]) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return Grammar("json_object")
+            schema = value.get("schema")
+            return Grammar("json_object") if schema is None else Grammar("json", json.dumps(schema))
         case "json_schema":
             wrapper = value.get("json_schema")
             if not isinstance(wrapper, dict) or "schema" not in wrapper:

@@ -21,7 +21,7 @@ SMALL += ["--max-waiting", "1"]  # which turns requests away in a server, and mu
 TEXTS, CHATS = [f"text {i} " * (1 + i % 5) for i in range(24)], [f"question {i}" for i in range(10)]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 30, "model": "whatever"}
 WRONG = {
-    "too hot": {"prompt": "x", "temperature": 9},
+    "too hot": {"prompt": "x", "temperature": 11},
     "too long": {"prompt": [5] * 128},
     "no prompt": {"max_tokens": 3},
     "beyond the vocabulary": {"prompt": [5, 10**30]},
@@ -198,8 +198,6 @@ GOOD = {"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {"
         (b"[" * 100_000, ":2: "),
         ({"custom_id": 5}, ":2: Expected `str`, got `int` - at `$.custom_id`"),
         ({"body": []}, ":2: Expected `object`, got `array` - at `$.body`"),
-        ({"url": "/v1/embeddings"}, ":2: method and url must be POST and one of /v1/completions, /v1/chat/completions"),
-        ({"method": "GET"}, ":2: method and url must be POST"),
         ({"custom_id": "a"}, ": custom_id 'a' stands on several lines"),
     ],
     ids=lambda value: repr(value)[:30],
@@ -244,6 +242,26 @@ def test_output_of_another_batch(refused, whole, tmp_path):
     assert "which" in (message := refused(source, whole))
     assert "does not ask: not its output" in message
     assert whole.read_bytes() == before
+
+
+def test_lines_that_are_no_requests_of_a_batch(model_folders, tmp_path):
+    """Each gets its error as an answer, and the others theirs, under the name of the model."""
+    folder = str(model_folders(CASE))
+    lines = [
+        GOOD,
+        GOOD | {"custom_id": "b", "url": "/v1/embeddings"},
+        GOOD | {"custom_id": "c", "method": "GET"},
+    ]
+    source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert main(["batch", str(source), str(target), "--model", folder, *SMALL]) == 0
+    answers = {line["custom_id"]: line["response"] for line in map(json.loads, target.read_text().splitlines())}
+    assert (answers["a"]["status_code"], answers["a"]["body"]["model"]) == (200, folder)
+    assert answers["a"]["body"]["system_fingerprint"].startswith("fp_")
+    for name, got in (("b", "got POST /v1/embeddings"), ("c", "got GET /v1/completions")):
+        error = answers[name]["body"]["error"]
+        assert (answers[name]["status_code"], error["param"], error["code"]) == (404, "url", "url_not_found")
+        assert got in error["message"]
+        assert "/v1/chat/completions" in error["message"]
 
 
 def test_an_empty_batch(tmp_path, capsys):

@@ -146,12 +146,12 @@ def test_usage(call, arguments, message):
         (["--max-model-len", "0"], "max_model_len must be between 1 and"),
         (["--memory-utilization", "90"], "memory_utilization must be in [0.05, 1.0], got 90.0"),
         (["-tp", "0"], "tensor_parallel_size must be between 1 and"),
-        (["--temperature", "9"], "temperature must be in [0.0, 2.0], got 9.0"),
+        (["--temperature", "11"], "temperature must be in [0, 10], got 11.0"),
         (["--temperature", "nan"], "temperature must be a finite number"),
-        (["--top-p", "0"], "top_p must be in (0.0, 1.0], got 0.0"),
+        (["--top-p", "-1"], "top_p must be in [0, 1], got -1.0"),
         (["--max-tokens", "-1"], "max_tokens must be between 0 and"),
         (["--stop", ""], "stop must hold non-empty strings"),
-        (["--stop", "a"] * 5, "stop has 5 strings; at most 4 are allowed"),
+        (["--stop", "a"] * 65, "stop has 65 strings; at most 64 are allowed"),
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "demo", "x"], ["chat", "demo"]], ids=["generate", "chat"])

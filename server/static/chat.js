@@ -104,6 +104,7 @@ async function* events(response) {
     const lines = (buffer + part.value).split("\n\n");
     buffer = lines.pop();
     for (const line of lines) {
+      if (line.startsWith(":")) continue; // a comment, which keeps the connection alive
       const data = line.replace(/^data: /, "");
       if (data !== "[DONE]") yield JSON.parse(data);
     }

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from jaxserve.limits import MAX_TOOLS
 from jaxserve.types import InvalidRequestError
 from server.tools.base import ToolParser
 from server.tools.json_scan import ValueScanner
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+_NAME = re.compile(FUNCTION_NAME)
 
 
 class Function(msgspec.Struct, omit_defaults=True):
     """A function that a model may call; `parameters` is the JSON schema of an object."""
 
-    name: str
+    name: Annotated[str, Meta(pattern=FUNCTION_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -405,6 +405,13 @@ def test_a_vanishing_temperature_is_greedy(temperature):
     assert np.asarray(draw(logits, params, position=np.arange(4)).tokens).tolist() == [20] * 4
 
 
+def test_a_top_p_of_zero_is_greedy():
+    logits = np.tile(np.linspace(-1.0, 1.0, VOCAB), (8, 1))
+    logits[:, [3, 20]] = 1.5, 1.5000001
+    params = [SamplingParams(temperature=10.0, top_p=0.0, seed=seed) for seed in range(8)]
+    assert np.asarray(draw(logits, params, position=np.arange(8)).tokens).tolist() == [20] * 8
+
+
 # Slots
 
 

@@ -182,6 +182,14 @@ class SlowEngine(ParrotEngine):
     step_seconds = 0.02
 
 
+class QueueEngine(SlowEngine):
+    """Serves one completion at a time, in the order in which they came."""
+
+    def step(self) -> StepOutput:
+        time.sleep(self.step_seconds)
+        return StepOutput(updates=[self._advance(next(iter(self._running)))])
+
+
 class SlowLoadingEngine(ParrotEngine):
     @classmethod
     def load(cls, config: EngineConfig):

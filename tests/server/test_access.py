@@ -85,7 +85,7 @@ def test_log_and_traces(watched):
     assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine-1")
     assert httpx.get(server.url + "/metrics").status_code == 401
     assert httpx.post(server.url + "/v1/completions", json=BODY).status_code == 401
-    assert http.post("/v1/completions", json={**BODY, "temperature": 9}).status_code == 400
+    assert http.post("/v1/completions", json={**BODY, "temperature": 11}).status_code == 400
     wait_until(lambda: len(lines(server)) == 4)
     done, prober, unknown, wrong = lines(server)
 

@@ -19,9 +19,9 @@ def refused(http, path: str, status: int = 400, **body) -> dict:
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("temperature", {"temperature": 2.5}),
+        ("temperature", {"temperature": 10.5}),
         ("temperature", {"temperature": "hot"}),
-        ("top_p", {"top_p": 0}),
+        ("top_p", {"top_p": -0.1}),
         ("top_k", {"top_k": -2}),
         ("min_p", {"min_p": 1.5}),
         ("n", {"n": 0}),
@@ -31,7 +31,7 @@ def refused(http, path: str, status: int = 400, **body) -> dict:
         ("max_tokens", {"max_tokens": 10**30}),
         ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
         ("stop", {"stop": ""}),
-        ("stop", {"stop": ["a"] * 5}),
+        ("stop", {"stop": ["a"] * 65}),
         ("stop", {"stop": "x" * 2000}),
         ("stop_token_ids", {"stop_token_ids": [10**6]}),
         ("logprobs", {"logprobs": 21}),

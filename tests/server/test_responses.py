@@ -149,7 +149,7 @@ def test_logprobs(client):
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}),
         ("background", {"background": True, "stream": True}),
         ("conversation", {"conversation": "c"}),
-        ("temperature", {"temperature": 3}),
+        ("temperature", {"temperature": 11}),
         ("truncation", {"truncation": "middle"}),
     ],
 )

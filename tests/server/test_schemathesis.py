@@ -1,18 +1,24 @@
-"""Requests made up from /openapi.json: none may be answered with a 5xx, and every refusal has the shape of an error."""
+"""Requests made up from /openapi.json: none may be answered with a 5xx, every refusal has the shape of an error, and
+what the document allows is not refused."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
+from server.openapi import numbers_up_to
+
 ENDPOINTS = [
     "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages",
-    "POST /v1/messages/count_tokens", "POST /tokenize", "POST /detokenize", "GET /v1/models", "GET /load",
-    "GET /tokenizer_info", "GET /health", "GET /v1/responses/{id}", "DELETE /v1/responses/{id}",
+    "POST /v1/messages/count_tokens", "POST /tokenize", "POST /detokenize", "POST /invocations", "GET /v1/models",
+    "GET /load", "GET /tokenizer_info", "GET /health", "GET /v1/responses/{id}", "DELETE /v1/responses/{id}",
     "POST /v1/responses/{id}/cancel", "POST /reset_prefix_cache", "POST /profile",
 ]  # fmt: skip
+WITH_BODIES = ENDPOINTS[:8]
 
 
 def probe(server, endpoint: str, mode: GenerationMode, examples: int) -> None:
@@ -20,12 +26,14 @@ def probe(server, endpoint: str, mode: GenerationMode, examples: int) -> None:
     operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path][method]
 
     def check(case) -> None:
-        if isinstance(case.body, dict) and mode is GenerationMode.POSITIVE:
-            case.body |= {"model": "test-model", "max_tokens": 3, "max_output_tokens": 3}
+        if endpoint in WITH_BODIES and mode is GenerationMode.POSITIVE:
+            obey(case.body)
         response = case.call(base_url=server.url, timeout=60)
         assert response.status_code < 500, (case.body, response.text[:500])
         if response.status_code >= 400 and "application/json" in response.headers.get("content-type", ""):
             assert {"message", "type"} <= set(response.json()["error"]), response.text[:500]
+        if endpoint in WITH_BODIES and mode is GenerationMode.POSITIVE:
+            assert response.status_code == 200, (case.body, response.text[:500])
 
     options = settings(
         max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
@@ -34,13 +42,67 @@ def probe(server, endpoint: str, mode: GenerationMode, examples: int) -> None:
     options(given(case=operation.as_strategy(generation_mode=mode))(check))()
 
 
+def obey(body: dict) -> None:
+    """Makes a body follow what descriptions say, because JSON Schema cannot."""
+    for field in ("best_of", "continue_final_message", "previous_response_id", "functions", "function_call"):
+        body.pop(field, None)
+    if body.get("min_tokens"):
+        body["max_tokens"] = max(body["min_tokens"], body.get("max_tokens") or 0)
+    if isinstance(body.get("prompt"), list):
+        body.pop("n", None)
+    if isinstance(items := body.get("input"), list) and all(item.get("type") == "reasoning" for item in items):
+        body["input"] = "x"
+    tools = {tool.get("name") or tool["function"]["name"]: tool for tool in body.get("tools") or ()}
+    if tools:
+        body["tools"] = list(tools.values())
+    if not tools or not isinstance(body.get("tool_choice"), str):
+        body.pop("tool_choice", None)
+    for message in [*(body.get("messages") or ()), *(body["input"] if isinstance(body.get("input"), list) else ())]:
+        older = message.get("function_call")
+        for function in [*(call["function"] for call in message.get("tool_calls") or ()), *([older] if older else ())]:
+            function["arguments"] = "{}"
+        if message.get("type") == "function_call":
+            message["arguments"] = "{}"
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_no_request_is_answered_with_a_server_error(scripted, endpoint):
-    probe(scripted, endpoint, GenerationMode.POSITIVE, 6)
+def test_what_the_document_allows_is_not_refused(scripted, endpoint):
+    probe(scripted, endpoint, GenerationMode.POSITIVE, 20 if endpoint in WITH_BODIES else 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-@pytest.mark.parametrize("endpoint", ENDPOINTS[:7])
+@pytest.mark.parametrize("endpoint", WITH_BODIES)
 def test_many_requests(scripted, endpoint, mode):
     probe(scripted, endpoint, mode, 150)
+
+
+@pytest.mark.parametrize("most", [0, 7, 9, 10, 42, 99, 100, 999, 1000, 12_345, 151_935])
+def test_numbers_as_an_expression(most):
+    pattern = re.compile(numbers_up_to(most))
+    near = range(max(most - 1200, 0), most + 1200)
+    assert all(bool(pattern.search(str(n))) == (n <= most) for n in (*range(200), *near))
+    assert not pattern.search("01")
+    assert not pattern.search("")
+
+
+def test_the_document_states_the_bounds(http):
+    """Of types, of the model, and of what the operator allows."""
+    fields = http.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
+
+    def of(name: str) -> dict:
+        return fields[name]["anyOf"][0]
+
+    assert (of("temperature")["minimum"], of("temperature")["maximum"]) == (0, 10)
+    assert (of("n")["type"], of("n")["minimum"], of("n")["maximum"]) == ("integer", 1, 128)
+    assert of("stop") == {"type": "string", "minLength": 1, "maxLength": 1024}
+    assert fields["stop"]["anyOf"][1]["maxItems"] == 64
+    assert fields["messages"]["maxItems"] == 4096
+    assert of("tools")["maxItems"] == 512
+    assert fields["model"]["enum"] == [None, "test-model"]
+    vocab_size = http.get("/tokenizer_info").json()["model_vocab_size"]
+    assert of("allowed_token_ids")["items"]["maximum"] == vocab_size - 1
+    assert of("stop_token_ids")["maxItems"] == 14  # beside the model's own two
+    assert re.search(of("logit_bias")["propertyNames"]["pattern"], str(vocab_size - 1))
+    assert not re.search(of("logit_bias")["propertyNames"]["pattern"], str(vocab_size))
+    assert fields["chat_template"]["type"] == "null"

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
 from server.errors import APIError, to_api_error
 from server.schemas import CompletionRequest
-from server.schemas_chat import ChatRequest, Message, Part
+from server.schemas_chat import Message, Part
 from server.sse import ChunkWriter, EventStream, run_until_disconnect
 
 
@@ -18,14 +18,14 @@ async def never():
     await asyncio.Event().wait()
 
 
-def send_all(events, receive=never) -> tuple[int, bytes]:
+def send_all(events, receive=never, **options) -> tuple[int, bytes]:
     """The status and body that a response sends; 0 for the status where it never says that it is complete."""
     sent: list[dict] = []
 
     async def send(message):
         sent.append(message)
 
-    asyncio.run(EventStream(events)({"type": "http", "path": "/v1/completions"}, receive, send))
+    asyncio.run(EventStream(events, **options)({"type": "http", "path": "/v1/completions"}, receive, send))
     body = b"".join(message.get("body", b"") for message in sent)
     return (0 if sent[-1].get("more_body") else sent[0]["status"]), body
 
@@ -54,6 +54,40 @@ def test_error_before_and_after_the_first_event():
     assert status == 200
     assert body.startswith(b'data: 1\n\ndata: {"error":')
     assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_the_stream_begins_before_its_first_event():
+    """The empty beginning sends the headers; comments follow until there is an event, and none after it."""
+
+    async def events():
+        yield b""
+        await asyncio.sleep(0.3)
+        yield b"data: 1\n\n"
+        yield b"data: 2\n\n"
+        raise EngineDeadError("gone")
+
+    status, body = send_all(events(), keep_alive=0.05)
+    begin, _, rest = body.partition(b"data: 1\n\n")
+    assert status == 200
+    assert begin
+    assert begin.replace(b": keep-alive\n\n", b"") == b""
+    assert rest.startswith(b'data: 2\n\ndata: {"error":')
+    begun = []
+
+    async def never_comes():
+        yield b""
+        await never()
+
+    async def run():
+        async def send(message):
+            begun.append(message)
+
+        response = EventStream(never_comes(), keep_alive=60)({"type": "http", "path": "/"}, never, send)
+        await asyncio.wait({task := asyncio.ensure_future(response)}, timeout=0.05)
+        task.cancel()
+
+    asyncio.run(run())
+    assert [message["type"] for message in begun] == ["http.response.start"]
 
 
 def test_generator_is_closed_when_the_client_leaves():
@@ -109,15 +143,6 @@ def test_errors_get_their_status():
 def test_messages_join_their_text_parts():
     message = Message("user", [Part("text", "a"), Part("text", "b")])
     assert message.to_template(0) == {"role": "user", "content": "a\nb"}
-
-
-def test_template_kwargs_are_allow_listed():
-    body = ChatRequest(messages=[Message("user", "x")], chat_template_kwargs={"enable_thinking": False})
-    assert body.conversation().template_kwargs() == {"enable_thinking": False}
-    for bad in ({"bos_token": "x"}, {"enable_thinking": [1]}, {"thinking": "x" * 300}):
-        body.chat_template_kwargs = bad
-        with pytest.raises(InvalidRequestError):
-            body.conversation().template_kwargs()
 
 
 def test_prompts():

@@ -47,7 +47,7 @@ def test_files_of_the_page(http):
 
 def statuses(paths: set[str], key: str | None = None, **settings) -> set[int]:
     """What a server with these settings, whose engine is still loading, answers."""
-    state = ServerState(ServerSettings(model_name="x", **settings), EngineClient(), Metrics("x"))
+    state = ServerState(ServerSettings(model_names=("x",), **settings), EngineClient(), Metrics("x"))
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     async def ask() -> set[int]:
