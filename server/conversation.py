@@ -23,6 +23,7 @@ from server.schemas_chat import ChatRequest, Conversation
 from server.state import ServerState, fit_prompt, fit_text, room_for
 from server.tools.base import ToolParser
 from server.tools.choice import forced_parser, schema_for_tools
+from server.turns import in_turns
 
 _PROMPT_END = 16  # tokens that show whether a prompt opens the reasoning
 
@@ -70,8 +71,8 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a rendered conversation. Slow: run it off the event loop.
 
-    Raises InvalidRequestError when the template refuses the messages, or leaves a system message out in silence, and
-    for what `fit_text` refuses.
+    A conversation that the template refuses is rendered once more as `in_turns` puts it. Raises InvalidRequestError
+    when the template refuses that as well, or leaves a system message out in silence, and for what `fit_text` refuses.
     """
     messages = conversation.template_messages()
     if "developer" not in (tokenizer.chat_template or ""):
@@ -84,13 +85,27 @@ def encode_chat(
         "continue_final_message": conversation.continue_final_message,
         **conversation.template_kwargs(),
     }
-    text = tokenizer.render_chat(messages, **options)
-    if any(m["role"] == "system" and m["content"].strip() not in text for m in messages):
-        others = [message for message in messages if message["role"] != "system"]
-        if _renders_to(text, tokenizer, others, options):
-            raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
+    try:
+        text = _render(tokenizer, messages, options)
+    except InvalidRequestError as refusal:
+        turns = in_turns(messages)
+        if turns == messages:
+            raise
+        try:
+            text = _render(tokenizer, turns, options)
+        except InvalidRequestError:
+            raise refusal from None
     text = fit_text(text, tokenizer, info, truncate, "messages")
     return tokenizer.encode(text, conversation.add_special_tokens)
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """The prompt's text; raises InvalidRequestError also where a system message would be left out in silence."""
+    text = tokenizer.render_chat(messages, **options)
+    others = [m for m in messages if m["role"] != "system" or m["content"].strip() in text]
+    if len(others) < len(messages) and _renders_to(text, tokenizer, others, options):
+        raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
+    return text
 
 
 def _renders_to(text: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:
