@@ -15,19 +15,7 @@ _CHARACTER = re.compile(
 )
 
 
-def as_object(text: str) -> dict[str, Any]:
-    """The arguments as an object. Never fails.
-
-    Of a text that was cut short, the members that had come are there. A text that is no object at all stands whole
-    under the name `arguments`.
-    """
-    for candidate in (text, *_completions(text)):
-        if isinstance(value := _loads(candidate), dict):
-            return value
-    return {"arguments": text} if text.strip() else {}
-
-
-def _loads(text: str) -> Any:
+def loads(text: str) -> Any:
     """The value of a JSON text; None where it is none. Halves of characters, which cannot be encoded, are replaced."""
     try:
         value = json.loads(text, strict=False)
@@ -37,6 +25,18 @@ def _loads(text: str) -> Any:
         return json.loads(halves.decode("utf-16-le", "replace"))
     except (ValueError, RecursionError):
         return None
+
+
+def as_object(text: str) -> dict[str, Any]:
+    """The arguments as an object. Never fails.
+
+    Of a text that was cut short, the members that had come are there. A text that is no object at all stands whole
+    under the name `arguments`.
+    """
+    for candidate in (text, *_completions(text)):
+        if isinstance(value := loads(candidate), dict):
+            return value
+    return {"arguments": text} if text.strip() else {}
 
 
 def _completions(text: str) -> list[str]:

@@ -7,20 +7,21 @@ own answers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
 
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.types import Grammar, InvalidRequestError
+from jaxserve.types import Grammar, InvalidRequestError, SamplingParams
 from server.generation import CompletionTokensDetails, Generation, Usage
 from server.messages import Ready
 from server.parsing import OutputParser, Piece
-from server.reasoning import ends_inside
+from server.reasoning import CLOSING, ends_inside
 from server.schemas_chat import ChatRequest, Conversation
 from server.state import ServerState, fit_prompt, fit_text, room_for
+from server.thinking_budget import BudgetedGeneration
 from server.tools.base import ToolParser
 from server.tools.choice import forced_parser, schema_for_tools
 from server.turns import in_turns
@@ -54,14 +55,18 @@ async def prepare(state: ServerState, http: HTTPRequest, body: ChatRequest) -> C
         params = msgspec.structs.replace(params, grammar=Grammar("json", msgspec.json.encode(schema).decode()))
     elif run.keeps_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    run.generation = Generation(
-        state,
-        tokenizer,
-        [ids],
-        [params],
-        priority=body.priority or 0,
-        cache_salt=state.cache_salt(http, body.cache_salt),
-        streams=bool(body.stream),
+    run.generation = run.limited(
+        lambda ids, params: Generation(
+            state,
+            tokenizer,
+            [ids],
+            [params],
+            priority=body.priority or 0,
+            cache_salt=state.cache_salt(http, body.cache_salt),
+            streams=bool(body.stream),
+        ),
+        params,
+        info,
     )
     return run
 
@@ -124,7 +129,7 @@ class ChatRun:
       keeps_special_tokens: the format of the tool calls needs them in the text.
     """
 
-    generation: Generation
+    generation: Generation | BudgetedGeneration
 
     def __init__(self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int]):
         self.tokenizer, self.body = tokenizer, body
@@ -141,8 +146,32 @@ class ChatRun:
         end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
         begins_anew = not body.continue_final_message or ends_inside(end)
         self._reasoning = None if self.is_forced or not begins_anew else state.reasoning_format
-        self._prompt_end = end
+        self._prompt, self._prompt_end = prompt, end
         self._parsers: dict[int, OutputParser] = {}
+
+    def limited(
+        self, generate: Callable[[list[int], SamplingParams], Generation], params: SamplingParams, info: Ready
+    ) -> Generation | BudgetedGeneration:
+        """`generate(prompt, params)`, held to the reasoning's budget where there is one."""
+        first = generate(self._prompt, params)
+        if self.body.thinking_token_budget is None or self._reasoning is None:
+            return first
+
+        def continued(ids: list[int], spent: int) -> Generation | None:
+            room = min((params.max_tokens or info.max_model_len) - spent, info.max_model_len - len(ids))
+            if room < 1:
+                return None
+            least = min(max(0, params.min_tokens - spent), room)
+            return generate(ids, msgspec.structs.replace(params, max_tokens=room, min_tokens=least))
+
+        return BudgetedGeneration(
+            first,
+            budget=self.body.thinking_token_budget,
+            splitter=self._reasoning.splitter(self._prompt_end),
+            closing=f"\n{CLOSING}\n\n",
+            tokenizer=self.tokenizer,
+            continued=continued,
+        )
 
     def _parser(self, index: int) -> OutputParser:
         if (parser := self._parsers.get(index)) is None:

@@ -175,6 +175,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool = True
+    thinking_token_budget: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -185,8 +186,10 @@ class ChatRequest(SamplingFields, kw_only=True):
         check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", "top_logprobs")
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "thinking_token_budget"):
             check_range(name, getattr(self, name), 1, 2**31 - 1)
+        if self.thinking_token_budget is not None and ((self.n or 1) > 1 or self.use_beam_search):
+            raise InvalidRequestError("thinking_token_budget needs n to be 1, without beams", "thinking_token_budget")
         check_tools(self.tools, self.tool_choice)
 
     @property

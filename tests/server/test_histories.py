@@ -76,13 +76,17 @@ class TestHistories:
         assert response.json()["error"]["param"] == "messages"
 
 
-STRICT_TEMPLATE = (  # of the kind that Qwen 3.5 and Mistral have: one system message, user and assistant by turns
+# As Qwen 3.5 and Mistral have it: one system message, user and assistant by turns.
+STRICT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}"
-    "{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'user' %}{{ raise_exception('turns') }}{% endif %}"
+    "{% if m.role == 'user' and (loop.previtem or {}).role == 'user' %}{{ raise_exception('user twice') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
-FORGETFUL_TEMPLATE = "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+FORGETFUL_TEMPLATE = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("template", [STRICT_TEMPLATE, FORGETFUL_TEMPLATE])
