@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_agents import data_of
 from test_clients import MODEL, TOOL
 
 CALL_ID = "call_1"
@@ -112,3 +115,96 @@ def test_templates_that_know_one_system_message(template):
     info = Ready(model_folder="", dtype="", eos_token_ids=(0,), **sizes)
     text = tokenizer.decode(encode_chat(tokenizer, info, conversation))
     assert text == "[system]A.\n\nB.[user]C.\n\nD.[assistant]E.[user]<system>\nF.\n</system>"
+
+
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "K\\u00f6ln", "n": [1, {"x": null}]}}</tool_call>'
+FRAGMENTS = st.sampled_from(
+    [
+        "Text. ", " \n", "<think>", "</think>", "Hm. ", CALL, "<tool_call>", "</tool_call>", "\ufffd😀",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}</tool_call>',
+        '<tool_call>{"name": "get_weather", "arguments": {"city": Rom,}}</tool_call>',
+        '<tool_call>{"name": "unheard of", "arguments": {}}</tool_call>', '{"city": "Rom"}', '{"city": "Ro',
+        '[{"name": "get_weather", "parameters": {"city": "Rom"}}',
+    ]
+)  # fmt: skip
+ANSWERS = st.builds(
+    lambda parts, cut: "".join(parts)[: cut or None], st.lists(FRAGMENTS, min_size=0, max_size=5), st.integers(0, 200)
+)
+SCHEMA = TOOL["function"]["parameters"]
+
+
+def chat_turn(server, question: dict, stream: bool, forced: bool, most: int) -> dict:
+    """Asks, and returns the fields of the request that goes on from the answer, as a client puts it together."""
+    request = {"model": MODEL, "tools": [TOOL], "tool_choice": "required" if forced else "auto", "max_tokens": most}
+    with server.http() as http:
+        if stream:
+            body = {**request, "messages": [question], "stream": True}
+            with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                answer = put_together(data_of(response.iter_lines()))
+        else:
+            response = http.post("/v1/chat/completions", json={**request, "messages": [question]})
+            answer = response.json()["choices"][0]["message"]
+    ids = [call["id"] for call in answer.get("tool_calls") or []]
+    return request | {
+        "messages": [question, answer, *({"role": "tool", "tool_call_id": i, "content": ""} for i in ids)]
+    }
+
+
+def put_together(chunks) -> dict:
+    message: dict = {"role": "assistant", "content": "", "reasoning": None, "tool_calls": []}
+    for chunk in chunks:
+        delta = chunk["choices"][0]["delta"]
+        message["content"] += delta.get("content") or ""
+        message["reasoning"] = (message["reasoning"] or "") + delta.get("reasoning", "")
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({**call, "function": call["function"] | {"arguments": ""}})
+            message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+def response_turn(server, question: dict, stream: bool, forced: bool, most: int) -> dict:
+    tools = [{"type": "function", **TOOL["function"]}]
+    request = {"tools": tools, "tool_choice": "required" if forced else "auto", "max_output_tokens": most}
+    answer = server.openai().responses.create(model=MODEL, input=[question], stream=stream, **request)
+    output = [event.item for event in answer if event.type == "response.output_item.done"] if stream else answer.output
+    items = [item.model_dump() for item in output]
+    ids = [item["call_id"] for item in items if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": name, "output": ""} for name in ids]
+    return request | {"input": [question, *items, *results]}
+
+
+def message_turn(server, question: dict, stream: bool, forced: bool, most: int) -> dict:
+    tools = [{"name": "get_weather", "input_schema": SCHEMA}]
+    request = {"tools": tools, "tool_choice": {"type": "any" if forced else "auto"}, "max_tokens": most}
+    ask = server.anthropic().messages
+    if stream:
+        with ask.stream(model=MODEL, messages=[question], **request) as events:
+            answer = events.get_final_message()
+    else:
+        answer = ask.create(model=MODEL, messages=[question], **request)
+    blocks = [block.model_dump() for block in answer.content]
+    ids = [block["id"] for block in blocks if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": name, "content": ""} for name in ids]
+    turns = [question, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    return request | {"messages": turns}
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": ("messages", chat_turn),
+    "/v1/responses": ("input", response_turn),
+    "/v1/messages": ("messages", message_turn),
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@settings(max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(text=ANSWERS, stream=st.booleans(), forced=st.booleans(), most=st.sampled_from([5, 30, 500]))
+def test_the_server_takes_back_what_it_says(scripted, endpoint, text, stream, forced, most):
+    """Every answer, whole or put together from a stream, with all its nulls, may stand in the next request."""
+    field, turn = ENDPOINTS[endpoint]
+    request = turn(scripted, {"role": "user", "content": f"SAY({text})SAY"}, stream, forced, most)
+    request[field].append({"role": "user", "content": "SAY(Done.)SAY"})
+    with scripted.http() as http:
+        answer = http.post(endpoint, json={"model": MODEL, **request})
+    assert answer.status_code == 200, (text, answer.text, request[field])
