@@ -13,7 +13,7 @@ import msgspec
 
 MAX_LOGPROBS = 20  # the compiled step always carries this many alternatives, so asking for fewer never recompiles
 MAX_N = 128
-MAX_STOP_STRINGS = 64
+MAX_STOP_STRINGS = 4
 MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
 MAX_LOGIT_BIAS = 512
 MAX_ALLOWED_TOKENS = 2**17

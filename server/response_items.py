@@ -74,10 +74,8 @@ def unsealed(content: str | None) -> str:
         return ""
 
 
-def listed(items: str | Sequence[Item] | None) -> list[dict[str, Any]]:
+def listed(items: Sequence[Item]) -> list[dict[str, Any]]:
     """The input as /input_items tells of it: every item has an id, and every message a list of parts."""
-    if items is None or isinstance(items, str):
-        items = [Item(role="user", content=items)] if items else []
     result = []
     for item in items:
         fields = {"id": f"{item.type or 'msg'}_{uuid.uuid4().hex}", "type": "message", **msgspec.to_builtins(item)}

@@ -42,7 +42,8 @@ async def create_response(http: HTTPRequest) -> Response:
     reader, tools = _conversation(state, body, owner), body.tool_map()
     run = await run_until_disconnect(http.receive, prepare(state, http, body.to_chat(reader.messages, tools)))
     writer = ResponseWriter(body, state.settings.model_name, run.tokenizer, tools)
-    work = _Work(state, run, writer, reader.messages, to_json(listed(body.items)), owner)
+    items = b"" if body.store is False else to_json(listed(body.items))
+    work = _Work(state, run, writer, reader.messages, items, owner)
     notices = [*tools.notices, *reader.notices]
     if body.background:
         log = work.start(bool(body.stream))
