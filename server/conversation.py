@@ -7,7 +7,7 @@ own answers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from jaxserve.types import Grammar, InvalidRequestError, SamplingParams
 from server.generation import CompletionTokensDetails, Generation, Usage
 from server.messages import Ready
 from server.parsing import OutputParser, Piece
-from server.reasoning import CLOSING, ends_inside
+from server.reasoning import Splitter, ends_inside
 from server.schemas_chat import ChatRequest, Conversation
 from server.state import ServerState, fit_prompt, fit_text, room_for
 from server.thinking_budget import BudgetedGeneration
@@ -55,19 +55,28 @@ async def prepare(state: ServerState, http: HTTPRequest, body: ChatRequest) -> C
         params = msgspec.structs.replace(params, grammar=Grammar("json", msgspec.json.encode(schema).decode()))
     elif run.keeps_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    run.generation = run.limited(
-        lambda ids, params: Generation(
+
+    def generate(prompt: list[int], params: SamplingParams) -> Generation:
+        return Generation(
             state,
             tokenizer,
-            [ids],
+            [prompt],
             [params],
             priority=body.priority or 0,
             cache_salt=state.cache_salt(http, body.cache_salt),
             streams=bool(body.stream),
-        ),
-        params,
-        info,
-    )
+        )
+
+    run.generation = generate(ids, params)
+    if body.thinking_token_budget is not None and (splitter := run.splitter()) is not None:
+        run.generation = BudgetedGeneration(
+            run.generation,
+            generate,
+            budget=body.thinking_token_budget,
+            splitter=splitter,
+            tokenizer=tokenizer,
+            max_model_len=info.max_model_len,
+        )
     return run
 
 
@@ -146,37 +155,16 @@ class ChatRun:
         end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
         begins_anew = not body.continue_final_message or ends_inside(end)
         self._reasoning = None if self.is_forced or not begins_anew else state.reasoning_format
-        self._prompt, self._prompt_end = prompt, end
+        self._prompt_end = end
         self._parsers: dict[int, OutputParser] = {}
 
-    def limited(
-        self, generate: Callable[[list[int], SamplingParams], Generation], params: SamplingParams, info: Ready
-    ) -> Generation | BudgetedGeneration:
-        """`generate(prompt, params)`, held to the reasoning's budget where there is one."""
-        first = generate(self._prompt, params)
-        if self.body.thinking_token_budget is None or self._reasoning is None:
-            return first
-
-        def continued(ids: list[int], spent: int) -> Generation | None:
-            room = min((params.max_tokens or info.max_model_len) - spent, info.max_model_len - len(ids))
-            if room < 1:
-                return None
-            least = min(max(0, params.min_tokens - spent), room)
-            return generate(ids, msgspec.structs.replace(params, max_tokens=room, min_tokens=least))
-
-        return BudgetedGeneration(
-            first,
-            budget=self.body.thinking_token_budget,
-            splitter=self._reasoning.splitter(self._prompt_end),
-            closing=f"\n{CLOSING}\n\n",
-            tokenizer=self.tokenizer,
-            continued=continued,
-        )
+    def splitter(self) -> Splitter | None:
+        """What finds the reasoning in one answer; None where there is none."""
+        return self._reasoning.splitter(self._prompt_end) if self._reasoning else None
 
     def _parser(self, index: int) -> OutputParser:
         if (parser := self._parsers.get(index)) is None:
-            splitter = self._reasoning.splitter(self._prompt_end) if self._reasoning else None
-            parser = OutputParser(splitter, self._tool_parser(), self.body.include_reasoning)
+            parser = OutputParser(self.splitter(), self._tool_parser(), self.body.include_reasoning)
             self._parsers[index] = parser
         return parser
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 
+import msgspec
+
 from jaxserve.detokenizer import ChoiceDelta
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.types import SamplingParams
 from server.generation import Generation, Usage
-from server.reasoning import Splitter
+from server.reasoning import CLOSING, Splitter
 
 
 class BudgetedGeneration:
@@ -17,23 +20,25 @@ class BudgetedGeneration:
     Until then it is the generation that it was made from. At the budget, that request is aborted in the engine, and
     another continues the prompt, the reasoning so far and the mark that closes it; the prefix cache has all of these
     but the last few tokens. The mark is a part of the text, and of no token count.
+
+    `generate(prompt, params)` makes the second generation, `splitter` finds the reasoning in the answer to the prompt.
     """
 
     def __init__(
         self,
         first: Generation,
+        generate: Callable[[list[int], SamplingParams], Generation],
         *,
         budget: int,
         splitter: Splitter,
-        closing: str,
         tokenizer: Tokenizer,
-        continued: Callable[[list[int], int], Generation | None],
+        max_model_len: int,
     ):
-        """`continued(ids, spent)` is a generation from the prompt `ids`, of which `spent` tokens are output already;
-        None where there is no room for more."""
         self.requests, self.processors = first.requests, first.processors
-        self._first, self._budget, self._splitter, self._continued = first, budget, splitter, continued
-        self._closing, self._closing_ids = closing, tokenizer.encode(closing, add_special_tokens=False)
+        self._first, self._generate, self._budget, self._splitter = first, generate, budget, splitter
+        self._closing = f"\n{CLOSING}\n\n"
+        self._closing_ids = tokenizer.encode(self._closing, add_special_tokens=False)
+        self._max_model_len = max_model_len
         self._second: Generation | None = None
         self._kept: list[int] = []  # token ids of the first request that count
         self._length = 0  # characters of its text so far
@@ -53,8 +58,7 @@ class BudgetedGeneration:
                     break
         if not self._is_spent:
             return
-        prompt = self.requests[0].prompt_token_ids + self._kept + self._closing_ids
-        self._second = self._continued(prompt, len(self._kept))
+        self._second = self._continued()
         if self._second is None:
             yield [ChoiceDelta(index=0, finish_reason="length")]
             return
@@ -69,6 +73,16 @@ class BudgetedGeneration:
             usage.completion_tokens = len(self._kept) + second
             usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
         return usage
+
+    def _continued(self) -> Generation | None:
+        """The generation of the answer; None where there is no room for one."""
+        params, spent = self.requests[0].params, len(self._kept)
+        prompt = self.requests[0].prompt_token_ids + self._kept + self._closing_ids
+        room = min((params.max_tokens or self._max_model_len) - spent, self._max_model_len - len(prompt))
+        if room < 1:
+            return None
+        least = min(max(0, params.min_tokens - spent), room)
+        return self._generate(prompt, msgspec.structs.replace(params, max_tokens=room, min_tokens=least))
 
     def _within_budget(self, delta: ChoiceDelta) -> ChoiceDelta:
         """The delta, cut after the token that spends the budget, and with the closing mark then."""
