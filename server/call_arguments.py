@@ -13,6 +13,7 @@ _CHARACTER = re.compile(
     r'[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
     r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
 )
+_LONGEST_OPENING = 256  # characters before a string, white space included
 
 
 def loads(text: str) -> Any:
@@ -75,39 +76,34 @@ class StringReader:
     def __init__(self, name: str):
         self._name = name
         self._opening = re.compile(r'\s*\{\s*"' + re.escape(name) + r'"\s*:\s*"')
-        self._text = ""  # of the object, so far
-        self._place = 0  # up to where the string has been read; 0: it has not begun
-        self._told = ""
+        self._begun = False  # the string
+        self._unread = ""  # of the string's text, once it has begun; before, of the object's
+        self._other: list[str] = []  # the object's text, where it does not begin like this
 
     def push(self, text: str) -> str:
-        self._text += text
-        if not self._place:
-            opening = self._opening.match(self._text)
+        if self._other:
+            self._other.append(text)
+            return ""
+        self._unread += text
+        if not self._begun:
+            opening = self._opening.match(self._unread)
             if opening is None:
+                if len(self._unread) > _LONGEST_OPENING:
+                    self._other.append(self._unread)
                 return ""
-            self._place = opening.end()
-        start = self._place
-        while (found := _CHARACTER.match(self._text, self._place)) is not None:
-            self._place = found.end()
-        more = json.loads(f'"{self._text[start : self._place]}"', strict=False)
-        self._told += more
-        return more
+            self._begun, self._unread = True, self._unread[opening.end() :]
+        place = 0
+        while (found := _CHARACTER.match(self._unread, place)) is not None:
+            place = found.end()
+        shown, self._unread = self._unread[:place], self._unread[place:]
+        return json.loads(f'"{shown}"', strict=False)
 
     def finish(self) -> str:
-        if self._place:
-            whole = self._told if self._text[self._place :].startswith('"') else _rest(self._told, self._value())
-        else:
-            whole = self._value()
-        more = whole[len(self._told) :]
-        self._told = whole
-        return more
-
-    def _value(self) -> str:
-        members = as_object(self._text)
+        if self._begun:  # what is left is the end, or half a character
+            rest = {} if self._unread.startswith('"') else as_object('{"": "' + self._unread)
+            return rest.get("", "")
+        text = "".join(self._other) or self._unread
+        members = as_object(text)
         value = members.get(self._name)
         strings = [value] if isinstance(value, str) else [each for each in members.values() if isinstance(each, str)]
-        return strings[0] if len(strings) == 1 else self._text
-
-
-def _rest(told: str, whole: str) -> str:
-    return whole if whole.startswith(told) else told
+        return strings[0] if len(strings) == 1 else text

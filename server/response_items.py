@@ -148,8 +148,8 @@ class Reader:
 
     def _refer(self, name: str, where: str) -> None:
         found = self._lookup(name)
-        if found is None or found.type == "item_reference":
-            self.notices.append(f"{where} refers to {ascii(name)[:80]}, which is not stored here")
+        if found is None:
+            self.notices.append(f"{where} refers to {ascii(name)[:80]}, which is not stored here, or is there already")
         else:
             self._read(found, where)
 

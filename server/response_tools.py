@@ -6,7 +6,7 @@ that would have to run on the server is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -81,29 +81,32 @@ class ToolMap:
     """A request's tools.
 
     Attributes:
-      functions: what the model may call.
+      functions: what the model may call; the first of a namespace tells what the namespace is about.
       kept: the tools that they stand for, as the client gave them.
       notices: what is left out.
     """
 
-    def __init__(self, tools: Sequence[FlatTool]):
+    def __init__(self, tools: Sequence[FlatTool], more: Iterable[FlatTool] = ()):
+        """`more` are tools that the history brings, where the same may stand several times."""
         self.functions: list[Tool] = []
         self.kept: list[dict[str, Any]] = []
         self.notices: list[str] = []
         self._origins: dict[str, Origin] = {}
         for tool in tools:
             self._add(tool)
+        for tool in more:
+            self._add(tool, unless_known=True)
 
-    def _add(self, tool: FlatTool) -> None:
+    def _add(self, tool: FlatTool, unless_known: bool = False) -> None:
         if tool.type == "namespace":
-            inner = [part for part in tool.tools or () if self._add_function(part, tool)]
+            inner = [part for part in tool.tools or () if self._add_function(part, unless_known, tool)]
             if inner:
                 described = {"description": tool.description or "", "tools": [_described(part) for part in inner]}
                 self.kept.append({"type": "namespace", "name": tool.name, **described})
-        elif self._add_function(tool, None):
+        elif self._add_function(tool, unless_known):
             self.kept.append(_described(tool))
 
-    def _add_function(self, tool: FlatTool, namespace: FlatTool | None) -> bool:
+    def _add_function(self, tool: FlatTool, unless_known: bool, namespace: FlatTool | None = None) -> bool:
         match tool.type:
             case "function":
                 function = Function(tool.name, tool.description, tool.parameters, tool.strict)
@@ -114,10 +117,15 @@ class ToolMap:
             case _:
                 self.notices.append(f"tools of type {shown(tool.type)} do not run here")
                 return False
-        inside = namespace.name if namespace else None
-        self._origins[full_name(function.name, inside)] = Origin(tool.type, function.name, inside)
+        origin = Origin(tool.type, function.name, namespace.name if namespace else None)
+        name = full_name(origin.name, origin.namespace)
+        if unless_known and name in self._origins:
+            return False
         if namespace is not None:
-            function = msgspec.structs.replace(function, name=full_name(function.name, inside))
+            first = all(known.namespace != namespace.name for known in self._origins.values())
+            about = [namespace.description if first else None, function.description]
+            function = msgspec.structs.replace(function, name=name, description="\n".join(filter(None, about)) or None)
+        self._origins[name] = origin
         self.functions.append(Tool(function))
         return True
 

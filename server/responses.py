@@ -29,6 +29,7 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 _count_decoder = msgspec.json.Decoder(InputTokensRequest)
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
 _MAX_LISTED = 100  # items in one answer of /input_items
+_MAX_REFERRED = 8 * 2**20  # bytes of the responses to whose items one input refers
 
 
 async def create_response(http: HTTPRequest) -> Response:
@@ -71,10 +72,18 @@ async def count_input_tokens(http: HTTPRequest) -> Response:
 def _conversation(state: ServerState, body: ResponsesRequest, owner: ApiKey | None) -> Reader:
     """The messages of earlier responses and of this one's input."""
 
+    decoded: dict[bytes, dict[str, Item]] = {}  # a stored response -> the items of its output
+
     def lookup(name: str) -> Item | None:
         stored = state.responses.with_item(name, owner)
-        output = msgspec.json.decode(stored.response)["output"] if stored else []
-        return next((msgspec.convert(item, Item) for item in output if item["id"] == name), None)
+        if stored is None:
+            return None
+        if stored.response not in decoded:
+            if len(stored.response) + sum(map(len, decoded)) > _MAX_REFERRED:
+                raise InvalidRequestError(f"input refers to responses of more than {_MAX_REFERRED} bytes", "input")
+            output = msgspec.json.decode(stored.response)["output"]
+            decoded[stored.response] = {item["id"]: msgspec.convert(item, Item) for item in output}
+        return decoded[stored.response].pop(name, None)  # an item stands in a conversation once
 
     reader = Reader(lookup)
     if body.previous_response_id is not None:

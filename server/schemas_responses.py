@@ -104,7 +104,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
     def tool_map(self) -> ToolMap:
         """The tools of the request, those included that its items bring."""
-        return ToolMap([*(self.tools or ()), *(tool for item in self.items for tool in item.tools or ())])
+        return ToolMap(self.tools or (), (tool for item in self.items for tool in item.tools or ()))
 
     def to_chat(self, messages: list[Message], tools: ToolMap) -> ChatRequest:
         """The same as a chat request about `messages`, after the instructions."""

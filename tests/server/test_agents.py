@@ -6,6 +6,7 @@ and Anthropic's own clients, so that no field may be missing that these require.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,3 +205,51 @@ class TestDemo:
         text = load_tokenizer(DEMO).render_chat(messages)
         chat = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
         assert text == chat + "<|im_start|>assistant\n"
+
+
+def rolling(name: str) -> str:
+    return f'SAY(I roll. <tool_call>{{"name": "{name}", "arguments": {{"sides": 6}}}}</tool_call>)SAY'
+
+
+@pytest.mark.parametrize("endpoint", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai(server, endpoint):
+    """The model calls a tool by itself, and the agent goes on with the result, whole and streamed."""
+    ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models import openai as models
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    def roll(sides: int) -> str:
+        """Rolls a die."""
+        return f"SAY({sides} it is.)SAY"
+
+    async def run() -> list[str]:
+        model = getattr(models, endpoint)(MODEL, provider=OpenAIProvider(openai_client=server.openai_async()))
+        agent = ai.Agent(model, tools=[roll], instructions="Be brief.")
+        first = await agent.run(rolling("roll"))
+        second = await agent.run("SAY(As before.)SAY", message_history=first.all_messages())
+        async with agent.run_stream("SAY(Streamed now.)SAY", message_history=second.all_messages()) as stream:
+            return [first.output, second.output, await stream.get_output()]
+
+    assert asyncio.run(run()) == ["6 it is.", "As before.", "Streamed now."]
+
+
+@pytest.mark.parametrize("endpoint", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents(server, endpoint):
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def roll(sides: int) -> str:
+        """Rolls a die."""
+        return f"SAY({sides} it is.)SAY"
+
+    async def run() -> list[str]:
+        model = getattr(agents, endpoint)(MODEL, server.openai_async())
+        agent = agents.Agent("a", instructions="Be brief.", tools=[roll], model=model)
+        stream = agents.Runner.run_streamed(agent, rolling("roll"))
+        kinds = [event.type async for event in stream.stream_events()]
+        assert "run_item_stream_event" in kinds
+        history = [*stream.to_input_list(), {"role": "user", "content": "SAY(As before.)SAY"}]
+        return [stream.final_output, (await agents.Runner.run(agent, history)).final_output]
+
+    assert asyncio.run(run()) == ["6 it is.", "As before."]

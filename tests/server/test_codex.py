@@ -137,7 +137,13 @@ class TestItems:
         lost = [question, {"type": "item_reference", "id": "rs_x"}, output]
         response = http.post("/v1/responses", json={"model": MODEL, "input": lost})
         assert response.status_code == 200
-        assert response.headers[WARNING] == "input[1] refers to 'rs_x', which is not stored here"
+        assert response.headers[WARNING] == "input[1] refers to 'rs_x', which is not stored here, or is there already"
+
+    def test_references_do_not_multiply(self, client, http):
+        """Some bytes of input do not become an answer's length each."""
+        (item,) = ask(client, "word " * 200).output
+        once = [{"type": "item_reference", "id": item.id}, {"role": "user", "content": "x"}]
+        assert prompt_of(http, input=[*once[:1] * 100, *once[1:]]) == prompt_of(http, input=once)
 
     def test_items_of_other_servers_are_left_out(self, http):
         foreign = [{"type": "web_search_call", "id": "ws", "status": "completed", "action": {}}]
@@ -165,7 +171,9 @@ class TestItems:
         assert shown > tokens(encrypted_content="gAAA") == tokens(encrypted_content="jaxserve.reasoning:%")
 
     def test_tools_that_items_bring(self, client):
-        items = [{"type": "additional_tools", "role": "developer", "tools": TOOLS}]
+        """The same tools may come again and again."""
+        items = [{"type": "additional_tools", "role": "developer", "tools": TOOLS}] * 2
+        items += [{"type": "tool_search_output", "execution": "client", "tools": [DOCS]}] * 2
         items += [{"role": "user", "content": f"SAY({CALL})SAY"}]
         assert client.responses.create(model=MODEL, input=items).output[0].type == "function_call"
 
