@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.types import InvalidRequestError
 from server.notices import shown
-from server.tools.choice import Function, Tool
+from server.tools.choice import MAX_TOOLS, Function, Tool
 
 # Tools that the client runs and Anthropic describes to the model, without the date at the end of their types.
 _DEFINED = {
@@ -46,7 +47,12 @@ class ClaudeTool(msgspec.Struct):
 
 
 def functions_of(tools: Sequence[ClaudeTool]) -> tuple[list[Tool], list[str]]:
-    """The tools as functions, and a notice of each that is left out because it would have to run on the server."""
+    """The tools as functions, and a notice of each that is left out because it would have to run on the server.
+
+    Raises InvalidRequestError for too many.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", "tools")
     functions, notices = [], []
     for tool in tools:
         dated = _DATED.fullmatch(tool.type or "")

@@ -157,7 +157,8 @@ class Reader:
         if self._reasoning or not self.messages or self.messages[-1].role != "assistant":
             self._assistant()
         message = self.messages[-1]
-        message.tool_calls = [*(message.tool_calls or ()), ToolCall(CalledFunction(name, arguments), call_id)]
+        message.tool_calls = message.tool_calls or []
+        message.tool_calls.append(ToolCall(CalledFunction(name, arguments), call_id))
 
     def _assistant(self) -> None:
         self.messages.append(Message("assistant", reasoning=self._take_reasoning()))

@@ -15,7 +15,7 @@ from jaxserve.types import InvalidRequestError
 from server.call_arguments import loads
 from server.notices import shown
 from server.schemas_chat import CUSTOM_INPUT
-from server.tools.choice import Choice, Function, NamedChoice, NamedFunction, Tool
+from server.tools.choice import MAX_TOOLS, Choice, Function, NamedChoice, NamedFunction, Tool
 
 LOCAL_SHELL = "local_shell"
 _SHELL = Function(
@@ -92,6 +92,8 @@ class ToolMap:
         self.kept: list[dict[str, Any]] = []
         self.notices: list[str] = []
         self._origins: dict[str, Origin] = {}
+        self._inside: dict[str, list[str]] = {}  # a name inside of namespaces -> the full names
+        self._namespaces: set[str] = set()
         for tool in tools:
             self._add(tool)
         for tool in more:
@@ -107,6 +109,8 @@ class ToolMap:
             self.kept.append(_described(tool))
 
     def _add_function(self, tool: FlatTool, unless_known: bool, namespace: FlatTool | None = None) -> bool:
+        if len(self.functions) + len(self.notices) >= MAX_TOOLS:
+            raise InvalidRequestError(f"tools has more than {MAX_TOOLS} entries, those of namespaces included", "tools")
         match tool.type:
             case "function":
                 function = Function(tool.name, tool.description, tool.parameters, tool.strict)
@@ -122,9 +126,10 @@ class ToolMap:
         if unless_known and name in self._origins:
             return False
         if namespace is not None:
-            first = all(known.namespace != namespace.name for known in self._origins.values())
-            about = [namespace.description if first else None, function.description]
+            about = [None if namespace.name in self._namespaces else namespace.description, function.description]
             function = msgspec.structs.replace(function, name=name, description="\n".join(filter(None, about)) or None)
+            self._namespaces.add(namespace.name)
+            self._inside.setdefault(origin.name, []).append(name)
         self._origins[name] = origin
         self.functions.append(Tool(function))
         return True
@@ -153,7 +158,7 @@ class ToolMap:
                 "tool_choice",
             )
         name = full_name(LOCAL_SHELL if choice.type == LOCAL_SHELL else choice.name, choice.namespace)
-        inside = [full for full, origin in self._origins.items() if origin.name == name]
+        inside = self._inside.get(name, [])
         return inside[0] if name not in self._origins and len(inside) == 1 else name
 
 

@@ -100,6 +100,13 @@ class TestTools:
         (item,) = ask(client, text, tools=[{"type": "local_shell"}]).output
         assert item.action.command == ["rm", "-r", "/tmp/x"]
 
+    @pytest.mark.parametrize("kind", ["function", "web_search", "namespace"])
+    def test_too_many(self, http, kind):
+        many = [{"type": kind if kind != "namespace" else "function", "name": f"f{i}"} for i in range(1000)]
+        tools = [{"type": "namespace", "name": "n", "tools": many}] if kind == "namespace" else many
+        response = http.post("/v1/responses", json={"model": MODEL, "input": "x", "tools": tools})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
     def test_choices(self, http, client):
         for choice in ({"type": "custom", "name": "apply_patch"}, {"type": "function", "name": "search"}):
             (item,) = ask(client, '{"input": "x"}', tools=[PATCH, DOCS], tool_choice=choice).output
