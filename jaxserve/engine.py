@@ -21,7 +21,7 @@ from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import CompileCounter, enable_compile_cache
 from jaxserve.config import EngineConfig
 from jaxserve.flight import Flight, Later
-from jaxserve.grammar import Compiler
+from jaxserve.grammar import MAX_QUEUED, Compiler
 from jaxserve.kv_cache import CacheLayout, cache_dtype
 from jaxserve.logprobs import PromptScores, read_rows
 from jaxserve.mesh import make_mesh
@@ -78,7 +78,8 @@ class Engine:
             max_model_len=max_model_len,
             penalty_rows=runner.penalty_rows,
         )
-        self.grammars = Compiler(folder, model.vocab_size, model.eos_token_ids)
+        queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
+        self.grammars = Compiler(folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
         self.structured = Structured(self.grammars)
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         self.flights: deque[Flight] = deque()

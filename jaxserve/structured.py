@@ -5,16 +5,15 @@ Holds those that wait until their grammar is compiled, and masks what those that
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from jaxserve.flight import Flight
-from jaxserve.grammar import COMPILE_SECONDS, Compiler, Matcher, too_slow
+from jaxserve.grammar import Compilation, Compiler, Matcher
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Running
 from jaxserve.scheduler import Scheduler
@@ -28,8 +27,7 @@ class _Held:
     """A sequence that waits for its grammar. `aborted`: completions of its request that are not wanted any more."""
 
     seq: Sequence
-    compiled: Future[LLMatcher]
-    deadline: float
+    compilation: Compilation
     aborted: list[int] = field(default_factory=list)
 
 
@@ -49,30 +47,37 @@ class Structured:
         return len(self._held)
 
     def hold(self, seq: Sequence, grammar: Grammar) -> None:
-        """Keeps a sequence until its grammar is compiled; see `release`."""
-        self._held[seq.request_id] = _Held(seq, self._compiler.compile(grammar), time.monotonic() + COMPILE_SECONDS)
+        """Keeps a sequence until its grammar is compiled; see `release`. Raises QueueFullError."""
+        compilation = self._compiler.compile(grammar)
+        compilation.join()
+        self._held[seq.request_id] = _Held(seq, compilation)
 
     def abort(self, request_id: str, index: int | None) -> None:
         """Drops a request that is held, or one of its completions."""
-        if index is None:
-            self._held.pop(request_id, None)
-        elif request_id in self._held:
-            self._held[request_id].aborted.append(index)
+        if (held := self._held.get(request_id)) is None:
+            return
+        if index is not None:
+            held.aborted.append(index)
+        if index is None or len(set(held.aborted)) == held.seq.params.n:
+            del self._held[request_id]
+            held.compilation.leave()
 
     def release(self, scheduler: Scheduler, *, patience: float) -> list[SequenceUpdate]:
         """Hands those whose grammar is ready to the scheduler; returns the last updates of those that failed.
 
         Waits up to `patience` seconds for the first to be ready.
         """
-        wait([held.compiled for held in self._held.values()], patience, FIRST_COMPLETED)
+        wait([held.compilation.future for held in self._held.values()], patience, FIRST_COMPLETED)
         refused = []
         for request_id, held in list(self._held.items()):
-            if not held.compiled.done() and time.monotonic() < held.deadline:
+            future = held.compilation.future
+            is_done, error = future.done(), held.compilation.error
+            if not is_done and error is None:
                 continue
             del self._held[request_id]
-            error = held.compiled.exception() if held.compiled.done() else too_slow()
+            held.compilation.leave()
             if error is None:
-                held.seq.matcher = Matcher(held.compiled.result())
+                held.seq.matcher = Matcher(future.result())
                 scheduler.add(held.seq)
                 for index in held.aborted:
                     scheduler.abort(request_id, index)

@@ -20,6 +20,7 @@ MAX_ALLOWED_TOKENS = 2**17
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR = 2**18  # characters of a grammar
+MAX_GRAMMAR_PARTS = 2 * MAX_GRAMMAR  # characters of all parts of a grammar
 MAX_GRAMMAR_NESTING = 64
 MAX_CHOICES = 1024
 NO_PENALTY_ROW = 0  # of sequences without penalties, which need no counts of their tokens on the device
@@ -44,42 +45,57 @@ class QueueFullError(RuntimeError):
     """The engine lets no more requests wait for now; the same request may be welcome later."""
 
 
-class Grammar(msgspec.Struct, frozen=True):
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an output must be, from its first character to its last.
 
     Attributes:
       kind: "json", a JSON schema; "json_object", any JSON object; "regex"; "choice", one of some strings; "lark", a
         context-free grammar in the notation of Lark or GBNF.
       value: the schema as JSON; nothing; the expression; the strings as a JSON list; the grammar.
+      parts: of a "lark" grammar: other grammars by name, to which it refers as `@name`.
+      marks: of a "lark" grammar: texts by name that a model may have as tokens of their own. A mark named `m` defines
+        three rules: `m` is the mark, `until_m` is any text that ends with its first mark, and `no_m` is any text
+        without a mark. Such texts may be empty.
+      field: the field of the client's request that asks for it, for errors.
+      origin: what errors call it.
+      is_loose: as a part, a schema that cannot be compiled holds the output to its `type` alone.
     """
 
     kind: Literal["json", "json_object", "regex", "choice", "lark"]
     value: str = ""
+    parts: tuple[tuple[str, Grammar], ...] = ()
+    marks: tuple[tuple[str, str], ...] = ()
+    field: str = "grammar"
+    origin: str = "the grammar"
+    is_loose: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in (kinds := ("json", "json_object", "regex", "choice", "lark")):
-            raise InvalidRequestError(
-                f"a grammar's kind must be one of {', '.join(kinds)}, got {self.kind!r}", "grammar"
-            )
+            raise self._error(f"a grammar's kind must be one of {', '.join(kinds)}, got {self.kind!r}")
         if not isinstance(self.value, str) or len(self.value) > MAX_GRAMMAR:
-            raise InvalidRequestError(f"a grammar must be a string of at most {MAX_GRAMMAR} characters", "grammar")
+            raise self._error(f"a grammar must be a string of at most {MAX_GRAMMAR} characters")
+        if sum(len(part.value) for _, part in self.parts) > MAX_GRAMMAR_PARTS:
+            raise self._error(f"the parts of a grammar must have at most {MAX_GRAMMAR_PARTS} characters together")
         if self.kind in ("json", "choice"):
             try:
                 value = msgspec.json.decode(self.value)
             except (ValueError, RecursionError) as error:
-                raise InvalidRequestError(f"the {self.kind} grammar is not valid JSON: {error}", "grammar") from None
+                raise self._error(f"the {self.kind} grammar is not valid JSON: {error}") from None
             self._check_json(value)
         elif self.kind != "json_object" and not self.value:
-            raise InvalidRequestError(f"the {self.kind} grammar is empty", "grammar")
+            raise self._error(f"the {self.kind} grammar is empty")
+
+    def _error(self, message: str) -> InvalidRequestError:
+        return InvalidRequestError(message, self.field)
 
     def _check_json(self, value: object) -> None:
         if self.kind == "choice":
             if not isinstance(value, list) or not all(isinstance(choice, str) and choice for choice in value):
-                raise InvalidRequestError("choice must be a list of strings that are not empty", "grammar")
+                raise self._error("choice must be a list of strings that are not empty")
             if not 0 < len(value) <= MAX_CHOICES:
-                raise InvalidRequestError(f"choice must hold 1 to {MAX_CHOICES} strings, got {len(value)}", "grammar")
+                raise self._error(f"choice must hold 1 to {MAX_CHOICES} strings, got {len(value)}")
         elif not isinstance(value, dict | bool):
-            raise InvalidRequestError("a JSON schema must be an object, true or false", "grammar")
+            raise self._error("a JSON schema must be an object, true or false")
         level = [value] if isinstance(value, dict | list) else []
         for _ in range(MAX_GRAMMAR_NESTING):
             nodes = [
@@ -87,7 +103,7 @@ class Grammar(msgspec.Struct, frozen=True):
             ]
             level = [child for children in nodes for child in children]
         if any(isinstance(node, dict | list) for node in level):
-            raise InvalidRequestError(f"the JSON schema is nested deeper than {MAX_GRAMMAR_NESTING} levels", "grammar")
+            raise self._error(f"the JSON schema is nested deeper than {MAX_GRAMMAR_NESTING} levels")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -235,7 +251,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
         for name in names:
             if getattr(self, name) != getattr(usual, name):
-                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", name)
+                asked = self.grammar.field if name == "grammar" and self.grammar else name
+                raise InvalidRequestError(f"{asked} cannot be combined with use_beam_search", asked)
         if self.max_tokens == 0:
             raise InvalidRequestError("use_beam_search needs max_tokens of 1 or more", "max_tokens")
 

@@ -58,7 +58,7 @@ class _Answer:
                 "index": piece.index,
                 "message": self._message(piece),
                 "logprobs": self._logprobs(piece),
-                "finish_reason": piece.finish_reason,
+                "finish_reason": self._finish_reason(piece),
                 "stop_reason": piece.stop_reason,
             }
             if self._body.return_token_ids:
@@ -82,9 +82,19 @@ class _Answer:
         }
         if piece.reasoning:
             message[self._reasoning_field] = piece.reasoning
-        if piece.calls:
-            message["tool_calls"] = [_call(call) for call in piece.calls]
-        return message
+        return message | self._calls(piece)
+
+    def _calls(self, piece: Piece, *, numbered: bool = False) -> dict[str, Any]:
+        """The calls in the shape that the client knows; who asked for `functions` gets the first alone."""
+        if self._body.is_legacy:
+            first = [_call(call)["function"] for call in piece.calls if call.index == 0]
+            return {"function_call": first[0]} if first else {}
+        calls = [{**({"index": call.index} if numbered else {}), **_call(call)} for call in piece.calls]
+        return {"tool_calls": calls} if calls else {}
+
+    def _finish_reason(self, piece: Piece) -> str | None:
+        is_call = self._body.is_legacy and piece.finish_reason == "tool_calls"
+        return "function_call" if is_call else piece.finish_reason
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         mode = cast(Literal["off", "last", "always"], self._body.usage_mode)
@@ -126,13 +136,11 @@ class _Answer:
             delta[self._reasoning_field] = piece.reasoning
         if piece.content:
             delta["content"] = piece.content
-        if piece.calls:
-            delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in piece.calls]
         choice: dict[str, Any] = {
             "index": piece.index,
-            "delta": delta,
+            "delta": delta | self._calls(piece, numbered=True),
             "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": self._finish_reason(piece),
         }
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason

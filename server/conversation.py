@@ -8,29 +8,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from types import ModuleType
 from typing import Any
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
 
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.types import Grammar, InvalidRequestError, SamplingParams
+from jaxserve.types import InvalidRequestError, SamplingParams
+from server.forms import Functions, Thoughts, answer_grammar
 from server.generation import CompletionTokensDetails, Generation, Usage
 from server.messages import Ready
 from server.parsing import OutputParser, Piece
-from server.reasoning import Splitter, ends_inside
+from server.reasoning import Splitter, ends_inside, qwen3
 from server.schemas_chat import ChatRequest, Conversation
 from server.state import ServerState, fit_prompt, fit_text, room_for
+from server.structured import binds_reasoning
 from server.thinking_budget import BudgetedGeneration
 from server.tools.base import ToolParser
-from server.tools.choice import forced_parser, schema_for_tools
+from server.tools.choice import forced_parser
 from server.turns import in_turns
 
 _PROMPT_END = 16  # tokens that show whether a prompt opens the reasoning
 
 
-async def prepare(state: ServerState, http: HTTPRequest, body: ChatRequest) -> ChatRun:
-    """Renders, tokenizes and checks a conversation. Raises APIError or InvalidRequestError."""
+async def prepare(
+    state: ServerState, http: HTTPRequest, body: ChatRequest, *, form_field: str | None = None
+) -> ChatRun:
+    """Renders, tokenizes and checks a conversation. Raises APIError or InvalidRequestError.
+
+    `form_field`: what the client's body calls the form of the answer, where it is no chat request.
+    """
     state.check_model(body.model)
     body.check()
     tokenizer, info = state.require_ready()
@@ -47,14 +55,14 @@ async def prepare(state: ServerState, http: HTTPRequest, body: ChatRequest) -> C
     )
     params = tokenizer.with_eos(params, info.eos_token_ids)
     params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-    run = ChatRun(state, tokenizer, body, ids)
-    if run.is_forced:
-        if params.grammar is not None:
-            raise InvalidRequestError("a forced tool call and a response format exclude each other", "tool_choice")
-        schema = schema_for_tools(body.tools or [], body.choice, body.parallel_tool_calls is not False)
-        params = msgspec.structs.replace(params, grammar=Grammar("json", msgspec.json.encode(schema).decode()))
-    elif run.keeps_special_tokens:
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    if params.grammar is not None and form_field is not None:
+        params = msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, field=form_field))
+    run = ChatRun(state, tokenizer, body, ids, params)
+    params = msgspec.structs.replace(
+        params,
+        grammar=run.grammar,
+        skip_special_tokens=params.skip_special_tokens and not run.keeps_special_tokens,
+    )
 
     def generate(prompt: list[int], params: SamplingParams) -> Generation:
         return Generation(
@@ -74,6 +82,7 @@ async def prepare(state: ServerState, http: HTTPRequest, body: ChatRequest) -> C
             generate,
             budget=body.thinking_token_budget,
             splitter=splitter,
+            grammar=run.grammar_after_reasoning,
             tokenizer=tokenizer,
             max_model_len=info.max_model_len,
         )
@@ -134,29 +143,58 @@ class ChatRun:
 
     Attributes:
       generation: the completions behind them.
-      is_forced: the model has to call a tool, and does nothing else.
+      grammar: what the whole output has to be, reasoning included; None for any text.
+      grammar_after_reasoning: what the rest has to be once the reasoning has ended.
       keeps_special_tokens: the format of the tool calls needs them in the text.
     """
 
     generation: Generation | BudgetedGeneration
 
-    def __init__(self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int]):
+    def __init__(
+        self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int], params: SamplingParams
+    ):
         self.tokenizer, self.body = tokenizer, body
-        self._tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
-        self._tool_format = state.tool_format
-        if body.choice == "auto" and self._tool_format is None:
+        tools, self._mode = body.choose()
+        self._tools = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._tool_format = state.tool_format if self._mode == "auto" else None
+        if self._mode == "auto" and self._tool_format is None:
             raise InvalidRequestError(
                 "the format of this model's tool calls is not known here, so the model cannot choose by itself; start "
                 "the server with --tool-call-parser, or set tool_choice to 'required', 'none' or a function",
                 "tool_choice",
             )
-        self.is_forced = body.choice not in ("auto", "none")
-        self.keeps_special_tokens = body.choice == "auto" and self._tool_format.Parser.keeps_special_tokens  # type: ignore[union-attr]
-        end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
-        begins_anew = not body.continue_final_message or ends_inside(end)
-        self._reasoning = None if self.is_forced or not begins_anew else state.reasoning_format
-        self._prompt_end = end
+        self.keeps_special_tokens = self._tool_format is not None and self._tool_format.Parser.keeps_special_tokens
+        self._prompt_end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+        self._reasoning = self._find_reasoning(state)
+        functions = None
+        if self._mode != "none" and not (self._mode == "auto" and params.use_beam_search):
+            is_restricted = len(tools) < len(body.all_tools)
+            field = "functions" if body.functions else "tools"
+            functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format, field)
+        after = answer_grammar(params.grammar, functions, None, params.stop_token_ids)
+        if after is not None and binds_reasoning(body.structured_outputs):
+            self._reasoning = None
+        thoughts = self._thoughts()
+        self.grammar_after_reasoning = self.grammar = after
+        if after is not None and thoughts is not None:
+            self.grammar = answer_grammar(params.grammar, functions, thoughts, params.stop_token_ids)
         self._parsers: dict[int, OutputParser] = {}
+
+    def _find_reasoning(self, state: ServerState) -> ModuleType | None:
+        """The module that finds the reasoning; a prompt that opens it says that there is some."""
+        inside = ends_inside(self._prompt_end)
+        if self.body.continue_final_message and not inside:
+            return None
+        if state.reasoning_format is None and inside and state.settings.reasoning_parser == "auto":
+            return qwen3
+        return state.reasoning_format
+
+    def _thoughts(self) -> Thoughts | None:
+        """The reasoning that the answer may begin with; none where the prompt has closed it."""
+        splitter = self.splitter()
+        if splitter is None or ends_inside(self._prompt_end, splitter.opening, splitter.closing) is False:
+            return None
+        return Thoughts(splitter.opening, splitter.closing, splitter.begins_inside)
 
     def splitter(self) -> Splitter | None:
         """What finds the reasoning in one answer; None where there is none."""
@@ -169,9 +207,9 @@ class ChatRun:
         return parser
 
     def _tool_parser(self) -> ToolParser | None:
-        if self.is_forced:
-            return forced_parser(self._tools, self.body.choice)
-        return self._tool_format.Parser(self._tools) if self.body.choice == "auto" and self._tool_format else None
+        if self._tool_format is not None:
+            return self._tool_format.Parser(self._tools)
+        return None if self._mode == "none" else forced_parser(self._tools, self._mode)
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What the choices gain, as it comes; see Generation.deltas."""

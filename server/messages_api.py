@@ -31,7 +31,7 @@ async def create_message(http: HTTPRequest) -> Response:
     """Answers with one message, or with a stream of events."""
     state = state_of(http)
     body = await read_body(http, _decoder)
-    run = await run_until_disconnect(http.receive, prepare(state, http, body.chat()))
+    run = await run_until_disconnect(http.receive, prepare(state, http, body.chat(), form_field=body.form_field))
     writer = _Writer(state, run)
     if body.stream:
         return noticed(EventStream(_stream(run, writer), closing=b"", on_error=_error_event), body.notices())

@@ -15,7 +15,16 @@ from jaxserve.types import InvalidRequestError
 from server.call_arguments import loads
 from server.notices import shown
 from server.schemas_chat import CUSTOM_INPUT
-from server.tools.choice import MAX_TOOLS, Choice, Function, NamedChoice, NamedFunction, Tool
+from server.tools.choice import (
+    MAX_TOOLS,
+    AllowedTool,
+    AllowedTools,
+    Choice,
+    Function,
+    NamedChoice,
+    NamedFunction,
+    Tool,
+)
 
 LOCAL_SHELL = "local_shell"
 _SHELL = Function(
@@ -138,14 +147,15 @@ class ToolMap:
         """The tool that a called function stands for."""
         return self._origins.get(name) or Origin(name=name)
 
-    def choice(self, given: str | FlatChoice | None) -> tuple[list[Tool], Choice | None]:
-        """The functions that may be called and the choice among them. Raises InvalidRequestError."""
+    def choice(self, given: str | FlatChoice | None) -> Choice | None:
+        """The choice among the functions. Raises InvalidRequestError."""
         if not isinstance(given, FlatChoice):
-            return self.functions, given
+            return given
         if given.type != "allowed_tools":
-            return self.functions, NamedChoice(NamedFunction(self._chosen(given)))
-        names = {self._chosen(tool) for tool in given.tools or () if self._runs(tool)}
-        return [tool for tool in self.functions if tool.function.name in names], given.mode or "auto"
+            return NamedChoice(NamedFunction(self._chosen(given)))
+        names = [self._chosen(tool) for tool in given.tools or () if self._runs(tool)]
+        allowed = AllowedTools([AllowedTool(NamedFunction(name)) for name in names], given.mode or "auto")
+        return NamedChoice(type="allowed_tools", allowed_tools=allowed)
 
     def _runs(self, choice: FlatChoice) -> bool:
         return choice.type in ("function", "custom", LOCAL_SHELL)

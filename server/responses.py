@@ -41,7 +41,8 @@ async def create_response(http: HTTPRequest) -> Response:
     if body.background and owner is not None and owner.max_concurrency is not None:
         raise APIError(400, "background is not available under a key with a limited concurrency", param="background")
     reader, tools = _conversation(state, body, owner), body.tool_map()
-    run = await run_until_disconnect(http.receive, prepare(state, http, body.to_chat(reader.messages, tools)))
+    chat = body.to_chat(reader.messages, tools)
+    run = await run_until_disconnect(http.receive, prepare(state, http, chat, form_field="text"))
     writer = ResponseWriter(body, state.settings.model_name, run.tokenizer, tools)
     items = b"" if body.store is False else to_json(listed(body.items))
     work = _Work(state, run, writer, reader.messages, items, owner)

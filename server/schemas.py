@@ -32,8 +32,6 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "logits_processors": ([],),
     "prompt_embeds": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
@@ -93,8 +91,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     logits_processors: Any = None
     prompt_embeds: Any = None
-    functions: Any = None
-    function_call: Any = None
     audio: Any = None
     modalities: Any = None
     prediction: Any = None

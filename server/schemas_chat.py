@@ -9,7 +9,7 @@ import msgspec
 from jaxserve.types import MAX_LOGPROBS, InvalidRequestError
 from server.call_arguments import as_object
 from server.schemas import SamplingFields, check_range
-from server.tools.choice import Choice, Tool, check_tools
+from server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 4096  # tool calls in one message
@@ -169,6 +169,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = None
+    function_call: str | NamedFunction | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -190,17 +192,44 @@ class ChatRequest(SamplingFields, kw_only=True):
             check_range(name, getattr(self, name), 1, 2**31 - 1)
         if self.thinking_token_budget is not None and ((self.n or 1) > 1 or self.use_beam_search):
             raise InvalidRequestError("thinking_token_budget needs n to be 1, without beams", "thinking_token_budget")
-        check_tools(self.tools, self.tool_choice)
+        if self.tools and self.functions:
+            raise InvalidRequestError("functions is the older form of tools: give one of them", "functions")
+        try:
+            check_tools(self.all_tools)
+            self.choose()
+        except InvalidRequestError as error:
+            older = {"tools": "functions", "tool_choice": "function_call"} if self.is_legacy else {}
+            raise InvalidRequestError(str(error), older.get(error.param or "", error.param)) from None
 
     @property
-    def choice(self) -> Choice:
-        """tool_choice, or its default."""
-        return (self.tool_choice or "auto") if self.tools else "none"
+    def is_legacy(self) -> bool:
+        """The client knows functions and one call at a time, and no tools."""
+        return bool(self.functions) or isinstance(self.function_call, NamedFunction)
+
+    @property
+    def all_tools(self) -> list[Tool]:
+        return [Tool(function) for function in self.functions or ()] or self.tools or []
+
+    @property
+    def is_parallel(self) -> bool:
+        """An answer may hold several calls."""
+        return self.parallel_tool_calls is not False and not self.is_legacy
+
+    def choose(self) -> tuple[list[Tool], Mode]:
+        """The tools that may be called, and how. Raises InvalidRequestError."""
+        choice = self.tool_choice
+        if self.is_legacy:
+            call = self.function_call
+            if isinstance(call, str) and call not in ("none", "auto"):
+                raise InvalidRequestError("function_call must be 'none', 'auto' or name a function", "function_call")
+            choice = NamedChoice(call) if isinstance(call, NamedFunction) else call
+        return choose(self.all_tools, choice)
 
     def conversation(self) -> Conversation:
         """What makes the prompt; tools that may not be called are no part of it."""
         fields = {name: getattr(self, name) for name in Conversation.__struct_fields__}
-        return Conversation(**fields | {"tools": None if self.choice == "none" else self.tools})
+        _, mode = self.choose()
+        return Conversation(**fields | {"tools": None if mode == "none" else self.all_tools or None})
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

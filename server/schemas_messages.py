@@ -105,6 +105,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             **sampling,
         )
 
+    @property
+    def form_field(self) -> str:
+        """What the body calls the form of the answer."""
+        return "output_config" if self.output_format is None else "output_format"
+
     def notices(self) -> list[str]:
         """What of the request is left out."""
         _, notices = functions_of(self.tools or ())

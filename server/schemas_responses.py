@@ -109,14 +109,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     def to_chat(self, messages: list[Message], tools: ToolMap) -> ChatRequest:
         """The same as a chat request about `messages`, after the instructions."""
         opening = [Message("system", self.instructions)] if self.instructions else []
-        functions, choice = tools.choice(self.tool_choice)
         return ChatRequest(
             messages=opening + messages,
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.wants_logprobs,
             top_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            tools=functions or None,
-            tool_choice=choice,
+            tools=tools.functions or None,
+            tool_choice=tools.choice(self.tool_choice),
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             response_format=_response_format(self.text),
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,

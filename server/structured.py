@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from jaxserve.types import Grammar, InvalidRequestError
 
 FORMATS = "text, json_object or json_schema"
@@ -12,7 +14,10 @@ _KINDS = {"json": "json", "json_object": "json_object", "regex": "regex", "choic
 
 
 def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
-    """What the output must be, as OpenAI's field or vLLM's says. Raises InvalidRequestError, naming the field."""
+    """What the output must be, as OpenAI's field or vLLM's says. Raises InvalidRequestError, naming the field.
+
+    `enable_in_reasoning` of the latter may come alone, beside a response_format.
+    """
     one = _within("response_format", _of_format, response_format)
     other = _within("structured_outputs", _of_outputs, structured_outputs)
     if one is not None and other is not None:
@@ -28,7 +33,8 @@ def _within(field: str, read: Any, value: Any) -> Grammar | None:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{field} must be an object", field)
     try:
-        return read(value)
+        grammar = read(value)
+        return grammar and msgspec.structs.replace(grammar, field=field)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{field}: {error}", field) from None
 
@@ -48,6 +54,10 @@ def _of_format(value: dict[str, Any]) -> Grammar | None:
 
 
 def _of_outputs(value: dict[str, Any]) -> Grammar | None:
+    if not isinstance(value.get("enable_in_reasoning", False), bool):
+        raise InvalidRequestError("enable_in_reasoning must be true or false")
+    if set(value) == {"enable_in_reasoning"}:
+        return None
     given = {name: form for name, form in value.items() if name in _KINDS and form not in (None, False)}
     if len(given) != 1:
         raise InvalidRequestError(f"give exactly one of {', '.join(_KINDS)}")
@@ -57,3 +67,8 @@ def _of_outputs(value: dict[str, Any]) -> Grammar | None:
     if name == "choice" or (name == "json" and not isinstance(form, str)):
         form = json.dumps(form)
     return Grammar(_KINDS[name], form)  # type: ignore[arg-type]
+
+
+def binds_reasoning(structured_outputs: Any) -> bool:
+    """Whether the form holds from the first token on, where it would otherwise wait until the reasoning has ended."""
+    return isinstance(structured_outputs, dict) and structured_outputs.get("enable_in_reasoning") is True

@@ -9,9 +9,9 @@ import msgspec
 
 from jaxserve.detokenizer import ChoiceDelta
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.types import SamplingParams
+from jaxserve.types import Grammar, SamplingParams
 from server.generation import Generation, Usage
-from server.reasoning import CLOSING, Splitter
+from server.reasoning import Splitter
 
 
 class BudgetedGeneration:
@@ -21,7 +21,8 @@ class BudgetedGeneration:
     another continues the prompt, the reasoning so far and the mark that closes it; the prefix cache has all of these
     but the last few tokens. The mark is a part of the text, and of no token count.
 
-    `generate(prompt, params)` makes the second generation, `splitter` finds the reasoning in the answer to the prompt.
+    `generate(prompt, params)` makes the second generation, `splitter` finds the reasoning in the answer to the prompt,
+    and `grammar` is that of an answer without reasoning.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class BudgetedGeneration:
         *,
         budget: int,
         splitter: Splitter,
+        grammar: Grammar | None,
         tokenizer: Tokenizer,
         max_model_len: int,
     ):
         self.requests, self.processors = first.requests, first.processors
         self._first, self._generate, self._budget, self._splitter = first, generate, budget, splitter
-        self._closing = f"\n{CLOSING}\n\n"
+        self._grammar = grammar
+        self._closing = f"\n{splitter.closing}\n\n"
         self._closing_ids = tokenizer.encode(self._closing, add_special_tokens=False)
         self._max_model_len = max_model_len
         self._second: Generation | None = None
@@ -82,7 +85,8 @@ class BudgetedGeneration:
         if room < 1:
             return None
         least = min(max(0, params.min_tokens - spent), room)
-        return self._generate(prompt, msgspec.structs.replace(params, max_tokens=room, min_tokens=least))
+        params = msgspec.structs.replace(params, max_tokens=room, min_tokens=least, grammar=self._grammar)
+        return self._generate(prompt, params)
 
     def _within_budget(self, delta: ChoiceDelta) -> ChoiceDelta:
         """The delta, cut after the token that spends the budget, and with the closing mark then."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.steps import StepShape
-from jaxserve.types import FinishReason, Request, SamplingParams, TokenLogprob
+from jaxserve.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprob
 
 
 def make_engine(folder, *, tokens: int = 64, rows: int = 4, decode_steps: bool = True, **config) -> Engine:
@@ -33,6 +33,19 @@ class Completion:
 def request(request_id: str, prompt, **params) -> Request:
     params = {"temperature": 0.0, "ignore_eos": True, **params}
     return Request(request_id=request_id, prompt_token_ids=[int(t) for t in prompt], params=SamplingParams(**params))
+
+
+def bound(request_id: str, grammar: Grammar, prompt=(7, 8, 9), **params) -> Request:
+    """A request that holds to a grammar, drawn from a flat distribution."""
+    params = {"temperature": 1.5, "max_tokens": 300, "seed": 11, "ignore_eos": False, **params}
+    return request(request_id, prompt, grammar=grammar, **params)
+
+
+def run_all(engine: Engine, *requests: Request) -> dict[tuple[str, int], Completion]:
+    """All completions of the requests."""
+    for one in requests:
+        engine.add_request(one)
+    return drain(engine)
 
 
 def drain(engine: Engine, *, check: bool = True) -> dict[tuple[str, int], Completion]:

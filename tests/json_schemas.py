@@ -6,6 +6,16 @@ from typing import Any
 PATTERNS = ("^[a-z]{1,6}$", "^(ab|cd)+e?$", "^\\d{3}-\\d{2}$", "^#[0-9a-fA-F]{6}$", "[xyz]{2}", "^v[0-9]+\\.[0-9]$")
 FORMATS = ("date", "uuid", "ipv4", "ipv6")
 NAMES = ("id", "name", "größe", "a b", "x-y", 'quote"d', "nested", "list")
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["a", "b", "c"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
 
 
 def random_schema(seed: int) -> dict[str, Any]:

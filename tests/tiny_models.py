@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -347,27 +347,31 @@ def _merges(count: int) -> list[tuple[str, str]]:
     return list(itertools.islice(pairs, count))
 
 
-def build_tokenizer(folder: str | Path, vocab_size: int) -> Path:
-    """Write a byte-level BPE tokenizer of exactly `vocab_size` tokens, with a chat template."""
+def build_tokenizer(
+    folder: str | Path, vocab_size: int, *, marks: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
+) -> Path:
+    """Write a byte-level BPE tokenizer of exactly `vocab_size` tokens, with a chat template. The last tokens are the
+    `marks`, which are no special tokens, though they are never split."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocab = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    merges = _merges(max(vocab_size - len(vocab), 0))
-    if len(vocab) + len(merges) != vocab_size:
+    merges = _merges(max(vocab_size - len(vocab) - len(marks), 0))
+    if len(vocab) + len(merges) + len(marks) != vocab_size:
         raise ValueError(f"vocab_size is {vocab_size}; this tokenizer can have {len(vocab)} to 1739 tokens")
     ids = {token: i for i, token in enumerate(vocab + [a + b for a, b in merges])}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": SPECIAL_TOKENS[BOS], "eos_token": SPECIAL_TOKENS[IM_END], "unk_token": SPECIAL_TOKENS[UNK]}
     _write_json(folder / "special_tokens_map.json", special)
     settings = {
         "add_bos_token": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 512,
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -15,18 +15,22 @@ class Splitter:
     `inside`: the text begins with reasoning, whether or not it says so; otherwise only where it begins with <think>.
 
     Attributes:
+      opening, closing: the marks.
+      begins_inside: the text begins with reasoning, whether or not it says so.
       reasons: what comes next is, or may be, still reasoning.
     """
 
+    opening, closing = OPENING, CLOSING
+
     def __init__(self, inside: bool):
-        self._assumed = inside
+        self.begins_inside = inside
         self._state = "begin"  # then "inside", "closing" (white space after the mark), "after"; or "after" at once
         self._buffer = ""
         self._begun = False  # some reasoning was given out
 
     @property
     def reasons(self) -> bool:
-        return self._state == "inside" or (self._state == "begin" and self._assumed)
+        return self._state == "inside" or (self._state == "begin" and self.begins_inside)
 
     def push(self, text: str) -> tuple[str, str]:
         """Takes the next piece of text; returns (reasoning, the rest) as far as they are certain."""
@@ -53,29 +57,29 @@ class Splitter:
 
     def _begin(self) -> None:
         start = self._buffer.lstrip()
-        if start.startswith(OPENING) or (self._assumed and not OPENING.startswith(start)):
-            self._state, self._buffer = "inside", start.removeprefix(OPENING)
-        elif not OPENING.startswith(start):
+        if start.startswith(self.opening) or (self.begins_inside and not self.opening.startswith(start)):
+            self._state, self._buffer = "inside", start.removeprefix(self.opening)
+        elif not self.opening.startswith(start):
             self._state = "after"
 
     def _read(self) -> str:
         """Takes the reasoning, up to its end if that has come."""
-        text, found, rest = self._buffer.partition(CLOSING)
+        text, found, rest = self._buffer.partition(self.closing)
         if not self._begun:
             text = text.lstrip()
         if found:
             self._state, self._buffer = "closing", rest
             return text.rstrip()
-        held = max((n for n in range(1, len(CLOSING)) if text.endswith(CLOSING[:n])), default=0)
+        held = max((n for n in range(1, len(self.closing)) if text.endswith(self.closing[:n])), default=0)
         shown = text[: len(text) - held].rstrip()
         self._buffer = text[len(shown) :]
         self._begun = self._begun or bool(shown)
         return shown
 
 
-def ends_inside(prompt: str) -> bool | None:
+def ends_inside(prompt: str, opening: str = OPENING, closing: str = CLOSING) -> bool | None:
     """Whether a prompt ends with an opened <think>; None where it ends with neither mark."""
     end = prompt.rstrip()
-    if end.endswith(CLOSING):
+    if end.endswith(closing):
         return False
-    return True if end.endswith(OPENING) else None
+    return True if end.endswith(opening) else None

@@ -1,10 +1,10 @@
-"""What a request allows in tool calls: its functions, its choice among them, and the JSON schema of a forced call."""
+"""What a request allows in tool calls: its functions and its choice among them; and parsers of forced calls."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,17 +34,71 @@ class NamedFunction(msgspec.Struct):
     name: str
 
 
-class NamedChoice(msgspec.Struct):
+class AllowedTool(msgspec.Struct):
     function: NamedFunction
     type: str = "function"
 
 
+class AllowedTools(msgspec.Struct):
+    """Some of a request's tools, which a model may ("auto") or has to ("required") call; the prompt shows all."""
+
+    tools: list[AllowedTool]
+    mode: str = "auto"
+
+
+class NamedChoice(msgspec.Struct):
+    """A tool_choice that is an object: a function by name, or some of the tools."""
+
+    function: NamedFunction | None = None
+    type: str = "function"
+    allowed_tools: AllowedTools | None = None
+
+
 Choice = str | NamedChoice
+Mode = Literal["none", "auto", "required", "named"]
 
 
-def check_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> None:
-    """Raises InvalidRequestError for tools that are none, and for a choice of what is not there."""
-    tools = tools or ()
+def choose(tools: Sequence[Tool], given: Choice | None) -> tuple[list[Tool], Mode]:
+    """The functions that may be called, and how; "named" is the only one, which has to be called.
+
+    Raises InvalidRequestError for a choice of what is not there.
+    """
+    if isinstance(given, NamedChoice):
+        if given.type == "function" and given.function is not None:
+            return [_named(tools, given.function.name)], "named"
+        if given.type == "allowed_tools" and given.allowed_tools is not None:
+            names = dict.fromkeys(tool.function.name for tool in given.allowed_tools.tools)
+            if not names or given.allowed_tools.mode not in ("auto", "required"):
+                raise InvalidRequestError("allowed_tools must hold tools, and mode 'auto' or 'required'", "tool_choice")
+            mode: Mode = "auto" if given.allowed_tools.mode == "auto" else "required"
+            return [_named(tools, name) for name in names], mode
+        raise InvalidRequestError(
+            "tool_choice must be of type 'function', with a function, or 'allowed_tools', with allowed_tools",
+            "tool_choice",
+        )
+    match given:
+        case None | "auto":
+            return list(tools), "auto" if tools else "none"
+        case "none":
+            return [], "none"
+        case "required" if tools:
+            return list(tools), "required"
+        case "required":
+            raise InvalidRequestError("tool_choice 'required' needs tools", "tool_choice")
+    raise InvalidRequestError(
+        f"tool_choice must be 'none', 'auto', 'required' or name a function, got {given[:64]!r}", "tool_choice"
+    )
+
+
+def _named(tools: Sequence[Tool], name: str) -> Tool:
+    found = next((tool for tool in tools if tool.function.name == name), None)
+    if found is None:
+        raise InvalidRequestError(f"tool_choice names {name[:64]!r}, which is no tool", "tool_choice")
+    return found
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequestError for tools that are none."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", "tools")
     seen = set()
@@ -61,48 +115,12 @@ def check_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> None:
         if (tool.function.parameters or {}).get("type", "object") != "object":
             raise InvalidRequestError(f"the parameters of {name!r} must be a schema of type 'object'", "tools")
         seen.add(name)
-    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        raise InvalidRequestError(
-            f"tool_choice must be 'none', 'auto', 'required' or name a function, got {choice[:64]!r}", "tool_choice"
-        )
-    if isinstance(choice, NamedChoice) and choice.function.name not in seen:
-        raise InvalidRequestError(f"tool_choice names {choice.function.name[:64]!r}, which is no tool", "tool_choice")
-    if choice == "required" and not tools:
-        raise InvalidRequestError("tool_choice 'required' needs tools", "tool_choice")
 
 
-def schema_for_tools(tools: Sequence[Tool], choice: Choice, parallel: bool) -> dict[str, Any]:
-    """The JSON schema of what a model has to write under this choice, "required" or a named function.
-
-    A named function's arguments stand alone; otherwise there is a list of {"name", "parameters"}, of one entry where
-    parallel calls are not wanted. `forced_parser` reads both.
-    """
-    if isinstance(choice, NamedChoice):
-        return next(_parameters(tool.function) for tool in tools if tool.function.name == choice.function.name)
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool.function)},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-    }
-    return schema if parallel else schema | {"maxItems": 1}
-
-
-def _parameters(function: Function) -> dict[str, Any]:
-    return {"type": "object", **(function.parameters or {"properties": {}, "additionalProperties": False})}
-
-
-def forced_parser(tools: Mapping[str, Mapping[str, Any]], choice: Choice) -> ToolParser:
-    """A parser of what `schema_for_tools` describes."""
-    return NamedCallParser(tools, choice.function.name) if isinstance(choice, NamedChoice) else CallListParser(tools)
+def forced_parser(tools: Mapping[str, Mapping[str, Any]], mode: Mode) -> ToolParser:
+    """A parser of what `server.forms` has a model write: the arguments of the only function where that is named, else
+    a list of {"name", "parameters"}."""
+    return NamedCallParser(tools, next(iter(tools))) if mode == "named" else CallListParser(tools)
 
 
 class CallListParser(ToolParser):
@@ -127,8 +145,10 @@ class NamedCallParser(ToolParser):
         self._value = ValueScanner()
 
     def outside(self) -> bool:
-        self.buffer = self.buffer.lstrip()
-        if self.buffer and self.num_calls == 0:
+        if self.num_calls == 0:
+            self.buffer = self.buffer.lstrip()
+            if not self.buffer:
+                return False
             self.begin_call(self._name)
         used = self._value.push(self.buffer) if not self._value.done else 0
         self.arguments(self.buffer[:used])

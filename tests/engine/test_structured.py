@@ -2,31 +2,17 @@
 
 import json
 import re
-import time
 
 import jsonschema
-import numpy as np
 import pytest
-from engines import drain, make_engine, request
-from json_schemas import random_schema
+from engines import bound, drain, make_engine, request, run_all
+from json_schemas import PERSON, random_schema
 
 from jaxserve import LLM, SamplingParams
-from jaxserve import structured as structured_module
-from jaxserve.grammar import COMPILE_SECONDS, Compiler, read_vocabulary
 from jaxserve.tokenizer import load_tokenizer
-from jaxserve.types import MAX_GRAMMAR, Grammar, InvalidRequestError
+from jaxserve.types import Grammar
 
 CASE = "llama3_gqa"  # two end-of-sequence ids
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "kind": {"enum": ["a", "b", "c"]},
-    },
-    "required": ["name", "age", "kind"],
-    "additionalProperties": False,
-}
 JSON = Grammar("json", json.dumps(PERSON))
 
 
@@ -43,17 +29,6 @@ def llm(model_folders):
 @pytest.fixture(scope="module")
 def engine(model_folders):
     return make_engine(model_folders(CASE), rows=8)
-
-
-def bound(name, grammar=JSON, prompt=(7, 8, 9), **params):
-    params = {"temperature": 1.5, "max_tokens": 300, "seed": 11, "ignore_eos": False, **params}
-    return request(name, prompt, grammar=grammar, **params)
-
-
-def run(engine, *requests):
-    for one in requests:
-        engine.add_request(one)
-    return drain(engine)
 
 
 def valid(tokenizer, completion, schema=PERSON):
@@ -111,27 +86,32 @@ def test_every_kind(llm):
 def test_the_end_is_allowed_only_where_the_grammar_accepts(engine, tokenizer):
     digits = Grammar("regex", "[0-9]{3,6}")
     ends = dict.fromkeys(engine.eos_token_ids, 100.0)  # the model wants nothing but to end
-    one = run(engine, bound("a", digits, logit_bias=ends))["a", 0]
+    one = run_all(engine, bound("a", digits, logit_bias=ends))["a", 0]
     assert len(tokenizer.decode(one.token_ids)) == 3
     assert one.token_ids[-1] in engine.eos_token_ids
-    later = run(engine, bound("a", digits, logit_bias=ends, min_tokens=4))["a", 0]
+    later = run_all(engine, bound("a", digits, logit_bias=ends, min_tokens=4))["a", 0]
     assert 3 < len(tokenizer.decode(later.token_ids)) <= 6
-    never = run(engine, bound("a", digits, logit_bias=ends, ignore_eos=True))["a", 0]
+    never = run_all(engine, bound("a", digits, logit_bias=ends, ignore_eos=True))["a", 0]
     assert len(tokenizer.decode(never.token_ids)) == 6
     assert never.finish_reason == "stop"
-    too_many = run(engine, bound("a", digits, min_tokens=40))["a", 0]  # the grammar wins
+    too_many = run_all(engine, bound("a", digits, min_tokens=40))["a", 0]  # the grammar wins
     assert (len(tokenizer.decode(too_many.token_ids)), too_many.finish_reason) == (6, "stop")
 
 
 def test_cut_by_length(engine):
-    one = run(engine, bound("a", max_tokens=5))["a", 0]
+    one = run_all(engine, bound("a", JSON, max_tokens=5))["a", 0]
     assert (len(one.token_ids), one.finish_reason) == (5, "length")
 
 
 # Together with everything else
 
 
+# Any text, then the form: after a mark that is written out, and after one that is a token.
+WRITTEN = Grammar("lark", "start: until_end @form", (("form", JSON),), (("end", "e"),))
+TOKEN = Grammar("lark", "start: until_end @form", (("form", JSON),), (("end", "<|im_start|>"),))
 VARIANTS = {
+    "after a text": {"grammar": WRITTEN, "n": 2},
+    "after a token": {"grammar": TOKEN, "n": 2, "logit_bias": {3: 4.0}},
     "plain": {},
     "greedy": {"temperature": 0.0},
     "filtered": {"top_p": 0.9, "top_k": 40},
@@ -144,9 +124,9 @@ VARIANTS = {
 
 def everybody():
     """Requests with a grammar and without."""
-    with_one = [bound(name, **options) for name, options in VARIANTS.items()]
+    with_one = [bound(name, **{"grammar": JSON, **options}) for name, options in VARIANTS.items()]
     free = [request(f"free-{i}", [20 + i] * (5 + 9 * i), max_tokens=50, seed=i, temperature=0.8) for i in range(4)]
-    return [one for pair in zip(with_one, free + [None] * 3, strict=True) for one in pair if one is not None]
+    return [one for pair in zip(with_one, free + [None] * 5, strict=True) for one in pair if one is not None]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +135,7 @@ def alone(model_folders):
     engine = make_engine(model_folders(CASE), rows=8, async_scheduling=False, prefix_caching=False)
     results = {}
     for one in everybody():
-        results |= run(engine, one)
+        results |= run_all(engine, one)
     return results
 
 
@@ -170,9 +150,13 @@ def same(results, alone):
 
 
 def test_alone_they_are_valid(alone, tokenizer):
-    assert all(
-        valid(tokenizer, one) for (name, _), one in alone.items() if not name.startswith("free") and name != "greedy"
-    )
+    others = ("free", "greedy", "after")
+    assert all(valid(tokenizer, one) for (name, _), one in alone.items() if not name.startswith(others))
+    for mark, name in (("e", "after a text"), ("<|im_start|>", "after a token")):
+        for index in range(2):
+            text = tokenizer.decode(alone[name, index].token_ids, skip_special_tokens=False)
+            form = text.partition(mark)[2].removesuffix("</s>").removesuffix("<|im_end|>")
+            jsonschema.validate(json.loads(form), PERSON)
     scored = alone["scored", 0]
     assert [entry.token_id for entry in scored.logprobs] == scored.token_ids
     assert max(entry.rank for entry in scored.logprobs) > 50  # raw: the model would have said something else
@@ -192,10 +176,10 @@ def test_alone_they_are_valid(alone, tokenizer):
 )
 def test_tokens_do_not_depend_on_the_batch(model_folders, alone, options):
     engine = make_engine(model_folders(CASE), **{"rows": 8, **options})
-    assert same(run(engine, *everybody()), alone)
+    assert same(run_all(engine, *everybody()), alone)
     assert bool(engine.scheduler.num_preemptions) == ("kv_pages" in options)
     if not options:
-        assert same(run(engine, *everybody()), alone)  # with prefixes cached
+        assert same(run_all(engine, *everybody()), alone)  # with prefixes cached
 
 
 def test_they_take_part_in_every_step(engine):
@@ -211,7 +195,7 @@ def test_they_take_part_in_every_step(engine):
 
 def test_abort_frees_everything(engine):
     for name in ("compiling", "running"):
-        engine.add_request(bound(name, n=3, max_tokens=200, ignore_eos=True))
+        engine.add_request(bound(name, JSON, n=3, max_tokens=200, ignore_eos=True))
         if name == "running":
             for _ in range(12):
                 engine.step()
@@ -219,7 +203,7 @@ def test_abort_frees_everything(engine):
         assert engine.has_work
         engine.abort(name)
         drain(engine)
-    engine.add_request(bound("one of three", n=3))
+    engine.add_request(bound("one of three", JSON, n=3))
     engine.abort("one of three", 1)
     assert {index for _, index in drain(engine)} == {0, 2}
 
@@ -228,130 +212,6 @@ def test_a_grammar_that_fails_later_fails_alone(engine, tokenizer):
     """2,001 alternatives at once are more than the parser follows; the first token is what they have in common."""
     rules = "\n".join(f'r{i}: "b" "{i}" | "c" r{i}' for i in range(2001))
     hard = Grammar("lark", "start: /a{30}/ (" + " | ".join(f"r{i}" for i in range(2001)) + ")\n" + rules)
-    results = run(engine, bound("hard", hard), bound("easy"))
+    results = run_all(engine, bound("hard", hard), bound("easy", JSON))
     assert results["hard", 0].finish_reason == "error"
     assert valid(tokenizer, results["easy", 0])
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("schema", "why"),
-    [
-        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
-        ({"enum": []}, "Unsatisfiable"),
-        ({"type": "weird"}, "weird"),
-        ({"$ref": "#/$defs/missing"}, "missing"),
-        ({"$ref": "https://example.com/schema.json"}, "example.com"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-        (False, "nothing"),
-    ],
-    ids=str,
-)
-def test_schemas_that_cannot_be_served(llm, schema, why):
-    params = SamplingParams(grammar=Grammar("json", json.dumps(schema)))
-    with pytest.raises(InvalidRequestError, match=re.escape(why)) as caught:
-        llm.generate("x", params, progress=False)
-    assert caught.value.param == "grammar"
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "why"),
-    [
-        ("xml", "", "must be one of"),
-        ("json", "{", "not valid JSON"),
-        ("json", "[1]", "must be an object"),
-        ("json", "[" * 100_000, "not valid JSON"),
-        ("json", '{"items":' * 65 + "{}" + "}" * 65, "nested deeper than 64"),
-        ("choice", "[]", "1 to 1024"),
-        ("choice", '["a", ""]', "not empty"),
-        ("choice", json.dumps(["a"] * 1025), "1 to 1024"),
-        ("regex", "", "empty"),
-        ("regex", "a" * (MAX_GRAMMAR + 1), "at most"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_grammars_that_are_refused_at_once(kind, value, why):
-    with pytest.raises(InvalidRequestError, match=why):
-        Grammar(kind, value)
-
-
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        Grammar("regex", "(" * 1000 + "a" + ")" * 1000),
-        Grammar("regex", "(a"),
-        Grammar("lark", "start: " + "(" * 1000 + '"a"' + ")" * 1000),
-        Grammar("lark", "start: missing"),
-        Grammar("lark", 'start: start "a"'),
-        Grammar("lark", 'root ::= ("a"'),
-    ],
-    ids=lambda grammar: grammar.value[:20],
-)
-def test_grammars_that_do_not_compile(llm, grammar):
-    with pytest.raises(InvalidRequestError, match="the grammar cannot be used"):
-        llm.engine.grammars.check(grammar)
-
-
-def test_rules_that_name_each_other_in_a_long_chain(llm):
-    """The compiler descends into each: on a thread of usual size this would be the end of the process."""
-    chain = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}, "type": "array", "minItems": 1} for i in range(3000)}
-    schema = {"$ref": "#/$defs/d0", "$defs": chain | {"d3000": {"type": "integer"}}}
-    llm.engine.grammars.check(Grammar("json", json.dumps(schema)))
-    rules = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(12_000))
-    llm.engine.grammars.check(Grammar("lark", f'start: r0\n{rules}\nr12000: "z"'))
-
-
-def test_a_refusal_is_the_requests_only_update(engine, tokenizer):
-    bad = Grammar("json", '{"type": "integer", "minimum": 5, "maximum": 3}')
-    for one in (bound("bad", bad, n=2), bound("good")):
-        engine.add_request(one)
-    updates = [update for _ in range(1000) if engine.has_work for update in engine.step()]
-    refused = [update for update in updates if update.request_id == "bad"]
-    assert [(u.index, u.finish_reason, u.error_param) for u in refused] == [
-        (0, "error", "grammar"),
-        (1, "error", "grammar"),
-    ]
-    assert "minimum (5)" in refused[0].error
-    assert [u.finish_reason for u in updates if u.request_id == "good"][-1] == "stop"
-
-
-def test_compiling_has_a_time_limit_and_holds_nobody_up(engine, monkeypatch):
-    monkeypatch.setattr(structured_module, "COMPILE_SECONDS", 0.3)
-    monkeypatch.setattr("jaxserve.grammar._build", lambda vocabulary, grammar: time.sleep(1.5))
-    engine.add_request(bound("slow", Grammar("regex", "slow")))
-    engine.add_request(request("other", [5], max_tokens=4))
-    start, ended = time.monotonic(), {}
-    while engine.has_work:
-        for update in engine.step():
-            if update.finish_reason is not None:
-                ended[update.request_id] = (time.monotonic() - start, update)
-    assert ended["other"][0] < ended["slow"][0] < 1.2
-    assert f"within {COMPILE_SECONDS:g} s" in ended["slow"][1].error
-
-
-# Tokens
-
-
-@pytest.mark.parametrize("kind", ["tokenizer.json", "another kind"])
-def test_the_vocabulary_has_the_bytes_of_the_tokenizer(model_folders, tmp_path, monkeypatch, kind):
-    folder, tokenizer = model_folders(CASE), load_tokenizer(model_folders(CASE))
-    if kind == "another kind":
-        monkeypatch.setattr("jaxserve.grammar.load_tokenizer", lambda *_, **__: tokenizer)
-        folder = tmp_path
-    vocabulary = read_vocabulary(folder, 515, (2, 4))  # the model's own is padded
-    assert (vocabulary.vocab_size, sorted(vocabulary.eos_tokens)) == (515, [2, 4])
-    for token in set(range(512)) - tokenizer.special_ids:
-        expected = tokenizer.token_bytes(token)
-        assert vocabulary.decode_bytes([token]) == (b"" if expected == b"\xff" else expected)  # which no text holds
-    assert all(vocabulary.is_special_token(token) for token in tokenizer.special_ids)
-
-
-def test_special_tokens_by_name(model_folders, tokenizer):
-    compiler = Compiler(model_folders(CASE), 512, (2, 4))
-    matcher = compiler.compile(Grammar("lark", 'start: <|im_start|> "a"')).result().deep_copy()
-    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    assert np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist() == tokenizer.encode("<|im_start|>")

@@ -204,3 +204,15 @@ class TestBudgets:
         expected = http.post("/v1/completions", json=again).json()["choices"][0]["text"]
         assert held["choices"][0]["message"]["content"].strip() == expected.strip()
         assert held["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
+
+    @needs_demo
+    def test_a_form_binds_after_the_forced_end(self, start_server):
+        server = start_server(engine=None, config=SMALL, reasoning_parser="deepseek_r1")
+        request = {
+            "model": MODEL, "max_tokens": 100, "messages": [USER], "temperature": 0,
+            "thinking": {"type": "enabled", "budget_tokens": 6},
+            "output_config": {"format": {"type": "json_schema", "schema": CITY}},
+        }  # fmt: skip
+        thinking, text = server.http().post("/v1/messages", json=request).json()["content"]
+        assert thinking["thinking"]
+        assert json.loads(text["text"]) in CITIES

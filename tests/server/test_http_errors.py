@@ -49,7 +49,7 @@ def refused(http, path: str, status: int = 400, **body) -> dict:
         ("allowed_token_ids", {"allowed_token_ids": [10**6]}),
         ("allowed_token_ids", {"allowed_token_ids": [-1]}),
         ("use_beam_search", {"use_beam_search": "yes"}),
-        ("grammar", {"use_beam_search": True, "response_format": {"type": "json_object"}}),
+        ("response_format", {"use_beam_search": True, "response_format": {"type": "json_object"}}),
         ("repetition_penalty", {"use_beam_search": True, "repetition_penalty": 1.5}),
         ("length_penalty", {"length_penalty": 100}),
         ("response_format", {"response_format": {"type": "json_schema"}}),

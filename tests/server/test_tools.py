@@ -12,14 +12,15 @@ from jaxserve.detokenizer import ChoiceDelta
 from jaxserve.types import InvalidRequestError
 from server.parsing import OutputParser, Piece, merge_calls
 from server.plugins import find, names
+from server.schemas_chat import ChatRequest
 from server.tools.choice import (
+    AllowedTool,
+    AllowedTools,
     Function,
     NamedChoice,
     NamedFunction,
     Tool,
-    check_tools,
     forced_parser,
-    schema_for_tools,
 )
 
 TOOLS = {
@@ -218,30 +219,24 @@ def test_mistral_ids_have_nine_letters_and_digits():
 # forced calls
 
 
+def allowed(*names: str, mode: str = "auto") -> AllowedTools:
+    return AllowedTools([AllowedTool(NamedFunction(name)) for name in names], mode)
+
+
 def tool(name: str) -> Tool:
     return Tool(Function(name, parameters=TOOLS.get(name)))
 
 
-def test_schema_and_parser_of_forced_calls():
-    tools = [tool("get_weather"), tool("add"), tool("nothing")]
-    schema = schema_for_tools(tools, "required", parallel=True)
-    assert schema["minItems"] == 1
-    assert [entry["properties"]["name"]["const"] for entry in schema["items"]["anyOf"]] == [
-        "get_weather",
-        "add",
-        "nothing",
-    ]
-    assert "maxItems" not in schema
-    assert schema_for_tools(tools, "required", parallel=False)["maxItems"] == 1
+def test_parser_of_forced_calls():
     text = json.dumps([{"name": name, "parameters": arguments} for name, arguments in (PARIS, ADD, ("nothing", {}))])
     for pieces in cuts(text):
         result = parse(lambda: OutputParser(None, forced_parser(TOOLS, "required")), pieces)
         assert result == ("", "", [PARIS, ADD, ("nothing", {})])
-
-    named = NamedChoice(NamedFunction("get_weather"))
-    assert schema_for_tools(tools, named, parallel=True) == TOOLS["get_weather"]
-    for pieces in cuts(json.dumps(PARIS[1], indent=1)):
-        assert parse(lambda: OutputParser(None, forced_parser(TOOLS, named)), pieces) == ("", "", [PARIS])
+    arguments = {"city": "  two  words and\n a line ", "days": 3}
+    named = {"get_weather": TOOLS["get_weather"]}
+    for pieces in cuts("\n" + json.dumps(arguments, indent=1)):
+        calls = [("get_weather", arguments)]
+        assert parse(lambda: OutputParser(None, forced_parser(named, "named")), pieces) == ("", "", calls)
 
 
 @pytest.mark.parametrize(
@@ -255,11 +250,16 @@ def test_schema_and_parser_of_forced_calls():
         ([tool("a")], "sometimes", "tool_choice"),
         ([tool("a")], NamedChoice(NamedFunction("b")), "tool_choice"),
         ([], "required", "tool_choice"),
+        ([], NamedChoice(NamedFunction("b")), "tool_choice"),
+        ([tool("a")], NamedChoice(type="allowed_tools"), "tool_choice"),
+        ([tool("a")], NamedChoice(type="allowed_tools", allowed_tools=AllowedTools([])), "tool_choice"),
+        ([tool("a")], NamedChoice(type="allowed_tools", allowed_tools=allowed("b")), "tool_choice"),
+        ([tool("a")], NamedChoice(type="allowed_tools", allowed_tools=allowed("a", mode="none")), "tool_choice"),
     ],
 )
 def test_tools_that_are_refused(tools, choice, param):
     with pytest.raises(InvalidRequestError) as caught:
-        check_tools(tools, choice)
+        ChatRequest(messages=[], tools=tools, tool_choice=choice).check()
     assert caught.value.param == param
 
 

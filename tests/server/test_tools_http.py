@@ -153,6 +153,77 @@ def test_tokens_and_logprobs_of_hidden_text_are_not_lost(client):
     assert len(entries) == len(ids) == whole.usage.completion_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_legacy_functions(client, stream):
+    """A client that knows `functions` gets one call in `function_call`, and sends it back with role "function"."""
+    functions = [WEATHER["function"], ADD["function"]]
+    for choice, text, said in (
+        ("auto", f"Look. {CALL}{CALL}", "Look."),
+        ({"name": "get_weather"}, '{"city": "Köln"}', ""),
+    ):
+        options = {"functions": functions, "function_call": choice}
+        if stream:
+            chunks = [chunk.choices[0] for chunk in ask(client, text, stream=True, **options)]
+            calls = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+            assert [call.name for call in calls if call.name] == ["get_weather"]
+            arguments, reason = "".join(call.arguments or "" for call in calls), chunks[-1].finish_reason
+            content = "".join(chunk.delta.content or "" for chunk in chunks)
+            assert not any(chunk.delta.tool_calls for chunk in chunks)
+        else:
+            result = ask(client, text, **options).choices[0]
+            assert (result.message.function_call.name, result.message.tool_calls) == ("get_weather", None)
+            arguments, reason = result.message.function_call.arguments, result.finish_reason
+            content = result.message.content or ""
+        assert (json.loads(arguments), reason, content) == ({"city": "Köln"}, "function_call", said)
+
+
+def test_legacy_history(client, scripted):
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "get_weather", "arguments": '{"city": "Rom"}'},
+        },
+        {"role": "function", "name": "get_weather", "content": "rain SAY(Wet.)SAY"},
+    ]
+    ids = scripted.http().post("/tokenize", json={"messages": messages}).json()["tokens"]
+    text = scripted.http().post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert "get_weather Rom]" in text
+    assert "<|im_start|>tool\nrain" in text
+    assert client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.content == "Wet."
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [{"name": "a b"}]}, "functions"),
+        ({"functions": [{"name": "a"}], "tools": [ADD]}, "functions"),
+        ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call"),
+        ({"functions": [{"name": "a"}], "function_call": "required"}, "function_call"),
+        ({"function_call": {"name": "b"}}, "function_call"),
+        ({"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "tool_choice"),
+        ({"structured_outputs": {"enable_in_reasoning": "yes", "regex": "a"}}, "structured_outputs"),
+    ],
+    ids=str,
+)
+def test_bad_tools_and_forms(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "x", extra_body=fields)
+    assert caught.value.param == param
+
+
+def test_allowed_tools(client):
+    """Two of three: the prompt shows all, and calls are read as ever."""
+    names = [{"type": "function", "function": {"name": name}} for name in ("get_weather", "add")]
+    other = {"type": "function", "function": {"name": "other"}}
+    for mode, text in (("auto", CALL), ("required", '[{"name": "get_weather", "parameters": {"city": "Köln"}}]')):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
+        result = ask(client, text, tools=[WEATHER, ADD, other], tool_choice=choice).choices[0]
+        assert [call.function.name for call in result.message.tool_calls] == ["get_weather"]
+
+
 def test_response_field_by_flag(start_server, tmp_path):
     import tokenizers_for_tests as kinds
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from server.tools.base import ToolParser
+from server.tools.syntax import Called, Syntax, call_object, one_or_more
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def matches(template: str) -> bool:
     return OPENING in template and '"arguments"' in template and "<function=" not in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    call = f"call: {call_object(functions, 'arguments')} W? closing"
+    rules = f"calls: {one_or_more('call', 'W? called W?', many)}\n{call}"
+    return Syntax(rules, opening=OPENING, marks=(("closing", CLOSING),))
 
 
 class Parser(ToolParser):

@@ -5,16 +5,22 @@ An object whose name is none of the request's tools is an ordinary answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.tools.base import ToolParser
+from server.tools.syntax import Called, Syntax, call_object, one_or_more
 
 TAG = "<|python_tag|>"
 
 
 def matches(template: str) -> bool:
     return TAG in template and '"parameters"' in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    calls = one_or_more("call", 'W? ";" W?', many)
+    return Syntax(f"calls: {calls}\ncall: {call_object(functions, 'parameters')}", opening=TAG, start="{")
 
 
 class Parser(ToolParser):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import Sequence
 
 from server.tools.base import ToolParser
 from server.tools.json_scan import ValueScanner
+from server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted
 
 OPENING, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -14,6 +16,18 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 def matches(template: str) -> bool:
     return OPENING in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    """Both forms: the list, and names before their arguments."""
+    objects = one_or_more("object", 'W? "," W?', many)
+    names = " | ".join(f"{quoted(function.name)} args? {function.rule}" for function in functions)
+    rules = f"""
+calls: "[" W? {objects} W? "]" | {one_or_more("named", "called", many)}
+object: {call_object(functions, "arguments")}
+named: {names}
+"""
+    return Syntax(rules, opening=OPENING, marks=(("args", ARGS),))
 
 
 class Parser(ToolParser):

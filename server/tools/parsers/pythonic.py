@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.tools.base import ToolParser
 from server.tools.json_scan import MAX_NESTING
+from server.tools.syntax import Called, Syntax, one_or_more, quoted
 
 MAX_CALL = 65_536  # characters of one call
 _OPENING = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -23,6 +24,25 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 def matches(template: str) -> bool:
     return False  # nothing in a template is a safe sign of it
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    """Names and keywords are the functions' own; values are any literals."""
+
+    def call(function: Called) -> str:
+        keys = " | ".join(quoted(f"{key}=") for key in function.properties if key.isidentifier())
+        pairs = one_or_more(f"({keys}) value", 'W? "," W?', True)
+        return f'{quoted(function.name + "(")} W? {f"({pairs})? W? " if keys else ""}")"'
+
+    rules = rf"""
+calls: "[" W? {one_or_more("call", 'W? "," W?', many)} W? "]"
+call: {" | ".join(map(call, functions))}
+value: STRING | NUMBER | "True" | "False" | "None" | "[" W? (value (W? "," W? value)*)? W? "]"
+  | "{{" W? (STRING W? ":" W? value (W? "," W? STRING W? ":" W? value)*)? W? "}}"
+STRING: /"([^"\\\x00-\x1f]|\\[\\"'nrt])*"|'([^'\\\x00-\x1f]|\\[\\"'nrt])*'/
+NUMBER: /-?(0|[1-9][0-9]{{0,17}})(\.[0-9]{{1,17}})?/
+"""
+    return Syntax(rules, start="[")
 
 
 class Parser(ToolParser):

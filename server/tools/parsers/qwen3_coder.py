@@ -6,14 +6,60 @@ Values are text; those whose schema does not say "string" are read as JSON where
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
+from jaxserve.types import Grammar
 from server.tools.base import ToolParser
+from server.tools.syntax import Called, Syntax, one_or_more, quoted
 
 FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 
 
 def matches(template: str) -> bool:
     return FUNCTION in template and PARAMETER in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    """A strict function's parameters come in the order of its schema. Of a text, only a choice of texts is enforced."""
+    parts: list[tuple[str, Grammar]] = []
+    bodies = [_strict(function, parts) if function.is_strict else "parameter*" for function in functions]
+    named = zip(functions, bodies, strict=True)
+    calls = " | ".join(f"{quoted(f'{FUNCTION}{function.name}>')} W? {body} W? end" for function, body in named)
+    rules = rf"""
+calls: {one_or_more("call", "W? called W?", many)}
+call: ({calls}) W? closing
+end: "{FUNCTION_END}"
+parameter: "{PARAMETER}" /[^<>\n]{{1,64}}/ ">" text W?
+text[lazy]: /(?s:.*)<\/parameter>/
+"""
+    return Syntax(rules, opening="<tool_call>", marks=(("closing", "</tool_call>"),), parts=tuple(parts))
+
+
+def _strict(function: Called, parts: list[tuple[str, Grammar]]) -> str:
+    """The expression for a function's parameters; adds the schemas of their values to the parts."""
+    expressions = []
+    for key, schema in function.properties.items():
+        schema = schema if isinstance(schema, dict) else {}
+        if schema.get("type") == "string" and isinstance(schema.get("enum"), list):
+            value = f'({" | ".join(quoted(str(one)) for one in schema["enum"])}) W? "{PARAMETER_END}"'
+        elif schema.get("type") == "string":
+            value = "text"
+        else:
+            name = f"value{len(parts)}"
+            parts.append((name, _value(function, schema)))
+            value = f'@{name} W? "{PARAMETER_END}"'
+        one = f"{quoted(f'{PARAMETER}{key}>')} W? {value} W?"
+        expressions.append(one if key in function.required else f"({one})?")
+    return " ".join(expressions)
+
+
+def _value(function: Called, schema: dict[str, Any]) -> Grammar:
+    """The grammar of a property's value. One that refers to the whole schema, or into it, may be any JSON."""
+    known = {name: function.schema[name] for name in ("$defs", "definitions") if name in function.schema}
+    text = json.dumps(known | schema)
+    outside = any(f'"$ref": "{pointer}' in text for pointer in ('#"', "#/properties"))
+    return Grammar("json", "{}" if outside else text, field="tools", is_loose=True)
 
 
 class Parser(ToolParser):

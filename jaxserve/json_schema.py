@@ -1,0 +1,40 @@
+"""JSON schemas as clients send them, made ready for llguidance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WHITESPACE = r" |\n( {0,32}|\t{0,8})"  # what JSON may hold between its parts: no model can go on with it forever
+# What llguidance knows of `format`. JSON Schema lets a validator ignore the others.
+FORMATS = frozenset(
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
+)
+_DATA = frozenset(["const", "default", "enum", "example", "examples"])  # values, which are no schemas
+_NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])  # schemas by name
+_NOTES = frozenset(["$comment", "description", "title"])
+
+
+def without_trivia(schema: Any) -> Any:
+    """A schema without unknown string formats and without `propertyNames` that every name satisfies."""
+    if isinstance(schema, list):
+        return [without_trivia(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            kept[key] = {name: without_trivia(one) for name, one in value.items()}
+        elif key in _DATA:
+            kept[key] = value
+        elif not _is_trivial(key, value):
+            kept[key] = without_trivia(value)
+    return kept
+
+
+def _is_trivial(key: str, value: Any) -> bool:
+    if key == "format":
+        return isinstance(value, str) and value not in FORMATS
+    if key == "propertyNames":
+        said = {name: one for name, one in value.items() if name not in _NOTES} if isinstance(value, dict) else value
+        return said is True or said in ({}, {"type": "string"})
+    return False

@@ -1,0 +1,167 @@
+"""Grammars of answers, by format of calls: what they let through is what the format's parser reads, and no more."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+import tiny_models
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from jaxserve.detokenizer import ChoiceDelta
+from jaxserve.grammar import Compiler, Matcher
+from jaxserve.tokenizer import load_tokenizer
+from jaxserve.types import Grammar
+from server.forms import Functions, Thoughts, answer_grammar
+from server.parsing import OutputParser
+from server.tools.choice import Function, Tool
+
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"]
+NODE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9}, "next": {"enum": [None, {"v": 1}]}},
+    "required": ["v", "next"],
+    "additionalProperties": False,
+}
+TOOLS = [Tool(Function("go", parameters=NODE, strict=True)), Tool(Function("stay"))]
+FORM = Grammar("json", '{"type": "object", "properties": {"x": {"type": "boolean"}}, "additionalProperties": false}')
+# A call of `go` in each format, what comes between two, whether text may stand before it, whether arguments are checked
+CALLS = {
+    "hermes": ('<tool_call>\n{"name": "go", "arguments": {"v": 1, "next": null}}\n</tool_call>', "\n", True, True),
+    "llama3_json": ('{"name": "go", "parameters": {"v": 1, "next": null}}', "; ", False, True),
+    "mistral": ('[TOOL_CALLS]go{"v": 1, "next": null}', "", True, True),
+    "pythonic": ("[go(v=1, next=None)]", "", False, False),
+    "qwen3_coder": (
+        "<tool_call>\n<function=go>\n<parameter=v>\n1\n</parameter>\n<parameter=next>\nnull\n</parameter>\n"
+        "</function>\n</tool_call>", "\n", True, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["marks are tokens", "marks are text"])
+def model(request, tmp_path_factory):
+    """A tokenizer and a compiler for it."""
+    marks = MARKS if request.param == "marks are tokens" else []
+    folder = tiny_models.build_tokenizer(tmp_path_factory.mktemp("m"), 512, marks=marks)
+    return load_tokenizer(folder), Compiler(folder, 512, (2, 4))
+
+
+def reads(model, grammar: Grammar, text: str) -> str:
+    """How the grammar takes a text: as "whole", as a "part" of one, or the text "before" what it does not let through,
+    cut at a token."""
+    tokenizer, compiler = model
+    state = compiler.compile(grammar).future.result().deep_copy()
+    ids = tokenizer.encode(text)
+    for i, token in enumerate(ids):
+        if not state.consume_token(token):
+            return tokenizer.decode(ids[:i], skip_special_tokens=False)
+    return "whole" if state.is_accepting() else "part"
+
+
+def functions(name: str, mode="auto", *, many: bool = True, tools=TOOLS) -> Functions:
+    return Functions(tools, mode, many, format=importlib.import_module(f"server.tools.parsers.{name}"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("has_form", [True, False])
+def test_calls_or_the_form_or_any_text(model, name, has_form):
+    call, between, after_text, checked = CALLS[name]
+    grammar = answer_grammar(FORM if has_form else None, functions(name), None)
+    single = answer_grammar(FORM if has_form else None, functions(name, many=False), None)
+    for one in (grammar, single):
+        assert reads(model, one, call) == "whole"
+        assert reads(model, one, call.replace("go", "run")) not in ("whole", "part")
+        assert (reads(model, one, "Hello.\n\nThere.") == "whole") != has_form
+        assert (reads(model, one, "Look:\n" + call) == "whole") == (not has_form)
+        if checked:
+            assert reads(model, one, call.replace("1", '"a"')) not in ("whole", "part")
+        if after_text and not has_form:
+            assert reads(model, one, "Look:\n" + call.replace("go", "run")) not in ("whole", "part")
+    assert (reads(model, grammar, '{"x": true}') == "whole") == (has_form or name != "llama3_json")
+    if name != "pythonic":
+        assert reads(model, grammar, call + between + call) == "whole"
+        assert reads(model, single, call + between + call) not in ("whole", "part")
+    else:
+        assert reads(model, grammar, "[go(v=1, next={'v': 1}), stay()]") == "whole"
+        assert reads(model, single, "[go(v=1, next={'v': 1}), stay()]") not in ("whole", "part")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_drawn_is_what_the_parser_reads(model, name):
+    """Random tokens among those that are allowed: calls that satisfy their schemas, or the form."""
+    tokenizer, compiler = model
+    called = functions(name, tools=TOOLS[:1])
+    grammar = answer_grammar(FORM, called, Thoughts("<think>", "</think>", False))
+    compiled = compiler.compile(grammar).future.result()
+    chance, seen = np.random.default_rng(3), set()
+    for _ in range(40):
+        ids, matcher, mask = [], Matcher(compiled), allocate_token_bitmask(1, 512)
+        for _ in range(400):
+            fill_next_token_bitmask(matcher.state, mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            ends = np.isin(allowed, (2, 4)).any()
+            ids.append(int(chance.choice(allowed)) if not ends else 4)
+            assert matcher.state.consume_token(ids[-1])
+            if matcher.ended:
+                break
+        if not matcher.ended or (text := tokenizer.decode(ids)).startswith("<think>"):
+            continue
+        piece = OutputParser(None, called.format.Parser({"go": NODE})).push(
+            ChoiceDelta(index=0, text=text, token_ids=ids, finish_reason="stop")
+        )
+        seen.add(bool(piece.calls))
+        for call in piece.calls:
+            assert call.name == "go"
+            if CALLS[name][3]:
+                jsonschema.validate(json.loads(call.arguments), NODE)
+        if not piece.calls:
+            assert json.loads(piece.content).keys() <= {"x"}
+        assert not (piece.calls and piece.content), text
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_reasoning_before_everything(model, is_open):
+    thoughts = Thoughts("<think>", "</think>", is_open)
+    form = answer_grammar(FORM, None, thoughts)
+    assert reads(model, form, '<think>Hm,\n\n {"x": 1}</think>\n\n{"x": true}') == "whole"
+    assert reads(model, form, '<think></think>{"x": true}') == "whole"
+    assert (reads(model, form, 'Hm.</think>{"x": true}') == "whole") == is_open
+    assert reads(model, form, '{"x": true}') == ("part" if is_open else "whole")
+    assert reads(model, form, "<think>Hm.</think>\n\nNo form.") not in ("whole", "part")
+    assert reads(model, form, "<think>Hm.</think>" + "\n" * 9) not in ("whole", "part")
+    for mode, text in (
+        ("required", '[{"name": "go", "parameters": {"v": 1, "next": null}}, {"name": "stay", "parameters": {}}]'),
+        ("named", '{"v": 1, "next": null}'),
+    ):
+        forced = answer_grammar(FORM, functions("hermes", mode), thoughts)
+        assert reads(model, forced, f"<think>Hm.</think>\n\n{text}") == "whole"
+        assert reads(model, forced, f"<think>Hm.</think>\n\n{text}".replace("1", "99")) not in ("whole", "part")
+        assert (reads(model, forced, text) == "whole") != is_open
+    chosen = answer_grammar(None, functions("hermes", many=False), thoughts)
+    call = CALLS["hermes"][0]
+    for text in ("<think>Hm.</think>\n\nHello.", f"<think>Hm.</think>{call}", "<think>Hm, and no end"):
+        assert reads(model, chosen, text) == "whole"
+    assert reads(model, chosen, f"<think>Hm.</think>{call}{call}") not in ("whole", "part")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_clients_own_stop_tokens_may_end_a_text(model, name):
+    """An end token that the model's configuration leaves out is one of these."""
+    called, thoughts = functions(name, many=False), Thoughts("<think>", "</think>", False)
+    for given in (None, thoughts):
+        assert reads(model, answer_grammar(None, called, given), "Hello.<|im_start|>") == "Hello."
+        free = answer_grammar(None, called, given, (3, model[0].encode("x")[0]))
+        for text in ("Hello.<|im_start|>", "Hello.", f"{CALLS[name][0]}<|im_start|>"):
+            assert reads(model, free, text) == "whole"
+        assert reads(model, free, "Hello.<|im_start|>.") == "Hello.<|im_start|>"
+
+
+def test_nothing_is_bound_that_nobody_asked_for():
+    free = Functions([Tool(Function("f"))], "auto", True, format=functions("hermes").format)
+    assert answer_grammar(None, free, Thoughts("<think>", "</think>", True)) is None
+    assert answer_grammar(None, None, Thoughts("<think>", "</think>", True)) is None
+    assert answer_grammar(FORM, None, None) is FORM
