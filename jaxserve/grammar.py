@@ -229,7 +229,7 @@ def _source(tokens: LLTokenizer, grammar: Grammar) -> dict[str, Any]:
 def _mark_rules(tokens: LLTokenizer, name: str, text: str) -> str:
     """The rules of a mark, see Grammar. A model may write it as a token, or as text where it is no token."""
     quoted = json.dumps(text, ensure_ascii=False)
-    pattern = re.sub(r"([^\w\s<>=])", r"\\\1", text)
+    pattern = re.sub(r"([!-/:;?@\[-^`{-~])", r"\\\1", text)  # ASCII punctuation but < = > _
     upper = name.upper()
     mark, until = quoted, f"written_{name}"
     if (token := _special_token(tokens, text)) is not None:

@@ -145,7 +145,7 @@ class ChatRun:
       generation: the completions behind them.
       grammar: what the whole output has to be, reasoning included; None for any text.
       grammar_after_reasoning: what the rest has to be once the reasoning has ended.
-      keeps_special_tokens: the format of the tool calls needs them in the text.
+      keeps_special_tokens: the format of the reasoning or of the tool calls needs them in the text.
     """
 
     generation: Generation | BudgetedGeneration
@@ -163,9 +163,11 @@ class ChatRun:
                 "the server with --tool-call-parser, or set tool_choice to 'required', 'none' or a function",
                 "tool_choice",
             )
-        self.keeps_special_tokens = self._tool_format is not None and self._tool_format.Parser.keeps_special_tokens
         self._prompt_end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
         self._reasoning = self._find_reasoning(state)
+        self.keeps_special_tokens = getattr(self._reasoning, "keeps_special_tokens", False)
+        if self._tool_format is not None:
+            self.keeps_special_tokens |= self._tool_format.Parser.keeps_special_tokens
         functions = None
         if self._mode != "none" and not (self._mode == "auto" and params.use_beam_search):
             is_restricted = len(tools) < len(body.all_tools)
@@ -192,9 +194,12 @@ class ChatRun:
     def _thoughts(self) -> Thoughts | None:
         """The reasoning that the answer may begin with; none where the prompt has closed it."""
         splitter = self.splitter()
-        if splitter is None or ends_inside(self._prompt_end, splitter.opening, splitter.closing) is False:
+        if splitter is None:
             return None
-        return Thoughts(splitter.opening, splitter.closing, splitter.begins_inside)
+        opening, closing = splitter.openings[0], splitter.closings[0]
+        if ends_inside(self._prompt_end, opening, closing) is False:
+            return None
+        return Thoughts(opening, closing, splitter.begins_inside)
 
     def splitter(self) -> Splitter | None:
         """What finds the reasoning in one answer; None where there is none."""

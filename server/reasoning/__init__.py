@@ -1,10 +1,13 @@
-"""Reasoning: the part of an answer between <think> and </think>.
+"""Reasoning: the part of an answer between <think> and </think>, or other marks.
 
 One file per kind of model; each defines `splitter(prompt)`, for an answer to a prompt of which at least the end is
-given, and `matches(template)`, whether a chat template is certainly of this kind.
+given, and `matches(template)`, whether a chat template is certainly of this kind. Where the marks are special tokens
+of the tokenizer, it sets `keeps_special_tokens`.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 OPENING, CLOSING = "<think>", "</think>"
 
@@ -12,15 +15,16 @@ OPENING, CLOSING = "<think>", "</think>"
 class Splitter:
     """Splits a growing text into reasoning and the rest; white space around the reasoning is dropped.
 
-    `inside`: the text begins with reasoning, whether or not it says so; otherwise only where it begins with <think>.
+    `inside`: the text begins with reasoning, whether or not it says so; otherwise only where it begins with a mark.
 
     Attributes:
-      opening, closing: the marks.
+      openings, closings: the marks, the usual ones first.
       begins_inside: the text begins with reasoning, whether or not it says so.
       reasons: what comes next is, or may be, still reasoning.
     """
 
-    opening, closing = OPENING, CLOSING
+    openings: ClassVar[tuple[str, ...]] = (OPENING,)
+    closings: ClassVar[tuple[str, ...]] = (CLOSING,)
 
     def __init__(self, inside: bool):
         self.begins_inside = inside
@@ -57,20 +61,22 @@ class Splitter:
 
     def _begin(self) -> None:
         start = self._buffer.lstrip()
-        if start.startswith(self.opening) or (self.begins_inside and not self.opening.startswith(start)):
-            self._state, self._buffer = "inside", start.removeprefix(self.opening)
-        elif not self.opening.startswith(start):
+        opening = next((mark for mark in self.openings if start.startswith(mark)), None)
+        may_open = any(mark.startswith(start) for mark in self.openings)
+        if opening is not None or (self.begins_inside and not may_open):
+            self._state, self._buffer = "inside", start.removeprefix(opening or "")
+        elif not may_open:
             self._state = "after"
 
     def _read(self) -> str:
         """Takes the reasoning, up to its end if that has come."""
-        text, found, rest = self._buffer.partition(self.closing)
-        if not self._begun:
-            text = text.lstrip()
-        if found:
-            self._state, self._buffer = "closing", rest
+        places = [(place, mark) for mark in self.closings if (place := self._buffer.find(mark)) >= 0]
+        place, mark = min(places, default=(len(self._buffer), ""))
+        text = self._buffer[:place] if self._begun else self._buffer[:place].lstrip()
+        if mark:
+            self._state, self._buffer = "closing", self._buffer[place + len(mark) :]
             return text.rstrip()
-        held = max((n for n in range(1, len(self.closing)) if text.endswith(self.closing[:n])), default=0)
+        held = max((n for mark in self.closings for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
         shown = text[: len(text) - held].rstrip()
         self._buffer = text[len(shown) :]
         self._begun = self._begun or bool(shown)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from server.tools.json_scan import CallScanner
+from server.tools.json_scan import CallScanner, ValueScanner
 
 
 class CallDelta(msgspec.Struct, kw_only=True):
@@ -40,6 +40,7 @@ class ToolParser:
     """
 
     keeps_special_tokens: ClassVar[bool] = False  # the format's marks may be special tokens of the tokenizer
+    closing: ClassVar[str] = ""  # the mark after a JSON call, which may stand in place of its last brace
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
         self.tools = tools
@@ -48,6 +49,7 @@ class ToolParser:
         self.num_calls = 0
         self._raw = ""  # of the call that is being read, for the case that it turns out to be none
         self._scanner: CallScanner | None = None
+        self._value = ValueScanner()
         self._sent: int | None = None  # characters of its arguments that are out; None: it has not begun
         self._space = ""  # white space that may stand before a call
         self._after_call = False
@@ -141,18 +143,38 @@ class ToolParser:
         if self._sent is None:
             self._raw += self.buffer[:used]
         self.buffer = self.buffer[used:]
-        if scanner.bad or (scanner.name is not None and not self.accepts(scanner.name)):
+        if scanner.unclosed and self.closing and self.closing.startswith(self.buffer[: len(self.closing)]):
+            if len(self.buffer) < len(self.closing):
+                return False
+            scanner.close()
+        accepted = scanner.name is not None and self.accepts(scanner.name)
+        if accepted and scanner.arguments:
+            if self._sent is None:
+                self.begin_call(scanner.name or "")
+                self._sent = 0
+            self.arguments(scanner.arguments[self._sent :])
+            self._sent = len(scanner.arguments)
+        if scanner.bad or (scanner.name is not None and not accepted):
             if self._sent is None:
                 self.content(self._raw)
             self._scanner, self.state = None, self.outside
             return True
-        if scanner.name is not None and scanner.arguments:
-            if self._sent is None:
-                self.begin_call(scanner.name)
-                self._sent = 0
-            self.arguments(scanner.arguments[self._sent :])
-            self._sent = len(scanner.arguments)
         if scanner.done:
             self._scanner = None
             self.after_json()
-        return scanner.done
+        return scanner.done or bool(self.buffer)
+
+    def begin_named(self, name: str) -> None:
+        """Begins a call whose arguments, a JSON object, come next; the state `json_value` takes them."""
+        self.begin_call(name)
+        self._value, self.state = ValueScanner(), self.json_value
+
+    def json_value(self) -> bool:
+        """Inside of the arguments of a call whose name is known."""
+        used = self._value.push(self.buffer)
+        self.arguments(self.buffer[:used])
+        self.buffer = self.buffer[used:]
+        if self._value.done or self._value.bad:
+            self.after_json()
+            return True
+        return False

@@ -63,27 +63,34 @@ class CallScanner:
       name: the function's name, once known.
       arguments: JSON text of the arguments as far as they have come; grows at its end only.
       done, bad: the object has ended; it is no call.
+      unclosed: it is bad for one reason alone: where `}` is due, something else follows, which was not taken.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.arguments = ""
-        self.done = self.bad = False
+        self.done = self.bad = self.unclosed = False
         self._state = "start"
         self._key = ""
         self._text = ""  # of the key or value that is being read
         self._scanner = ValueScanner()
 
     def push(self, text: str) -> int:
-        """Takes the next text; returns how many characters belong to the object."""
-        position = 0
-        while position < len(text) and not self.done and not self.bad:
+        """Takes the next text, up to the end of the name where that has not come yet, so that what a reader makes of
+        the name cannot depend on how the text is cut. Returns how many characters belong to the object."""
+        position, unnamed = 0, self.name is None
+        while position < len(text) and not self.done and not self.bad and (self.name is None) is unnamed:
             if self._state in ("key", "value"):
                 position += self._read(text[position:])
             else:
                 self._between(text[position])
-                position += 1
+                position += not self.unclosed
         return position
+
+    def close(self) -> None:
+        """Takes an unclosed object for a whole one."""
+        self.done, self.bad, self.unclosed = True, False, False
+        self.arguments = self.arguments or "{}"
 
     def _between(self, char: str) -> None:
         match self._state, char:
@@ -102,6 +109,7 @@ class CallScanner:
                 self.arguments = self.arguments or "{}"
             case _:
                 self.bad = True
+                self.unclosed = self._state == "after" and self.name is not None
 
     def _begin(self, state: str, text: str) -> None:
         self._state, self._text, self._scanner = state, text, ValueScanner()

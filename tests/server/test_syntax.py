@@ -17,9 +17,12 @@ from jaxserve.tokenizer import load_tokenizer
 from jaxserve.types import Grammar
 from server.forms import Functions, Thoughts, answer_grammar
 from server.parsing import OutputParser
+from server.plugins import names
 from server.tools.choice import Function, Tool
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"]
+MARKS += ["<|tool_call|>", "<|python_start|>", "<|python_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
+MARKS += ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
 NODE = {
     "type": "object",
     "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9}, "next": {"enum": [None, {"v": 1}]}},
@@ -38,7 +41,41 @@ CALLS = {
         "<tool_call>\n<function=go>\n<parameter=v>\n1\n</parameter>\n<parameter=next>\nnull\n</parameter>\n"
         "</function>\n</tool_call>", "\n", True, True,
     ),
+    "glm45": (
+        "<tool_call>go\n<arg_key>v</arg_key>\n<arg_value>1</arg_value>\n<arg_key>next</arg_key>\n"
+        "<arg_value>null</arg_value>\n</tool_call>", "\n", True, True,
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>go\n```json\n"
+        '{"v": 1, "next": null}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", True, True,
+    ),
+    "deepseek_v31": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>go<｜tool▁sep｜>{"v": 1, "next": null}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>", "", True, True,
+    ),
+    "granite": ('<|tool_call|>[{"name": "go", "arguments": {"v": 1, "next": null}}]', "", True, True),
+    "phi4": ('functools[{"name": "go", "arguments": {"v": 1, "next": null}}]', "", True, True),
+    "llama4_pythonic": ("[go(v=1, next=None)]", "", False, False),
 }  # fmt: skip
+# Two calls, where that is not one after the other.
+TWO = {
+    "pythonic": "[go(v=1, next={'v': 1}), stay()]",
+    "llama4_pythonic": "[go(v=1, next={'v': 1}), stay()]",
+    "granite": '<|tool_call|>[{"name": "stay", "arguments": {}}, {"name": "go", "arguments": {"v": 1, "next": null}}]',
+    "phi4": 'functools[{"name": "stay", "arguments": {}}, {"name": "go", "arguments": {"v": 1, "next": null}}]',
+    "deepseek_v3": "<｜tool▁calls▁begin｜>"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>stay\n```json\n{}\n```<｜tool▁call▁end｜>\n"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>stay\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>stay<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>stay<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+}
+NOT_ENFORCED = {"gemma"}  # three ways to write calls
+
+
+def test_every_format_is_here():
+    assert set(CALLS) | NOT_ENFORCED == set(names("server.tools.parsers"))
+    for name in NOT_ENFORCED:
+        assert not hasattr(importlib.import_module(f"server.tools.parsers.{name}"), "syntax")
 
 
 @pytest.fixture(scope="module", params=["marks are tokens", "marks are text"])
@@ -81,12 +118,15 @@ def test_calls_or_the_form_or_any_text(model, name, has_form):
         if after_text and not has_form:
             assert reads(model, one, "Look:\n" + call.replace("go", "run")) not in ("whole", "part")
     assert (reads(model, grammar, '{"x": true}') == "whole") == (has_form or name != "llama3_json")
-    if name != "pythonic":
-        assert reads(model, grammar, call + between + call) == "whole"
-        assert reads(model, single, call + between + call) not in ("whole", "part")
-    else:
-        assert reads(model, grammar, "[go(v=1, next={'v': 1}), stay()]") == "whole"
-        assert reads(model, single, "[go(v=1, next={'v': 1}), stay()]") not in ("whole", "part")
+    two = TWO.get(name, call + between + call)
+    assert reads(model, grammar, two) == "whole"
+    assert reads(model, single, two) not in ("whole", "part")
+
+
+def test_llama_4_s_marks(model):
+    grammar = answer_grammar(FORM, functions("llama4_pythonic"), None)
+    assert reads(model, grammar, "<|python_start|>[go(v=1, next=None)]<|python_end|>") == "whole"
+    assert reads(model, grammar, "<|python_start|>[run(v=1)]<|python_end|>") not in ("whole", "part")
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.detokenizer import ChoiceDelta
 from jaxserve.types import InvalidRequestError
@@ -78,6 +81,158 @@ CASES = {
     ),
     "hermes, cut short": ("hermes", 'So: <tool_call>\n{"name": "get_', 'So: <tool_call>\n{"name": "get_', []),
     "hermes, closed wrongly": ("hermes", '<tool_call>{"name": "x"]}</tool_call>', '<tool_call>{"name": "x"]}', []),
+    "hermes, the last brace is missing": (
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}\n</tool_call>\nafter',
+        "after",
+        [PARIS],
+    ),
+    "hermes, the last brace is missing, and so are arguments": (
+        "hermes",
+        '<tool_call>{"name": "add" </tool_call>',
+        "",
+        [("add", {})],
+    ),
+    "hermes, the mark inside a text": (
+        "hermes",
+        '<tool_call>{"name": "write_file", "arguments": {"path": "</tool_call>", "text": "<tool_call>{}"}}</tool_call>',
+        "",
+        [("write_file", {"path": "</tool_call>", "text": "<tool_call>{}"})],
+    ),
+    "hermes, white space": (
+        "hermes",
+        ' \n<tool_call> \n\t{ "name" : "add" , "arguments" : { "a" : 1 , "b" : -2.5 } } \n </tool_call> \n\n'
+        "  <tool_call>{}</tool_call> x",
+        "<tool_call>{} x",
+        [ADD],
+    ),
+    "deepseek v3, text and two": (
+        "deepseek_v3",
+        "I look.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 1, "b": -2.5}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "deepseek v3, no arguments": (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [("add", {})],
+    ),
+    "deepseek v3, cut short": (
+        "deepseek_v3",
+        "So <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>ad",
+        "So <｜tool▁call▁begin｜>function<｜tool▁sep｜>ad",
+        [],
+    ),
+    "deepseek v3, plain": ("deepseek_v3", "a <｜b｜> c", "a <｜b｜> c", []),
+    "deepseek v3.1, two": (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Paris", "days": 3}<｜tool▁call▁end｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": -2.5}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [PARIS, ADD],
+    ),
+    "deepseek v3.1, the marks inside a text": (
+        "deepseek_v31",
+        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": "<｜tool▁call▁end｜>"}<｜tool▁call▁end｜>',
+        "",
+        [("add", {"a": "<｜tool▁call▁end｜>"})],
+    ),
+    "glm, text and two": (
+        "glm45",
+        "Well.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"
+        "<arg_key>b</arg_key><arg_value>-2.5</arg_value></tool_call>",
+        "Well.",
+        [PARIS, ADD],
+    ),
+    "glm, lines": (
+        "glm45",
+        "<tool_call>write_file<arg_key>path</arg_key><arg_value>x</arg_value><arg_key>text</arg_key>"
+        '<arg_value>\n if a < b:\n\t"</p>"\n</arg_value></tool_call>',
+        "",
+        [("write_file", {"path": "x", "text": '\n if a < b:\n\t"</p>"\n'})],
+    ),
+    "glm, no arguments": ("glm45", "<tool_call>add\n</tool_call>done", "done", [("add", {})]),
+    "glm, not a call": ("glm45", "see <tool_call> is, <tool_call>", "see <tool_call> is, <tool_call>", []),
+    "glm, no name": ("glm45", "<tool_call></tool_call>", "<tool_call>", []),
+    "granite, two": (
+        "granite",
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1, "b": -2.5}}]',
+        "",
+        [PARIS, ADD],
+    ),
+    "granite, one": ("granite", 'Yes: <tool_call> {"name": "add", "arguments": {"a": 1, "b": -2.5}}', "Yes:", [ADD]),
+    "granite, not a call": ("granite", "<|tool_call|> [ none ]", "<|tool_call|> [ none ]", []),
+    "granite, cut short": ("granite", "<|tool_call|>[", "<|tool_call|>[", []),
+    "phi, two": (
+        "phi4",
+        'functools[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1, "b": -2.5}}]',
+        "",
+        [PARIS, ADD],
+    ),
+    "phi, marks": (
+        "phi4",
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": -2.5}}]<|/tool_call|>',
+        "",
+        [ADD],
+    ),
+    "phi, plain": ("phi4", "import functools; functools.cache", "import functools; functools.cache", []),
+    "llama 4, marks": (
+        "llama4_pythonic",
+        "<|python_start|>[get_weather(city='Paris', days=3), add(a=1, b=-2.5)]<|python_end|>",
+        "",
+        [PARIS, ADD],
+    ),
+    "llama 4, no marks": ("llama4_pythonic", "[add(a=1, b=-2.5)]", "", [ADD]),
+    "llama 4, text before": (
+        "llama4_pythonic",
+        "Sure.<|python_start|>[add(a=1, b=-2.5)]<|python_end|>",
+        "Sure.",
+        [ADD],
+    ),
+    "llama 4, code": ("llama4_pythonic", "<|python_start|>x = 1<|python_end|>", "x = 1", []),
+    "gemma, function": (
+        "gemma",
+        "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>"
+        "<start_function_call>call:add{a:1,b:-2.5}<end_function_call>",
+        "",
+        [PARIS, ADD],
+    ),
+    "gemma 4, nested": (
+        "gemma",
+        '<|tool_call>call:add{a:{k:[1,<|"|>}<tool_call|>,<|"|>,true,null],e:{},l:[]},'
+        'b:<|"|>it\'s "so"<|"|>}<tool_call|> ok',
+        "ok",
+        [("add", {"a": {"k": [1, "}<tool_call|>,", True, None], "e": {}, "l": []}, "b": 'it\'s "so"'})],
+    ),
+    "gemma 4, no arguments": ("gemma", "<|tool_call>call:add{}<tool_call|>", "", [("add", {})]),
+    "gemma 3, code": (
+        "gemma",
+        "I will.\n```tool_code\nget_weather(city='Paris', days=3)\nprint(add(a=1, b=-2.5))\n```\n",
+        "I will.",
+        [PARIS, ADD],
+    ),
+    "gemma 3, other code": (
+        "gemma",
+        "```tool_code\nimport os\n```",
+        "```tool_code\nimport os\n```",
+        [],
+    ),
+    "gemma, broken": (
+        "gemma",
+        "<|tool_call>call:add{a:1<tool_call|> x",
+        "<|tool_call>call:add{a:1<tool_call|> x",
+        [],
+    ),
+    "gemma, without its end": ("gemma", "<|tool_call>call:add{a:1,b:-2.5}", "", [ADD]),
+    "gemma, cut short": ("gemma", "<|tool_call>call:add{a:", "<|tool_call>call:add{a:", []),
     "hermes, plain": ("hermes", "Two < three, <b>bold</b>.\n", "Two < three, <b>bold</b>.\n", []),
     "llama, one": ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', "", [PARIS]),
     "llama, tag and two": (
@@ -152,6 +307,9 @@ CASES = {
 }
 
 
+_MARKS = re.compile(r"<[^<>\n]{1,40}>|\[[A-Z_]+\]|functools\[|```\w*|call:\w+")  # of any format
+
+
 def parse(make, pieces: list[str]) -> tuple[str, str, list[tuple[str, dict]]]:
     """Reasoning, content and calls of a text in pieces; what every stream of calls promises is checked."""
     parser = make()
@@ -195,6 +353,52 @@ def test_parser(case):
     name, text, content, calls = CASES[case]
     for pieces in cuts(text):
         assert parse(parser_of(name), pieces) == ("", content, calls), pieces
+
+
+FRAGMENTS = {
+    name: sorted({mark for parser, text, *_ in CASES.values() if parser == name for mark in _MARKS.findall(text)})
+    for name in names("server.tools.parsers")
+}
+COMMON = [
+    '{"name": "add", "arguments": {"a": 1}}',
+    '{"name": "add"',
+    '"arguments": {',
+    "}",
+    "]",
+    "[",
+    "{",
+    '"',
+    ",",
+    ": ",
+]
+COMMON += ["add", "(a=1)", " ", "\n", "<", "text", "</", "é😀", "\\", "'", "```", "```json\n", ";", "1"]
+
+
+@pytest.mark.parametrize("name", names("server.tools.parsers"))
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_streamed_and_whole_answers_agree(name, data):
+    """For texts of any marks in any order, damaged ones too, and any way of cutting them."""
+    fragment = st.one_of(st.sampled_from([*FRAGMENTS[name], "["]), st.sampled_from(COMMON), st.text(max_size=3))
+    text = "".join(data.draw(st.lists(fragment, min_size=1, max_size=14)))
+    if data.draw(st.booleans()):  # begin with a text that is almost right
+        good = data.draw(st.sampled_from([case[1] for case in CASES.values() if case[0] == name]))
+        at = data.draw(st.integers(0, len(good)))
+        text = good[:at] + text + good[at + data.draw(st.integers(0, 3)) :]
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=12).map(sorted))
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    whole = raw_parse(name, [text])
+    assert raw_parse(name, pieces) == whole
+    assert raw_parse(name, list(text)) == whole
+
+
+def raw_parse(name: str, pieces: list[str]) -> tuple[str, list[tuple[str | None, str]]]:
+    """Content and calls; the arguments as texts, because a damaged call's may be no JSON."""
+    parser = parser_of(name)()
+    shown = [parser.push(ChoiceDelta(index=0, text=text, token_ids=[0])) for text in pieces]
+    shown.append(parser.push(ChoiceDelta(index=0, text="", token_ids=[], finish_reason="stop")))
+    calls = merge_calls([call for piece in shown if piece for call in piece.calls])
+    return "".join(piece.content for piece in shown if piece), [(call.name, call.arguments) for call in calls]
 
 
 def test_every_format_has_cases():
@@ -278,7 +482,43 @@ REASONING = [
     ("qwen3", "", "Four <think> is a tag</think>", "", "Four <think> is a tag</think>"),
     ("qwen3", "", "<think>\n\n</think>\n\nFour.", "", "Four."),
     ("qwen3", "", "<thi", "", "<thi"),
+    ("mistral", "", "[THINK]Let me [see].[/THINK]\n\nFour.", "Let me [see].", "Four."),
+    ("mistral", "[THINK]", "Hm.[/THINK]Four.", "Hm.", "Four."),
+    ("mistral", "", "A list: [TH", "", "A list: [TH"),
+    ("granite", "", "Here is my thought process: Hm.\n\nHere is my response: Four.", "Hm.", "Four."),
+    ("granite", "", "Here's my thought process:\nHm, Here is.\nHere's my response:\nFour.", "Hm, Here is.", "Four."),
+    ("granite", "", "<think>Hm.</think>Four.", "Hm.", "Four."),
+    ("granite", "", "Here is my answer.", "", "Here is my answer."),
+    ("nemotron", "", "<think>\nHm.\n</think>\n\nFour.", "Hm.", "Four."),
+    ("nemotron", "<think>\n", "Hm.</think>Four.", "Hm.", "Four."),
+    ("glm45", "", "\n<think>Hm.</think>\n\nFour.", "Hm.", "Four."),
+    ("glm45", "<think></think>", "\nFour.", "", "\nFour."),
 ]
+
+
+def test_every_kind_of_reasoning_has_cases():
+    assert {case[0] for case in REASONING} == set(names("server.reasoning"))
+
+
+@pytest.mark.parametrize("name", names("server.reasoning"))
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_streamed_and_whole_reasoning_agree(name, data):
+    module = importlib.import_module(f"server.reasoning.{name}")
+    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]"]))
+    kind = module.splitter(prompt)
+    marks = [*kind.openings, *kind.closings]
+    marks += [mark[:at] for mark in marks for at in (1, len(mark) // 2, len(mark) - 1)]
+    text = "".join(data.draw(st.lists(st.sampled_from([*marks, " ", "\n", "text", "Here"]), min_size=1, max_size=9)))
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+
+    def split(pieces):
+        parser = module.splitter(prompt)
+        parts = [*map(parser.push, pieces), parser.finish()]
+        return ["".join(part[i] for part in parts) for i in range(2)]
+
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    assert split(pieces) == split([text]) == split(list(text))
 
 
 @pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "rest"), REASONING)
@@ -312,6 +552,16 @@ def test_reasoning_tokens_are_counted():
     [
         ('<tool_call>{"name": <n>, "arguments": <a>}</tool_call> <think></think>', "hermes", "qwen3"),
         ('<tool_call><function=f><parameter=p> "arguments"', "qwen3_coder", None),
+        ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜> ```json <｜Assistant｜></think>", "deepseek_v3", "deepseek_r1"),
+        ("<｜tool▁call▁begin｜>name<｜tool▁sep｜> <｜Assistant｜></think>", "deepseek_v31", "deepseek_r1"),
+        ("[gMASK]<sop><tool_call><arg_key><arg_value> <think></think>", "glm45", "glm45"),
+        ("<|start_of_role|> <|tool_call|> 'Here is my thought process:'", "granite", "granite"),
+        ("<|system|> <|tool|><|/tool|>", "phi4", None),
+        ("<|header_start|> [func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
+        ("<start_of_turn> <start_function_call>call:", "gemma", None),
+        ("<|turn>model <|tool_call>call:", "gemma", None),
+        ("detailed thinking on", None, "nemotron"),
         ("[TOOL_CALLS]", "mistral", None),
         ('<|python_tag|> {"name": n, "parameters": p}', "llama3_json", None),
         ("<｜Assistant｜><think></think>", None, "deepseek_r1"),

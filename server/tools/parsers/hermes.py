@@ -21,6 +21,8 @@ def syntax(functions: Sequence[Called], many: bool) -> Syntax:
 
 
 class Parser(ToolParser):
+    closing = CLOSING
+
     def outside(self) -> bool:
         before, mark = self.take_until(OPENING, CLOSING)
         self.content(before)

@@ -7,7 +7,6 @@ import string
 from collections.abc import Sequence
 
 from server.tools.base import ToolParser
-from server.tools.json_scan import ValueScanner
 from server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted
 
 OPENING, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -32,7 +31,6 @@ named: {names}
 
 class Parser(ToolParser):
     keeps_special_tokens = True
-    _value: ValueScanner
 
     def new_id(self) -> str:
         """Nine letters and digits, which is what Mistral's templates accept."""
@@ -70,19 +68,8 @@ class Parser(ToolParser):
             return False
         name = self.buffer[:place].removesuffix(ARGS).partition(CALL_ID)[0].strip()
         self.buffer = self.buffer[place:]
-        self.begin_call(name)
-        self._value, self.state = ValueScanner(), self.value
+        self.begin_named(name)
         return True
-
-    def value(self) -> bool:
-        """The arguments of a named call."""
-        used = self._value.push(self.buffer)
-        self.arguments(self.buffer[:used])
-        self.buffer = self.buffer[used:]
-        if self._value.done or self._value.bad:
-            self.state = self.outside
-            return True
-        return False
 
     def at_end(self) -> None:
         if self.state == self.function:

@@ -1,0 +1,12 @@
+"""GLM-4.5 and later: an answer reasons where it, or the end of the prompt, opens <think>."""
+
+from __future__ import annotations
+
+from server.reasoning import OPENING
+from server.reasoning.qwen3 import splitter
+
+__all__ = ["matches", "splitter"]
+
+
+def matches(template: str) -> bool:
+    return "[gMASK]<sop>" in template and OPENING in template

@@ -1,0 +1,18 @@
+"""Granite 3.2: reasoning and answer are announced by sentences. Later versions write <think>."""
+
+from __future__ import annotations
+
+from server.reasoning import CLOSING, OPENING, Splitter
+
+
+class GraniteSplitter(Splitter):
+    openings = ("Here is my thought process:", "Here's my thought process:", OPENING)
+    closings = ("Here is my response:", "Here's my response:", CLOSING)
+
+
+def matches(template: str) -> bool:
+    return GraniteSplitter.openings[0] in template
+
+
+def splitter(prompt: str) -> Splitter:
+    return GraniteSplitter(inside=False)

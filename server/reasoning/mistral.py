@@ -1,0 +1,20 @@
+"""Magistral and other models of Mistral: an answer reasons where it, or the end of the prompt, opens [THINK]."""
+
+from __future__ import annotations
+
+from server.reasoning import Splitter, ends_inside
+
+OPENING, CLOSING = "[THINK]", "[/THINK]"
+keeps_special_tokens = True
+
+
+class MistralSplitter(Splitter):
+    openings, closings = (OPENING,), (CLOSING,)
+
+
+def matches(template: str) -> bool:
+    return OPENING in template
+
+
+def splitter(prompt: str) -> Splitter:
+    return MistralSplitter(inside=ends_inside(prompt, OPENING, CLOSING) is True)

@@ -1,0 +1,11 @@
+"""Nemotron: an answer reasons where it, or the end of the prompt, opens <think>; a system message turns that on."""
+
+from __future__ import annotations
+
+from server.reasoning.qwen3 import splitter
+
+__all__ = ["matches", "splitter"]
+
+
+def matches(template: str) -> bool:
+    return "detailed thinking" in template or "<SPECIAL_10>" in template

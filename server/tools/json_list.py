@@ -1,0 +1,60 @@
+"""Calls as a list of JSON objects after a mark, the form of several formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from server.tools.base import ToolParser
+from server.tools.syntax import Called, Syntax, call_object, one_or_more
+
+
+def list_syntax(functions: Sequence[Called], many: bool, opening: str, bracket: str = '"["') -> Syntax:
+    """The syntax of a list of objects after `opening`; `bracket` is the expression for the one that begins it."""
+    objects = one_or_more("object", 'W? "," W?', many)
+    rules = f'calls: {bracket} W? {objects} W? "]"\nobject: {call_object(functions, "arguments")}'
+    return Syntax(rules, opening=opening)
+
+
+class JSONListParser(ToolParser):
+    """Reads `OPENING [{"name": …, "arguments": {…}}, …]`, and a single object without the list.
+
+    Attributes:
+      openings: the marks before a list.
+      closings: marks after one, which are dropped.
+    """
+
+    openings: ClassVar[tuple[str, ...]]
+    closings: ClassVar[tuple[str, ...]] = ()
+    _before = ""  # what has come since the opening and is content if no call follows
+
+    def outside(self) -> bool:
+        before, mark = self.take_until(*self.openings, *self.closings)
+        self.content(before)
+        if mark in self.openings:
+            self._before, self.state = mark, self.items
+        return mark is not None
+
+    def items(self) -> bool:
+        """After the opening, or between the objects of a list."""
+        place = len(self.buffer) - len(self.buffer.lstrip(" \t\r\n,["))
+        self._before, self.buffer = self._before + self.buffer[:place], self.buffer[place:]
+        if self.buffer.startswith("{"):
+            self.begin_json(raw=self._before)
+        elif self.buffer.startswith("]"):
+            self.buffer, self.state = self.buffer[1:], self.outside
+        elif self.buffer:
+            self._give_up()
+        return bool(self.buffer)
+
+    def after_json(self) -> None:
+        self._before, self.state = "", self.items
+
+    def _give_up(self) -> None:
+        self.content(self._before)
+        self._before, self.state = "", self.outside
+
+    def at_end(self) -> None:
+        if self.state == self.items and self._before.strip(" \t\r\n,["):
+            self._give_up()
+        super().at_end()

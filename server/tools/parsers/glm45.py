@@ -1,0 +1,102 @@
+"""<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>, as GLM-4.5 and later write it.
+
+Line breaks may stand between the parts. Values are text; those whose schema does not say "string" are JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from jaxserve.types import Grammar
+from server.tools.keyed import KeyedParser, strict_arguments
+from server.tools.syntax import Called, Syntax, one_or_more, quoted
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_NAME = re.compile(r"\s*[\w.:-]{0,128}\s*")
+
+
+def matches(template: str) -> bool:
+    return KEY in template and VALUE in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    """A strict function's arguments come in the order of its schema."""
+    parts: list[tuple[str, Grammar]] = []
+
+    def before(key: str) -> str:
+        return f'{quoted(f"{KEY}{key}{KEY_END}")} W? "{VALUE}"'
+
+    bodies = [
+        strict_arguments(function, parts, before, VALUE_END) if function.is_strict else "argument*"
+        for function in functions
+    ]
+    named = zip(functions, bodies, strict=True)
+    calls = " | ".join(f"{quoted(function.name)} W? {body}" for function, body in named)
+    rules = rf"""
+calls: {one_or_more("call", "W? called W?", many)}
+call: ({calls}) W? closing
+argument: "{KEY}" /[^<>\n]{{1,64}}/ "{KEY_END}" W? "{VALUE}" text W?
+text[lazy]: /(?s:.*)<\/arg_value>/
+"""
+    return Syntax(rules, opening=OPENING, marks=(("closing", CLOSING),), parts=tuple(parts))
+
+
+class Parser(KeyedParser):
+    keeps_special_tokens = True
+    value_end = VALUE_END
+
+    def outside(self) -> bool:
+        before, mark = self.take_until(OPENING, CLOSING)
+        self.content(before)
+        if mark == OPENING:
+            self.state = self.function
+        return mark is not None
+
+    def function(self) -> bool:
+        """The function's name, up to the next mark."""
+        name, bracket, rest = self.buffer.partition("<")
+        mark = bracket + rest
+        if not _NAME.fullmatch(name) or not any(m.startswith(mark[: len(m)]) for m in (KEY, CLOSING)):
+            self.content(OPENING)
+            self.state = self.outside
+            return True
+        if not mark.startswith((KEY, CLOSING)):
+            return False
+        if not name.strip():
+            self.content(OPENING)
+            self.state = self.outside
+            return True
+        self.buffer, self.state = mark, self.between
+        self.begin_arguments(name.strip())
+        return True
+
+    def between(self) -> bool:
+        """Between arguments."""
+        _, mark = self.take_until(KEY, CLOSING)
+        if mark == CLOSING:
+            self.arguments("}")
+            self.state = self.outside
+        elif mark:
+            self.state = self.key
+        return mark is not None
+
+    def key(self) -> bool:
+        """An argument's name, and the mark before its value."""
+        key, found, rest = self.buffer.partition(VALUE)
+        if not found:
+            return False
+        self.buffer = rest
+        self.begin_value(key.partition(KEY_END)[0].strip())
+        return True
+
+    def after_value(self) -> None:
+        self.state = self.between
+
+    def at_end(self) -> None:
+        if self.state == self.between:
+            self.arguments("}")
+        elif self.state == self.function:
+            self.content(OPENING + self.buffer)
+        super().at_end()

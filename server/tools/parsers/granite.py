@@ -1,0 +1,24 @@
+"""<|tool_call|>[{"name": …, "arguments": {…}}, …], as Granite 3 writes it; other versions have other marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from server.tools.json_list import JSONListParser, list_syntax
+from server.tools.syntax import Called, Syntax
+
+OPENING = "<|tool_call|>"
+
+
+def matches(template: str) -> bool:
+    return OPENING in template and "<|start_of_role|>" in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    return list_syntax(functions, many, OPENING)
+
+
+class Parser(JSONListParser):
+    keeps_special_tokens = True
+    openings = (OPENING, "<tool_call>", "<function_call>")
+    closings = ("</tool_call>",)

@@ -1,0 +1,24 @@
+"""functools[{"name": …, "arguments": {…}}, …], or <|tool_call|>[…]<|/tool_call|>, as Phi-4-mini writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from server.tools.json_list import JSONListParser, list_syntax
+from server.tools.syntax import Called, Syntax
+
+OPENING = "functools["
+
+
+def matches(template: str) -> bool:
+    return "<|tool|>" in template and "<|/tool|>" in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    return list_syntax(functions, many, OPENING, bracket="")
+
+
+class Parser(JSONListParser):
+    keeps_special_tokens = True
+    openings = (OPENING, "<|tool_call|>", "<|tool_calls|>")
+    closings = ("<|/tool_call|>", "<|/tool_calls|>")
