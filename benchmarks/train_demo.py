@@ -37,10 +37,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 SYSTEM = "You are a helpful assistant that writes Python."
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).parents[1] / "checkpoints" / "demo" / "chat_template.jinja"
 CONFIG = json.loads("""{
   "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 4096,
   "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -293,11 +290,11 @@ def export_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
         "additional_special_tokens": [IM_START, IM_END],
         "model_max_length": CONFIG["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
     ends = [tokenizer.token_to_id(token) for token in (EOT, IM_END)]
     files["generation_config.json"] = {"eos_token_id": ends, "pad_token_id": ends[0], "do_sample": False}
     write_atomic(out / "tokenizer.json", tokenizer.to_str())
+    write_atomic(out / CHAT_TEMPLATE.name, CHAT_TEMPLATE.read_text())
     for name, content in files.items():
         write_atomic(out / name, json.dumps(content, indent=2) + "\n")
 

@@ -21,12 +21,14 @@ from server.forms import Functions, Thoughts, answer_grammar
 from server.generation import CompletionTokensDetails, Generation, Usage
 from server.messages import Ready
 from server.parsing import OutputParser, Piece
-from server.reasoning import ends_inside, qwen3
+from server.reasoning import Splitter, ends_inside, qwen3
 from server.schemas_chat import ChatRequest, Conversation
 from server.state import ServerState, fit_prompt, fit_text, key_of, room_for
 from server.structured import binds_reasoning
+from server.thinking_budget import BudgetedGeneration
 from server.tools.base import ToolParser
 from server.tools.choice import forced_parser
+from server.turns import in_turns
 
 _PROMPT_END = 16  # tokens that show whether a prompt opens the reasoning
 
@@ -70,16 +72,30 @@ async def prepare(
         grammar=run.grammar,
         skip_special_tokens=params.skip_special_tokens and not run.keeps_special_tokens,
     )
-    run.generation = Generation(
-        state,
-        tokenizer,
-        http,
-        [ids],
-        params,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        streams=bool(body.stream),
-    )
+
+    def generate(prompt: list[int], params: SamplingParams) -> Generation:
+        return Generation(
+            state,
+            tokenizer,
+            http,
+            [prompt],
+            params,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            streams=bool(body.stream),
+        )
+
+    run.generation = generate(ids, params)
+    if body.thinking_token_budget is not None and (splitter := run.splitter()) is not None:
+        run.generation = BudgetedGeneration(
+            run.generation,
+            generate,
+            budget=body.thinking_token_budget,
+            splitter=splitter,
+            grammar=run.grammar_after_reasoning,
+            tokenizer=tokenizer,
+            max_model_len=info.max_model_len,
+        )
     return run
 
 
@@ -88,8 +104,8 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a rendered conversation. Slow: run it off the event loop.
 
-    Raises InvalidRequestError when the template refuses the messages, or leaves a system message out in silence, and
-    for what `fit_text` refuses.
+    A conversation that the template refuses is rendered once more as `in_turns` puts it. Raises InvalidRequestError
+    when the template refuses that as well, or leaves a system message out in silence, and for what `fit_text` refuses.
     """
     messages = conversation.template_messages()
     if "developer" not in (conversation.chat_template or tokenizer.chat_template or ""):
@@ -109,13 +125,27 @@ def encode_chat(
         "chat_template": conversation.chat_template,
         **kwargs,
     }
-    text = tokenizer.render_chat(messages, **options)
-    if any(m["role"] == "system" and m["content"].strip() not in text for m in messages):
-        others = [message for message in messages if message["role"] != "system"]
-        if _renders_to(text, tokenizer, others, options):
-            raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
+    try:
+        text = _render(tokenizer, messages, options)
+    except InvalidRequestError as refusal:
+        turns = in_turns(messages)
+        if turns == messages:
+            raise
+        try:
+            text = _render(tokenizer, turns, options)
+        except InvalidRequestError:
+            raise refusal from None
     text = fit_text(text, tokenizer, info, truncate, "messages")
     return foreign.encode(text, conversation.add_special_tokens)
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """The prompt's text; raises InvalidRequestError also where a system message would be left out in silence."""
+    text = tokenizer.render_chat(messages, **options)
+    others = [m for m in messages if m["role"] != "system" or m["content"].strip() in text]
+    if len(others) < len(messages) and _renders_to(text, tokenizer, others, options):
+        raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
+    return text
 
 
 def _renders_to(text: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:
@@ -135,7 +165,7 @@ class ChatRun:
       keeps_special_tokens: the format of the reasoning or of the tool calls needs them in the text.
     """
 
-    generation: Generation
+    generation: Generation | BudgetedGeneration
 
     def __init__(
         self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int], params: SamplingParams
@@ -180,18 +210,21 @@ class ChatRun:
 
     def _thoughts(self) -> Thoughts | None:
         """The reasoning that the answer may begin with; none where the prompt has closed it."""
-        if self._reasoning is None:
+        splitter = self.splitter()
+        if splitter is None:
             return None
-        splitter = self._reasoning.splitter(self._prompt_end)
         opening, closing = splitter.openings[0], splitter.closings[0]
         if ends_inside(self._prompt_end, opening, closing) is False:
             return None
         return Thoughts(opening, closing, splitter.begins_inside)
 
+    def splitter(self) -> Splitter | None:
+        """What finds the reasoning in one answer; None where there is none."""
+        return self._reasoning.splitter(self._prompt_end) if self._reasoning else None
+
     def _parser(self, index: int) -> OutputParser:
         if (parser := self._parsers.get(index)) is None:
-            splitter = self._reasoning.splitter(self._prompt_end) if self._reasoning else None
-            parser = OutputParser(splitter, self._tool_parser(), self.body.include_reasoning)
+            parser = OutputParser(self.splitter(), self._tool_parser(), self.body.include_reasoning)
             self._parsers[index] = parser
         return parser
 

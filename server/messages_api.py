@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -12,8 +12,10 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from server.call_arguments import loads
 from server.conversation import ChatRun, encode_chat, prepare
 from server.errors import APIError
+from server.notices import noticed
 from server.parsing import Piece
 from server.schemas_messages import CountTokensRequest, MessagesRequest
 from server.sse import EventStream, event, run_until_disconnect
@@ -29,10 +31,10 @@ async def create_message(http: HTTPRequest) -> Response:
     """Answers with one message, or with a stream of events."""
     state = state_of(http)
     body = await read_body(http, _decoder)
-    run = await run_until_disconnect(http.receive, prepare(state, http, body.chat()))
+    run = await run_until_disconnect(http.receive, prepare(state, http, body.chat(), form_field=body.form_field))
     writer = _Writer(state, run)
     if body.stream:
-        return EventStream(_stream(run, writer), closing=b"", on_error=_error_event)
+        return noticed(EventStream(_stream(run, writer), closing=b"", on_error=_error_event), body.notices())
 
     async def whole() -> Response:
         (piece,) = await run.collect()
@@ -40,7 +42,7 @@ async def create_message(http: HTTPRequest) -> Response:
         list(writer.end(piece))
         return Response(to_json(writer.message), media_type="application/json")
 
-    return await run_until_disconnect(http.receive, whole())
+    return noticed(await run_until_disconnect(http.receive, whole()), body.notices())
 
 
 async def count_tokens(http: HTTPRequest) -> Response:
@@ -52,14 +54,14 @@ async def count_tokens(http: HTTPRequest) -> Response:
     chat = body.to_chat()
     chat.check()
     ids = await state.text_work(http, lambda: encode_chat(tokenizer, info, chat.conversation()))
-    return Response(to_json({"input_tokens": len(ids)}), media_type="application/json")
+    return noticed(Response(to_json({"input_tokens": len(ids)}), media_type="application/json"), body.notices())
 
 
 async def _stream(run: ChatRun, writer: _Writer) -> AsyncGenerator[bytes, None]:
     begun = False
     async with contextlib.aclosing(run.pieces()) as batches:
         async for pieces in batches:
-            chunks = [] if begun else [writer.begin()]
+            chunks = [] if begun else list(writer.begin())
             begun = True
             for piece in pieces:
                 chunks += writer.piece(piece)
@@ -92,8 +94,9 @@ class _Writer:
     def _blocks(self) -> list[dict[str, Any]]:
         return self.message["content"]
 
-    def begin(self) -> bytes:
-        return _event("message_start", message={**self.message, "usage": self._usage()})
+    def begin(self) -> Iterator[bytes]:
+        yield _event("message_start", message={**self.message, "usage": self._usage() | {"output_tokens": 0}})
+        yield _event("ping")
 
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if piece.reasoning:
@@ -133,10 +136,14 @@ class _Writer:
     def _close(self) -> Iterator[bytes]:
         if not self._blocks:
             return
-        if self._blocks[-1]["type"] == "tool_use":
-            with contextlib.suppress(ValueError):  # what was cut short by max_tokens stays {}
-                self._blocks[-1]["input"] = json.loads(self._arguments)
+        block = self._blocks[-1]
+        if block["type"] == "tool_use":
+            if isinstance(arguments := loads(self._arguments), dict):  # what was cut short by max_tokens stays {}
+                block["input"] = arguments
             self._arguments = ""
+        elif block["type"] == "thinking":
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
+            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         yield _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:

@@ -17,12 +17,13 @@ from server.openapi_rules import FIELDS, RULES
 from server.schemas import NOT_SERVED, CompletionRequest, DetokenizeRequest, SamplingFields
 from server.schemas_chat import ChatRequest, TokenizeRequest
 from server.schemas_messages import CountTokensRequest, MessagesRequest
-from server.schemas_responses import ResponsesRequest
+from server.schemas_responses import InputTokensRequest, ResponsesRequest
 
 _POSTS = {
     "/v1/completions": (CompletionRequest, "Continue a prompt"),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation"),
     "/v1/responses": (ResponsesRequest, "Answer, with earlier answers remembered"),
+    "/v1/responses/input_tokens": (InputTokensRequest, "Tokens of such a prompt"),
     "/v1/messages": (MessagesRequest, "Answer a conversation, in Anthropic's shape"),
     "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of such a conversation"),
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
@@ -100,6 +101,10 @@ def openapi_document(
         "parameters": [name_of_response],
         "get": {"summary": "A stored response", "responses": answers},
         "delete": {"summary": "Forget a stored response", "responses": answers},
+    }
+    paths["/v1/responses/{id}/input_items"] = {
+        "parameters": [name],
+        "get": {"summary": "The items of a stored response's input", "responses": answers},
     }
     paths["/v1/responses/{id}/cancel"] = {
         "parameters": [name_of_response],

@@ -10,18 +10,26 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from jaxserve.tokenizer import Tokenizer
+from server.call_arguments import StringReader
 from server.chat import logprobs_json
 from server.errors import APIError
 from server.generation import Usage
 from server.parsing import Piece
-from server.schemas_chat import CalledFunction, Message, ToolCall
+from server.response_items import sealed
+from server.response_tools import LOCAL_SHELL, ToolMap, shell_action
+from server.schemas_chat import CUSTOM_INPUT, CalledFunction, Message, ToolCall
 from server.schemas_responses import ResponsesRequest
 from server.sse import event
 from server.state import to_json
 from server.tools.base import CallDelta
 
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}  # an item's type -> its part's type
+_CALLS = {"function": "function_call", "custom": "custom_tool_call", LOCAL_SHELL: "local_shell_call"}
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # those that OpenAI's clients know
 
 
 class ResponseWriter:
@@ -31,13 +39,18 @@ class ResponseWriter:
       response: the object as it stands.
     """
 
-    def __init__(self, body: ResponsesRequest, model: str, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, body: ResponsesRequest, model: str, tokenizer: Tokenizer, tools: ToolMap):
+        self._tokenizer, self._tools = tokenizer, tools
+        self._seals = body.wants_sealed_reasoning
         self._logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         self._events = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item, where it goes on
-        text = body.text.format if body.text else None
+        self._calls: list[ToolCall] = []  # as the model wrote them
+        self._input = StringReader(CUSTOM_INPUT)  # of the last item, where it is a custom tool's call
+        text: dict[str, Any] = {"format": (body.text and body.text.format) or {"type": "text"}}
+        if body.text and body.text.verbosity:
+            text["verbosity"] = body.text.verbosity
         self.response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -55,15 +68,19 @@ class ResponseWriter:
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": text or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "text": text,
+            "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto",
+            "tools": tools.kept,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
             "metadata": body.metadata or {},
+            "max_tool_calls": body.max_tool_calls,
+            "prompt_cache_key": body.prompt_cache_key,
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
         }
 
     # Each of these gives the events of what it does
@@ -84,14 +101,17 @@ class ResponseWriter:
         """After the last piece, whose finish_reason is `reason`."""
         status = "incomplete" if reason == "length" else "completed"
         if not self._output:
-            yield from self._begin_item("message")
+            yield from self._begin_item("message", role="assistant")
         yield from self._end_item(status)
         details = usage.completion_tokens_details
         self.response["status"] = status
         self.response["incomplete_details"] = {"reason": "max_output_tokens"} if reason == "length" else None
         self.response["usage"] = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,  # nobody asks for writes, and they cost nothing
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details else 0},
             "total_tokens": usage.total_tokens,
@@ -99,19 +119,18 @@ class ResponseWriter:
         yield self._event(status, response=self.response)
 
     def fail(self, error: APIError) -> Iterator[bytes]:
-        self.response |= {"status": "failed", "error": {"code": error.code or error.type, "message": error.message}}
+        code = _ERROR_CODES.get(error.status, "server_error")
+        self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
         yield self._event("failed", response=self.response)
 
     def message(self) -> Message:
         """The output as a message of a conversation that goes on."""
         texts = {"message": "", "reasoning": ""}
-        calls = []
         for item in self._output:
-            if item["type"] == "function_call":
-                calls.append(ToolCall(CalledFunction(item["name"], item["arguments"]), item["call_id"]))
-            else:
+            if item["type"] in texts:
                 texts[item["type"]] += item["content"][0]["text"]
-        return Message("assistant", texts["message"], reasoning=texts["reasoning"] or None, tool_calls=calls or None)
+        reasoning, calls = texts["reasoning"] or None, self._calls or None
+        return Message("assistant", texts["message"], reasoning=reasoning, tool_calls=calls)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         name, number = f"response.{kind}", self._events
@@ -123,31 +142,25 @@ class ResponseWriter:
         """Where the last item, and its only part, stand."""
         item = self._output[-1]
         place = {"item_id": item["id"], "output_index": len(self._output) - 1}
-        return place if item["type"] == "function_call" else {**place, "content_index": 0}
+        return {**place, "content_index": 0} if item["type"] in _TEXT else place
 
-    def _begin_item(self, kind: str, call: CallDelta | None = None) -> Iterator[bytes]:
+    def _begin_item(self, kind: str, **fields: Any) -> Iterator[bytes]:
         yield from self._end_item("completed")
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item: dict[str, Any] = {"type": kind, "id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress"}
-        if call is not None:
-            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
-        else:
+        name = f"{_PREFIXES.get(kind, 'lsh')}_{uuid.uuid4().hex}"
+        self._open = item = {"type": kind, "id": name, "status": "in_progress", **fields}
+        if kind in _TEXT:
             item["content"] = []
-            if kind == "message":
-                item["role"] = "assistant"
-            else:
-                item["summary"] = []
-        self._open = item
         self._output.append(item)
         yield self._event("output_item.added", output_index=len(self._output) - 1, item=item)
-        if call is None:
+        if kind in _TEXT:
             part: dict[str, Any] = {"type": _TEXT[kind], "text": ""}
             item["content"].append(part | {"annotations": [], "logprobs": []} if kind == "message" else part)
             yield self._event("content_part.added", **self._place, part=item["content"][0])
 
     def _text(self, kind: str, text: str, piece: Piece | None = None) -> Iterator[bytes]:
         if self._open is None or self._open["type"] != kind:
-            yield from self._begin_item(kind)
+            fields: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            yield from self._begin_item(kind, **fields)
         part = self._output[-1]["content"][0]
         part["text"] += text
         more: dict[str, Any] = {}
@@ -159,24 +172,57 @@ class ResponseWriter:
 
     def _call(self, call: CallDelta) -> Iterator[bytes]:
         if call.name is not None:
-            yield from self._begin_item("function_call", call)
-        if call.arguments:
-            self._output[-1]["arguments"] += call.arguments
+            yield from self._begin_call(call.name, call.id or "")
+        if not call.arguments:
+            return
+        self._calls[-1].function.arguments += call.arguments  # type: ignore[operator, union-attr]
+        item = self._output[-1]
+        if item["type"] == "function_call":
+            item["arguments"] += call.arguments
             yield self._event("function_call_arguments.delta", **self._place, delta=call.arguments)
+        elif item["type"] == "custom_tool_call":
+            yield from self._custom_input(self._input.push(call.arguments))
+
+    def _begin_call(self, name: str, call_id: str) -> Iterator[bytes]:
+        origin = self._tools.origin(name)
+        kind = _CALLS[origin.type]
+        fields: dict[str, Any] = {"call_id": call_id}
+        if kind == "local_shell_call":
+            fields["action"] = shell_action("")
+        else:
+            fields |= {"name": origin.name, "arguments" if kind == "function_call" else "input": ""}
+            if origin.namespace is not None:
+                fields["namespace"] = origin.namespace
+        yield from self._begin_item(kind, **fields)
+        self._calls.append(ToolCall(CalledFunction(name, ""), call_id))
+        self._input = StringReader(CUSTOM_INPUT)
+
+    def _custom_input(self, more: str) -> Iterator[bytes]:
+        if more:
+            self._output[-1]["input"] += more
+            yield self._event("custom_tool_call_input.delta", **self._place, delta=more)
 
     def _end_item(self, status: str) -> Iterator[bytes]:
         item, self._open = self._open, None
         if item is None:
             return
         item["status"] = status
-        if item["type"] == "function_call":
-            whole = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("function_call_arguments.done", **self._place, **whole)
-        else:
-            part = item["content"][0]
-            whole = {name: part[name] for name in ("text", "logprobs") if name in part}
-            yield self._event(f"{part['type']}.done", **self._place, **whole)
-            yield self._event("content_part.done", **self._place, part=part)
+        match item["type"]:
+            case "function_call":
+                whole = {"name": item["name"], "arguments": item["arguments"]}
+                yield self._event("function_call_arguments.done", **self._place, **whole)
+            case "custom_tool_call":
+                yield from self._custom_input(self._input.finish())
+                yield self._event("custom_tool_call_input.done", **self._place, input=item["input"])
+            case "local_shell_call":
+                item["action"] = shell_action(self._calls[-1].function.arguments)  # type: ignore[union-attr, arg-type]
+            case kind:
+                part = item["content"][0]
+                whole = {name: part[name] for name in ("text", "logprobs") if name in part}
+                yield self._event(f"{part['type']}.done", **self._place, **whole)
+                yield self._event("content_part.done", **self._place, part=part)
+                if kind == "reasoning" and self._seals:
+                    item["encrypted_content"] = sealed(part["text"])
         yield self._event("output_item.done", output_index=len(self._output) - 1, item=item)
 
     def encoded(self) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +10,7 @@ from msgspec import Meta
 from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from jaxserve.tokenizer import TEMPLATE_INPUTS
 from jaxserve.types import InvalidRequestError, NumLogprobs
+from server.call_arguments import as_object
 from server.schemas import PositiveTokens, SamplingFields
 from server.tools.choice import (
     Choice,
@@ -23,7 +23,9 @@ from server.tools.choice import (
     choose,
 )
 
+CUSTOM_INPUT = "input"  # the only parameter of a tool that takes free text
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # the roles whose content may be null
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 TemplateKwargs = Annotated[
@@ -33,53 +35,54 @@ ReasoningEffort = Annotated[str, Meta(max_length=32)]
 
 
 class Part(msgspec.Struct):
-    type: str = "text"
+    type: str | None = "text"
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(msgspec.Struct):
     name: str
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledCustomTool(msgspec.Struct):
+    name: str
+    input: str = ""
 
 
 class ToolCall(msgspec.Struct):
-    """A call that an earlier answer made; `arguments` is JSON text of an object."""
+    """A call that an earlier answer made. `arguments` is an object, or its JSON text, which may have been cut short."""
 
-    function: CalledFunction
-    id: str = ""
-    type: str = "function"
+    function: CalledFunction | None = None
+    id: str | None = None
+    type: str | None = "function"
+    custom: CalledCustomTool | None = None
 
     def to_template(self, where: str) -> dict[str, Any]:
         """Templates get the arguments as an object."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise InvalidRequestError(
-                f"{where}: the arguments of {self.function.name[:64]!r} must be a JSON object as text", "messages"
-            )
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        if self.function is not None:
+            given = self.function.arguments
+            arguments = as_object(given or "") if isinstance(given, str | None) else given
+            function = {"name": self.function.name, "arguments": arguments}
+        elif self.custom is not None:
+            function = {"name": self.custom.name, "arguments": {CUSTOM_INPUT: self.custom.input}}
+        else:
+            raise InvalidRequestError(f"{where}: a tool call must have a function", "messages")
+        return {"id": self.id or "", "type": "function", "function": function}
 
 
 class Message(msgspec.Struct):
+    """A message of a history. Whatever an answer of this server can be is accepted."""
+
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
     function_call: CalledFunction | None = None
-
-    def modern(self) -> Message:
-        """The same with tool calls in place of `function_call` and role "function", which clients used before them."""
-        if self.role == "function":
-            return msgspec.structs.replace(self, role="tool")
-        if self.function_call is not None and not self.tool_calls:
-            return msgspec.structs.replace(self, tool_calls=[ToolCall(self.function_call)])
-        return self
+    tool_call_id: str | None = None
 
     def to_template(self, position: int) -> dict[str, Any]:
         """The message as a template sees it, text parts joined by newlines. Refuses what is not text."""
@@ -88,32 +91,41 @@ class Message(msgspec.Struct):
             raise InvalidRequestError(f"{where}.role must have 1 to 64 characters", "messages")
         if self.content is None and self.role not in _MAY_BE_EMPTY:
             raise InvalidRequestError(f"{where}.content is missing", "messages")
-        message: dict[str, Any] = {"role": self.role, "content": self.text(where)}
+        role = "tool" if self.role == "function" else self.role  # the older name of the same role
+        message: dict[str, Any] = {"role": role, "content": self.text(where)}
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
-        if self.tool_calls:
-            if self.role != "assistant" or len(self.tool_calls) > MAX_CALLS:
+        calls = self.tool_calls or ([ToolCall(self.function_call)] if self.function_call else [])
+        if calls:
+            if role != "assistant" or len(calls) > MAX_CALLS:
                 raise InvalidRequestError(
                     f"{where}: only a message of role assistant may hold tool_calls, and at most {MAX_CALLS}",
                     "messages",
                 )
-            message["tool_calls"] = [call.to_template(where) for call in self.tool_calls]
+            message["tool_calls"] = [call.to_template(where) for call in calls]
         if (reasoning := self.reasoning or self.reasoning_content) is not None:
             message["reasoning_content"] = reasoning
         return message
 
     def text(self, where: str = "messages") -> str:
-        """The content's text parts, joined by newlines. Raises InvalidRequestError for a part of another type."""
+        """The content's text parts, joined by newlines; a refusal is text as well.
+
+        Raises InvalidRequestError for a part of another type.
+        """
         if not isinstance(self.content, list):
-            return self.content or ""
+            return self.content or self.refusal or ""
+        texts = []
         for part in self.content:
-            if part.type != "text" or part.text is None:
+            text = part.text if part.type in _TEXT_PARTS else part.refusal if part.type == "refusal" else None
+            if text is None:
                 raise InvalidRequestError(
-                    f"{where} has a part of type {part.type[:64]!r}; only text is supported, no URL is ever fetched",
+                    f"{where} has a part of type {(part.type or '')[:64]!r}; only text is supported, no URL is ever "
+                    "fetched",
                     "messages",
                 )
-        return "\n".join(part.text or "" for part in self.content)
+            texts.append(text)
+        return "\n".join(texts)
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -141,7 +153,7 @@ class Conversation(msgspec.Struct, kw_only=True):
             raise InvalidRequestError(
                 "continue_final_message needs a last message of role assistant", "continue_final_message"
             )
-        return [message.modern().to_template(i) for i, message in enumerate(self.messages)]
+        return [message.to_template(i) for i, message in enumerate(self.messages)]
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         return msgspec.to_builtins(self.tools) if self.tools else None
@@ -177,6 +189,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
+    thinking_token_budget: PositiveTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     max_tokens: PositiveTokens | None = None
@@ -187,6 +200,8 @@ class ChatRequest(SamplingFields, kw_only=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs above 0 is only allowed when logprobs is true", "top_logprobs")
+        if self.thinking_token_budget is not None and ((self.n or 1) > 1 or self.use_beam_search):
+            raise InvalidRequestError("thinking_token_budget needs n to be 1, without beams", "thinking_token_budget")
         if self.tools and self.functions:
             raise InvalidRequestError("functions is the older form of tools: give one of them", "functions")
         try:

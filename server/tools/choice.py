@@ -14,7 +14,7 @@ from jaxserve.types import InvalidRequestError
 from server.tools.base import ToolParser
 from server.tools.json_scan import ValueScanner
 
-FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 _NAME = re.compile(FUNCTION_NAME)
 
 
@@ -109,7 +109,9 @@ def check_tools(tools: Sequence[Tool]) -> None:
         if tool.type != "function":
             raise InvalidRequestError(f"tools must be of type 'function', got {tool.type[:64]!r}", "tools")
         if not _NAME.fullmatch(name):
-            raise InvalidRequestError(f"a function's name must be 1 to 64 of A-Za-z0-9_.-, got {name[:80]!r}", "tools")
+            raise InvalidRequestError(
+                f"a function's name must be 1 to 128 of A-Za-z0-9_.-, got {name[:140]!r}", "tools"
+            )
         if name in seen:
             raise InvalidRequestError(f"tools has two functions named {name!r}", "tools")
         if (tool.function.parameters or {}).get("type", "object") != "object":

@@ -147,7 +147,7 @@ class CachingEngine(ParrotEngine):
 class ScriptEngine(ParrotEngine):
     """Says what stands between the last SAY( and )SAY of the prompt, and stops with an end-of-sequence token.
 
-    SAYSLOWLY( makes it take 20 ms a token.
+    SAYSLOWLY( makes it take 20 ms a token. What follows |THEN| is for a prompt in which the reasoning has been closed.
     """
 
     def __init__(self, config: EngineConfig):
@@ -160,9 +160,10 @@ class ScriptEngine(ParrotEngine):
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
-        last = prompt.rpartition(")SAY")[0]
+        last, _, answer = prompt.rpartition(")SAY")
         mark = max(last.rfind("SAY("), last.rfind("SAYSLOWLY("))
         text = last[last.index("(", mark) + 1 :] if mark >= 0 else ""
+        text = text.split("|THEN|")[-1 if "</think>" in answer else 0]
         self._script[request.request_id] = [*self._tokenizer.encode(text, add_special_tokens=False).ids, 2]
         self.step_seconds = 0.02 if "SAYSLOWLY(" in prompt else 0.0
 

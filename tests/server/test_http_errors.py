@@ -87,15 +87,11 @@ def test_bad_completion_fields(http, param, fields):
         ("messages", {"messages": [{"role": "user"}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
         ("messages", {"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]}),
-        (
-            "messages",
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        ),
+        ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
         ("logprobs", {"logprobs": 3}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f g"}}]}),
-        ("tool_choice", {"tools": [{"type": "function", "function": {"name": "f"}}]}),  # of an unknown format
         ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
         ("tool_choice", {"tool_choice": "required"}),
         ("chat_template", {"chat_template": "{{ 1 }}"}),

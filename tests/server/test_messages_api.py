@@ -93,8 +93,8 @@ def test_order_of_events(scripted):
     assert all(name == data["type"] for name, data in told)
     names = [name for name, _ in told if name != "content_block_delta"]
     block = ["content_block_start", "content_block_stop"]
-    assert names == ["message_start", *block, *block, "message_delta", "message_stop"]
-    assert told[0][1]["message"]["usage"]["output_tokens"] >= 0
+    assert names == ["message_start", "ping", *block, *block, "message_delta", "message_stop"]
+    assert told[0][1]["message"]["usage"]["output_tokens"] == 0
     open_block = None
     for name, data in told:
         if name == "content_block_start":
@@ -114,9 +114,13 @@ def test_order_of_events(scripted):
         (404, "not_found_error", {"model": "other"}),
         (400, "invalid_request_error", {"max_tokens": 0}),
         (400, "invalid_request_error", {"messages": []}),
-        (400, "invalid_request_error", {"messages": [{"role": "system", "content": "x"}]}),
+        (400, "invalid_request_error", {"messages": [{"role": "tool", "content": "x"}]}),
         (400, "invalid_request_error", {"tool_choice": {"type": "tool", "name": "f"}}),
-        (400, "invalid_request_error", {"tools": [{"name": "web", "type": "web_search_20250305"}]}),
+        (400, "invalid_request_error", {"output_format": {"type": "text"}}),
+        (400, "invalid_request_error", {"output_config": {"format": {"type": "json_schema"}}}),
+        (400, "invalid_request_error", {"thinking": {"type": "enabled", "budget_tokens": 0}}),
+        (400, "invalid_request_error", {"messages": [{"role": "user", "content": [{"type": "novelty"}]}]}),
+        (400, "invalid_request_error", {"tools": [{"name": "x" * 129}]}),
         (400, "invalid_request_error", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
         (400, "invalid_request_error", {"max_tokens": None}),
     ],

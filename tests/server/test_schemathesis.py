@@ -17,6 +17,7 @@ ENDPOINTS = [
     "POST /v1/messages/count_tokens", "POST /tokenize", "POST /detokenize", "POST /invocations", "GET /v1/models",
     "GET /load", "GET /tokenizer_info", "GET /health", "GET /v1/responses/{id}", "DELETE /v1/responses/{id}",
     "POST /v1/responses/{id}/cancel", "POST /reset_prefix_cache", "POST /profile",
+    "POST /v1/responses/input_tokens", "GET /v1/responses/{id}/input_items",
 ]  # fmt: skip
 WITH_BODIES = ENDPOINTS[:8]
 

@@ -1,0 +1,21 @@
+"""Conversations for chat templates that know only one system message, and a user and an assistant who take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same conversation with one system message at most, which comes first, and no two messages of the user's in
+    a row. A later system message becomes a part of the user's turn, between marks that say what it is.
+    """
+    turns: list[list[dict[str, Any]]] = []  # messages that become one
+    for message in messages:
+        if message["role"] == "system" and any(turn[0]["role"] != "system" for turn in turns[:2]):
+            message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        if turns and message["role"] == turns[-1][0]["role"] and message["role"] in ("system", "user"):
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [turn[0] | {"content": "\n\n".join(message["content"] for message in turn)} for turn in turns]

@@ -1,0 +1,210 @@
+"""Histories that clients send: what a server has said, and what clients make of it, is taken back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_agents import data_of
+from test_clients import MODEL, TOOL
+
+CALL_ID = "call_1"
+CALLED = {"id": CALL_ID, "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rom"}'}}
+CUSTOM = {"id": CALL_ID, "type": "custom", "custom": {"name": "x", "input": "y"}}
+USER = {"role": "user", "content": "Weather?"}
+
+
+def calling(**function) -> dict:
+    return {"role": "assistant", "content": None, "tool_calls": [CALLED | {"function": CALLED["function"] | function}]}
+
+
+class TestHistories:
+    @pytest.mark.parametrize(
+        ("message", "shown"),
+        [
+            ({"role": "assistant", "content": None}, "<|im_start|>assistant\n<|im_end|>"),
+            ({"role": "assistant", "content": None, "tool_calls": []}, "<|im_start|>assistant\n<|im_end|>"),
+            ({"role": "assistant"}, "<|im_start|>assistant\n<|im_end|>"),
+            (calling(), '{"city": "Rom"}'),
+            (calling(arguments={"city": "Rom"}), '{"city": "Rom"}'),
+            (calling(arguments='{"city": "Rom", "when": {"day": "to'), '{"city": "Rom", "when": {"day": "to"}}'),
+            (calling(arguments='{"city": "Rom", "wh'), '{"city": "Rom"}'),
+            (calling(arguments=""), '"arguments": {}}'),
+            (calling(arguments=None), '"arguments": {}}'),
+            (calling(arguments="Rom"), '{"arguments": "Rom"}'),
+            (calling(arguments='{"city": "\\ud83d"}'), '{"city": "\ufffd"}'),
+            (
+                {"role": "assistant", "tool_calls": [CUSTOM]},
+                '{"name": "x", "arguments": {"input": "y"}}',
+            ),
+            ({"role": "assistant", "content": None, "function_call": CALLED["function"]}, '{"city": "Rom"}'),
+            ({"role": "function", "name": "get_weather", "content": "rain"}, "<|im_start|>tool\nrain"),
+            ({"role": "tool", "tool_call_id": CALL_ID, "content": [{"type": "text", "text": "rain"}]}, "rain"),
+            ({"role": "tool", "tool_call_id": CALL_ID, "content": None}, "<|im_start|>tool\n<|im_end|>"),
+            ({"role": "assistant", "content": None, "refusal": "I will not."}, "I will not."),
+            ({"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
+            ({"role": "assistant", "content": [{"type": "output_text", "text": "Sun."}]}, "Sun."),
+            ({"role": "developer", "content": "Be brief.", "name": None}, "<|im_start|>system\nBe brief."),
+        ],
+    )  # fmt: skip
+    def test_it_is_taken_back(self, parrot, message, shown):
+        nulls = dict.fromkeys(["refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning"])
+        with parrot.http() as http:
+            body = {"model": MODEL, "messages": [USER, nulls | message, USER], "tools": [TOOL], "max_tokens": 1}
+            assert http.post("/v1/chat/completions", json=body).status_code == 200
+            ids = http.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+            assert shown in http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+
+    @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+    def test_reasoning(self, scripted, field):
+        messages = [USER, {"role": "assistant", "content": None, field: "Hm."}, USER]
+        with scripted.http() as http:
+            ids = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+            assert "<think>Hm.</think>" in http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            {"role": "user", "content": None},
+            {"role": "system"},
+            {"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            {"role": "assistant", "tool_calls": [{"id": "c"}]},
+            {"role": "user", "content": "x", "tool_calls": [CALLED]},
+        ],
+    )
+    def test_what_stays_refused(self, parrot, message):
+        body = {"model": MODEL, "messages": [USER, message, USER], "max_tokens": 1}
+        response = parrot.http().post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+
+
+# As Qwen 3.5 and Mistral have it: one system message, user and assistant by turns.
+STRICT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}"
+    "{% if m.role == 'user' and (loop.previtem or {}).role == 'user' %}{{ raise_exception('user twice') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+FORGETFUL_TEMPLATE = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [STRICT_TEMPLATE, FORGETFUL_TEMPLATE])
+def test_templates_that_know_one_system_message(template):
+    """Coding agents send several system messages, some of them late, and several of the user's in a row."""
+    import tokenizers_for_tests as kinds
+
+    from server.conversation import encode_chat
+    from server.messages import Ready
+    from server.schemas_chat import Conversation, Message
+
+    tokenizer = kinds.byte_level(template)
+    turns = [
+        ("system", "A."),
+        ("developer", "B."),
+        ("user", "C."),
+        ("user", "D."),
+        ("assistant", "E."),
+        ("system", "F."),
+    ]
+    conversation = Conversation(messages=[Message(role, text) for role, text in turns])
+    sizes = {"vocab_size": 1000, "max_model_len": 1000, "page_size": 16, "max_num_seqs": 1}
+    info = Ready(model_folder="", dtype="", eos_token_ids=(0,), **sizes)
+    text = tokenizer.decode(encode_chat(tokenizer, info, conversation))
+    assert text == "[system]A.\n\nB.[user]C.\n\nD.[assistant]E.[user]<system>\nF.\n</system>"
+
+
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "K\\u00f6ln", "n": [1, {"x": null}]}}</tool_call>'
+FRAGMENTS = st.sampled_from(
+    [
+        "Text. ", " \n", "<think>", "</think>", "Hm. ", CALL, "<tool_call>", "</tool_call>", "\ufffd😀",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}</tool_call>',
+        '<tool_call>{"name": "get_weather", "arguments": {"city": Rom,}}</tool_call>',
+        '<tool_call>{"name": "unheard of", "arguments": {}}</tool_call>', '{"city": "Rom"}', '{"city": "Ro',
+        '[{"name": "get_weather", "parameters": {"city": "Rom"}}',
+    ]
+)  # fmt: skip
+ANSWERS = st.builds(
+    lambda parts, cut: "".join(parts)[: cut or None], st.lists(FRAGMENTS, min_size=0, max_size=5), st.integers(0, 200)
+)
+SCHEMA = TOOL["function"]["parameters"]
+
+
+def chat_turn(server, question: dict, stream: bool, forced: bool, most: int) -> dict:
+    """Asks, and returns the fields of the request that goes on from the answer, as a client puts it together."""
+    request = {"model": MODEL, "tools": [TOOL], "tool_choice": "required" if forced else "auto", "max_tokens": most}
+    with server.http() as http:
+        if stream:
+            body = {**request, "messages": [question], "stream": True}
+            with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                answer = put_together(data_of(response.iter_lines()))
+        else:
+            response = http.post("/v1/chat/completions", json={**request, "messages": [question]})
+            answer = response.json()["choices"][0]["message"]
+    ids = [call["id"] for call in answer.get("tool_calls") or []]
+    return request | {
+        "messages": [question, answer, *({"role": "tool", "tool_call_id": i, "content": ""} for i in ids)]
+    }
+
+
+def put_together(chunks) -> dict:
+    message: dict = {"role": "assistant", "content": "", "reasoning": None, "tool_calls": []}
+    for chunk in chunks:
+        delta = chunk["choices"][0]["delta"]
+        message["content"] += delta.get("content") or ""
+        message["reasoning"] = (message["reasoning"] or "") + delta.get("reasoning", "")
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({**call, "function": call["function"] | {"arguments": ""}})
+            message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+def response_turn(server, question: dict, stream: bool, forced: bool, most: int) -> dict:
+    tools = [{"type": "function", **TOOL["function"]}]
+    request = {"tools": tools, "tool_choice": "required" if forced else "auto", "max_output_tokens": most}
+    answer = server.openai().responses.create(model=MODEL, input=[question], stream=stream, **request)
+    output = [event.item for event in answer if event.type == "response.output_item.done"] if stream else answer.output
+    items = [item.model_dump() for item in output]
+    ids = [item["call_id"] for item in items if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": name, "output": ""} for name in ids]
+    return request | {"input": [question, *items, *results]}
+
+
+def message_turn(server, question: dict, stream: bool, forced: bool, most: int) -> dict:
+    tools = [{"name": "get_weather", "input_schema": SCHEMA}]
+    request = {"tools": tools, "tool_choice": {"type": "any" if forced else "auto"}, "max_tokens": most}
+    ask = server.anthropic().messages
+    if stream:
+        with ask.stream(model=MODEL, messages=[question], **request) as events:
+            answer = events.get_final_message()
+    else:
+        answer = ask.create(model=MODEL, messages=[question], **request)
+    blocks = [block.model_dump() for block in answer.content]
+    ids = [block["id"] for block in blocks if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": name, "content": ""} for name in ids]
+    turns = [question, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    return request | {"messages": turns}
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": ("messages", chat_turn),
+    "/v1/responses": ("input", response_turn),
+    "/v1/messages": ("messages", message_turn),
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@settings(max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(text=ANSWERS, stream=st.booleans(), forced=st.booleans(), most=st.sampled_from([5, 30, 500]))
+def test_the_server_takes_back_what_it_says(scripted, endpoint, text, stream, forced, most):
+    """Every answer, whole or put together from a stream, with all its nulls, may stand in the next request."""
+    field, turn = ENDPOINTS[endpoint]
+    request = turn(scripted, {"role": "user", "content": f"SAY({text})SAY"}, stream, forced, most)
+    request[field].append({"role": "user", "content": "SAY(Done.)SAY"})
+    with scripted.http() as http:
+        answer = http.post(endpoint, json={"model": MODEL, **request})
+    assert answer.status_code == 200, (text, answer.text, request[field])
