@@ -17,6 +17,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxserve.block_manager import common_prefix
 from jaxserve.logprobs import read_scores
 from jaxserve.running import Notable
 from jaxserve.scheduler import Scheduler
@@ -142,31 +143,26 @@ class Beams:
 
     def _rearrange(self, group: Group, going: list[tuple[int, Hypothesis]]) -> None:
         """Gives each continuation a slot, its parent's where that is not taken, and its parent's pages."""
-        scheduler, parents = self._scheduler, group.seqs
-        running, blocks = scheduler.running, scheduler.blocks
-        length = int(running.known[parents[0].slot])
-        pages, tokens = [seq.pages for seq in parents], [running.tokens[seq.slot, :length].copy() for seq in parents]
+        scheduler, running, parents = self._scheduler, self._scheduler.running, group.seqs
+        length, prompt_len = int(running.known[parents[0].slot]), group.first.prompt_len
         heirs = {place: at for at, (place, _) in reversed(list(enumerate(going)))}  # the first of each parent
         spare = [seq for place, seq in enumerate(parents) if place not in heirs]
         group.seqs = []
-        for at, (place, _) in enumerate(going):
-            if heirs[place] != at:
-                blocks.share(pages[place])
         for at, (place, hypothesis) in enumerate(going):
-            token = hypothesis.entries[-1].token_id
+            token, parent = hypothesis.entries[-1].token_id, parents[place]
+            output = running.tokens[parent.slot, prompt_len:length]
             if heirs[place] == at:
-                seq = parents[place]
+                seq = parent
             elif spare:
                 seq = spare.pop()
-                blocks.free(seq.pages)
-                seq.pages = pages[place].copy()
-                seq.forget_hashes()
-                running.tokens[seq.slot, :length] = tokens[place]
-                running.show_pages(seq, 0)
+                self._take_over(seq, parent.pages)
+                running.tokens[seq.slot, prompt_len:length] = output
             else:
-                seq = parents[place].fork(1 + max(seq.index for seq in parents + group.seqs), 0)
-                seq.tokens = [*tokens[place].tolist(), token]
-                scheduler.adopt(seq, pages[place].copy(), length)
+                index = 1 + max(seq.index for seq in parents + group.seqs)
+                seq = parent.fork(index, 0, running.page_size)
+                seq.tokens = np.concatenate([seq.tokens, output, np.asarray([token], np.int32)])
+                scheduler.blocks.share(parent.pages)
+                scheduler.adopt(seq, parent.pages.copy(), length, like=parent.slot)
             group.seqs.append(seq)
             if seq.slot >= 0:
                 running.tokens[seq.slot, length] = token
@@ -176,6 +172,18 @@ class Beams:
             scheduler.abort(seq.request_id, seq.index)
         group.beams = [hypothesis for _, hypothesis in going]
         group.drawn = {}
+
+    def _take_over(self, seq: Sequence, pages: list[int]) -> None:
+        """Gives a running sequence the pages of another; mostly the first of them are its own already."""
+        scheduler = self._scheduler
+        running, blocks = scheduler.running, scheduler.blocks
+        kept = common_prefix(seq.pages, pages)
+        blocks.share(pages[kept:])
+        blocks.free(seq.pages[kept:])
+        seq.pages[kept:] = pages[kept:]
+        seq.keep_hashes(kept)
+        running.num_registered[seq.slot] = min(running.num_registered[seq.slot], kept)
+        running.show_pages(seq, kept)
 
     def _updates(self, group: Group) -> list[SequenceUpdate]:
         """The outputs of a search that is over, the best first."""

@@ -7,6 +7,9 @@ Every page but the null page is in exactly one of three states:
   in use      referred to by one or more sequences
 
 A page in the prefix cache, or shared, is immutable: whoever would write to it gets a copy (`make_writable`).
+
+The hashes of what a sequence generated are computed when somebody asks for that text (`register_lazily`): hundreds of
+sequences may end at once, and few are continued.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
@@ -35,6 +39,28 @@ def page_hash(parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
     return hashlib.sha256(parent + np.asarray(tokens, np.int32).tobytes()).digest()
 
 
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """How many of the first pages are the same. Compares slices, which for thousands of pages takes microseconds."""
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        middle = (same + most + 1) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
+
+
+@dataclass(eq=False)
+class Tail:
+    """Pages in the prefix cache whose hashes are not computed yet: they follow the page with the hash `parent`."""
+
+    parent: bytes
+    tokens: np.ndarray  # int32, of `pages`
+    pages: list[int]
+    num_kept: int  # of the pages; the others were evicted, or belong to another tail
+
+
 class BlockManager:
     """Allocates the pages 1 .. num_pages - 1; page 0 is the null page."""
 
@@ -45,8 +71,10 @@ class BlockManager:
         self._refs = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low pages first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._hash_of: dict[int, bytes] = {}
+        self._hash_of: dict[int, bytes | Tail] = {}
         self._page_of: dict[bytes, int] = {}
+        self._tails: dict[bytes, dict[Tail, None]] = {}  # by parent
+        self.generation = 0  # another after all by which a prefix could be found longer, or need fewer pages
 
     @property
     def capacity(self) -> int:
@@ -90,26 +118,35 @@ class BlockManager:
 
     def _evict(self) -> int:
         page, _ = self._evictable.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
+        key = self._hash_of.pop(page)
+        if isinstance(key, Tail):
+            key.num_kept -= 1
+            if not key.num_kept:
+                self._remove(key)
+        else:
+            del self._page_of[key]
         return page
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Adds an owner to pages that are in use or evictable."""
+    def share(self, pages: Iterable[int], owners: int = 1) -> None:
+        """Adds owners to pages that are in use or evictable."""
         for page in pages:
             if self._refs[page] == 0:
                 del self._evictable[page]
-            self._refs[page] += 1
+                self.generation += 1
+            self._refs[page] += owners
 
     def free(self, pages: Sequence[int]) -> None:
         """Takes one owner away. Of a sequence's pages the last are evicted first: a prefix is useful to more."""
+        refs, hash_of, evictable, free = self._refs, self._hash_of, self._evictable, self._free
         for page in reversed(pages):
-            assert self._refs[page] > 0, f"page {page} freed twice"
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
-                if page in self._hash_of:
-                    self._evictable[page] = None
+            owners = refs[page] = refs[page] - 1
+            if owners == 0:
+                if page in hash_of:
+                    evictable[page] = None
                 else:
-                    self._free.append(page)
+                    free.append(page)
+            else:
+                assert owners > 0, f"page {page} freed twice"
 
     def is_writable(self, page: int) -> bool:
         return self._refs[page] == 1 and page not in self._hash_of
@@ -123,14 +160,18 @@ class BlockManager:
         self.free([old])
         return old, new
 
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Cached pages of the longest prefix with these page hashes. They are not owned yet: `share` them at once."""
-        pages = []
+    def match(self, root: bytes, hashes: Iterable[bytes]) -> list[int]:
+        """Cached pages of the longest prefix with these page hashes, of a chain that starts from `root`; takes as many
+        of the hashes as it needs. The pages are not owned yet: `share` them at once."""
+        pages, parent = [], root
         for key in hashes:
+            if key not in self._page_of and parent in self._tails:
+                self._hash_tails(parent)
             page = self._page_of.get(key)
             if page is None:
                 break
             pages.append(page)
+            parent = key
         return pages
 
     def count_evictable(self, pages: Iterable[int]) -> int:
@@ -142,13 +183,44 @@ class BlockManager:
         if self.prefix_caching and key not in self._page_of and page not in self._hash_of:
             self._page_of[key] = page
             self._hash_of[page] = key
+            self.generation += 1
+
+    def register_lazily(self, pages: Sequence[int], parent: bytes, tokens: np.ndarray) -> None:
+        """Puts full pages, in use, into the prefix cache, without computing their hashes yet. They hold `tokens`, int32
+        [pages * page_size], and follow the page with the hash `parent`."""
+        new = [page for page in pages if page not in self._hash_of]
+        if self.prefix_caching and new:
+            tail = Tail(parent, tokens, list(pages), len(new))
+            self._hash_of.update(dict.fromkeys(new, tail))
+            self._tails.setdefault(parent, {})[tail] = None
+            self.generation += 1
+
+    def _hash_tails(self, parent: bytes) -> None:
+        """Computes the hash of the first page of every tail with this parent; the others then follow that page."""
+        for tail in self._tails.pop(parent):
+            page, key = tail.pages.pop(0), page_hash(parent, tail.tokens[: self.page_size])
+            if self._hash_of.get(page) is tail:
+                tail.num_kept -= 1
+                del self._hash_of[page]
+                self.register(page, key)
+                if page in self._evictable and page not in self._hash_of:  # another page with its content is found
+                    del self._evictable[page]
+                    self._free.append(page)
+            if tail.num_kept:
+                tail.parent, tail.tokens = key, tail.tokens[self.page_size :]
+                self._tails.setdefault(key, {})[tail] = None
+
+    def _remove(self, tail: Tail) -> None:
+        siblings = self._tails[tail.parent]
+        del siblings[tail]
+        if not siblings:
+            del self._tails[tail.parent]
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content; pages in use stay with their owners."""
         self._free.extend(self._evictable)
-        self._evictable.clear()
-        self._hash_of.clear()
-        self._page_of.clear()
+        for forgotten in (self._evictable, self._hash_of, self._page_of, self._tails):
+            forgotten.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]] = ()) -> None:
         """Asserts the invariants; `owners` are the page lists of all sequences."""
@@ -163,4 +235,9 @@ class BlockManager:
         assert {page: self._refs[page] for page in in_use} == dict(owned), "reference counts differ from the owners"
         assert evictable <= set(self._hash_of), "an evictable page has no hash"
         assert not free & set(self._hash_of), "a free page is still in the prefix cache"
-        assert {key: page for page, key in self._hash_of.items()} == self._page_of
+        hashed = {key: page for page, key in self._hash_of.items() if not isinstance(key, Tail)}
+        assert hashed == self._page_of
+        kept = Counter(key for key in self._hash_of.values() if isinstance(key, Tail))
+        tails = [tail for siblings in self._tails.values() for tail in siblings]
+        assert all(tail.parent == parent for parent, siblings in self._tails.items() for tail in siblings)
+        assert kept == {tail: tail.num_kept for tail in tails}, "a tail is lost, or kept for nothing"

@@ -28,6 +28,7 @@ from jaxserve.logprobs import PromptScores, read_rows
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
+from jaxserve.pace import Pace
 from jaxserve.pool import PoolSnapshot, pool_snapshot
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Notable, StepPlan
@@ -91,10 +92,8 @@ class Engine:
         goal = config.latency_goal_ms
         if goal is None:
             goal = CPU_LATENCY_GOAL_MS if on_cpu else LATENCY_GOAL_MS
-        self._latency_goal = goal / 1000
+        self.pace = Pace(goal / 1000)
         self._arrivals = 0
-        self._step_seconds = 1.0  # of late, per token of a row
-        self._last_arrival = 0.0  # when a step's tokens came
         self._seeds = np.random.default_rng(config.seed)
 
     @classmethod
@@ -235,6 +234,7 @@ class Engine:
         before: its tokens come back with the next call.
         """
         self.timeline.begin_step()
+        self.pace.begin()
         compiled = []
         if len(self.structured):
             busy = self.scheduler.has_work or self.flights
@@ -253,6 +253,7 @@ class Engine:
             if plan is None or not self.config.async_scheduling:
                 output.extend(self._land())
         output.updates += compiled
+        self.pace.end()
         self.timeline.end_step()
         return output
 
@@ -264,24 +265,21 @@ class Engine:
             return self.commit(flight, tokens)
 
     def _steps_per_call(self) -> int:
-        """How many tokens a row may draw in the next call: few enough that clients see them, and newcomers begin,
-        within the latency goal; four times the goal where nobody watches."""
-        if not self.shapes[0].decode_only:
-            return 1
-        goal = self._latency_goal * (1 if self.scheduler.num_streaming else 4)
-        return max(1, min(self.config.decode_steps, int(goal / self._step_seconds)))
+        """How many tokens a row may draw in the next call."""
+        scheduler, most = self.scheduler, self.config.decode_steps if self.shapes[0].decode_only else 1
+        return self.pace.steps(most, watched=scheduler.num_streaming > 0, holds_up=scheduler.holds_up)
 
     def dispatch(self, plan: StepPlan) -> Flight:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
         flight = Flight([], [], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
-        updates, running = plan.table_updates, self.scheduler.running
+        copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
         for batch in split(plan.rows, self.shapes):
             room = batch.shape.table_updates
-            self.runner.update_tables(updates[:, room:])
+            self.runner.update_tables(copies, updates[:, room:])
             drawn, hidden = self.runner.step(batch.shape, pack(batch, running, updates[:, :room]))
-            updates = updates[:, :0]  # the first batch took them all
+            copies, updates = [], updates[:, :0]  # the first batch took them all
             drawn.tokens.copy_to_host_async()
             flight.rows.append(batch.rows)
             flight.drawn.append(drawn)
@@ -304,12 +302,9 @@ class Engine:
 
     def wait(self, flight: Flight) -> list[np.ndarray]:
         """A step's tokens, of each of its batches; waits until they are here."""
+        asked = time.perf_counter()
         tokens = flight.tokens()
-        now = time.perf_counter()
-        seconds = now - max(flight.dispatched, self._last_arrival)  # it began when the step before ended, or later
-        self.timeline.seconds["device"].observe(seconds)
-        self._step_seconds += 0.3 * (seconds / flight.steps - self._step_seconds)
-        self._last_arrival = now
+        self.timeline.seconds["device"].observe(self.pace.arrived(asked, flight.dispatched, flight.steps))
         return tokens
 
     def commit(self, flight: Flight, tokens: list[np.ndarray]) -> StepOutput:
@@ -327,7 +322,7 @@ class Engine:
                     self._annotate(one, drawn.scores)
             output.extend(part)
         output.updates += self.beams.advance(self.counters)
-        self.counters.generation_tokens += flight.steps * len(output.tokens)
+        self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
 
     def _annotate(self, notable: Notable, scores: jax.Array) -> None:

@@ -54,7 +54,7 @@ class PromptScores:
             first, end = max(start, seq.num_scored), min(end, seq.prompt_len - 1)
             if first >= end:
                 continue
-            parts.append((seq, seq.tokens[first + 1 : end + 1]))
+            parts.append((seq, seq.tokens[first + 1 : end + 1].tolist()))
             places.append(np.arange(first, end, dtype=np.int32) + (int(rows.count[:i].sum()) - start))
             seq.num_scored = end
         if not parts:

@@ -39,6 +39,7 @@ from jaxserve.steps import StepShape
 log = logging.getLogger(__name__)
 
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
+TABLE_COPIES = 31  # and rows of it that are copied
 
 
 class ModelRunner:
@@ -117,7 +118,7 @@ class ModelRunner:
             some = some + [padding_slot(self.num_slots)] * (SLOTS_PER_CALL - len(some))
             self.slots = self._get("set_slots")(self.slots, np.stack(some))
 
-    def count_tokens(self, penalty_row: int, tokens: list[int], prompt_len: int) -> None:
+    def count_tokens(self, penalty_row: int, tokens: np.ndarray, prompt_len: int) -> None:
         """Counts a sequence's tokens in its penalty row; the first `prompt_len` are its prompt."""
         for at in range(0, len(tokens), TOKENS_PER_CALL):
             some = tokens[at : at + TOKENS_PER_CALL]
@@ -140,14 +141,17 @@ class ModelRunner:
             drawn.append(one)
         return drawn
 
-    def update_tables(self, updates: np.ndarray) -> None:
-        """Writes block-table entries, int32 [3, any] of (slot, index, page)."""
-        for at in range(0, updates.shape[1], TABLE_UPDATES):
-            packed = np.zeros((3, TABLE_UPDATES), np.int32)
+    def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
+        """Copies rows of the block table, (source, target) slots one after the other, then writes entries of it, int32
+        [3, any] of (slot, index, page)."""
+        calls = [(copies[at : at + TABLE_COPIES], entries[:, :0]) for at in range(0, len(copies), TABLE_COPIES)]
+        calls += [([], entries[:, at : at + TABLE_UPDATES]) for at in range(0, entries.shape[1], TABLE_UPDATES)]
+        for rows, some in calls:
+            packed_rows, packed = np.zeros((1 + TABLE_COPIES, 2), np.int32), np.zeros((3, TABLE_UPDATES), np.int32)
+            packed_rows[0], packed_rows[1 : 1 + len(rows)] = len(rows), np.reshape(rows, (-1, 2))
             packed[0] = self.num_slots
-            some = updates[:, at : at + TABLE_UPDATES]
             packed[:, : some.shape[1]] = some
-            self.slots = self._get("update_tables")(self.slots, packed)
+            self.slots = self._get("update_tables")(self.slots, packed_rows, packed)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copies pages, (source, target) each, before the next step writes."""
@@ -254,7 +258,11 @@ class ModelRunner:
         functions: dict[str, tuple[Callable, tuple, Any]] = {
             "set_slots": (set_slots, (slots, host(SLOTS_PER_CALL, SLOT_WORDS)), everywhere),
             "count_tokens": (count_tokens, (slots, host(3 + TOKENS_PER_CALL)), everywhere),
-            "update_tables": (steps.update_tables, (slots, host(3, TABLE_UPDATES)), everywhere),
+            "update_tables": (
+                steps.update_tables,
+                (slots, host(1 + TABLE_COPIES, 2), host(3, TABLE_UPDATES)),
+                everywhere,
+            ),
             "copy_pages": (
                 partial(copy_pages, layers=self.layout.num_layers),
                 (cache, host(COPIES), host(COPIES)),

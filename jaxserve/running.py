@@ -3,7 +3,7 @@ operations (host side; the devices' share of a slot is in `slots`)."""
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -76,12 +76,14 @@ class StepPlan:
       rows: those that decode first.
       copies: pages to copy, (source, target) each.
       placed: sequences whose slots are to be filled.
+      table_copies: rows of the block table to copy before that, one after the other, (source, target) slots each.
       table_updates: int32 [3, any], block-table entries that are new: (slot, index, page).
     """
 
     rows: Rows
     copies: list[tuple[int, int]]
     placed: list[Sequence]
+    table_copies: list[tuple[int, int]]
     table_updates: np.ndarray
 
 
@@ -107,6 +109,7 @@ class Lineup:
     one: np.ndarray
     none: np.ndarray  # bool [sequences]
     stop_ids: np.ndarray  # int32 [sequences, most]
+    draws_singly: np.ndarray  # bool [sequences]: what it draws next depends on what the host makes of its last token
     any_masked: bool
     any_beams: bool
 
@@ -138,9 +141,10 @@ class Running:
         self.beams = np.zeros(max_num_seqs, bool)
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
-        # What the device has not been told yet: who is new in a slot, and entries of block tables, int32 [3, any] of
-        # (slot, index, page), of which the last for a place counts.
+        # What the device has not been told yet: who is new in a slot; rows of the block table to copy from one slot to
+        # another; then entries of it, int32 [3, any] of (slot, index, page), of which the last for a place counts.
         self.newcomers: list[Sequence] = []
+        self.table_copies: list[tuple[int, int]] = []
         self.table_entries: list[np.ndarray] = []
         self.sharers: set[Sequence] = set()  # the page that they write to next may have other owners
         self.notables: set[Sequence] = set()  # their next update says more than its tokens
@@ -164,9 +168,9 @@ class Running:
     def last(self) -> Sequence:
         return self._ordered[-1]
 
-    def has_place_for(self, seq: Sequence) -> bool:
-        """Whether a slot is free, and a penalty row where the sequence needs one."""
-        return bool(self._free) and (bool(self._free_penalty_rows) or not seq.params.has_penalties)
+    def num_places_for(self, seq: Sequence) -> int:
+        """How many like this sequence find a free slot, and a penalty row where they need one."""
+        return min(len(self._free), len(self._free_penalty_rows)) if seq.params.has_penalties else len(self._free)
 
     @property
     def lineup(self) -> Lineup:
@@ -184,13 +188,15 @@ class Running:
                 np.ones(len(seqs), np.int32),
                 np.zeros(len(seqs), bool),
                 self.stop_ids[slot, : self.most_stops],
+                self.masked[slot] | self.beams[slot],
                 bool(self.masked[slot].any()),
                 bool(self.beams[slot].any()),
             )
         return self._lineup
 
-    def place(self, seq: Sequence, computed: int) -> None:
-        """Gives a slot to a sequence whose pages hold the keys and values of `computed` tokens."""
+    def place(self, seq: Sequence, computed: int, like: int = NO_SLOT) -> None:
+        """Gives a slot to a sequence whose pages hold the keys and values of `computed` tokens. Its pages are the first
+        of those in the slot `like`, if that is given."""
         slot = seq.slot = self._free.pop()
         seq.penalty_row = self._free_penalty_rows.pop() if seq.params.has_penalties else NO_PENALTY_ROW
         seq.status = Status.RUNNING
@@ -200,7 +206,10 @@ class Running:
         self.computed[slot] = computed
         self.known[slot] = self.total[slot] = len(seq.tokens)
         self.limit[slot] = seq.prompt_len + seq.max_tokens
-        self.show_pages(seq, 0)
+        if like == NO_SLOT:
+            self.show_pages(seq, 0)
+        else:
+            self.copy_pages(seq, like)
         self.num_registered[slot] = computed // self.page_size
         self.scored_until[slot] = seq.prompt_len - 1 if seq.scores_prompt else 0
         self.stop_ids[slot] = NO_TOKEN
@@ -220,6 +229,14 @@ class Running:
             columns = np.full(count - first, seq.slot), np.arange(first, count), seq.pages[first:]
             self.table_entries.append(np.asarray(columns, np.int32))
 
+    def copy_pages(self, seq: Sequence, source: int) -> None:
+        """Takes note that the pages of a sequence, which is new in its slot, are the first of those in `source`."""
+        if any((some[0] == source).any() for some in self.table_entries):  # these would come too late for the copy
+            self.show_pages(seq, 0)
+            return
+        self.num_pages[seq.slot] = len(seq.pages)
+        self.table_copies.append((source, seq.slot))
+
     def add_pages(self, seqs: list[Sequence], slot: np.ndarray, count: np.ndarray, pages: list[int]) -> None:
         """Gives sequences, of these slots, `count` [sequences] of the pages each, one after the other."""
         taken = iter(pages)
@@ -229,16 +246,18 @@ class Running:
         self.num_pages[slot] += count
         self.table_entries.append(np.asarray((np.repeat(slot, count), index, pages), np.int32))
 
-    def take_news(self) -> tuple[list[Sequence], np.ndarray]:
-        """What the device has not been told yet, which it will be now: the newcomers, and new entries of block
-        tables, int32 [3, any] (slot, index, page)."""
-        placed, entries = self.newcomers, self.table_entries
-        self.newcomers, self.table_entries = [], []
-        if len(entries) == 1:  # mostly: no place twice
-            return placed, entries[0]
-        page_of = {(slot, index): page for some in entries for slot, index, page in some.T.tolist()}
-        rows = [(*place, page) for place, page in page_of.items()]
-        return placed, np.asarray(rows, np.int32).reshape(-1, 3).T
+    def take_news(self) -> tuple[list[Sequence], list[tuple[int, int]], np.ndarray]:
+        """What the device has not been told yet, which it will be now: the newcomers, copies of rows of the block
+        table, and new entries of it, int32 [3, any] (slot, index, page), no place twice."""
+        placed, copies, entries = self.newcomers, self.table_copies, self.table_entries
+        self.newcomers, self.table_copies, self.table_entries = [], [], []
+        if len(entries) == 1:  # mostly
+            return placed, copies, entries[0]
+        if not entries:
+            return placed, copies, np.empty((3, 0), np.int32)
+        joined = np.concatenate(entries, axis=1)[:, ::-1]  # the last first
+        _, first = np.unique(joined[0].astype(np.int64) << 32 | joined[1], return_index=True)
+        return placed, copies, joined[:, first]
 
     def append(self, slot: np.ndarray, tokens: np.ndarray, drawn: np.ndarray | int) -> None:
         """Takes in the first `drawn` of tokens [slots, any] that sequences have drawn."""
@@ -250,9 +269,9 @@ class Running:
     def displace(self, seq: Sequence) -> None:
         """Takes the slot away; what steps in flight draw is owed to the sequence."""
         slot, seq.slot = seq.slot, NO_SLOT
-        seq.tokens = self.tokens[slot, : self.known[slot]].tolist()
+        seq.tokens = self.tokens[slot, : self.known[slot]].copy()
         seq.owed = int(self.total[slot] - self.known[slot])
-        self._ordered.remove(seq)
+        del self._ordered[bisect_left(self._ordered, seq.order, key=lambda s: s.order)]
         self._lineup = None
         self.tenure[slot] += 1
         self._free.append(slot)

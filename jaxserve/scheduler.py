@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 from jaxserve.block_manager import BlockManager
+from jaxserve.prefixes import Prefixes
 from jaxserve.running import Notable, Rows, Running, StepPlan
 from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
 from jaxserve.types import SequenceUpdate, StepOutput
@@ -35,6 +36,7 @@ class Scheduler:
         penalty_rows: int | None = None,
     ):
         self.blocks = blocks
+        self._prefixes = Prefixes(blocks)
         self._prefill_chunk = prefill_chunk
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
         self.running = Running(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)
@@ -51,6 +53,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether somebody would go on sooner if those that run drew one token a step."""
+        lineup = self.running.lineup
+        return bool(lineup.seqs and (self.waiting or lineup.any_masked or lineup.any_beams))
 
     @property
     def has_work(self) -> bool:
@@ -83,7 +91,8 @@ class Scheduler:
     def _displace(self, seq: Sequence) -> None:
         """Takes pages and slot from a running sequence; what it generated may be the prefix of a later prompt."""
         running = self.running  # the last token was drawn, but its keys and values may not be written
-        self._register(seq, min(int(running.computed[seq.slot]), int(running.known[seq.slot]) - 1))
+        computed = min(int(running.computed[seq.slot]), int(running.known[seq.slot]) - 1)
+        self._prefixes.register(running, seq, computed, lazily=True)
         running.displace(seq)
         self.blocks.free(seq.pages)
         seq.pages = []
@@ -118,10 +127,11 @@ class Scheduler:
     # Schedule
 
     def schedule(self, steps: int = 1) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
-        draw up to `steps` tokens."""
+        """The next step, or None when nothing can be computed now. Where all rows decode and no newcomer can begin,
+        each may draw up to `steps` tokens; those draw one that need the host in between (`Lineup.draws_singly`)."""
         running, preemptions = self.running, self.num_preemptions
-        steps = 1 if self.waiting or running.lineup.any_masked or running.lineup.any_beams else steps
+        if steps > 1 and self.waiting and (self._next_admissible() or self.waiting.peek().owed):
+            steps = 1
         while True:
             rows = self._choose(steps)
             growing, missing = self._growth(rows)
@@ -140,9 +150,11 @@ class Scheduler:
         if self.waiting and self.num_preemptions == preemptions:
             decodes = int(np.count_nonzero(rows.count == 1))
             budget = self._prompt_budget(decodes) - (int(rows.count.sum()) - decodes)
-            rows = rows.extend(self._admit_newcomers(budget))
+            if len(newcomers := self._admit_newcomers(budget)):
+                rows = rows.extend(newcomers)
         if not len(rows):
-            if self.waiting and running.lineup.any_beams and (running.known == running.total).all():
+            slot = running.lineup.slot
+            if self.waiting and running.lineup.any_beams and (running.known[slot] == running.total[slot]).all():
                 self._preempt(running.last)  # beams wait for those that found no place
                 return self.schedule(steps)
             return None
@@ -156,6 +168,8 @@ class Scheduler:
         total, start = running.total[lineup.slot], running.computed[lineup.slot]
         left, spare = total - start, lineup.limit - total
         draws = np.minimum(spare, steps)
+        if steps > 1 and (lineup.any_masked or lineup.any_beams):
+            draws[lineup.draws_singly] = np.minimum(spare, 1)[lineup.draws_singly]
         decodes = (left == 1) & (spare > 0)
         if lineup.any_beams:  # what a beam goes on with is chosen once all of them have drawn
             decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
@@ -227,7 +241,9 @@ class Scheduler:
 
     def _admit_newcomers(self, budget: int) -> Rows:
         """Places waiting sequences, in order, as long as tokens of the budget, slots and pages are left."""
-        seqs, counts, draws = [], [], []
+        seqs: list[Sequence] = []
+        counts: list[int] = []
+        draws: list[bool] = []
         while budget > 0 and (seq := self._next_admissible()):
             left = self._admit(seq, budget)
             seqs.append(seq)
@@ -238,27 +254,18 @@ class Scheduler:
 
     def _next_admissible(self) -> Sequence | None:
         """The first waiting sequence, if a slot and pages for all its known tokens are free."""
-        if not self.waiting or not self.running.has_place_for(seq := self.waiting.peek()):
+        if not self.waiting or not self.running.num_places_for(seq := self.waiting.peek()):
             return None
         if seq.owed:  # preempted with a step in flight: its last token is not known yet
             return None
-        cached = self._match(seq)
-        available = self.blocks.num_available - self.blocks.count_evictable(cached)
-        needed = self.blocks.pages_for(len(seq.tokens)) - len(cached)
-        return seq if needed + (self._watermark if len(self.running) else 0) <= available else None
-
-    def _match(self, seq: Sequence) -> list[int]:
-        """Cached pages that the sequence can start from; at least its last token is always computed."""
-        if not self.blocks.prefix_caching or seq.scores_prompt:
-            return []
-        full = (len(seq.tokens) - 1) // self.blocks.page_size
-        return self.blocks.match(seq.page_hashes(seq.tokens, full, self.blocks.page_size)[:full])
+        room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
+        return seq if self._prefixes.fits(seq, room) else None
 
     def _admit(self, seq: Sequence, budget: int) -> int:
-        """Gives the first that waits a slot, and pages for up to `budget` of the tokens that it has to compute, whose
-        number it returns."""
+        """Gives the first that waits, which was just found to fit, a slot, and pages for up to `budget` of the tokens
+        that it has to compute, whose number it returns."""
         self.waiting.pop()
-        seq.pages = self._match(seq)
+        seq.pages, seq.lookup = (seq.lookup.pages if seq.lookup else []), None
         self.blocks.share(seq.pages)
         computed = len(seq.pages) * self.blocks.page_size
         if seq.num_cached is None and seq.index == 0:
@@ -292,7 +299,7 @@ class Scheduler:
         running.append(slot[some], tokens[some], drawn[some])
         if not rows.only_decodes:
             for i in np.flatnonzero(held & (rows.count > 1)).tolist():
-                self._register(rows.seqs[i], int(rows.end[i]))
+                self._prefixes.register(running, rows.seqs[i], int(rows.end[i]))
 
         # The few rows that mean more than their tokens.
         last = tokens[np.arange(len(rows)), drawn - 1]
@@ -301,11 +308,11 @@ class Scheduler:
         ended[complete] = True
         special = ended | ~gained | np.asarray([seq in running.notables for seq in rows.seqs])
         plain = np.flatnonzero(~special)
-        seqs = [rows.seqs[i] for i in plain.tolist()]
-        output, notable = (
-            StepOutput([seq.request_id for seq in seqs], [seq.index for seq in seqs], tokens[plain].tolist(), []),
-            [],
-        )
+        seqs, ids = [rows.seqs[i] for i in plain.tolist()], tokens[plain].tolist()
+        if (drawn[plain] < tokens.shape[1]).any():
+            ids = [some[:count] for some, count in zip(ids, drawn[plain].tolist(), strict=True)]
+        output = StepOutput([seq.request_id for seq in seqs], [seq.index for seq in seqs], ids, [])
+        notable = []
         for i in np.flatnonzero(special).tolist():
             seq, ids = rows.seqs[i], tokens[i, : drawn[i]].tolist()
             ends = bool(ended[i]) and bool(ids or rows.end[i] >= seq.prompt_len)  # the latter: max_tokens is 0
@@ -330,7 +337,7 @@ class Scheduler:
             seq.owed -= draws
             if seq.params.use_beam_search:
                 return None  # draws again
-            seq.tokens += ids
+            seq.tokens = np.append(seq.tokens, np.asarray(ids, np.int32))
             seq.advance(ids)
             ended = bool(ids) and seq.finish_reason is not None
             is_first = seq.num_outputs == len(ids)
@@ -347,35 +354,30 @@ class Scheduler:
         reason = seq.finish_reason if ended else None
         return Notable(SequenceUpdate(seq.request_id, seq.index, ids, reason), seq, row, bool(is_first))
 
-    def _register(self, seq: Sequence, computed: int) -> None:
-        """Offers a running sequence's pages, of which `computed` tokens are in the cache, to the prefix cache."""
-        if not self.blocks.prefix_caching:
-            return
-        running, slot, full = self.running, seq.slot, computed // self.blocks.page_size
-        hashes = seq.page_hashes(running.tokens[slot], full, self.blocks.page_size)
-        for i in range(int(running.num_registered[slot]), full):
-            self.blocks.register(seq.pages[i], hashes[i])
-        running.num_registered[slot] = max(full, running.num_registered[slot])
-
     def _fork(self, seq: Sequence, *, share: bool = True) -> None:
         """Starts the request's other completions, from the same pages where the prompt is computed (`share`)."""
+        if not seq.unforked:
+            return  # mostly
         computed = seq.prompt_len - 1
-        for index in seq.unforked:
-            pages = seq.pages[: self.blocks.pages_for(computed)] if share and seq.pages else None
-            self.blocks.share(pages or ())
-            self.adopt(seq.fork(index, child_seed(seq.seed, index)), pages, computed)
-            if pages:
-                self.running.sharers.add(seq)
+        pages = seq.pages[: self.blocks.pages_for(computed)] if share and seq.pages else None
+        placed = min(len(seq.unforked), self.running.num_places_for(seq)) if pages is not None else 0
+        if placed:
+            self.blocks.share(pages or (), placed)
+        for i, index in enumerate(seq.unforked):
+            child = seq.fork(index, child_seed(seq.seed, index), self.blocks.page_size)
+            self.adopt(child, pages.copy() if pages is not None and i < placed else None, computed, like=seq.slot)
+        if placed:
+            self.running.sharers.add(seq)
         seq.unforked = []
 
-    def adopt(self, seq: Sequence, pages: list[int] | None, computed: int) -> None:
-        """Adds a sibling of sequences that are here. It goes on from `pages`, which are its own already and hold so
-        many tokens, where a slot is free for it, and else waits."""
+    def adopt(self, seq: Sequence, pages: list[int] | None, computed: int, *, like: int) -> None:
+        """Adds a sibling of sequences that are here. It goes on from `pages`, which are its own already, hold so many
+        tokens and are the first of those in the slot `like`, where a slot is free for it, and else waits."""
         self._by_request[seq.request_id].append(seq)
-        if pages is not None and self.running.has_place_for(seq):
+        if pages is not None and self.running.num_places_for(seq):
             seq.pages = pages
             self.waiting.charge(seq)
-            self.running.place(seq, computed)
+            self.running.place(seq, computed, like)
         else:
             self.blocks.free(pages or ())
             self._wait(seq, resumed=seq.params.use_beam_search)  # whose siblings wait for it

@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 import hashlib
 import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,11 +26,27 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+class Lookup(NamedTuple):
+    """What the prefix cache had for a sequence that waits, when it was looked up."""
+
+    pages: list[int]
+    needed: int  # available pages; it needs as many or more until the cache has another generation
+    num_tokens: int  # that it had
+    generation: int  # of the cache
+
+
 class Sequence:
     """Host state of one completion."""
 
     def __init__(
-        self, request: Request, index: int, seed: int, max_tokens: int, stop_ids: frozenset[int], arrival: int
+        self,
+        request: Request,
+        index: int,
+        seed: int,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        arrival: int,
+        tokens: np.ndarray | None = None,  # the prompt's, where they are in an array already
     ):
         self.request = request
         self.request_id = request.request_id
@@ -38,8 +57,9 @@ class Sequence:
         self.stop_ids = stop_ids
         self.order = (request.priority, arrival, index)  # lower is served first
 
-        self.tokens: list[int] = list(request.prompt_token_ids)  # while it runs: as they were when it got its slot
-        self.prompt_len = len(self.tokens)
+        # Its tokens, int32; while it runs: as they were when it got its slot. The array is replaced, never written to.
+        self.tokens = np.asarray(request.prompt_token_ids if tokens is None else tokens, np.int32)
+        self.prompt_len = len(request.prompt_token_ids)
         self.status = Status.WAITING
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
         self.arrived = time.perf_counter()
@@ -54,6 +74,7 @@ class Sequence:
         self.slot = NO_SLOT
         self.penalty_row = NO_PENALTY_ROW  # where the device counts its tokens, while it runs and has penalties
         self.pages: list[int] = []
+        self.lookup: Lookup | None = None  # while it waits
         self.owed = 0  # while it does not run: tokens that steps still in flight were to draw for it
         self._page_hashes: list[bytes] = []
 
@@ -74,18 +95,28 @@ class Sequence:
             return "error" if self.matcher is not None and self.matcher.error else "stop"
         return "length" if self.num_outputs >= self.max_tokens else None
 
-    def page_hashes(self, tokens: list[int] | np.ndarray, count: int, page_size: int) -> list[bytes]:
-        """Hashes of the first `count` pages, or more; these must be full of `tokens`, which are this sequence's."""
-        hashes = self._page_hashes
-        while len(hashes) < count:
-            parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
-            start = len(hashes) * page_size
-            hashes.append(page_hash(parent, tokens[start : start + page_size]))
-        return hashes
+    @cached_property
+    def root_hash(self) -> bytes:
+        """Where the chain of its pages' hashes begins."""
+        return root_hash(self.request.cache_salt)
 
-    def forget_hashes(self) -> None:
-        """Its tokens are others now."""
-        self._page_hashes = []
+    def page_hashes(self, tokens: np.ndarray, count: int, page_size: int) -> Iterator[bytes]:
+        """Hashes of the first `count` pages, computed as they are taken; these must be full of `tokens`, which are this
+        sequence's."""
+        for i in range(count):
+            yield self.page_hash(tokens, i, page_size)
+
+    def page_hash(self, tokens: np.ndarray, index: int, page_size: int) -> bytes:
+        """Hash of the page `index`, as `page_hashes` gives it; -1 is where the chain begins."""
+        hashes = self._page_hashes
+        while len(hashes) <= index:
+            parent, start = hashes[-1] if hashes else self.root_hash, len(hashes) * page_size
+            hashes.append(page_hash(parent, tokens[start : start + page_size]))
+        return hashes[index] if index >= 0 else self.root_hash
+
+    def keep_hashes(self, count: int) -> None:
+        """From the page `count` on, its tokens are others now."""
+        del self._page_hashes[count:]
 
     def advance(self, tokens: list[int]) -> bool:
         """Takes tokens that were drawn to its grammar; returns whether nothing can follow."""
@@ -94,11 +125,13 @@ class Sequence:
         self.matcher.state.consume_tokens(tokens)
         return self.matcher.ended
 
-    def fork(self, index: int, seed: int) -> Sequence:
+    def fork(self, index: int, seed: int, page_size: int) -> Sequence:
         """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""
-        child = Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1])
+        prompt = self.tokens[: self.prompt_len]
+        child = Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1], prompt)
         child.matcher = self.matcher and self.matcher.fork()
         child.token_mask = self.token_mask
+        child._page_hashes = self._page_hashes[: self.prompt_len // page_size]
         return child
 
 

@@ -146,6 +146,7 @@ def _decode_loop(
             kv_len=batch.kv_len + jnp.where(going, i, 0),
             writes=batch.writes & ((i == 0) | going),
             draws=going,
+            draws_later=batch.draws_later & (i == 0),
         )
         sampled, _, cache, slots = forward(cache, slots, now)
         drawn = Sampled(
@@ -285,10 +286,20 @@ def score_prompt(
     return lax.fori_loop(0, turns, score, jnp.zeros((len(rows), SCORE_WORDS), jnp.int32))
 
 
-def update_tables(slots: SlotState, packed: jax.Array) -> SlotState:
-    """Writes block-table entries, int32 [3, updates] (slot, index, page): those that found no place in the step."""
-    slot, index, page = packed
-    return slots._replace(block_tables=slots.block_tables.at[slot, index].set(page))
+def update_tables(slots: SlotState, copies: jax.Array, entries: jax.Array) -> SlotState:
+    """Copies rows of the block table, then writes entries of it: those that found no place in the step.
+
+    copies: int32 [1 + rows, 2]: how many, and that many (source, target) slots, copied one after the other. entries:
+    int32 [3, updates] of (slot, index, page).
+    """
+
+    def copy(i, tables):
+        source, target = copies[1 + i]
+        return lax.dynamic_update_index_in_dim(tables, tables[source], target, axis=0)
+
+    tables = lax.fori_loop(0, copies[0, 0], copy, slots.block_tables)
+    slot, index, page = entries
+    return slots._replace(block_tables=tables.at[slot, index].set(page))
 
 
 def _logits(model: Decoder, params, hidden: jax.Array, mesh: Mesh) -> jax.Array:

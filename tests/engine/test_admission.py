@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from engines import make_engine
+from engines import request as engine_request
 
 from jaxserve.admission import Admission
 from jaxserve.beam import Beams
@@ -110,3 +112,21 @@ def test_scheduling_policies():
     assert EngineConfig(model="m").scheduling_policy == "fcfs"
     with pytest.raises(ConfigError, match="scheduling_policy must be one of fcfs, priority"):
         EngineConfig(model="m", scheduling_policy="fair")
+
+
+def test_aborted_requests_count_for_nothing(model_folders):
+    """Behind one that waits, thousands come and go; then both limits hold as if they had never been there."""
+    engine = make_engine(model_folders("tp_gqa"), max_waiting=4, max_waiting_tokens=100)
+    engine.add_request(engine_request("waits", range(5, 65)))
+    for i in range(10_000):
+        engine.add_request(engine_request(f"goes-{i}", [5] * 30))
+        engine.abort(f"goes-{i}")
+    assert engine.num_waiting == len(list(engine.scheduler.waiting)) == 1
+    engine.add_request(engine_request("second", [5] * 30))
+    with pytest.raises(QueueFullError, match="90 tokens"):
+        engine.add_request(engine_request("third", [5] * 30))
+    engine.abort("second")
+    for i in range(3):
+        engine.add_request(engine_request(f"short-{i}", [5] * 3))
+    with pytest.raises(QueueFullError, match="4 completions"):
+        engine.add_request(engine_request("fifth", [5] * 3))

@@ -3,12 +3,13 @@
 import itertools
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.block_manager import BlockManager, page_hash, root_hash
+from jaxserve.block_manager import BlockManager, common_prefix, page_hash, root_hash
 
 PAGE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # two tokens only, so that prefixes meet often
@@ -33,6 +34,11 @@ class Owner:
     def prefix(self, index: int) -> tuple:
         """All that determines the content of pages[index]."""
         return (self.salt, *self.tokens[: (index + 1) * PAGE])
+
+
+def found(blocks: BlockManager, salt: str | None, tokens: list[int]) -> list[int]:
+    """Cached pages that a sequence with these tokens finds."""
+    return blocks.match(root_hash(salt), iter(hashes_of(salt, tokens)))
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -90,24 +96,24 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self, salt, tokens):
         """A prompt: takes what is cached, allocates the rest, writes it."""
         owner = Owner(salt, tokens)
-        found = self.blocks.match(hashes_of(salt, tokens))
+        pages = found(self.blocks, salt, tokens)
         prefixes = [owner.prefix(i) for i in range(len(tokens) // PAGE)]
         expected = [self.cached[prefix] for prefix in itertools.takewhile(self.cached.__contains__, prefixes)]
-        assert found == expected
-        for index, page in enumerate(found):
+        assert pages == expected
+        for index, page in enumerate(pages):
             assert self.content[page] == owner.prefix(index), "a hit on a page with other tokens"
-        assert self.blocks.count_evictable(found) == len(set(found) & set(self.idle))
-        missing = self.blocks.pages_for(len(tokens)) - len(found)
-        if missing > self.blocks.num_available - self.blocks.count_evictable(found):
+        assert self.blocks.count_evictable(pages) == len(set(pages) & set(self.idle))
+        missing = self.blocks.pages_for(len(tokens)) - len(pages)
+        if missing > self.blocks.num_available - self.blocks.count_evictable(pages):
             return
-        self.blocks.share(found)
-        owner.pages = list(found)
-        self.idle = [page for page in self.idle if page not in found]
+        self.blocks.share(pages)
+        owner.pages = list(pages)
+        self.idle = [page for page in self.idle if page not in pages]
         self.owners.append(owner)
         new = self.blocks.allocate(missing)
         self.expect_allocated(new)
         owner.pages += new
-        self.write(owner, len(found))
+        self.write(owner, len(pages))
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), token=st.integers(0, 1))
@@ -228,7 +234,7 @@ def test_use_makes_young_again():
     one, two = cached_owner(blocks, [0, 0, 0, 0]), cached_owner(blocks, [1, 1, 1, 1])
     blocks.free(one)
     blocks.free(two)
-    hit = blocks.match(hashes_of(None, [0, 0, 0, 0]))
+    hit = found(blocks, None, [0, 0, 0, 0])
     assert hit == one
     blocks.share(hit)
     blocks.free(hit)
@@ -241,7 +247,7 @@ def test_blank_pages_go_before_cached_ones():
     blocks.free(cached)
     blocks.free(blank)
     assert set(blocks.allocate(2)) == set(blank)
-    assert blocks.match(hashes_of(None, [0, 0, 0, 0])) == cached
+    assert found(blocks, None, [0, 0, 0, 0]) == cached
 
 
 def test_what_lost_its_head_is_not_found():
@@ -250,18 +256,111 @@ def test_what_lost_its_head_is_not_found():
     blocks.free([head])  # the tail stays in use
     others = blocks.allocate(2)
     assert head in others
-    assert blocks.match(hashes_of(None, [0, 0, 0, 0])) == []
+    assert found(blocks, None, [0, 0, 0, 0]) == []
     blocks.check_integrity([[tail], others])
 
 
 def test_the_first_page_with_a_content_stays_the_one_that_is_found():
     blocks = BlockManager(5, PAGE)
     first, second = cached_owner(blocks, [0, 0]), cached_owner(blocks, [0, 0])
-    assert blocks.match(hashes_of(None, [0, 0])) == first
+    assert found(blocks, None, [0, 0]) == first
     blocks.free(second)
-    assert blocks.match(hashes_of(None, [0, 0])) == first
+    assert found(blocks, None, [0, 0]) == first
     blocks.free(first)
     assert blocks.num_available == 4
+
+
+# Pages whose hashes nobody has computed yet
+
+
+def tail_owner(blocks: BlockManager, head: list[int], tail: list[int]) -> list[int]:
+    """Pages of an owner of two lists of tokens, the second of which was put into the cache without hashes."""
+    pages = cached_owner(blocks, head) + blocks.allocate(len(tail) // PAGE)
+    parent = hashes_of(None, head)[-1] if head else root_hash(None)
+    blocks.register_lazily(pages[len(head) // PAGE :], parent, np.asarray(tail, np.int32))
+    return pages
+
+
+@pytest.mark.parametrize("head", [[], [0, 0, 0, 1]])
+def test_a_tail_is_found_page_by_page(head):
+    blocks = BlockManager(20, PAGE)
+    one, other = tail_owner(blocks, head, [0, 0, 0, 0, 1, 1]), tail_owner(blocks, head, [0, 0, 1, 1])
+    blocks.free(one)
+    blocks.check_integrity([other])
+    blocks.free(other)
+    middle = len(head) // PAGE
+    hit = found(blocks, None, [*head, 0, 0, 0, 0, 1, 1, 0, 0])
+    assert hit == one
+    blocks.check_integrity()
+    assert found(blocks, None, [*head, 0, 0, 1, 1]) == [*one[: middle + 1], other[middle + 1]]
+    assert blocks.num_available == blocks.capacity
+    blocks.check_integrity()
+
+
+def test_a_tail_loses_its_end_first_and_then_is_forgotten():
+    blocks = BlockManager(5, PAGE)
+    pages = tail_owner(blocks, [0, 0], [0, 1, 1, 0, 1, 1])
+    blocks.free(pages)
+    assert blocks.allocate(2) == [pages[3], pages[2]]
+    assert found(blocks, None, [0, 0, 0, 1, 1, 0]) == pages[:2]
+    blocks.allocate(2)
+    assert not blocks._tails
+    blocks.reset_prefix_cache()
+    assert found(blocks, None, [0, 0]) == []
+
+
+def test_a_page_of_a_tail_that_is_another_s_by_now_is_not_found():
+    """The head of the tail was in another's hands when its owner left, so it is evicted in its own time."""
+    blocks = BlockManager(4, PAGE)
+    first, second = tail_owner(blocks, [], [0, 0, 1, 1])
+    blocks.share([second])
+    blocks.free([first, second])
+    (new,) = blocks.allocate(2)[1:]
+    assert new == first
+    assert found(blocks, None, [0, 0, 1, 1]) == []
+    blocks.check_integrity([[second], [new], [3]])
+    assert not blocks.is_writable(second)
+
+
+def test_pages_of_a_tail_may_belong_to_two():
+    blocks = BlockManager(9, PAGE)
+    one = tail_owner(blocks, [], [0, 0, 1, 1])
+    blocks.share(one)
+    other = [*one, *blocks.allocate(1)]
+    blocks.register_lazily(other, root_hash(None), np.asarray([0, 0, 1, 1, 0, 1], np.int32))
+    blocks.free(one)
+    blocks.free(other)
+    assert found(blocks, None, [0, 0, 1, 1, 0, 1]) == other
+    blocks.check_integrity()
+
+
+def test_the_generation_is_another_after_all_that_could_help_one_who_waits():
+    blocks = BlockManager(9, PAGE)
+    seen = {blocks.generation}
+
+    def changed() -> bool:
+        before = len(seen)
+        seen.add(blocks.generation)
+        return len(seen) > before
+
+    pages = cached_owner(blocks, [0, 0])
+    assert changed()
+    blocks.free(pages)
+    assert not changed()
+    blocks.share(pages)
+    assert changed(), "what was evictable, and counted as available, is in use"
+    blocks.allocate(1)
+    assert not changed()
+    tail_owner(blocks, [], [1, 1])
+    assert changed()
+
+
+def test_common_prefix():
+    for length, same in itertools.product(range(9), range(9)):
+        one = list(range(length))
+        other = [page if i < same else page + 100 for i, page in enumerate(range(7))]
+        assert common_prefix(one, other) == min(length, same, 7)
+    assert common_prefix([1, 2, 3, 4], [1, 9, 3, 4]) == 1
 
 
 def test_freeing_twice_is_an_error():
@@ -312,6 +411,6 @@ def test_a_page_hash_stands_for_the_whole_prefix():
 def test_another_salt_finds_nothing():
     blocks = BlockManager(9, PAGE)
     pages = cached_owner(blocks, [1, 2, 3, 4], salt="mine")
-    assert blocks.match(hashes_of("mine", [1, 2, 3, 4, 5, 6])) == pages
+    assert found(blocks, "mine", [1, 2, 3, 4, 5, 6]) == pages
     for salt in (None, "", "yours"):
-        assert blocks.match(hashes_of(salt, [1, 2, 3, 4])) == []
+        assert found(blocks, salt, [1, 2, 3, 4]) == []

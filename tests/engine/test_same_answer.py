@@ -199,11 +199,11 @@ def test_calls_are_short_while_a_client_streams(model_folders):
         one = request("r", PROMPTS[0], max_tokens=4)
         one.streams = streams
         engine.add_request(one)
-        engine._step_seconds = step_ms / 1000 * 0.999
+        engine.pace.step_seconds = step_ms / 1000 * 0.999
         assert engine._steps_per_call() == expected
         engine.abort("r")
     engine.add_request(request("waits", PROMPTS[0], max_tokens=20))
-    engine._step_seconds = 1e-6
+    engine.pace.step_seconds = 1e-6
     assert engine.scheduler.schedule(engine._steps_per_call()).rows.draws.tolist() == [1], "a prompt is computed"
 
 
@@ -265,3 +265,44 @@ def test_paused_and_aborted(model_folders):
     engine.scheduler.check_integrity()
     assert drain(engine) == {}
     assert "one" not in engine.scheduler
+
+
+def test_rows_that_wait_for_the_host_draw_beside_the_loop_of_the_others(model_folders, alone):
+    """Masks, beams and a queue do not stop the loop on the device, and none of it changes an answer."""
+    engine = make_engine(model_folders(CASE), rows=8, tokens=64, kv_pages=400, max_model_len=200)
+    masked = [
+        request(
+            "allowed", PROMPTS[1], max_tokens=LENGTH, allowed_token_ids=tuple(range(5, 300)), seed=3, temperature=1.0
+        ),
+        request("bad", PROMPTS[2], max_tokens=LENGTH, bad_words=((7,), (9, 11))),
+    ]
+    search = request("search", PROMPTS[1], use_beam_search=True, n=2, max_tokens=12)
+    expected = tokens(generate(engine, *masked)), generate(engine, search)[0].token_ids
+    calls, schedule = [], engine.scheduler.schedule
+
+    def looped(_steps):
+        plan = schedule(16)
+        if plan is not None:
+            single = [seq.params.has_mask or seq.params.use_beam_search for seq in plan.rows.seqs]
+            calls.append((plan.rows.draws.tolist(), single, engine.scheduler.num_waiting))
+        return plan
+
+    engine.scheduler.schedule = looped
+    results = tokens(generate(engine, *masked, search, *requests()))
+    assert results[:2] == expected[0]
+    assert results[2] == expected[1]
+    assert results[3:] == alone
+    beside = [draws for draws, single, _ in calls if any(single) and max(draws) > 1]
+    assert len(beside) > 2
+    assert all(draw <= 1 for draws, single, _ in calls for draw, one in zip(draws, single, strict=True) if one)
+    assert any(max(draws) > 1 for draws, _, waiting in calls if waiting), "eleven requests in eight slots"
+
+
+def test_the_loop_takes_no_longer_than_the_host_while_it_keeps_others_waiting(model_folders):
+    engine = make_engine(model_folders(CASE))
+    pace = engine.pace
+    pace.step_seconds = pace.device_seconds = 0.001
+    for host_ms, expected in ((0.5, 1), (3.5, 4), (100, 16)):
+        pace.host_seconds = host_ms / 1000
+        assert pace.steps(16, watched=True, holds_up=True) == expected
+    assert pace.steps(16, watched=False, holds_up=False) == 16

@@ -1,0 +1,231 @@
+"""A device that keeps, in every place of every page, what was written there.
+
+It obeys the packed buffers of `jaxserve.batch` alone, as the compiled step does. It "computes" a token as a fingerprint
+of the whole prefix up to it, chained through the pages, and compares all that a row can see with what the row's own
+sequence should have written. Wrong sharing, a missing copy, a page reused too early, a stale block table or a wrong
+prefix hit all show at once.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.batch import Batch, pack, split
+from jaxserve.block_manager import BlockManager
+from jaxserve.running import Rows, Running
+from jaxserve.sampling import SCORE_WORDS
+from jaxserve.scheduler import StepPlan
+from jaxserve.sequence import Sequence, child_seed
+from jaxserve.steps import StepShape
+from jaxserve.types import MAX_LOGPROBS
+
+VOCAB = 6
+
+
+def fingerprint(state: int, token: int) -> int:
+    return hash((state, token))
+
+
+def root_state(salt: str | None) -> int:
+    return hash(tuple((salt or "").encode()))
+
+
+def next_token(state: int, seed: int, allowed: Callable[[int], bool] = lambda token: True) -> int:
+    """The first that is allowed of the tokens that a state and a seed bring forth."""
+    return next(token for i in count(1) if allowed(token := hash((state, seed, i)) % VOCAB))
+
+
+def pack_scores(state: int) -> np.ndarray:
+    """Log-probabilities of what may follow, as `Sampled.scores` packs them; no two are alike."""
+    row = np.full(SCORE_WORDS, -1, np.int32)
+    tokens = sorted(range(VOCAB), key=lambda token: hash((state, token, 2)))
+    row[2 : 2 + VOCAB] = tokens
+    values = [-(1 + i + (hash((state, token, 2)) % 99_991) / 1e5) / 4 for i, token in enumerate(tokens)]
+    row[2 + MAX_LOGPROBS :][:VOCAB] = np.asarray(values, np.float32).view(np.int32)
+    return row
+
+
+class Row(NamedTuple):
+    seq: Sequence
+    start: int
+    count: int
+    draws: int
+    scores_prompt: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+def each(rows: Rows) -> list[Row]:
+    columns = (rows.start, rows.count, rows.draws, rows.scores_prompt)
+    return list(map(Row, rows.seqs, *(column.tolist() for column in columns)))
+
+
+@dataclass
+class Ran:
+    """A batch that ran: its rows in the order in which they did, what they drew, and what draws later."""
+
+    rows: Rows
+    tokens: np.ndarray  # int32 [rows, steps]
+    scores: np.ndarray  # int32 [1, rows, SCORE_WORDS], of rows that want log-probabilities
+    later: dict[int, int] = field(default_factory=dict)  # row -> state
+
+
+class Device:
+    """Pages, block tables and slots; the last slot is nobody's, as in `jaxserve.slots`."""
+
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, check_read: Callable[[Sequence, list], None]):
+        self.blocks, self.num_slots, self._check_read = blocks, max_num_seqs, check_read
+        half = -(-max_num_seqs // 2)  # buckets below the engine's limits, so that plans are cut into several batches
+        decodes = [StepShape(rows, rows, rows, decode_only=True) for rows in (1, half)]
+        mixed = [StepShape(tokens, min(tokens, half), 2, decode_only=False) for tokens in (2, 7)]
+        self.shapes = decodes + mixed
+        self.events: Counter[str] = Counter()
+        self.memory: list[list[object]] = [["never written"] * blocks.page_size for _ in range(blocks.num_pages)]
+        self.tables = [[0] * blocks.num_pages for _ in range(max_num_seqs + 1)]
+        self.last_token = [-1] * (max_num_seqs + 1)
+        self.slot_params = [(0, 0, frozenset())] * (max_num_seqs + 1)  # root state, seed, stop ids
+
+    def run(self, plan: StepPlan, running: Running) -> list[Ran]:
+        for seq in plan.placed:
+            self.last_token[seq.slot] = 0
+            self.slot_params[seq.slot] = root_state(seq.request.cache_salt), child_seed(seq.seed, 0), seq.stop_ids
+        self._copy(plan.copies)
+        for source, target in plan.table_copies:
+            self.tables[target] = self.tables[source].copy()
+        self.events["copied tables"] += len(plan.table_copies)
+        self.events["table entries"] += plan.table_updates.shape[1]
+        batches = list(split(plan.rows, self.shapes))
+        self.events["cut plans"] += len(batches) > 1
+        updates, results = plan.table_updates, []
+        assert len(set(map(tuple, updates[:2].T.tolist()))) == updates.shape[1], "a place is written twice at once"
+        for batch in batches:
+            room = batch.shape.table_updates
+            self._update_tables(updates[:, room:])
+            self.events["overflow"] += updates[:, room:].shape[1]
+            results.append(self._run_batch(batch, running, updates[:, :room]))
+            updates = updates[:, :0]
+        self._check_split(plan, [row for batch in batches for row in each(batch.rows)])
+        return results
+
+    def draw(self, ran: Ran, running: Running) -> None:
+        """Draws for the rows that left it for later; all steps before have been taken in."""
+        rows = ran.rows
+        for i, state in ran.later.items():
+            seq, slot = rows.seqs[i], int(rows.slot[i])
+            if running.tenure[slot] != rows.tenure[i]:
+                continue
+            output = running.tokens[slot, seq.prompt_len : rows.end[i]].tolist()
+            assert output == seq.matcher.tokens, "a row draws before its grammar knows all that it drew"
+            token = next_token(state, self.slot_params[slot][1], seq.matcher.allows)
+            ran.tokens[i, 0] = token
+            self.last_token[slot] = -1 if token in self.slot_params[slot][2] else token
+            self.events["late draws"] += 1
+        ran.later = {}
+
+    def _update_tables(self, updates) -> None:
+        for slot, index, page in np.asarray(updates).T.tolist():
+            self.tables[slot][index] = page
+
+    def _run_batch(self, batch: Batch, running: Running, updates: np.ndarray) -> Ran:
+        assert batch.shape in self.shapes
+        rows = each(batch.rows)
+        ones = [row.count == 1 for row in rows]
+        assert ones == sorted(ones, reverse=True), "rows of one token come first"
+        assert not batch.shape.decode_only or not any(row.scores_prompt for row in rows), "nothing to score is kept"
+        packed = pack(batch, running, updates)
+        fields = {name: packed[at : at + size].tolist() for name, (at, size) in batch.shape.fields.items()}
+        self._update_tables([fields["update_slot"], fields["update_index"], fields["update_page"]])
+        assert fields["num_decodes"] == [sum(ones)]
+        assert fields["q_start"][len(rows) :] == [sum(row.count for row in rows)] * (batch.shape.rows + 1 - len(rows))
+        assert set(fields["slot"][len(rows) :]) <= {self.num_slots}
+        (steps,) = fields["steps"]
+        assert 1 <= steps <= batch.shape.max_steps
+        slots = fields["slot"]
+        ended = [self.last_token[slots[i]] < 0 for i in range(len(rows))]
+        self.events["ended on the device"] += sum(ended)
+        going = [fields["draws"][i] > 0 and not ended[i] for i in range(len(rows))]
+        scores = np.zeros((1, len(rows), SCORE_WORDS), np.int32)
+        ran = Ran(batch.rows, np.full((len(rows), steps), -1, np.int32), scores)
+        for step in range(steps):
+            written: set[tuple[int, int]] = set()
+            advancing = [i for i in range(len(rows)) if going[i] or (step == 0 and not ended[i])]
+            for i in advancing:
+                self._write_row(fields, i, written, step)
+            self.scribble()
+            for i in advancing:
+                seq, slot = rows[i].seq, slots[i]
+                state = self._read_row(fields, i, seq, step)
+                if seq.params.logprobs is not None:
+                    scores[0, i] = pack_scores(state)
+                if fields["draws"][i] < 0:
+                    ran.later[i] = state
+                if going[i]:
+                    token = next_token(state, self.slot_params[slot][1])
+                    stops = token in self.slot_params[slot][2]
+                    ran.tokens[i, step] = token
+                    self.last_token[slot] = -1 if stops else token
+                    going[i] = not stops and step + 1 < fields["draws"][i]
+        self.events["loops"] += steps > 1
+        self.events["loops beside single draws"] += steps > 1 and any(row.seq.params.has_mask for row in rows)
+        return ran
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        """All are read before any is written; one after the other must give the same, as there may be many."""
+        expected = [self.memory[source][:] for source, _ in pairs]
+        for source, target in pairs:
+            self.memory[target] = self.memory[source][:]
+        assert [self.memory[target] for _, target in pairs] == expected, "copies overlap"
+        self.events["copies"] += len(pairs)
+
+    def _write_row(self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]], step: int) -> None:
+        (first, last), slot, length = batch["q_start"][i : i + 2], batch["slot"][i], batch["kv_len"][i] + step
+        state = self._read(slot, length - (last - first) - 1)
+        for at in range(first, last):
+            position = length - last + at
+            token = batch["tokens"][at]
+            if token < 0 or step > 0:
+                token = self.last_token[slot]
+                self.events["unknown tokens"] += step == 0
+            page, offset = self._place(slot, position)
+            assert page != 0, "a real token would be written to the null page"
+            assert (page, offset) not in written, "two rows write to the same place"
+            written.add((page, offset))
+            state = self.memory[page][offset] = fingerprint(state, token)
+
+    def _read_row(self, batch: dict[str, list[int]], i: int, seq: Sequence, step: int) -> int:
+        """Looks at all that the row can attend to; returns the state after it."""
+        slot, length = batch["slot"][i], batch["kv_len"][i] + step
+        seen = [self._read(slot, position) for position in range(length)]
+        self._check_read(seq, seen)
+        return seen[-1]
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
+        return self.tables[slot][position // self.blocks.page_size], position % self.blocks.page_size
+
+    def _read(self, slot: int, position: int):
+        if position < 0:
+            return self.slot_params[slot][0]
+        page, offset = self._place(slot, position)
+        return self.memory[page][offset]
+
+    def scribble(self) -> None:
+        """What nobody owns and nobody can find again may be overwritten at any time."""
+        for page in [0, *self.blocks._free]:
+            self.memory[page] = [f"scribble {page}"] * self.blocks.page_size
+
+    @staticmethod
+    def _check_split(plan: StepPlan, rows: list[Row]) -> None:
+        """The pieces that ran make up the plan."""
+        assert all(row.count > 0 for row in rows)
+        for whole in each(plan.rows):
+            pieces = [row for row in rows if row.seq is whole.seq]
+            assert [piece.start for piece in pieces] == [whole.start, *(piece.end for piece in pieces[:-1])]
+            assert pieces[-1].end == whole.end
+            assert [piece.draws for piece in pieces] == [0] * (len(pieces) - 1) + [whole.draws]
+        assert {row.seq for row in rows} == set(plan.rows.seqs)

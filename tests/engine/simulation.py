@@ -1,0 +1,330 @@
+"""A scheduler, the device below it (`null_device`), and the requests above it: plain ones, some with a grammar, whose
+rows draw late, and beam searches."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import count
+
+from null_device import Device, Ran, each, fingerprint, next_token, root_state
+
+from jaxserve.beam import Beams
+from jaxserve.block_manager import BlockManager
+from jaxserve.scheduler import Scheduler, StepPlan
+from jaxserve.sequence import Sequence, Status, child_seed
+from jaxserve.stats import EngineStats
+from jaxserve.types import Request, SamplingParams
+
+STEPS = (1, 3, 16)  # tokens that a row may draw in one call
+
+
+class Grammar:
+    """No token twice in a row, and an end where nothing can follow; stands in for `jaxserve.grammar.Matcher`."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.state = self
+
+    def fork(self) -> "Grammar":
+        return Grammar()
+
+    def consume_tokens(self, tokens: list[int]) -> None:
+        assert all(self.allows(token) for token in tokens)
+        self.tokens += tokens
+
+    def allows(self, token: int) -> bool:
+        return token not in self.tokens[-1:]
+
+    @property
+    def ended(self) -> bool:
+        return len(self.tokens) > 2 and sum(self.tokens) % 11 == 0
+
+
+@dataclass
+class Job:
+    """A request, and what must become of it: found by computing one completion at a time, without any batch."""
+
+    request: Request
+    seed: int
+    stop_ids: frozenset[int]
+    scored: list[int] = field(default_factory=list)  # positions whose hidden state was scored
+    _known: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+
+    def trace(self, index: int) -> tuple[list[int], list[int]]:
+        """Tokens of a completion, prompt included, as if nothing stopped it, and the state after each."""
+        if index not in self._known:
+            seed, tokens, states = child_seed(self.seed, index), list(self.request.prompt_token_ids), []
+            prompt_len, masked = len(tokens), self.request.params.has_mask
+            state = root_state(self.request.cache_salt)
+            for position in range(prompt_len + self.request.params.max_tokens):
+                if position == len(tokens):
+                    last = tokens[prompt_len:][-1:] if masked else []
+                    tokens.append(next_token(state, seed, lambda token, last=last: token not in last))
+                state = fingerprint(state, tokens[position])
+                states.append(state)
+            self._known[index] = tokens, states
+        return self._known[index]
+
+    def answer(self, index: int) -> tuple[list[int], str]:
+        """Output tokens and finish reason."""
+        output, grammar = self.trace(index)[0][len(self.request.prompt_token_ids) :], Grammar()
+        for i, token in enumerate(output):
+            grammar.tokens.append(token)
+            if token in self.stop_ids or (self.request.params.has_mask and grammar.ended):
+                return output[: i + 1], "stop"
+        return output, "length"
+
+
+class CountingBlocks(BlockManager):
+    evictions = lookups = 0
+
+    def _evict(self) -> int:
+        self.evictions += 1
+        return super()._evict()
+
+    def match(self, root, hashes):
+        self.lookups += 1
+        return super().match(root, hashes)
+
+
+class Simulation:
+    """Every operation checks all it can."""
+
+    def __init__(self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True):
+        self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=self.longest
+        )
+        self.beams = Beams(self.scheduler, ())
+        self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
+        self.device = Device(self.blocks, max_num_seqs, self._check_read)
+        self.events: Counter[str] = self.device.events
+        self.flights: deque[list[Ran]] = deque()
+        self.jobs: dict[str, Job] = {}
+        self.sequences: dict[tuple[str, int], Sequence] = {}
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        self.aborted: set[tuple[str, int]] = set()
+        self._arrivals = count()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that an engine with so many pages admits."""
+        return self.blocks.capacity * self.blocks.page_size
+
+    # Requests
+
+    def add(
+        self, prompt, *, n=1, max_tokens=8, priority=0, stop_ids=(), salt=None, scored=False, masked=False, beams=False
+    ) -> str:
+        """Raises InvalidRequestError for beams that have no room."""
+        arrival = next(self._arrivals)
+        assert len(prompt) + max_tokens <= self.longest, "the engine would not have accepted this"
+        options = {"use_beam_search": True} if beams else {"prompt_logprobs": 0 if scored else None}
+        params = SamplingParams(n=n, max_tokens=max_tokens, allowed_token_ids=(0,) if masked else (), **options)
+        name, stops = f"r{arrival}", frozenset(stop_ids)
+        request = Request(
+            request_id=name, prompt_token_ids=list(prompt), params=params, priority=priority, cache_salt=salt
+        )
+        if beams:
+            self.beams.check(request, len(prompt) + max_tokens, len(stops))
+            self.beams.start(request, max_tokens, stops, arrival)
+        else:
+            seq = Sequence(request, 0, 1000 + arrival, max_tokens, stops, arrival)
+            seq.matcher = Grammar() if masked else None
+            self.scheduler.add(seq)
+        self.jobs[name] = Job(request, 1000 + arrival, stops)
+        self.check()
+        return name
+
+    def abort(self, name: str, index: int | None = None) -> None:
+        params = self.jobs[name].request.params
+        if index is not None and params.use_beam_search:
+            return  # beams come to their ends together
+        indices = range(params.n) if index is None else [index]
+        self.aborted |= {(name, i) for i in indices if (name, i) not in self.reasons}
+        if name in self.beams:
+            self.beams.abort(name)
+        else:
+            self.scheduler.abort(name, index)
+        self.check()
+
+    # Steps
+
+    def dispatch(self, steps: int = 1) -> StepPlan | None:
+        """Schedules a step and runs it; its tokens wait in `flights`."""
+        waiting = list(self.scheduler.waiting)
+        preemptions = self.scheduler.num_preemptions
+        before = {seq: self.left(seq) for seq in self.scheduler.running}
+        admissible = self.scheduler._next_admissible() is not None
+        plan = self.scheduler.schedule(steps)
+        self._check_schedule(plan, waiting, admissible, preemptions, before)
+        if plan is not None:
+            self._note_scored(plan)
+            self.flights.append(self.device.run(plan, self.scheduler.running))
+            self._draw_late()
+        self.check()
+        return plan
+
+    def _draw_late(self) -> None:
+        """As the engine does once all steps before the last one have been taken in."""
+        if len(self.flights) == 1:
+            for ran in self.flights[0]:
+                self.device.draw(ran, self.scheduler.running)
+
+    def commit(self) -> None:
+        for ran in self.flights.popleft():
+            output, notable = self.scheduler.commit(ran.rows, ran.tokens)
+            assert [one.update for one in notable] == output.updates
+            assert all(ran.rows.seqs[one.row] is one.seq for one in notable)
+            for one in notable:
+                if one.seq.params.use_beam_search:
+                    self.beams.take(one, ran.scores)
+                    output.updates.remove(one.update)
+            for update in output:
+                key = update.request_id, update.index
+                assert update.token_ids or update.finish_reason
+                if key not in self.outputs or update.finish_reason:
+                    (one,) = (one for one in notable if one.update is update)
+                    assert self.sequences.setdefault(key, one.seq) is one.seq, "a completion was made twice"
+                    assert one.is_first is (key not in self.outputs)
+                self._take(update)
+        for update in self.beams.advance(EngineStats()):
+            self._take(update)
+            self.events["beams"] += 1
+        self._draw_late()
+        self.check()
+
+    def _take(self, update) -> None:
+        key = update.request_id, update.index
+        assert key not in self.reasons, "an update after the last one"
+        assert key not in self.aborted, "an update after an abort"
+        if update.token_ids:
+            self.outputs.setdefault(key, []).extend(update.token_ids)
+        if update.finish_reason is not None:
+            self.reasons[key] = update.finish_reason
+
+    def step(self, steps: int = 1) -> StepPlan | None:
+        """One step, with nothing in flight before and after."""
+        while self.flights:
+            self.commit()
+        if (plan := self.dispatch(steps)) is not None:
+            self.commit()
+        return plan
+
+    def overlapped_step(self, steps: int = 1) -> None:
+        """Dispatches a step before the one in flight is committed."""
+        self.events["overlapped"] += bool(self.flights)
+        if (self.dispatch(steps) is None or len(self.flights) == 2) and self.flights:
+            self.commit()
+
+    def drain(self, *, overlapped: bool = False) -> None:
+        """Steps to the end, which must come in bounded time: the first running sequence advances in every step."""
+        work = 0
+        for job in self.jobs.values():
+            params = job.request.params
+            tokens = params.n * (len(job.request.prompt_token_ids) + params.max_tokens + 2)
+            work += tokens * (4 if params.use_beam_search else 1)  # beams take turns, and draw again what was preempted
+        for i in range(2 * work + 2):
+            if not self.scheduler.has_work and not self.flights:
+                break
+            self.overlapped_step(STEPS[i % 3]) if overlapped else self.step(STEPS[i % 3])
+        assert not self.scheduler.has_work, "a request starves"
+        self.check_end()
+
+    # Checks
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        self.device.scribble()
+
+    def left(self, seq: Sequence) -> int:
+        """Tokens that a running sequence has to compute; 0 where that has to wait for a step in flight."""
+        running, slot = self.scheduler.running, seq.slot
+        in_flight = running.total[slot] > running.known[slot]
+        if in_flight and (running.beams[slot] or running.total[slot] == running.limit[slot]):
+            return 0
+        return int(running.total[slot] - running.computed[slot])
+
+    def _check_read(self, seq: Sequence, seen: list) -> None:
+        if seq.params.use_beam_search:  # the host knows all of its tokens
+            states, state = [], root_state(seq.request.cache_salt)
+            for token in self.scheduler.running.tokens[seq.slot, : len(seen)].tolist():
+                state = fingerprint(state, token)
+                states.append(state)
+        else:
+            states = self.jobs[seq.request.request_id].trace(seq.index)[1][: len(seen)]
+        assert seen == states, f"{seq.request.request_id}[{seq.index}] reads what is not its own"
+
+    def _note_scored(self, plan: StepPlan) -> None:
+        for row in each(plan.rows):
+            first, end = max(row.start, row.seq.num_scored), min(row.end, row.seq.prompt_len - 1)
+            if row.seq.scores_prompt and first < end:
+                assert row.scores_prompt, "a row that is wanted for its hidden states does not say so"
+            if row.scores_prompt and first < end:
+                self.jobs[row.seq.request.request_id].scored += range(first, end)
+                row.seq.num_scored = end
+
+    def _check_schedule(
+        self, plan: StepPlan | None, waiting: list[Sequence], admissible: bool, preemptions: int, before: dict
+    ) -> None:
+        """`before`: what was left to compute of the running sequences."""
+        rows = each(plan.rows) if plan else []
+        scheduled = {row.seq: row for row in rows}
+        assert plan is not None or self.flights or not self.scheduler.has_work, "there is work, and nothing is done"
+        if plan is not None:
+            assert rows
+            assert sum(row.count for row in rows) <= self.budget
+            assert len(rows) <= self.max_num_seqs
+            assert all(row.count > 0 for row in rows)
+            assert len(scheduled) == len(rows)
+            limits = {row.seq: row.seq.prompt_len + row.seq.max_tokens for row in rows}
+            assert all(row.end + row.draws <= limits[row.seq] for row in rows)
+            assert all(row.draws <= 1 for row in rows if row.seq.params.has_mask or row.seq.params.use_beam_search)
+            looped = any(row.draws > 1 for row in rows)
+            assert not looped or not admissible, "a newcomer waits for a loop to end"
+            self.events["loops while others wait"] += looped and bool(waiting)
+        for seq in self.scheduler.running:
+            full = sum(row.count for row in rows) == self.budget
+            assert seq in scheduled or full or before.get(seq) == 0, "a running sequence was left out for no reason"
+            assert seq in scheduled or before[seq] != 1, "a decoding sequence was left out"
+        admitted = [seq for seq in waiting if seq.status is Status.RUNNING]
+        left = [seq for seq in waiting if seq.status is Status.WAITING]
+        assert all(a.order < b.order for a in admitted for b in left), "admission out of order"
+        self.events["preemptions"] += self.scheduler.num_preemptions - preemptions
+        self.events["chunks"] += any(row.count > 1 and row.draws == 0 for row in rows)
+
+    def check_end(self) -> None:
+        assert not self.flights
+        assert not self.scheduler.running
+        assert self.scheduler.num_waiting == 0
+        assert self.blocks.num_used == 0
+        assert not any(name in self.scheduler or name in self.beams for name in self.jobs)
+        for name, job in self.jobs.items():
+            params = job.request.params
+            if params.use_beam_search:
+                if (name, 0) not in self.aborted and len(self.jobs) > 1:
+                    mine = {key[1]: output for key, output in self.outputs.items() if key[0] == name}
+                    assert mine == search_alone(job), "a search found something else in company"
+                continue
+            for index in range(params.n):
+                if (name, index) not in self.aborted:
+                    output, reason = job.answer(index)
+                    assert self.outputs.get((name, index), []) == output
+                    assert self.reasons[name, index] == reason
+            if params.prompt_logprobs is not None and (name, 0) not in self.aborted:
+                assert sorted(job.scored) == list(range(len(job.request.prompt_token_ids) - 1))
+        self.events["evictions"] = self.blocks.evictions
+        self.events["prefix hits"] = self.scheduler.prefix_hits
+
+
+def search_alone(job: Job) -> dict[int, list[int]]:
+    """What a search finds when nothing else runs, with room for everything; output by index."""
+    params, prompt = job.request.params, job.request.prompt_token_ids
+    alone = Simulation(num_pages=400, max_num_seqs=params.n, budget=64, prefix_caching=False)
+    alone.add(
+        prompt, n=params.n, max_tokens=params.max_tokens, stop_ids=job.stop_ids, salt=job.request.cache_salt, beams=True
+    )
+    alone.drain()
+    return {index: output for (_, index), output in alone.outputs.items()}
