@@ -168,7 +168,7 @@ class Engine:
         """Queues a request. Raises InvalidRequestError or QueueFullError; then nothing has changed."""
         if self.config.max_waiting is not None and self.num_waiting >= self.config.max_waiting:
             raise QueueFullError(f"{self.config.max_waiting} requests are waiting already; try again later")
-        waiting, most = self.scheduler.num_waiting_tokens, self.config.max_waiting_tokens
+        waiting, most = self.scheduler.waiting.num_tokens, self.config.max_waiting_tokens
         if most is not None and waiting and waiting + len(request.prompt_token_ids) > most:
             raise QueueFullError(f"prompts of {waiting} tokens are waiting already; try again later")
         self.check_request(request)

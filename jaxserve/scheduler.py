@@ -10,7 +10,6 @@ device knows yet.
 
 from __future__ import annotations
 
-import heapq
 import time
 
 import numpy as np
@@ -19,6 +18,7 @@ from jaxserve.block_manager import BlockManager
 from jaxserve.running import Notable, Rows, Running, StepPlan
 from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
 from jaxserve.types import SequenceUpdate, StepOutput
+from jaxserve.waiting import Waiting
 
 
 class Scheduler:
@@ -38,8 +38,7 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
         self.running = Running(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; finished ones are skipped lazily
-        self._num_waiting = self.num_waiting_tokens = 0
+        self.waiting = Waiting()
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests that a client reads as they come
         self._watermark = blocks.capacity // 100
@@ -51,7 +50,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return len(self.waiting)
 
     @property
     def has_work(self) -> bool:
@@ -77,11 +76,9 @@ class Scheduler:
             elif index in seq.unforked:
                 seq.unforked.remove(index)
 
-    def _wait(self, seq: Sequence) -> None:
+    def _wait(self, seq: Sequence, *, resumed: bool = False) -> None:
         seq.status = Status.WAITING
-        heapq.heappush(self._waiting, (seq.order, seq))
-        self._num_waiting += 1
-        self.num_waiting_tokens += seq.prompt_len
+        self.waiting.push(seq, resumed=resumed)
 
     def _displace(self, seq: Sequence) -> None:
         """Takes pages and slot from a running sequence; what it generated may be the prefix of a later prompt."""
@@ -93,10 +90,10 @@ class Scheduler:
 
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
+            self.waiting.settle(seq, int(self.running.known[seq.slot]) - seq.prompt_len)
             self._displace(seq)
         elif seq.status is Status.WAITING:
-            self._num_waiting -= 1  # its place in the heap goes when it is met
-            self.num_waiting_tokens -= seq.prompt_len
+            self.waiting.remove(seq)
         seq.status = Status.FINISHED
         siblings = self._by_request[seq.request_id]
         siblings.remove(seq)
@@ -106,7 +103,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._displace(seq)
-        self._wait(seq)
+        self._wait(seq, resumed=True)
         self.num_preemptions += 1
 
     # Schedule
@@ -115,7 +112,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Where all rows decode and nothing waits, each may
         draw up to `steps` tokens."""
         running, preemptions = self.running, self.num_preemptions
-        steps = 1 if self._num_waiting or running.lineup.any_masked or running.lineup.any_beams else steps
+        steps = 1 if self.waiting or running.lineup.any_masked or running.lineup.any_beams else steps
         while True:
             rows = self._choose(steps)
             growing, missing = self._growth(rows)
@@ -131,12 +128,12 @@ class Scheduler:
         if needed:
             pages = self.blocks.allocate(needed)
             running.add_pages([rows.seqs[i] for i in growing.tolist()], rows.slot[growing], missing, pages)
-        if self._num_waiting and self.num_preemptions == preemptions:
+        if self.waiting and self.num_preemptions == preemptions:
             decodes = int(np.count_nonzero(rows.count == 1))
             budget = self._prompt_budget(decodes) - (int(rows.count.sum()) - decodes)
             rows = rows.extend(self._admit_newcomers(budget))
         if not len(rows):
-            if self._num_waiting and running.lineup.any_beams and (running.known == running.total).all():
+            if self.waiting and running.lineup.any_beams and (running.known == running.total).all():
                 self._preempt(running.last)  # beams wait for those that found no place
                 return self.schedule(steps)
             return None
@@ -180,7 +177,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens - decodes
         if self._prefill_chunk is None or not decodes:
             return budget
-        prompts = len(self.running) - decodes + self._num_waiting
+        prompts = len(self.running) - decodes + len(self.waiting)
         chunk = self._prefill_chunk * max(1, 4 * prompts // decodes)
         return min(budget, max(chunk - decodes, -(-chunk // 2)))
 
@@ -232,9 +229,7 @@ class Scheduler:
 
     def _next_admissible(self) -> Sequence | None:
         """The first waiting sequence, if a slot and pages for all its known tokens are free."""
-        while self._waiting and self._waiting[0][1].status is not Status.WAITING:
-            heapq.heappop(self._waiting)
-        if not self._waiting or not self.running.has_place_for(seq := self._waiting[0][1]):
+        if not self.waiting or not self.running.has_place_for(seq := self.waiting.peek()):
             return None
         if seq.owed:  # preempted with a step in flight: its last token is not known yet
             return None
@@ -253,9 +248,7 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Gives the first that waits a slot, and pages for up to `budget` of the tokens that it has to compute, whose
         number it returns."""
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
-        self.num_waiting_tokens -= seq.prompt_len
+        self.waiting.pop()
         seq.pages = self._match(seq)
         self.blocks.share(seq.pages)
         computed = len(seq.pages) * self.blocks.page_size
@@ -372,18 +365,20 @@ class Scheduler:
         self._by_request[seq.request_id].append(seq)
         if pages is not None and self.running.has_place_for(seq):
             seq.pages = pages
+            self.waiting.charge(seq)
             self.running.place(seq, computed)
         else:
             self.blocks.free(pages or ())
-            self._wait(seq)
+            self._wait(seq, resumed=seq.params.use_beam_search)  # whose siblings wait for it
 
     def check_integrity(self) -> None:
         """Asserts the invariants between sequences, slots and pages."""
         self.blocks.check_integrity([seq.pages for seq in self.running])
         self.running.check_integrity()
-        waiting = [seq for _, seq in self._waiting if seq.status is Status.WAITING]
-        assert len(waiting) == self._num_waiting
-        assert sum(seq.prompt_len for seq in waiting) == self.num_waiting_tokens
+        waiting = list(self.waiting)
+        assert len(waiting) == len(self.waiting)
+        assert sum(seq.prompt_len for seq in waiting) == self.waiting.num_tokens
+        assert all(seq.status is Status.WAITING for seq in waiting)
         everyone = [seq for siblings in self._by_request.values() for seq in siblings]
         assert set(map(id, everyone)) == set(map(id, [*self.running, *waiting]))
         for seq in waiting:

@@ -275,6 +275,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Lower `priority` values are served first; ties go by arrival. `cache_salt` keeps a request's prefix-cache pages
     from being shared with requests of another salt. `streams` says that a client reads the tokens as they come.
+    `tenant` says on whose behalf: the queue is shared fairly between tenants. Offline there is one.
     """
 
     request_id: str
@@ -283,6 +284,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     streams: bool = False
+    tenant: str = ""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
