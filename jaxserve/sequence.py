@@ -82,6 +82,15 @@ class Sequence:
             hashes.append(page_hash(parent, tokens[start : start + page_size]))
         return hashes
 
+    def go_back(self, tokens: list[int]) -> None:
+        """Has these tokens and nothing else; its grammar stands where they lead."""
+        self.tokens, self.slot, self.penalty_row, self.pages, self.owed = tokens, NO_SLOT, NO_PENALTY_ROW, [], 0
+        self.num_scored = len(self.prompt_scores) - 1
+        self.forget_hashes()
+        if self.matcher is not None:
+            self.matcher = self.matcher.fork()
+            self.advance(tokens[self.prompt_len :])
+
     def forget_hashes(self) -> None:
         """Its tokens are others now."""
         self._page_hashes = []
