@@ -10,6 +10,7 @@ from server import plugins
 
 _SAME_NAME = (
     "host", "port", "fd", "served_model_name", "api_key_file", "salt_by_key", "drain_seconds", "request_timeout",
+    "engine_restarts", "watchdog_seconds",
     "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile", "max_connections",
     "max_body_bytes", "max_header_bytes", "client_timeout",
     "max_stored_responses", "ui", "access_log", "otlp_endpoint",
@@ -33,6 +34,11 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--admin-key", metavar="KEY",
          help="opens POST /reset_prefix_cache to this bearer key; also read from JAXSERVE_ADMIN_KEY")  # fmt: skip
     flag("--drain-seconds", type=float, default=30.0, help="what running requests get after SIGTERM")
+    flag("--engine-restarts", type=int, default=3, metavar="N",
+         help="an engine that dies is started again so often in ten minutes; then the server exits with 1")  # fmt: skip
+    flag("--watchdog-seconds", type=float, default=120.0, metavar="SECONDS",
+         help="an engine that has work and does not finish a step for so long, compiling apart, is ended and started "
+         "again; 0: never")  # fmt: skip
     flag("--request-timeout", type=float, metavar="SECONDS", help="longest a request may take; None: no limit")
     flag("--metrics-prefix", default="jaxserve", help="first part of the metrics' names, such as vllm")
     flag("--cors-origin", action="append", default=[], metavar="ORIGIN", help="browsers may call from there")

@@ -45,6 +45,8 @@ class ServerSettings:
       cors_origins: origins that browsers may call from; none by default.
       metrics_prefix: begins the names of the metrics.
       drain_seconds: how long running requests may go on after the first signal to stop.
+      engine_restarts: how often in ten minutes an engine that died is started again.
+      watchdog_seconds: how long an engine that has work may go without finishing a step; 0: any time.
       tool_call_parser: a module of `server.tools.parsers`, "auto" (by the chat template) or "none".
       reasoning_parser: a module of `server.reasoning`, "auto" or "none".
       reasoning_field: what a chat's message calls its reasoning.
@@ -64,6 +66,8 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     metrics_prefix: str = "jaxserve"
     drain_seconds: float = 30.0
+    engine_restarts: int = 3
+    watchdog_seconds: float = 120.0
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     reasoning_field: str = "reasoning"
@@ -93,13 +97,17 @@ class ServerState:
         self.responses = ResponseStore(self.settings.max_stored_responses)
 
     @property
-    def is_ready(self) -> bool:
-        return self.client.is_ready and self.tokenizer is not None and not self.draining
+    def status(self) -> str:
+        """ "loading", "ready", "draining", "restarting" or "dead"."""
+        if self.client.status != "ready":
+            return self.client.status
+        return "draining" if self.draining else "loading" if self.tokenizer is None else "ready"
 
     def require_ready(self) -> tuple[Tokenizer, Ready]:
         """The tokenizer and the engine's facts; raises APIError (503) when no new request can be served."""
         if self.client.is_dead:
-            raise unavailable(f"the engine is gone: {self.client.error}", "engine_unavailable")
+            again = "; another one is being started: try again" if self.client.revives else ""
+            raise unavailable(f"the engine is gone: {self.client.error}{again}", "engine_unavailable")
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
         if self.tokenizer is None or self.client.info is None:
