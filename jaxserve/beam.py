@@ -54,6 +54,11 @@ class Group:
     # Of those that drew in this round: what they may go on with, (token, log-probability), the most likely first.
     drawn: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
 
+    @property
+    def length(self) -> int:
+        """Tokens of the outputs so far."""
+        return len(self.beams[0].entries)
+
 
 class Beams:
     """The requests of one engine that search."""
@@ -80,6 +85,17 @@ class Beams:
         seq = Sequence(single, 0, 0, max_tokens + 1, frozenset(), arrival)
         self._groups[request.request_id] = Group(request, max_tokens, stop_ids, seq, [seq])
         self._scheduler.add(seq)
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The searches that are under way, by request."""
+        return dict(self._groups)
+
+    def start_over(self, groups: dict[str, Group]) -> None:
+        """Forgets all searches; then these begin again. None of their sequences may be known to the scheduler."""
+        self._groups = {}
+        for group in groups.values():
+            self.start(group.request, group.max_tokens, group.stop_ids, group.first.order[1])
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups

@@ -68,8 +68,7 @@ class BlockManager:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
-        self._refs = [0] * num_pages
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low pages first
+        self._refs, self._free = self._nobodys()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._hash_of: dict[int, bytes | Tail] = {}
         self._page_of: dict[bytes, int] = {}
@@ -221,6 +220,15 @@ class BlockManager:
         self._free.extend(self._evictable)
         for forgotten in (self._evictable, self._hash_of, self._page_of, self._tails):
             forgotten.clear()
+
+    def clear(self) -> None:
+        """Forgets all owners and all cached content."""
+        self.reset_prefix_cache()
+        self._refs, self._free = self._nobodys()
+
+    def _nobodys(self) -> tuple[list[int], list[int]]:
+        """The references to pages that nobody owns, and these as a stack: low pages first."""
+        return [0] * self.num_pages, list(range(self.num_pages - 1, NULL_PAGE, -1))
 
     def check_integrity(self, owners: Iterable[Sequence[int]] = ()) -> None:
         """Asserts the invariants; `owners` are the page lists of all sequences."""

@@ -30,6 +30,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
 from jaxserve.pace import Pace
 from jaxserve.pool import PoolSnapshot, pool_snapshot
+from jaxserve.recovery import Recovery
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Notable, StepPlan
 from jaxserve.scheduler import Scheduler
@@ -86,6 +87,7 @@ class Engine:
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         self._admission = Admission(config, model, max_model_len, self.scheduler, self.structured, self.beams)
         self.flights: deque[Flight] = deque()
+        self.recovery = Recovery(self)
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
         self.programs = CompileCounter()
@@ -224,44 +226,51 @@ class Engine:
         return self.scheduler.has_work or bool(self.flights) or len(self.structured) > 0
 
     @property
+    def compiling(self) -> bool:
+        return self.runner.compiling
+
+    @property
     def num_waiting(self) -> int:
         return self.scheduler.num_waiting + len(self.structured)
 
     def step(self) -> StepOutput:
         """Advances the batch by one step; returns what a step added to each completion.
 
+        A request for which a step fails ends with an error, see `recovery`. Raises what fails for nobody's fault.
+        """
+        return self.recovery.step()
+
+    def advance(self, output: StepOutput) -> None:
+        """One step, which adds what there is to say to `output` as soon as that is certain.
+
         With asynchronous scheduling the devices run the step that is dispatched here while the host takes in the one
         before: its tokens come back with the next call.
         """
         self.timeline.begin_step()
         self.pace.begin()
-        compiled = []
-        if len(self.structured):
+        if len(self.structured) and not self.recovery.active:
             busy = self.scheduler.has_work or self.flights
-            compiled = self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
+            output.updates += self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
         with self.timeline.phase("schedule"):
             plan = self.scheduler.schedule(self._steps_per_call())
         if plan is not None:
             with self.timeline.phase("upload"):
                 self.flights.append(self.dispatch(plan))
-        output = StepOutput()
         if len(self.flights) > 1:
-            output = self._land()
+            output.extend(self._land())
         if self.flights:
             with self.timeline.phase("mask"):
                 self.structured.draw(self.flights[-1], self.scheduler.running, self.runner)
             if plan is None or not self.config.async_scheduling:
                 output.extend(self._land())
-        output.updates += compiled
         self.pace.end()
         self.timeline.end_step()
-        return output
 
     def _land(self) -> StepOutput:
         """Takes in the oldest step in flight."""
         flight = self.flights.popleft()
         tokens = self.wait(flight)
-        with self.timeline.phase("commit"):
+        with self.timeline.phase("commit"), self.recovery.commit(flight):
             return self.commit(flight, tokens)
 
     def _steps_per_call(self) -> int:

@@ -54,6 +54,7 @@ class ModelRunner:
         self.cache: KVCache
         self.compile_seconds = 0.0
         self.frozen = False  # nothing may be compiled any more
+        self.compiling = False
         self._executables: dict[Any, Compiled] = {}
         self._lock = threading.Lock()
 
@@ -81,6 +82,20 @@ class ModelRunner:
         """Makes the cache and the slots."""
         self.slots = jax.jit(self._make_slots, out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
+
+    def restore(self) -> None:
+        """Makes the cache and the slots anew where a step that failed took them along: then all their content is lost.
+
+        Raises what the devices say where they are at fault.
+        """
+        try:
+            whole = not any(x.is_deleted() for x in jax.tree.leaves((self.cache, self.slots)))
+            jax.block_until_ready((self.cache, self.slots) if whole else ())
+        except Exception:  # what a computation came to that failed on the devices
+            whole = False
+        if not whole:
+            del self.cache, self.slots  # there may be no room for both
+            self.allocate()
 
     @property
     def draw_sizes(self) -> list[int]:
@@ -202,7 +217,11 @@ class ModelRunner:
 
     def _compile(self, name: Any) -> Compiled:
         start = time.perf_counter()
-        compiled = with_int4_arguments(self.lower(name).compile())
+        self.compiling = True
+        try:
+            compiled = with_int4_arguments(self.lower(name).compile())
+        finally:
+            self.compiling = False
         seconds = time.perf_counter() - start
         with self._lock:
             self._executables[name] = compiled

@@ -130,6 +130,7 @@ class Running:
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
 
+        self._settings = max_num_seqs, page_size, max_len, penalty_rows
         self.page_size = page_size
         self.tenure = numbers()  # counts those who have had the slot: tells whether one has it still
         self.tokens = np.zeros((max_num_seqs, max_len + MAX_STEPS), np.int32)
@@ -265,6 +266,14 @@ class Running:
         for i, column in enumerate(tokens.T):  # few: as many as a call draws
             self.tokens[slot, known + i] = column
         self.known[slot] = known + drawn
+
+    def emptied(self) -> Running:
+        """The same with nobody in it."""
+        return Running(*self._settings)
+
+    def known_tokens(self, seq: Sequence) -> np.ndarray:
+        """Of a sequence that has a slot."""
+        return self.tokens[seq.slot, : self.known[seq.slot]].copy()
 
     def displace(self, seq: Sequence) -> None:
         """Takes the slot away; what steps in flight draw is owed to the sequence."""

@@ -11,6 +11,7 @@ device knows yet.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -66,6 +67,19 @@ class Scheduler:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_request
+
+    @property
+    def everyone(self) -> list[Sequence]:
+        return [seq for siblings in self._by_request.values() for seq in siblings]
+
+    def start_over(self, seqs: Iterable[Sequence], waiting: Waiting) -> None:
+        """Forgets who is here and what the pages hold; then these sequences wait, in an empty queue that is given."""
+        self.blocks.clear()
+        self.running, self.waiting, self._by_request = self.running.emptied(), waiting, {}
+        for seq in seqs:
+            self._by_request.setdefault(seq.request_id, []).append(seq)
+            self._wait(seq, resumed=seq.num_cached is not None)
+        self.num_streaming = sum(siblings[0].request.streams for siblings in self._by_request.values())
 
     def add(self, seq: Sequence) -> None:
         self._by_request[seq.request_id] = [seq]
@@ -390,8 +404,7 @@ class Scheduler:
         assert len(waiting) == len(self.waiting)
         assert sum(seq.prompt_len for seq in waiting) == self.waiting.num_tokens
         assert all(seq.status is Status.WAITING for seq in waiting)
-        everyone = [seq for siblings in self._by_request.values() for seq in siblings]
-        assert {seq for seq in everyone if seq.status is not Status.PAUSED} == {*self.running, *waiting}
+        assert {seq for seq in self.everyone if seq.status is not Status.PAUSED} == {*self.running, *waiting}
         for seq in waiting:
             assert not seq.pages
             assert seq.slot == NO_SLOT

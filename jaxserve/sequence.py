@@ -118,6 +118,16 @@ class Sequence:
         """From the page `count` on, its tokens are others now."""
         del self._page_hashes[count:]
 
+    def go_back(self, tokens: np.ndarray) -> None:
+        """Has these tokens and nothing else; its grammar stands where they lead."""
+        self.tokens, self.slot, self.penalty_row, self.pages, self.owed = tokens, NO_SLOT, NO_PENALTY_ROW, [], 0
+        self.num_scored = len(self.prompt_scores) - 1
+        self.keep_hashes(0)
+        self.lookup = None
+        if self.matcher is not None:
+            self.matcher = self.matcher.fork()
+            self.advance(tokens[self.prompt_len :])
+
     def advance(self, tokens: list[int]) -> bool:
         """Takes tokens that were drawn to its grammar; returns whether nothing can follow."""
         if self.matcher is None or not tokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 
 import msgspec
@@ -11,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.exchange import CLIENT_LEFT, Exchange, watching
+from server.output import Output, OutputHandler
 from server.tracing import Tracer
 
 log = logging.getLogger("jaxserve.access")
@@ -58,8 +58,6 @@ class Access:
 
 
 def log_to_stdout() -> None:
-    """Sends the lines to standard output as they are, one JSON object each."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers, log.propagate = [handler], False
+    """Sends the lines to standard output as they are, one JSON object each; where nobody reads, they are dropped."""
+    log.handlers, log.propagate = [OutputHandler(Output(1), "%(message)s")], False
     log.setLevel(logging.INFO)

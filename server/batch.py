@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import sys
 import uuid
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from tqdm import tqdm
@@ -25,6 +25,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import load_tokenizer
 from jaxserve.types import EngineDeadError
 from server.app import build_app
+from server.batch_output import BatchOutput
 from server.bridge import DEFAULT_ENGINE
 from server.client import EngineClient
 from server.errors import APIError
@@ -32,9 +33,11 @@ from server.fingerprint import fingerprint
 from server.metrics import Metrics
 from server.run import EngineProcess
 from server.state import ServerSettings, ServerState
+from server.supervisor import Supervisor
 
 URLS = ("/v1/completions", "/v1/chat/completions")
 _AHEAD = 2  # requests in flight per sequence of the engine, so that it never waits for the next one
+_LOOK_SECONDS = 0.1  # between two looks for an engine, while another one is started
 _OPENING = b'{"id":"batch_req_'  # of every line of the output
 
 
@@ -65,7 +68,7 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
     if target.resolve() == source.resolve():
         raise BatchError(f"input and output are the same file: {source}")
     asked = check_input(source)
-    with open(target, "ab+") as output:
+    with open(target, "ab+", buffering=0) as output:
         done = recover_output(output, target)
         if strangers := done - asked:
             raise BatchError(f"{target} answers {min(strangers)!r}, which {source} does not ask: not its output")
@@ -121,7 +124,7 @@ def check_input(source: Path) -> set[str]:
     return seen
 
 
-def recover_output(output: BinaryIO, target: Path) -> set[str]:
+def recover_output(output: FileIO, target: Path) -> set[str]:
     """custom_ids that the output answers already; cuts off a last line that a killed run left unfinished.
 
     Raises BatchError, and leaves the file as it is, when it holds anything else.
@@ -152,13 +155,12 @@ def _first(error: Exception) -> Exception:
     return error
 
 
-async def _answer_all(
-    config: EngineConfig, engine: EngineProcess, source: Path, output: BinaryIO, left: set[str]
-) -> None:
-    client = EngineClient()
+async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path, file: FileIO, left: set[str]) -> None:
+    client, output = EngineClient(), BatchOutput(file)
     dummy = config.load_format == "dummy"
     settings = ServerSettings(model_names=(config.model,))
     state = ServerState(settings, client, Metrics(settings.model_name))
+    supervisor = Supervisor(client, engine, restarts=settings.engine_restarts, watchdog=settings.watchdog_seconds)
     try:
         await client.connect(engine.socket_path, engine.runs)
         info = await client.wait_ready()
@@ -172,34 +174,48 @@ async def _answer_all(
 
             async def answer(line: BatchLine) -> None:
                 try:
-                    status, body = await _post(app, line)
-                    if client.is_dead:  # an answer that says so is no answer: the request stays open for the next run
-                        raise EngineDeadError(f"{client.error}; run the same command again to go on")
-                    _write(output, line, status, body)
+                    losses = None
+                    while losses != client.losses:  # the engine died, and what it said is no answer: ask the next one
+                        while not client.is_ready:
+                            await asyncio.sleep(_LOOK_SECONDS)
+                        losses = client.losses
+                        status, body = await _post(app, line)
+                        if status == 200:
+                            break
+                    await output.append(_line(line, status, body))
                     bar.update()
                 finally:
                     places.release()
 
+            async def watch() -> None:
+                try:
+                    await supervisor.run()
+                except EngineDeadError as error:
+                    raise EngineDeadError(f"{error}; run the same command again to go on") from None
+
             async with asyncio.TaskGroup() as group:
-                for line in read_lines(source):
-                    if line.custom_id in left:
-                        await places.acquire()
-                        group.create_task(answer(line))
+                watching = group.create_task(watch())
+                async with asyncio.TaskGroup() as answers:
+                    for line in read_lines(source):
+                        if line.custom_id in left:
+                            await places.acquire()
+                            answers.create_task(answer(line))
+                watching.cancel()
     finally:
+        output.close()
         await client.close(drain=True)
         state.texts.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _write(output: BinaryIO, line: BatchLine, status: int, body: bytes) -> None:
+def _line(line: BatchLine, status: int, body: bytes) -> bytes:
+    """Of the output."""
     answer = {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": line.custom_id,
         "response": {"status_code": status, "request_id": uuid.uuid4().hex, "body": msgspec.Raw(body)},
         "error": None,
     }
-    output.write(msgspec.json.encode(answer) + b"\n")
-    output.flush()
-    os.fsync(output.fileno())
+    return msgspec.json.encode(answer) + b"\n"
 
 
 async def _post(app: Any, line: BatchLine) -> tuple[int, bytes]:

@@ -7,6 +7,7 @@ engine itself runs in one plain loop. It makes no steps while too much of what i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import queue
@@ -28,6 +29,7 @@ from server.messages import (
     Abort,
     Accepted,
     AskPool,
+    Beat,
     Drain,
     EngineMessage,
     Failed,
@@ -51,6 +53,7 @@ MAX_BACKLOG = 64 * 2**20  # bytes waiting for one front, beyond which there are 
 BACKLOG_SECONDS = 0.01  # between two looks at whether it has read
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
 STATS_SECONDS = 0.1  # engine statistics are sent at most this often
+BEAT_SECONDS = 1.0  # between two messages that say that this process runs
 DEFAULT_ENGINE = "jaxserve.engine:Engine"
 
 
@@ -62,6 +65,8 @@ class EngineLike(Protocol):
     eos_token_ids: tuple[int, ...]
     model_folder: Path
 
+    @property
+    def compiling(self) -> bool: ...
     def compile(self) -> None: ...
     def add_requests(self, requests: list[Request]) -> None: ...
     def abort(self, request_id: str, index: int | None = None) -> None: ...
@@ -118,7 +123,10 @@ class _Front:
                     self._inbox.put((self, message))
         except (OSError, ValueError) as error:
             log.warning("front %d: %s", self.number, error)
-        self._inbox.put((self, None))
+        except Exception:
+            log.exception("front %d cannot be read any more", self.number)
+        finally:
+            self._inbox.put((self, None))  # however the thread ends, the loop hears of it
 
     def _write(self) -> None:
         try:
@@ -134,7 +142,15 @@ class _Front:
                 with self._changed:
                     self._backlog -= len(data)
         except OSError:
-            pass  # the reading thread sees the same end and reports it
+            pass  # the front has gone
+        except Exception:
+            log.exception("front %d cannot be written to any more", self.number)
+        finally:
+            with self._changed:
+                closing = self._closing
+            if not closing:  # nothing more will be sent: the front must not wait, and the reading thread reports it
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
 
 
 def _read_message(stream: BinaryIO) -> FrontMessage | None:
@@ -160,6 +176,8 @@ class EngineServer:
         self._greeting: EngineMessage | None = None
         self._draining = False
         self._stats_due: float | None = None  # when to send statistics that changed
+        self._turn_began: float | None = None  # time.monotonic(); None while the loop waits for messages
+        self._closed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(socket_path)
         self._listener.listen()
@@ -168,6 +186,7 @@ class EngineServer:
     def run(self, engine: EngineLike, ready: Ready) -> None:
         """The loop: take messages, step, deliver; returns when drained or when the last front has gone."""
         self._announce(ready)
+        threading.Thread(target=self._beat, args=(engine,), name="beat", daemon=True).start()
         self._stats_due = time.monotonic()
         while True:
             held_up = self._held_up()
@@ -189,6 +208,7 @@ class EngineServer:
         return bool(self._fronts)
 
     def close(self) -> None:
+        self._closed.set()
         self._listener.close()
         with self._fronts_lock:
             fronts = list(self._fronts.values())
@@ -200,13 +220,28 @@ class EngineServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                log.error("cannot take a front's connection: %s", error)
+                time.sleep(BEAT_SECONDS)  # as of too many open files, which may pass
+                continue
             with self._fronts_lock:
                 front = self._fronts[number] = _Front(number, connection, self._inbox)
                 if self._greeting is not None:
                     front.send(self._greeting)
             number += 1
+
+    def _beat(self, engine: EngineLike) -> None:
+        """Tells the fronts, until `close`, that this process runs, and for how long the loop has been in one turn."""
+        while not self._closed.wait(BEAT_SECONDS):
+            now = time.monotonic()
+            if (began := self._turn_began) is not None and engine.compiling:
+                self._turn_began = began = now
+            beat = Beat(0.0 if began is None else now - began)
+            with self._fronts_lock:
+                for front in self._fronts.values():
+                    front.send(beat)
 
     def _announce(self, message: EngineMessage) -> None:
         with self._fronts_lock:
@@ -230,7 +265,9 @@ class EngineServer:
             timeout = BACKLOG_SECONDS if timeout is None else min(timeout, BACKLOG_SECONDS)
         try:
             while True:
+                self._turn_began = None if block else time.monotonic()
                 front, message = self._inbox.get(block=block, timeout=timeout)
+                self._turn_began = time.monotonic()
                 self._handle(engine, front, message)
                 block = False
         except queue.Empty:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Literal
 
 from jaxserve.pool import PoolSnapshot
 from jaxserve.stats import EngineStats
@@ -17,6 +19,7 @@ from server.messages import (
     Abort,
     Accepted,
     AskPool,
+    Beat,
     Drain,
     EngineMessage,
     Failed,
@@ -34,44 +37,58 @@ from server.messages import (
     to_frame,
 )
 
+log = logging.getLogger("jaxserve.server")
+
 POOL_SECONDS = 0.5
 MAX_UNREAD = 2**16  # tokens and alternatives of them, of one stream, beyond which its requests pause
 MAX_ALL_UNREAD = 2**21  # of all streams; beyond it those pause that have an eighth of MAX_UNREAD
+EngineStatus = Literal["loading", "ready", "restarting", "dead"]
 
 
 class EngineClient:
-    """One front's connection to an engine process. Belongs to one event loop.
+    """One front's connection to an engine process, or to one after the other. Belongs to one event loop.
 
     Attributes:
       info: what the engine said when it was ready; None before.
       stats: the engine's latest statistics.
-      error: why the engine is dead; None while it is not.
+      error: why the engine is dead; None while it is not, and again once another one is ready.
+      losses: engines that have died.
+      revives: somebody starts another engine where one has died, and connects to it.
     """
 
     def __init__(self) -> None:
         self.info: Ready | None = None
         self.stats = EngineStats()
         self.error: str | None = None
+        self.losses = 0
+        self.revives = False
         self.on_stats: Callable[[EngineStats], None] = lambda stats: None
         self._streams: dict[str, _Stream] = {}
         self._unread = 0  # of all streams, as in MAX_UNREAD
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task | None = None
-        self._ready = asyncio.Event()  # set when info or error is
+        self._ready = asyncio.Event()  # set when the engine that it connected to last is ready, or has died
+        self._lost = asyncio.Event()  # set when that engine has died
+        self._alive_at = -math.inf  # seconds of the event loop's clock: when the engine was last known to get on
         self._pool: asyncio.Future[PoolSnapshot] | None = None
         self._pool_asked = -math.inf  # seconds of the event loop's clock
 
     async def connect(self, socket_path: str, engine_runs: Callable[[], bool]) -> None:
         """Connects as soon as the engine listens. Raises EngineDeadError when `engine_runs()` turns false before."""
+        self._ready.clear()
+        self._lost.clear()
         while True:
             try:
-                reader, self._writer = await asyncio.open_unix_connection(socket_path)
+                reader, writer = await asyncio.open_unix_connection(socket_path)
                 break
             except (FileNotFoundError, ConnectionRefusedError):
                 if not engine_runs():
-                    self._die("the engine process ended before it could be reached")
+                    self.lose("the engine process ended before it could be reached")
                     raise EngineDeadError(self.error) from None
                 await asyncio.sleep(0.02)
+        if self._writer is not None:
+            self._writer.close()  # of an engine that has died
+        self._writer = writer
         self._reading = asyncio.create_task(self._read(reader))
 
     async def wait_ready(self) -> Ready:
@@ -80,6 +97,31 @@ class EngineClient:
         if self.info is None or self.error is not None:
             raise EngineDeadError(self.error)
         return self.info
+
+    async def wait_lost(self, seconds: float) -> bool:
+        """Waits for the engine to die, up to so many seconds; returns whether it has."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._lost.wait(), seconds)
+        return self._lost.is_set()
+
+    @property
+    def status(self) -> EngineStatus:
+        if self.error is not None:
+            return "restarting" if self.revives else "dead"
+        return "loading" if self.info is None else "ready"
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which the engine has not got on although there is work for it; compiling counts as getting on."""
+        works = self.is_ready and any(stream.running for stream in self._streams.values())
+        return asyncio.get_running_loop().time() - self._alive_at if works else 0.0
+
+    def forgive(self, seconds: float) -> None:
+        """Does not count so many seconds against the engine, as when it was this process that stood still."""
+        self._alive_at += seconds
+
+    def _note_life(self) -> None:
+        self._alive_at = asyncio.get_running_loop().time()
 
     @property
     def is_ready(self) -> bool:
@@ -111,8 +153,10 @@ class EngineClient:
           TimeoutError: `timeout` seconds have passed.
         """
         if self.error is not None:
-            raise EngineDeadError(self.error)
+            raise self._dead()
         stream = _Stream()
+        if not self._streams:
+            self._note_life()  # there was no work so far
         for request in requests:
             if request.request_id in self._streams:
                 raise ValueError(f"request id {request.request_id!r} is in use")
@@ -182,7 +226,7 @@ class EngineClient:
         """
         now = asyncio.get_running_loop().time()
         if self.error is not None:
-            raise EngineDeadError(self.error)
+            raise self._dead()
         if self._pool is None or (self._pool.done() and now - self._pool_asked >= POOL_SECONDS):
             self._pool, self._pool_asked = asyncio.get_running_loop().create_future(), now
             self._send(AskPool())
@@ -198,12 +242,18 @@ class EngineClient:
                 length = frame_length(await reader.readexactly(LENGTH_BYTES))
                 self._handle(decode_engine_message(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, OSError):
-            self._die("the engine process ended")
+            self.lose("the engine process ended")
         except ValueError as error:
-            self._die(f"the engine sent something unreadable: {error}")
+            self.lose(f"the engine sent something unreadable: {error}")
+        except Exception as error:
+            log.exception("what the engine sent could not be handled")
+            self.lose(f"what the engine sent could not be handled: {type(error).__name__}: {error}")
 
     def _handle(self, message: EngineMessage) -> None:
+        self._note_life()
         match message:
+            case Beat(busy):
+                self._alive_at -= busy
             case Update(output, stats):
                 for update in output:
                     if (stream := self._streams.get(update.request_id)) is not None:
@@ -226,10 +276,10 @@ class EngineClient:
                     stream.running.clear()
                     stream.fail(_rejection(text, param, code))
             case Ready():
-                self.info = message
+                self.info, self.error = message, None
                 self._ready.set()
             case Failed(text):
-                self._die(text)
+                self.lose(text)
 
     def _put(self, stream: _Stream, update: SequenceUpdate) -> None:
         """Adds an update to a stream, whose request pauses in the engine where its reader is too far behind."""
@@ -242,13 +292,24 @@ class EngineClient:
             stream.paused.add(update.request_id)
             self._send(Pause(update.request_id, True))
 
-    def _die(self, message: str) -> None:
-        self.error = self.error or message  # the first reason is the real one
+    def lose(self, message: str) -> None:
+        """Takes the engine for dead: everyone who waits for it hears why."""
+        if self._lost.is_set():
+            return  # the first reason is the real one
+        self.error = message
+        self.losses += 1
+        self._lost.set()
         self._ready.set()
+        if self._reading is not None and self._reading is not asyncio.current_task():
+            self._reading.cancel()  # what it still says does not matter
         if self._pool is not None and not self._pool.done():
-            self._pool.set_exception(EngineDeadError(self.error))
+            self._pool.set_exception(self._dead())
+        self._pool = None
         for stream in set(self._streams.values()):
-            stream.fail(EngineDeadError(self.error))
+            stream.fail(self._dead())
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"{self.error}; it is being started again: try again" if self.revives else self.error)
 
 
 def _rejection(message: str, param: str | None, code: str | None) -> Exception:

@@ -5,6 +5,7 @@ Standard input stays open for as long as the parent lives; its end means that th
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -16,6 +17,9 @@ import msgspec
 
 from jaxserve.config import EngineConfig
 from server.bridge import DEFAULT_ENGINE, run_engine
+from server.output import log_to_stderr
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class Launch(msgspec.Struct, kw_only=True):
@@ -34,16 +38,25 @@ def main() -> int:
     """Runs the engine until it is drained, its fronts are gone or its parent is."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _end_with_parent()
+    log_to_stderr(logging.WARNING)
     logging.getLogger("jaxserve").setLevel(logging.INFO)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    threading.Thread(target=_exit_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
     return run_engine(EngineConfig(**launch.config), launch.socket_path, launch.engine_class)  # type: ignore[arg-type]
 
 
-def _exit_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)  # nothing here outlives the parent, and the loop may be busy compiling
+def _watch_parent() -> None:
+    try:
+        sys.stdin.buffer.read()
+    finally:
+        os._exit(1)  # nothing here outlives the parent, and the loop may be busy compiling
+
+
+def _end_with_parent() -> None:
+    """Has Linux kill this process when its parent's main thread ends, even where it is stopped and reads no input."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

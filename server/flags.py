@@ -12,7 +12,7 @@ from server import plugins
 
 _SAME_NAME = (
     "host", "port", "fd", "served_model_name", "chat_template", "trust_request_chat_template",
-    "api_key_file", "salt_by_key", "open_metrics", "drain_seconds",
+    "api_key_file", "salt_by_key", "open_metrics", "drain_seconds", "engine_restarts", "watchdog_seconds",
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
     "max_connections", "max_connections_per_address", "max_body_bytes", "max_completions_per_request",
     "max_header_bytes", "client_timeout", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
@@ -51,6 +51,11 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          "JAXSERVE_METRICS_KEY")  # fmt: skip
     flag("--open-metrics", action="store_true", help="/metrics needs no key")
     flag("--drain-seconds", type=float, default=30.0, help="what running requests get after SIGTERM")
+    flag("--engine-restarts", type=int, default=3, metavar="N",
+         help="an engine that dies is started again so often in ten minutes; then the server exits with 1")  # fmt: skip
+    flag("--watchdog-seconds", type=float, default=120.0, metavar="SECONDS",
+         help="an engine that has work and does not finish a step for so long, compiling apart, is ended and started "
+         "again; 0: never")  # fmt: skip
     flag("--request-timeout", type=float, metavar="SECONDS", help="longest a request may take; None: no limit")
     flag("--metrics-prefix", default="jaxserve", help="first part of the metrics' names, such as vllm")
     flag("--allowed-host", action="append", default=[], metavar="NAME",

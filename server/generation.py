@@ -174,7 +174,7 @@ class Generation:
         if delta.abort:
             self._state.client.abort(self.requests[position].request_id, delta.index)
         if delta.finish_reason in ("error", "abort"):
-            raise APIError(500, delta.error or "the engine gave up on the request")
+            raise APIError(500, delta.error or "the engine gave up on the request", code="internal_error")
 
     async def collect(self) -> list[ChoiceDelta]:
         """All choices, whole and in order."""

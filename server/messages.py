@@ -121,6 +121,12 @@ class Rejected(msgspec.Struct, tag="rejected"):
     code: str | None = None
 
 
+class Beat(msgspec.Struct, tag="beat"):
+    """The engine's process runs; its loop has been in the current turn for so many seconds, 0.0 while it compiles."""
+
+    busy: float
+
+
 class Failed(msgspec.Struct, tag="failed"):
     """The engine is gone, or never came up."""
 
@@ -128,7 +134,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 FrontMessage = Submit | Abort | Pause | Profile | ResetPrefixCache | AskPool | Drain
-EngineMessage = Ready | Update | Pool | Accepted | Rejected | Failed
+EngineMessage = Ready | Update | Pool | Accepted | Rejected | Beat | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode

@@ -32,6 +32,8 @@ _FROM_STATS = (
     ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache", "prefix_hits"),
     ("prompt_tokens", "counter", "Prompt tokens computed or found in the cache", "prompt_tokens"),
     ("generation_tokens", "counter", "Tokens generated", "generation_tokens"),
+    ("failed_steps", "counter", "Steps that failed and were computed again", "failed_steps"),
+    ("failed_requests", "counter", "Requests ended because steps failed for them", "failed_requests"),
     ("executables", "gauge", "Compiled step functions", "executables"),
     ("compilations", "counter", "Programs compiled since start", "compilations"),
     ("compilation_cache_hits", "counter", "Programs read from the compilation cache", "compile_cache_hits"),
@@ -46,6 +48,7 @@ class Metrics:
         self._prefix = prefix
         self._labels = (model_name, "0")
         self._stats = EngineStats()
+        self._past = EngineStats()  # of the engines that have died
         self._info: Ready | None = None
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.itl = self._histogram("inter_token_latency_seconds", "Time between two tokens", _TOKEN_SECONDS)
@@ -71,6 +74,10 @@ class Metrics:
             f"{prefix}:admission_rejections", "Requests turned away for now", _LABELS, registry=self.registry
         )
         self.rejections = rejections.labels(*self._labels)
+        restarts = Counter(
+            f"{prefix}:engine_restarts", "Engines started where one had died", _LABELS, registry=self.registry
+        )
+        self._restarts = restarts.labels(*self._labels)
         self.registry.register(self)  # type: ignore[arg-type]  # see collect
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> ObservedHistogram:
@@ -86,7 +93,13 @@ class Metrics:
 
     def on_stats(self, stats: EngineStats) -> None:
         """Takes the engine's latest statistics."""
-        self._stats = stats
+        self._stats = stats.after(self._past)
+
+    def on_restart(self) -> None:
+        """Another engine is started, which counts from zero; the counters here go on."""
+        self._restarts.inc()
+        self._past = self._stats
+        self.on_stats(EngineStats())
 
     def render(self) -> bytes:
         """The exposition text of /metrics."""

@@ -102,9 +102,14 @@ async def detokenize(http: Request) -> Response:
 
 
 async def health(http: Request) -> Response:
-    """GET /health: 200 as long as the engine is not dead, also while it loads."""
-    client = state_of(http).client
-    return _json({"status": "dead", "reason": client.error}, 503) if client.is_dead else _json({"status": "ok"})
+    """GET /health: 200 as long as there is an engine that has loaded; 503 while it loads, or another one is started in
+    the place of one that died, whose reason is told."""
+    state = state_of(http)
+    status = state.status
+    if status in ("ready", "draining"):
+        return _json({"status": "ok"})
+    reason = state.client.error
+    return _json({"status": status} | ({"reason": reason} if reason else {}), 503)
 
 
 async def server_info(http: Request) -> Response:
@@ -135,12 +140,9 @@ def _module_name(module: ModuleType | None) -> str | None:
 
 
 async def ready(http: Request) -> Response:
-    """GET /ready: 200 when requests are served, 503 while loading, draining or dead."""
-    state = state_of(http)
-    if state.is_ready:
-        return _json({"status": "ready"})
-    status = "dead" if state.client.is_dead else "draining" if state.draining else "loading"
-    return _json({"status": status}, 503)
+    """GET /ready: 200 when requests are served, 503 while loading, restarting, draining or dead."""
+    status = state_of(http).status
+    return _json({"status": status}, 200 if status == "ready" else 503)
 
 
 async def version(http: Request) -> Response:

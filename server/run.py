@@ -10,11 +10,8 @@ import gc
 import logging
 import os
 import resource
-import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import FrameType
@@ -39,8 +36,11 @@ from server.fingerprint import fingerprint
 from server.keys import ApiKey, read_keys
 from server.metrics import Metrics
 from server.origin import is_local
+from server.output import log_to_stderr, say
 from server.protocol import accept
+from server.socket_folder import SocketFolder
 from server.state import ServerSettings, ServerState
+from server.supervisor import Supervisor
 
 log = logging.getLogger("jaxserve.server")
 
@@ -68,15 +68,16 @@ def serve(
 ) -> int:
     """Serves until a signal ends it; returns the process's exit code. `settings` are ServerSettings's.
 
-    The port is bound before anything is loaded. /health answers at once, /ready turns 200 when the engine has loaded.
+    The port is bound before anything is loaded; /health and /ready answer at once, and turn 200 when the engine has
+    loaded. An engine that dies or hangs is started again, within the limits of `settings`.
     SIGTERM or SIGINT: new requests get 503, running ones may go on for `drain_seconds`, the rest ends with an error; a
     second signal exits at once. Has to run in the main thread. `port` 0 takes a free one; `fd` is a listening socket
     that this process was given: where it stops, who connects waits for the next one. `served_model_name`, one or
     several, defaults to `config.model`. `chat_template` is a file, or a template itself. 1 is returned when the port is
-    taken or the engine does not come up. Raises ValueError or OSError for a certificate, a file of keys or a chat
-    template that cannot be used.
+    taken, the engine does not come up, or it died too often. Raises ValueError or OSError for a certificate, a file of
+    keys or a chat template that cannot be used.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.INFO)
     if config.max_waiting is None:
         config = dataclasses.replace(config, max_waiting=config.queue_limit)
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
@@ -97,6 +98,8 @@ def serve(
         h11_max_incomplete_event_size=max_header_bytes,
         ws="none",
         access_log=False,  # there is one of our own
+        log_config=None,  # uvicorn's lines go the way of all others
+        log_level=logging.INFO,
         server_header=False,
         timeout_keep_alive=65,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
@@ -118,14 +121,14 @@ def serve(
         listener = bind(host, port) if fd is None else socket.socket(fileno=fd)
     except OSError as error:
         where = f"{host}:{port}" if fd is None else f"file descriptor {fd}"
-        print(f"jaxserve: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
+        say(f"jaxserve: cannot listen on {where}: {error.strerror or error}")
         return 1
     cpu_build.begin()  # where the kernels are new to this machine; the engine's process is still importing JAX
     with listener, EngineProcess(config, engine_class) as engine:
         server = _Server(uvicorn_config, state, engine, config, shares_listener=fd is not None)
         server.run(sockets=[listener])
     if server.failure is not None:
-        print(f"jaxserve: {server.failure}", file=sys.stderr)
+        say(f"jaxserve: {server.failure}")
         return 1
     return 0
 
@@ -165,17 +168,28 @@ class EngineProcess:
     """The engine's process and the folder of its socket; both end with the context."""
 
     def __init__(self, config: EngineConfig, engine_class: str):
-        self._folder = tempfile.mkdtemp(prefix="jaxserve-")  # mode 0700: no one else may connect
-        self.socket_path = os.path.join(self._folder, "engine.sock")
+        self._config, self._engine_class = config, engine_class
+        self._folder = SocketFolder()
+        self.start()
+
+    @property
+    def socket_path(self) -> str:
+        return self._folder.socket_path
+
+    def start(self) -> None:
+        """Starts the process; one that ran before must have ended. It ends with the thread that calls this."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.socket_path)
         self._process = subprocess.Popen(
             entry.command("server.engine_process"),
             stdin=subprocess.PIPE,
             env=_engine_environment(),
         )
-        launch = msgspec.json.encode(Launch.of(config, self.socket_path, engine_class))
+        launch = msgspec.json.encode(Launch.of(self._config, self.socket_path, self._engine_class))
         assert self._process.stdin is not None
-        self._process.stdin.write(launch + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which whoever connects will see
+            self._process.stdin.write(launch + b"\n")
+            self._process.stdin.flush()
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -185,21 +199,25 @@ class EngineProcess:
             self._process.wait(_FLUSH_SECONDS if exception[0] is None else 0)
         except subprocess.TimeoutExpired:
             self.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def runs(self) -> bool:
         return self._process.poll() is None
 
     def kill(self) -> None:
+        """Ends it at once, also where it is stopped, and waits until it is gone."""
         self._process.kill()
         self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
 
 class _Server(uvicorn.Server):
     """uvicorn with our way of starting and stopping.
 
     Attributes:
-      failure: why the server could not start; None where it did.
+      failure: why the server ended by itself; None where it did not.
     """
 
     def __init__(
@@ -224,7 +242,7 @@ class _Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves HTTP at once, while the engine loads."""
         self._loop = asyncio.get_running_loop()
-        self._spawn(self._load())
+        self._spawn(self._run_engine())
         await super().serve(sockets)
         for task in self._tasks:
             task.cancel()
@@ -236,36 +254,58 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second exits at once."""
         if self._stopping or self._loop is None:
-            self._engine.kill()
+            self._engine.__exit__(SystemExit)
             os._exit(1)
         self._stopping = True
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(self._guard(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Ends the server where a task of its own fails; nothing goes on without it."""
+        try:
+            await work
+        except Exception as error:
+            if not isinstance(error, EngineDeadError | ValueError | OSError):
+                log.exception("the server failed")
+            self.failure = str(error) or type(error).__name__
+            self.should_exit = True
+
+    async def _run_engine(self) -> None:
+        """Brings up the engine, and watches over it until the server stops."""
+        await self._load()
+        state, settings = self._state, self._state.settings
+        supervisor = Supervisor(
+            state.client,
+            self._engine,
+            restarts=settings.engine_restarts,
+            watchdog=settings.watchdog_seconds,
+            on_restart=state.metrics.on_restart,
+        )
+        try:
+            await supervisor.run()
+        except EngineDeadError:
+            if not state.draining:
+                raise
 
     async def _load(self) -> None:
         """Brings up the engine and the tokenizer, side by side where the model's folder is known already."""
         state = self._state
         state.client.on_stats = state.metrics.on_stats
-        try:
-            early: asyncio.Future[Tokenizer] | None = None
-            if (folder := local_folder(self._settings.model)) is not None:
-                early = asyncio.ensure_future(state.off_loop(lambda: self._tokenizer(folder)))
-            await state.client.connect(self._engine.socket_path, self._engine.runs)
-            info = await state.client.wait_ready()
-            state.metrics.on_ready(info)
-            tokenizer = await (early or state.off_loop(lambda: self._tokenizer(Path(info.model_folder))))
-            state.fingerprint = await state.off_loop(
-                lambda: fingerprint(info, self._settings, __version__, tokenizer.chat_template)
-            )
-            state.tokenizer = tokenizer
-        except (EngineDeadError, ValueError, OSError) as error:
-            self.failure = str(error)
-            self.should_exit = True
-            return
+        early: asyncio.Future[Tokenizer] | None = None
+        if (folder := local_folder(self._settings.model)) is not None:
+            early = asyncio.ensure_future(state.off_loop(lambda: self._tokenizer(folder)))
+        await state.client.connect(self._engine.socket_path, self._engine.runs)
+        info = await state.client.wait_ready()
+        state.metrics.on_ready(info)
+        tokenizer = await (early or state.off_loop(lambda: self._tokenizer(Path(info.model_folder))))
+        state.fingerprint = await state.off_loop(
+            lambda: fingerprint(info, self._settings, __version__, tokenizer.chat_template)
+        )
+        state.tokenizer = tokenizer
         gc.collect()
         gc.freeze()  # what is here stays; looking at it again would hold up the event loop
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)

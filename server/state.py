@@ -57,6 +57,8 @@ class ServerSettings:
       hosts: what clients may call this machine, besides its names for itself, where there are no keys; None: anything.
       metrics_prefix: begins the names of the metrics.
       drain_seconds: how long running requests may go on after the first signal to stop.
+      engine_restarts: how often in ten minutes an engine that died is started again.
+      watchdog_seconds: how long an engine that has work may go without finishing a step; 0: any time.
       tool_call_parser: a module of `server.tools.parsers`, "auto" (by the chat template) or "none".
       reasoning_parser: a module of `server.reasoning`, "auto" or "none".
       escape_special_tokens: special tokens in the text of users and tools are plain text.
@@ -84,6 +86,8 @@ class ServerSettings:
     hosts: tuple[str, ...] | None = None
     metrics_prefix: str = "jaxserve"
     drain_seconds: float = 30.0
+    engine_restarts: int = 3
+    watchdog_seconds: float = 120.0
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     escape_special_tokens: bool = False
@@ -134,13 +138,17 @@ class ServerState:
         self.accounts = Accounts(self.settings.max_completions_per_request)
 
     @property
-    def is_ready(self) -> bool:
-        return self.client.is_ready and self.tokenizer is not None and not self.draining
+    def status(self) -> str:
+        """ "loading", "ready", "draining", "restarting" or "dead"."""
+        if self.client.status != "ready":
+            return self.client.status
+        return "draining" if self.draining else "loading" if self.tokenizer is None else "ready"
 
     def require_ready(self) -> tuple[Tokenizer, Ready]:
         """The tokenizer and the engine's facts; raises APIError (503) when no new request can be served."""
         if self.client.is_dead:
-            raise unavailable(f"the engine is gone: {self.client.error}", "engine_unavailable")
+            again = "; another one is being started: try again" if self.client.revives else ""
+            raise unavailable(f"the engine is gone: {self.client.error}{again}", "engine_unavailable")
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
         if self.tokenizer is None or self.client.info is None:

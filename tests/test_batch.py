@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -151,6 +152,40 @@ def test_killed_and_resumed(source, whole, model_folders, tmp_path):
     again = run(source, target, folder)  # nothing is left to do, so nothing is loaded
     assert (again.returncode, again.stderr) == (0, f"all 40 requests are answered in {target}\n")
     assert target.stat().st_size == size
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_an_engine_that_is_killed(source, whole, model_folders, tmp_path):
+    """Another one is started, which gets the requests that were under way."""
+    target = tmp_path / "out.jsonl"
+    process, engine = start_and_wait(source, target, model_folders(CASE), more=3)
+    os.kill(int(engine.name), signal.SIGKILL)
+    assert process.wait(120) == 0
+    assert answers(target) == answers(whole)
+
+
+def test_a_full_disk(source, whole, model_folders, tmp_path):
+    """The run ends and says why; what it wrote counts, and the next one goes on."""
+    target, folder = tmp_path / "out.jsonl", model_folders(CASE)
+    limit = whole.stat().st_size // 2
+    done = subprocess.run(
+        command(source, target, folder),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=200,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 1
+    assert "jaxserve: [Errno 27] File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    kept = target.read_bytes()
+    assert 0 < kept.count(b"\n") < len(lines())
+    assert len(kept) <= limit
+    done = run(source, target, folder)
+    assert done.returncode == 0, done.stderr
+    assert target.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+    assert answers(target) == answers(whole)
 
 
 def test_a_model_that_cannot_be_loaded(source, tmp_path):

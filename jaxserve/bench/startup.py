@@ -83,8 +83,8 @@ def measure_start(config: EngineConfig, cache: str, env: dict[str, str], timeout
     start = time.perf_counter()
     with server_process(command, env) as (process, log):
 
-        def wait_for(path: str) -> float:
-            while status(port, path) != 200:
+        def wait_for(path: str, *statuses: int) -> float:
+            while status(port, path) not in statuses:
                 if process.poll() is not None:
                     raise RuntimeError(f"the server ended before it was ready:\n{log.text(last=10)}")
                 if time.perf_counter() - start > timeout:
@@ -92,7 +92,7 @@ def measure_start(config: EngineConfig, cache: str, env: dict[str, str], timeout
                 time.sleep(_POLL_SECONDS)
             return time.perf_counter() - start
 
-        http_s, ready_s = wait_for("/health"), wait_for("/ready")
+        http_s, ready_s = wait_for("/health", 200, 503), wait_for("/ready", 200)
     text = log.text()
     loaded = re.search(r"loaded .* in ([\d.]+) s", text)
     compiled = re.search(r"compiled (\d+) executables in ([\d.]+) s", text)

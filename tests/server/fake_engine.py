@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class ParrotEngine:
     """
 
     step_seconds = 0.0
+    compiling = False
 
     def __init__(self, config: EngineConfig):
         self.model_folder = Path(config.model)
@@ -202,6 +204,31 @@ class BrokenConfigEngine(ParrotEngine):
     @classmethod
     def load(cls, config: EngineConfig):
         raise ConfigError("max_model_len of 5 is too small; set it to 10 or more")
+
+
+class MarkedEngine(SlowEngine):
+    """Where a prompt begins with 66, the process ends by itself; with 67, the step never ends; with 68, the step takes
+    nine seconds, which it says are spent compiling. Once a file named `broken` is in the model's folder, none loads."""
+
+    @classmethod
+    def load(cls, config: EngineConfig):
+        if (Path(config.model) / "broken").exists():
+            raise ConfigError("the model is broken")
+        return cls(config)
+
+    def step(self) -> StepOutput:
+        match {request.prompt_token_ids[0] for request, _ in self._running.values()} & {66, 67, 68}:
+            case marks if 66 in marks:
+                os._exit(3)
+            case marks if 67 in marks:
+                time.sleep(1000)
+            case marks if 68 in marks:
+                self.compiling = True
+                time.sleep(9)
+                self.compiling = False
+                for key, (request, done) in self._running.items():
+                    self._running[key] = msgspec.structs.replace(request, prompt_token_ids=[50, 51]), done
+        return super().step()
 
 
 class FailingEngine(ParrotEngine):

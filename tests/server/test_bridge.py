@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -293,6 +294,92 @@ def test_frames_are_bounded(monkeypatch):
     assert [update.index for update in received] == [0, 1, 2, 3, 4, 5]
     assert all(len(update.token_ids) == 100 for update in received[:5])
     assert received[5].finish_reason == "error"
+
+
+# A task or thread that ends for any reason must not leave others waiting.
+
+
+def test_a_front_that_cannot_handle_what_it_hears_takes_the_engine_for_dead(path, config):
+    async def run():
+        client = await connected(path)
+
+        def fail(stats):
+            raise KeyError("unexpected")
+
+        client.on_stats = fail
+        with pytest.raises(EngineDeadError, match="could not be handled: KeyError"):
+            await asyncio.wait_for(tokens_of(client, request("a", max_tokens=10_000)), 20)
+        assert await client.wait_lost(0)
+        await client.close()
+
+    with engine_at(path, SlowEngine(config)):
+        asyncio.run(run())
+
+
+def test_an_engine_that_cannot_handle_what_it_hears_lets_the_front_know(path, config, monkeypatch):
+    async def run(engine):
+        client = await connected(path)
+
+        def fail(body):
+            raise RecursionError("too deep")
+
+        monkeypatch.setattr(bridge, "decode_front_message", fail)
+        with pytest.raises(EngineDeadError, match="ended"):
+            await asyncio.wait_for(tokens_of(client, request("a", max_tokens=10_000)), 20)
+        await until(lambda: not engine.has_work)
+        await client.close()
+
+    with engine_at(path, SlowEngine(config)) as engine:
+        asyncio.run(run(engine))
+
+
+def test_a_writer_that_fails_ends_the_connection():
+    ours, theirs = socket.socketpair()
+
+    class Connection:
+        """The socket, but for sending."""
+
+        def sendall(self, data):
+            raise MemoryError
+
+        def __getattr__(self, name):
+            return getattr(ours, name)
+
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    front = bridge._Front(0, Connection(), inbox)
+    front.send(READY)
+    assert inbox.get(timeout=20) == (front, None)
+    assert theirs.recv(1) == b""
+    theirs.close()
+    ours.close()
+
+
+def test_the_engine_says_for_how_long_a_step_goes_on(path, config, monkeypatch):
+    monkeypatch.setattr(bridge, "BEAT_SECONDS", 0.05)
+    release = threading.Event()
+
+    class Hanging(ParrotEngine):
+        def step(self):
+            release.wait(30)
+            return super().step()
+
+    async def run(engine):
+        client = await connected(path)
+        await asyncio.sleep(0.3)
+        assert client.stalled == 0.0, "there is no work"
+        work = asyncio.ensure_future(tokens_of(client, request("a")))
+        await until(lambda: client.stalled > 0.5)
+        engine.compiling = True
+        await until(lambda: client.stalled < 0.3)
+        engine.compiling = False
+        await until(lambda: client.stalled > 0.5)
+        release.set()
+        assert len(await work) == 4
+        assert client.stalled == 0.0
+        await client.close()
+
+    with engine_at(path, Hanging(config)) as engine:
+        asyncio.run(run(engine))
 
 
 def test_waiting_streams_hear_of_the_engines_end(path, config):

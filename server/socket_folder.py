@@ -1,0 +1,81 @@
+"""A folder for the engine's socket, which goes with the process that made it, however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = "jaxserve-"
+_LOCK, _SOCKET = "lock", "engine.sock"
+_LONGEST = 100  # bytes of a socket's path; the systems allow 104 to 108
+
+
+class SocketFolder:
+    """A new folder that only this user may enter. While its process lives it holds a lock in there; folders whose lock
+    nobody holds are what killed processes left, and go when the next one is made.
+
+    Attributes:
+      socket_path: where the engine is to listen.
+    """
+
+    def __init__(self) -> None:
+        base = _base()
+        _sweep(base)
+        self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=base)  # mode 0700
+        self.socket_path = os.path.join(self._folder, _SOCKET)
+        taken = os.path.join(self._folder, _LOCK)
+        self._lock = os.open(taken + ".new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.rename(taken + ".new", taken)  # who sees the lock sees it held
+
+    def remove(self) -> None:
+        _remove(Path(self._folder))
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+
+def _base() -> str:
+    """Where temporary files go, or a place with a shorter name where a socket's path would become too long."""
+    usual = tempfile.gettempdir()
+    for folder in (usual, os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm"):
+        if folder and _length(folder) <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise OSError(f"the folder for temporary files has too long a name for a socket: {usual}; set TMPDIR to another")
+
+
+def _length(base: str) -> int:
+    """Bytes of a socket's path."""
+    return len(os.fsencode(os.path.join(base, _PREFIX + "12345678", _SOCKET)))
+
+
+def _sweep(base: str) -> None:
+    """Removes what killed processes of this user left in `base`."""
+    for folder in _left_behind(base):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+            finally:
+                os.close(lock)
+
+
+def _left_behind(base: str) -> Iterator[Path]:
+    with os.scandir(base) as entries:
+        for entry in entries:
+            ours = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
+            if ours and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                yield Path(entry.path)
+
+
+def _remove(folder: Path) -> None:
+    """The folder and what belongs in it; with anything else in it, it stays."""
+    for name in (_SOCKET, _LOCK):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()

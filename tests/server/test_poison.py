@@ -1,0 +1,40 @@
+"""A request for which the engine's steps fail, beside others, over HTTP."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from poisoned_engine import POISON
+from serving import DEMO, SMALL, wait_until
+
+pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is missing")
+BODY = {"model": "test-model", "max_tokens": 60, "ignore_eos": True}
+BODIES = [BODY | {"prompt": f"{i} times", "temperature": i % 2, "seed": i} for i in range(8)]
+
+
+def test_it_fails_alone(start_server):
+    server = start_server(None, engine_class="poisoned_engine:PoisonedEngine", config={**SMALL, "model": "demo"})
+    url = server.url + "/v1/completions"
+
+    def ask(body) -> httpx.Response:
+        return httpx.post(url, json=body, timeout=120)
+
+    with ThreadPoolExecutor(20) as pool:
+        undisturbed = [answer.json()["choices"][0]["text"] for answer in pool.map(ask, BODIES)]
+        others = [pool.submit(ask, body) for body in BODIES]
+        wait_until(lambda: server.metric("num_requests_running") >= 4, seconds=30)
+        poisoned = [pool.submit(ask, BODY | {"prompt": "bad", "top_k": POISON, "stream": i % 2 == 0}) for i in range(4)]
+        answers = [one.result() for one in others]
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == undisturbed
+    for answer in (one.result() for one in poisoned):
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert error["code"] == "internal_error"
+        assert "failed inside the engine" in error["message"]
+    assert server.metric("failed_requests_total") == 4
+    assert server.metric("engine_restarts_total") == 0
+    wait_until(lambda: server.metric("num_requests_running") == 0 == server.metric("kv_cache_usage_perc"))
+    assert "poison" in server.log.read_text()
+    assert server.stop() == 0

@@ -1,0 +1,51 @@
+"""What the engine counts of itself, across engines."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.stats import EngineStats, Histogram
+from server.metrics import Metrics
+
+
+def stats(count: int) -> EngineStats:
+    """Everything that can be counted, so many times; gauges stand at 3."""
+    seconds = Histogram.of_seconds()
+    result = EngineStats(pages_total=10, pages_used=3, num_running=3, num_waiting=3, executables=3)
+    result.step_seconds = {"schedule": seconds}
+    for name in ("preemptions", "prefix_queries", "prefix_hits", "steps", "prompt_tokens", "generation_tokens"):
+        setattr(result, name, count)
+    for _ in range(count):
+        result.step_tokens.observe(5)
+        seconds.observe(0.01)
+    return result
+
+
+def values(metrics: Metrics) -> tuple[dict, dict]:
+    """Counters with the buckets of histograms, and gauges, by name and labels."""
+    counters, gauges = {}, {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                found = gauges if family.type == "gauge" else counters
+                found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+    return counters, gauges
+
+
+def test_counters_go_on_when_another_engine_starts():
+    metrics = Metrics("m")
+    metrics.on_stats(stats(7))
+    before, _ = values(metrics)
+    for round_ in (1, 2):
+        metrics.on_restart()
+        after, gauges = values(metrics)
+        assert all(after[key] >= value for key, value in before.items()), "a counter went backwards"
+        assert not any(value for (name, _), value in gauges.items() if "num_requests" in name)
+        metrics.on_stats(stats(2))
+        metrics.on_stats(stats(5))
+        before, gauges = values(metrics)
+        labels = (("engine", "0"), ("model_name", "m"))
+        assert before["jaxserve:generation_tokens_total", labels] == 7 + 5 * round_
+        assert before["jaxserve:iteration_tokens_total_count", labels] == 7 + 5 * round_
+        assert before["jaxserve:engine_restarts_total", labels] == round_
+        assert gauges["jaxserve:num_requests_running", labels] == 3
