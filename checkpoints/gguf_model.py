@@ -254,14 +254,16 @@ def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[s
         if kind == "yarn" or factor != 1.0:
             raise keys.refuse(f"{_ROPE_FACTORS} beside rope.scaling.type {kind!r} by {factor} is not supported")
         return _llama3_scaling(file, keys, config["rope_theta"], config["head_dim"])
-    keys.expect("rope.scaling.attn_factor", 1.0)
-    keys.expect("rope.scaling.yarn_attn_factor", 1.0)
     keys.expect("rope.scaling.yarn_ext_factor", 1.0)
     if kind == "yarn":
         betas = {
             key: keys.real(f"rope.scaling.yarn_{key}", at) for key, at in (("beta_fast", 32.0), ("beta_slow", 1.0))
         }
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
+        attention = keys.real("rope.scaling.attn_factor", 1.0) * keys.real("rope.scaling.yarn_attn_factor", 1.0)
+        return scaling if attention == 1.0 else scaling | {"attn_factor": attention}
+    keys.expect("rope.scaling.attn_factor", 1.0)
+    keys.expect("rope.scaling.yarn_attn_factor", 1.0)
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else None
 
 

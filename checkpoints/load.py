@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats import QuantReader
+from checkpoints.int4 import PackedInt4
 from checkpoints.quantized import common_form, dequantize
 from checkpoints.safetensors import TensorInfo
 from pallas_kernels.types import QuantArray
@@ -128,6 +129,11 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
         values = [getattr(part, name) for part in parts]
         if values[0] is None:
             return None
+        if all(isinstance(value, PackedInt4) for value in values):
+            return PackedInt4(in_place([value.data for value in values]))
+        return in_place([np.asarray(value) for value in values])
+
+    def in_place(values: list[np.ndarray]) -> np.ndarray:
         host = _zeros((shape[0], values[0].shape[1]), values[0].dtype)
         for piece, value in zip(pieces, values, strict=True):
             _put(host, piece, value)
