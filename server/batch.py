@@ -164,7 +164,9 @@ async def _answer_all(
     try:
         await client.connect(engine.socket_path, engine.runs)
         info = await client.wait_ready()
-        state.tokenizer = await state.off_loop(lambda: load_tokenizer(info.model_folder, placeholder=dummy))
+        state.tokenizer = await state.off_loop(
+            lambda: load_tokenizer(info.model_folder, source=info.tokenizer_folder, placeholder=dummy)
+        )
         app = build_app(state)
         places = asyncio.Semaphore(_AHEAD * config.max_num_seqs)
         with tqdm(total=len(left), desc="answering", unit="request") as bar:

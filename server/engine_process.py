@@ -21,7 +21,7 @@ from server.bridge import DEFAULT_ENGINE, run_engine
 class Launch(msgspec.Struct, kw_only=True):
     """The one line of JSON that the parent writes. `config` holds EngineConfig's fields."""
 
-    config: dict[str, str | int | float | bool | None]
+    config: dict[str, str | int | float | bool | list[str] | None]
     socket_path: str
     engine_class: str = DEFAULT_ENGINE
 

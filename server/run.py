@@ -218,20 +218,23 @@ class _Server(uvicorn.Server):
         state.client.on_stats = state.metrics.on_stats
         try:
             early: asyncio.Future[Tokenizer] | None = None
-            if (folder := local_folder(self._settings.model)) is not None:
-                early = asyncio.ensure_future(state.off_loop(lambda: self._tokenizer(folder)))
+            model = local_folder(self._settings.model)
+            tokenizer = model if self._settings.tokenizer is None else local_folder(self._settings.tokenizer)
+            if model is not None and tokenizer is not None:
+                early = asyncio.ensure_future(state.off_loop(lambda: self._tokenizer(model, tokenizer)))
             await state.client.connect(self._engine.socket_path, self._engine.runs)
             info = await state.client.wait_ready()
             state.metrics.on_ready(info)
-            state.tokenizer = await (early or state.off_loop(lambda: self._tokenizer(Path(info.model_folder))))
+            folders = Path(info.model_folder), Path(info.tokenizer_folder)
+            state.tokenizer = await (early or state.off_loop(lambda: self._tokenizer(*folders)))
         except (EngineDeadError, ValueError, OSError) as error:
             self.failure = str(error)
             self.should_exit = True
             return
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
-    def _tokenizer(self, folder: Path) -> Tokenizer:
-        return load_tokenizer(folder, placeholder=self._settings.load_format == "dummy")
+    def _tokenizer(self, folder: Path, source: Path) -> Tokenizer:
+        return load_tokenizer(folder, source=source, placeholder=self._settings.load_format == "dummy")
 
     async def _drain(self) -> None:
         """Lets running requests end within the time set, ends the others with an error, then stops the server."""

@@ -123,6 +123,7 @@ class CompressedTensors:
         if is_plain and not packed:
             return ()
         optional = [f"{weight}_{part}" for part in ("zero_point", "shape", "g_idx")]
+        optional.append(f"{weight.removesuffix('.weight')}.input_scale")  # of activations, which stay in 16 bits
         return (
             f"{weight}_packed" if packed else weight,
             f"{weight}_scale",
