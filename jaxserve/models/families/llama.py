@@ -40,6 +40,7 @@ def read_shared(hf: HFConfig) -> dict[str, Any]:
     max_position = hf.take("max_position_embeddings", None) or hf.take("max_sequence_length", 2048)
     hf.expect("max_sequence_length", max_position)  # what the first conversions of Llama wrote beside it
     hf.expect("hidden_act", *ACTIVATIONS)
+    hf.expect("activation", "swiglu")  # Falcon 3's word for the gate that all of these have
     return {
         "vocab_size": hf.take("vocab_size"),
         "hidden_size": hidden,
