@@ -15,6 +15,7 @@ DEMO = "demo"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # Configuration and tokenizer, beside weights; never code. Files in folders are copies of the weights in other formats.
 _FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model*", "*.tiktoken")
+HUB_SECONDS = 10  # in which the hub must answer, lest the files in its cache are taken as they are
 _TEMPLATES = "additional_chat_templates/"
 
 
@@ -85,20 +86,23 @@ def _download(repo: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    def failed(error: Exception) -> CheckpointError:
+    def failed(*errors: Exception | None) -> CheckpointError:
         at = f" at revision {revision!r}" if revision else ""
+        why = "; ".join(str(error) for error in errors if error)
         return CheckpointError(
-            f"could not get {repo!r}{at} from the hub, and there is no local folder of that name: {error}"
+            f"could not get {repo!r}{at} from the hub, and there is no local folder of that name: {why}"
         )
 
+    unreachable: Exception | None = None
     try:
-        files = HfApi().list_repo_files(repo, revision=revision)
+        info = HfApi().model_info(repo, revision=revision, timeout=HUB_SECONDS)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise failed(error) from error
-    except Exception:  # the hub cannot be reached: what is in its cache has to do, whichever files these are
-        files, wanted, reachable = [], ["-"], False
+    except Exception as error:  # what is in the cache has to do, whichever files these are
+        unreachable, wanted = error, ["-"]
     else:
-        wanted, reachable = [glob.escape(name) for name in wanted_files(files, weights)], True
+        files = [file.rfilename for file in info.siblings or ()]
+        wanted = [glob.escape(name) for name in wanted_files(files, weights)]
         if weights and not any(name.endswith(".safetensors") for name in wanted):
             others = [name for name in files if name.endswith((".bin", ".pth", ".pt", ".gguf", ".safetensors"))]
             raise CheckpointError(
@@ -106,10 +110,11 @@ def _download(repo: str, revision: str | None, weights: bool) -> Path:
                 "(.bin, .pt, .pth) can run code and are never loaded; a .gguf file can be downloaded and served by path"
             )
     try:
-        found = snapshot_download(repo, revision=revision, allow_patterns=wanted, local_files_only=not reachable)
-        return Path(found)
+        return Path(
+            snapshot_download(repo, revision=revision, allow_patterns=wanted, local_files_only=unreachable is not None)
+        )
     except Exception as error:  # the library raises many unrelated types; the message is what helps
-        raise failed(error) from error
+        raise failed(unreachable, error) from error
 
 
 def list_models(folders: Iterable[Path] = ()) -> list[tuple[str, Path]]:

@@ -233,15 +233,14 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
         merges = _merges_by_score(vocabulary)
         backend = Backend(models.BPE(vocabulary.ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     prefix = vocabulary.take("add_space_prefix", True)
-    backend.normalizer = normalizers.Sequence(
-        [
-            *_cleaning(vocabulary),
-            *([normalizers.Prepend(_SPACE)] if prefix else []),
-            normalizers.Replace(" ", _SPACE),
-        ]
-    )
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    steps = _cleaning(vocabulary)
+    if prefix and vocabulary.take("prefix_once", False):  # no key of GGUF: transformers' `legacy: false`
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        steps += [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+    backend.normalizer = normalizers.Sequence(steps)
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
     return backend
 
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import pre_tokenizers
 
 from checkpoints.gguf import known_gguf
 from jaxserve.byte_alphabet import byte_level_alphabet
-from jaxserve.gguf_tokenizer import CONTROL, UNUSED, USER_DEFINED, make_tokenizer
+from jaxserve.gguf_tokenizer import CONTROL, UNKNOWN, USER_DEFINED, make_tokenizer
 
 READABLE = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "tokenizer.model")
 _ROLES = {"bos": 1, "eos": 2, "unknown": 0, "padding": -1}  # sentencepiece's own ids, where a model does not say
 _SPEC = {"unknown": 40, "bos": 41, "eos": 42, "padding": 43}  # fields of TrainerSpec
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of its files
 _TEKKEN_SPECIAL = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
@@ -103,6 +104,8 @@ def _templates(settings: dict[str, Any]) -> dict[str, str]:
 
 def _from_sentencepiece(path: Path) -> Any:
     data = path.read_bytes()
+    if _TIKTOKEN.match(data):
+        raise ValueError(_tiktoken(path))
     try:
         model = list(_fields(data))
         pieces = [dict(_fields(value)) for field, value in model if field == 1]
@@ -110,8 +113,7 @@ def _from_sentencepiece(path: Path) -> Any:
         tokens = [piece[1].decode() for piece in pieces]
         scores = [float(np.frombuffer(piece.get(2, bytes(4)), "<f4")[0]) for piece in pieces]
     except (ValueError, KeyError, IndexError, AttributeError) as error:
-        why = _tiktoken(path) if data[:16].split(b" ")[0].endswith(b"=") else f"{path.name} is no sentencepiece model"
-        raise ValueError(why) from error
+        raise ValueError(f"{path.name} is no sentencepiece model") from error
     kinds = {1: "t5", 2: "llama"}
     if trainer.get(3, 1) not in kinds or not tokens:
         raise ValueError(f"{path.name} has the kind {trainer.get(3, 1)}; unigram (1) and BPE (2) are read")
@@ -133,11 +135,9 @@ def _from_sentencepiece(path: Path) -> Any:
         "add_space_prefix": bool(settings.get("add_prefix_space", normalizer.get(3, 1))),
         "remove_extra_whitespaces": bool(normalizer.get(4, 1)),
         "precompiled_charsmap": normalizer.get(2, b""),
+        "prefix_once": settings.get("legacy") is False and not normalizer.get(4, 1),
     }
-    made = make_tokenizer({f"tokenizer.ggml.{key}": x for key, x in metadata.items()} | _templates(settings))
-    if settings.get("legacy") is False and metadata["add_space_prefix"]:
-        _prefix_once(made.backend_tokenizer)
-    return made
+    return make_tokenizer({f"tokenizer.ggml.{key}": x for key, x in metadata.items()} | _templates(settings))
 
 
 def _add(added: dict[int, tuple[str, bool]], tokens: list[str], types: list[int], scores: list[float]) -> None:
@@ -145,20 +145,13 @@ def _add(added: dict[int, tuple[str, bool]], tokens: list[str], types: list[int]
     for i in sorted(added):
         text, special = added[i]
         for gap in range(len(tokens), i + 1):
-            tokens.append(f"<unused_{gap}>")
-            types.append(UNUSED)
+            tokens.append(text if gap == i else f"<unused_{gap}>")
+            types.append(CONTROL)
             scores.append(0.0)
-        if types[i] == UNUSED or tokens[i] == text:
-            tokens[i] = text
-            types[i] = types[i] if types[i] == 2 else CONTROL if special else USER_DEFINED
-        else:
+        if tokens[i] != text:
             raise ValueError(f"the added token {text!r} has the id {i}, which is that of {tokens[i]!r}")
-
-
-def _prefix_once(backend: Any) -> None:
-    """transformers' `legacy: false`: a space before the text, and none behind special tokens."""
-    backend.normalizer = None
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        if types[i] != UNKNOWN:
+            types[i] = CONTROL if special else USER_DEFINED
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -104,6 +104,11 @@ def words(pre, text):
         ("tekken", "HelloWorld 12 a/\nB", ["Hello", "World", " ", "1", "2", " a", "/\n", "B"]),
         ("deepseek-coder", "ab, 12你好\n", ["ab", ",", " ", "1", "2", "你好", "\n"]),
         ("deepseek-v3", "ab, 1234你好.x", ["ab", ",", " ", "123", "4", "你好", ".x"]),
+        ("deepseek-llm", "Ab, 12你好\n x", ["Ab", ",", " ", "1", "2", "你好", "\n", " x"]),
+        ("gpt-4o", "HelloWorld's 1234 a/\nB", ["Hello", "World's", " ", "123", "4", " a", "/\n", "B"]),
+        ("seed-coder", "I'LL pay 12!\n x", ["I", "'LL", " pay", " ", "1", "2", "!", "\n", " x"]),
+        ("chatglm-bpe", "I'LL pay 12345!\n\n x", ["I", "'LL", " pay", " ", "123", "45", "!\n\n", " x"]),
+        ("command-r", "12 ab3", ["1", "2", " ab", "3"]),
         ("default", "a+b 12345", ["a", "+", "b", " ", "123", "45"]),
     ],
 )
