@@ -15,8 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.formats.packing import PIECE_BYTES
 from checkpoints.gguf import TYPES, BlockType
-from checkpoints.int4 import INT4, PackedInt4, pairs
+from checkpoints.int4 import INT4, PackedInt4
 from pallas_kernels.types import QuantArray
 
 FLOATS = {
@@ -89,10 +90,20 @@ def _nibbles(packed: np.ndarray, group: int) -> np.ndarray:
 
 def _int4(packed: np.ndarray, group: int) -> PackedInt4:
     """The codes of `_nibbles`, less 8, two in a byte: each with its neighbour instead of that `group` further on."""
-    packed = packed.reshape(len(packed), -1, group)
-    codes = np.empty((*packed.shape[:2], 2, group // 2), np.uint8)
-    codes[:, :, 0], codes[:, :, 1] = pairs(packed[..., ::2], packed[..., 1::2])
-    codes ^= 0x88
+    codes = np.empty((len(packed), packed.shape[1] // group, 2, group // 2), np.uint8)
+    step = max(1, PIECE_BYTES // packed.shape[1])  # what is in between stays in the processor's cache
+    for at in range(0, len(packed), step):
+        both = np.ascontiguousarray(packed[at : at + step]).view(np.uint16)  # neighbours a and b, as 0xbbaa
+        shifted = both >> 4
+        low = both & 0x0F
+        low |= shifted & 0xF0
+        shifted &= 0x0F
+        both >>= 8
+        both &= 0xF0
+        shifted |= both
+        for half, values in enumerate((low, shifted)):
+            values ^= 0x88
+            codes[at : at + step, :, half] = values.reshape(len(values), -1, group // 2)
     return PackedInt4(codes.reshape(len(packed), -1))
 
 
