@@ -54,15 +54,14 @@ class Engine:
         config: EngineConfig,
         model: ModelConfig,
         runner: ModelRunner,
-        folder: Path,
-        tokenizer: Path,
+        folders: tuple[Path, Path],
         max_model_len: int,
         shapes: list[StepShape],
         budget: memory.Budget,
     ):
         self.config, self.model, self.runner = config, model, runner
         self.shapes, self.budget = shapes, budget
-        self.model_folder, self.tokenizer_folder = folder, tokenizer
+        self.model_folder, self.tokenizer_folder = folders
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -78,7 +77,7 @@ class Engine:
             max_model_len=max_model_len,
             penalty_rows=runner.penalty_rows,
         )
-        self.grammars = Compiler(tokenizer, model.vocab_size, model.eos_token_ids)
+        self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids)
         self.structured = Structured(self.grammars)
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         self.flights: deque[Flight] = deque()
@@ -139,7 +138,7 @@ class Engine:
             pages, config.page_size, memory.size(pages * one_page.page_bytes), one_page.token_bytes, kv_dtype,
             (pages - 1) * config.page_size, max_len,
         )  # fmt: skip
-        return cls(config, model, runner, folder, tokenizer, max_len, shapes, budget)
+        return cls(config, model, runner, (folder, tokenizer), max_len, shapes, budget)
 
     def compile(self) -> None:
         """Compiles every executable that serving can need; without it they are compiled as they are met.
