@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -108,6 +109,22 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
+
+
+def known_gguf(path: Path) -> GGUFFile:
+    """As `read_gguf`; the last file that was read is remembered until it changes. A start asks for its config, for its
+    weights and for its tokenizer one by one, and a vocabulary takes its time."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return _remembered(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)
+def _remembered(path: Path, version: tuple[int, ...]) -> GGUFFile:
+    """`version` tells a file from another that has taken its place."""
+    return read_gguf(path)
 
 
 def read_gguf(path: Path) -> GGUFFile:

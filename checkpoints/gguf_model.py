@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats.gguf_blocks import FLOATS, decode, needs_package
-from checkpoints.gguf import BlockType, GGUFFile, StoredTensor, read_gguf
+from checkpoints.gguf import BlockType, GGUFFile, StoredTensor, known_gguf
+from checkpoints.int4 import PackedInt4
+from checkpoints.mistral_native import in_halves
 from checkpoints.quantized import dequantize
 from checkpoints.safetensors import TensorInfo
 from pallas_kernels.types import QuantArray
@@ -89,8 +91,9 @@ class GGUFTensor(TensorInfo):
     def _in_halves(self, rows: Any) -> Any:
         if rows is None:
             return None
-        paired = rows.reshape(-1, self.head_dim // 2, 2, *rows.shape[1:])
-        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
+        if isinstance(rows, PackedInt4):
+            return rows.with_rows(self._in_halves)
+        return in_halves(rows, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,14 @@ class GGUFModel:
     metadata: dict[str, Any]
 
 
-def open_gguf(path: str | Path) -> GGUFModel:
-    """Reads the header of a file, or of the first of several parts; no weights yet.
+def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
+    """Reads the header of a file, or of the first of several parts; no weights yet. `ignored` settings of its
+    architecture ("logit_scale", or "llama.logit_scale") count as absent.
 
     Raises CheckpointError for files that are broken, and for what a file has that is not understood.
     """
-    file = read_gguf(Path(path))
-    keys = _Keys(file)
+    file = known_gguf(Path(path))
+    keys = _Keys(file, ignored)
     config = _config(file, keys)
     head_dim = config["head_dim"]
     tensors = {}
@@ -158,14 +162,15 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
 class _Keys:
     """The metadata of a file's architecture: remembers which keys were understood, and refuses the rest."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: GGUFFile, ignored: Collection[str]):
         self.file = file
         given = file.metadata.get("general.architecture")
         if not isinstance(given, str) or given not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise self.refuse(f"general.architecture {given!r:.80} is not supported (only {known})")
         self.architecture, prefix = given, f"{given}."
-        self.left = {key.removeprefix(prefix): x for key, x in file.metadata.items() if key.startswith(prefix)}
+        mine = {key.removeprefix(prefix): x for key, x in file.metadata.items() if key.startswith(prefix)}
+        self.left = {key: x for key, x in mine.items() if not {key, prefix + key} & set(ignored)}
 
     def refuse(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.file.path}: {why}")
@@ -196,7 +201,10 @@ class _Keys:
         left = {key: x for key, x in self.left.items() if not isinstance(x, int | float) or x}
         if left:
             listed = ", ".join(f"{self.architecture}.{key}={value!r:.80}" for key, value in sorted(left.items()))
-            raise self.refuse(f"settings that are not understood: {listed}")
+            raise self.refuse(
+                f"settings that are not understood: {listed}. Where you know that they do not change what the model "
+                f"computes: --ignore-config-keys {','.join(sorted(left))}"
+            )
 
 
 def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
@@ -254,14 +262,16 @@ def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[s
         if kind == "yarn" or factor != 1.0:
             raise keys.refuse(f"{_ROPE_FACTORS} beside rope.scaling.type {kind!r} by {factor} is not supported")
         return _llama3_scaling(file, keys, config["rope_theta"], config["head_dim"])
-    keys.expect("rope.scaling.attn_factor", 1.0)
-    keys.expect("rope.scaling.yarn_attn_factor", 1.0)
     keys.expect("rope.scaling.yarn_ext_factor", 1.0)
     if kind == "yarn":
         betas = {
             key: keys.real(f"rope.scaling.yarn_{key}", at) for key, at in (("beta_fast", 32.0), ("beta_slow", 1.0))
         }
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
+        attention = keys.real("rope.scaling.attn_factor", 1.0) * keys.real("rope.scaling.yarn_attn_factor", 1.0)
+        return scaling if attention == 1.0 else scaling | {"attn_factor": attention}
+    keys.expect("rope.scaling.attn_factor", 1.0)
+    keys.expect("rope.scaling.yarn_attn_factor", 1.0)
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else None
 
 

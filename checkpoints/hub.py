@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError
 
 DEMO = "demo"
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-# Weights, configuration and tokenizer; never code.
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
+# Configuration and tokenizer, beside weights; never code. Files in folders are copies of the weights in other formats.
+_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model*", "*.tiktoken")
+HUB_SECONDS = 10  # in which the hub must answer, lest the files in its cache are taken as they are
+_TEMPLATES = "additional_chat_templates/"
 
 
-def resolve_model(model: str, *, weights: bool = True) -> Path:
+def resolve_model(model: str, *, weights: bool = True, revision: str | None = None) -> Path:
     """The folder of a local path, a hub id (downloaded to the hub's cache when needed) or the bundled "demo"; or the
-    path of a GGUF file.
+    path of a GGUF file. `revision` is a hub id's branch, tag or commit, which may also stand in it: "org/name@main".
 
     Raises CheckpointError when there is no such model.
     """
-    if model == DEMO and not Path(model).is_dir():
-        return Path(__file__).parent / DEMO
+    found = None if _is_local(model) else _HUB_ID.fullmatch(model)
+    if found:
+        own = found["revision"]
+        if own and revision not in (None, own):
+            raise CheckpointError(f"{model!r} names the revision {own!r}, but {revision!r} was asked for beside it")
+        return _download(found["repo"], own or revision, weights)
+    if revision is not None:
+        raise CheckpointError(f"{model!r} is no hub id like 'org/name', so it has no revision {revision!r}")
     path = Path(os.path.expanduser(model))
+    if model == DEMO and not path.is_dir():
+        return Path(__file__).parent / DEMO
     if model and os.path.isdir(path):
         return path.resolve()
     if model and os.path.exists(path):
@@ -32,30 +44,77 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
         raise CheckpointError(
             f"{model} is a file; give the folder that holds config.json and the .safetensors files, or a .gguf file"
         )
-    if not _HUB_ID.match(model):
-        raise CheckpointError(
-            f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo'"
-        )
-    return _download(model, [pattern for pattern in _FILES if weights or pattern != "*.safetensors"])
+    raise CheckpointError(
+        f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo'"
+    )
+
+
+def resolve_tokenizer(tokenizer: str | None, model: Path) -> Path:
+    """Where the tokenizer is: as `resolve_model`, or with the model at `model` where None is asked for."""
+    return model if tokenizer is None else resolve_model(tokenizer, weights=False)
 
 
 def local_folder(model: str) -> Path | None:
     """The model's folder where it is known without asking the hub."""
     try:
-        return resolve_model(model) if model == DEMO or not _HUB_ID.match(model) or Path(model).is_dir() else None
+        return None if not _is_local(model) and _HUB_ID.fullmatch(model) else resolve_model(model)
     except CheckpointError:
         return None
 
 
-def _download(model: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+def commit_of(folder: Path) -> str | None:
+    """The commit of the hub that a folder of its cache holds; None: it is no such folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
+
+def wanted_files(files: Iterable[str], weights: bool = True) -> list[str]:
+    """Those of a repository that are read. Weights under the usual names are not read a second time from consolidated
+    files."""
+    top = [name for name in files if "/" not in name or name.startswith(_TEMPLATES)]
+    shards = [name for name in top if name.endswith(".safetensors")]
+    usual = [name for name in shards if name.startswith("model")]
+    return [name for name in top if any(fnmatch(name, pattern) for pattern in _FILES)] + (
+        (usual or shards) if weights else []
+    )
+
+
+def _is_local(model: str) -> bool:
+    return os.path.exists(os.path.expanduser(model))
+
+
+def _download(repo: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    def failed(*errors: Exception | None) -> CheckpointError:
+        at = f" at revision {revision!r}" if revision else ""
+        why = "; ".join(str(error) for error in errors if error)
+        return CheckpointError(
+            f"could not get {repo!r}{at} from the hub, and there is no local folder of that name: {why}"
+        )
+
+    unreachable: Exception | None = None
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        info = HfApi().model_info(repo, revision=revision, timeout=HUB_SECONDS)
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise failed(error) from error
+    except Exception as error:  # what is in the cache has to do, whichever files these are
+        unreachable, wanted = error, ["-"]
+    else:
+        files = [file.rfilename for file in info.siblings or ()]
+        wanted = [glob.escape(name) for name in wanted_files(files, weights)]
+        if weights and not any(name.endswith(".safetensors") for name in wanted):
+            others = [name for name in files if name.endswith((".bin", ".pth", ".pt", ".gguf", ".safetensors"))]
+            raise CheckpointError(
+                f"{repo!r} holds no .safetensors files, only {', '.join(sorted(others)[:3]) or 'other ones'}. Pickles "
+                "(.bin, .pt, .pth) can run code and are never loaded; a .gguf file can be downloaded and served by path"
+            )
+    try:
+        return Path(
+            snapshot_download(repo, revision=revision, allow_patterns=wanted, local_files_only=unreachable is not None)
+        )
     except Exception as error:  # the library raises many unrelated types; the message is what helps
-        raise CheckpointError(
-            f"could not get {model!r} from the hub, and there is no local folder of that name: {error}"
-        ) from error
+        raise failed(unreachable, error) from error
 
 
 def list_models(folders: Iterable[Path] = ()) -> list[tuple[str, Path]]:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats import QuantReader
+from checkpoints.int4 import PackedInt4
 from checkpoints.quantized import common_form, dequantize
 from checkpoints.safetensors import TensorInfo
 from pallas_kernels.types import QuantArray
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 THREADS = min(4, os.cpu_count() or 1)  # NumPy and JAX copy without Python's lock
 READ_BYTES = 2 * 2**20  # at a time: what was just read is still in the processor's cache when it is copied
 ALIGNMENT = 64  # bytes; such arrays become JAX arrays on CPU without another copy
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -128,6 +130,11 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
         values = [getattr(part, name) for part in parts]
         if values[0] is None:
             return None
+        if all(isinstance(value, PackedInt4) for value in values):
+            return PackedInt4(in_place([value.data for value in values]))
+        return in_place([np.asarray(value) for value in values])
+
+    def in_place(values: list[np.ndarray]) -> np.ndarray:
         host = _zeros((shape[0], values[0].shape[1]), values[0].dtype)
         for piece, value in zip(pieces, values, strict=True):
             _put(host, piece, value)
@@ -161,7 +168,15 @@ def check(
             raise CheckpointError(
                 f"{tensor.path.name}: tensor {name!r} has dtype {tensor.dtype.name}, not a plain float"
             )
-    if unused := [name for name in tensors if name not in needed and name not in quantized and not ignored(name)]:
+    unused = [name for name in tensors if name not in needed and name not in quantized and not ignored(name)]
+    if scales := [name for name in unused if name.endswith(CACHE_SCALES)]:
+        unused = [name for name in unused if name not in set(scales)]
+        log.warning(
+            "%s, made for a KV cache in fp8 with fixed scales, are not used: with --kv-cache-dtype fp8 each head of "
+            "each token gets a scale of its own, which is finer",
+            _listed(scales, 2),
+        )
+    if unused:
         log.warning("unused tensors in the checkpoint: %s", _listed(unused))
 
 

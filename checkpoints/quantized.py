@@ -6,12 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from checkpoints.int4 import INT4 as INT4
 from pallas_kernels.types import QuantArray
-
-INT4 = np.dtype(ml_dtypes.int4)
 
 
 def expand(values: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:

@@ -162,14 +162,15 @@ def _is_sizes(value: object) -> bool:
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of a model folder: of `model.safetensors`, or of its index's files, or else of all files."""
+    """All tensors of a model folder: of `model.safetensors`, or of its index's files, or else of all files, without
+    consolidated ones where there are others."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         paths = _indexed_files(folder, index)
     elif single.exists():  # files beside it hold adapters, or the same weights under other names
         paths = [single]
     else:
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = _all_files(folder)
     if not paths:
         pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)]
         hint = (
@@ -188,6 +189,11 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def _all_files(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("*.safetensors"))
+    return [path for path in paths if not path.name.startswith("consolidated")] or paths
+
+
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -196,6 +202,9 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {name!r:.200}, which is no .safetensors file of its folder")
+    if not any(os.path.isfile(folder / name) for name in names) and (others := _all_files(folder)):
+        return others  # a quantizer has copied the index of the model that it read
+    for name in names:
         if not os.path.isfile(folder / name):
             raise CheckpointError(f"{index} names {name}, which is missing")
     return sorted(folder / name for name in names)

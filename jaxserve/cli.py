@@ -130,6 +130,10 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="a folder in Hugging Face format, a hub id such as org/name, or 'demo'")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
 def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("engine")
     defaults = {name: f.default for name, f in EngineConfig.__dataclass_fields__.items()}
@@ -137,6 +141,13 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     def flag(*names: str, field: str, **options: Any) -> None:
         group.add_argument(*names, dest=field, default=defaults[field], **options)
 
+    flag("--revision", field="revision", metavar="NAME",
+         help="branch, tag or commit of a hub id, as in org/name@NAME; None: its main branch")  # fmt: skip
+    flag("--tokenizer", field="tokenizer", metavar="MODEL",
+         help="folder, GGUF file or hub id with the tokenizer to use; None: the model's own")  # fmt: skip
+    flag("--ignore-config-keys", field="ignore_config_keys", metavar="KEYS", type=_names,
+         help="settings of config.json, with commas between them, that are not understood and that you know to change "
+         "nothing")  # fmt: skip
     flag("--max-model-len", field="max_model_len", type=int, metavar="TOKENS",
          help="longest prompt and output together, in tokens; None: the model's own limit")  # fmt: skip
     flag("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="most sequences in one step")

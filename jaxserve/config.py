@@ -22,6 +22,10 @@ class EngineConfig:
 
     Attributes:
       model: local folder or hub id in Hugging Face format, or "demo" for the bundled model.
+      revision: branch, tag or commit of a hub id, as after the @ of "org/name@revision"; None is its main branch.
+      tokenizer: folder, GGUF file or hub id to take the tokenizer from; None is the model's own.
+      ignore_config_keys: settings of config.json (or of a GGUF file) that count as absent; for those which are not
+        understood and which the operator knows to change nothing.
       dtype: computation and cache dtype; "auto" is float32 on CPU, else the checkpoint's own 16-bit type.
       load_format: "auto" reads the checkpoint's safetensors; "dummy" fills random weights from the config alone.
       max_model_len: longest prompt + output in tokens; None takes the model's own limit.
@@ -62,6 +66,9 @@ class EngineConfig:
     """
 
     model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    ignore_config_keys: tuple[str, ...] = ()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
@@ -113,6 +120,13 @@ class EngineConfig:
                 continue
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(f"{name} must be between {low} and {high}, got {value!r}")
+        for name in ("revision", "tokenizer"):
+            if getattr(self, name) is not None and not (isinstance(value := getattr(self, name), str) and value):
+                raise ConfigError(f"{name} must be a string that is not empty, got {value!r}")
+        keys = self.ignore_config_keys
+        if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys):
+            raise ConfigError(f"ignore_config_keys must be a list of keys, got {keys!r}")
+        object.__setattr__(self, "ignore_config_keys", tuple(keys))  # JSON knows no tuples
         if self.page_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:

@@ -21,10 +21,10 @@ from checkpoints.load import Piece
 from checkpoints.quantized import refine
 from jaxserve.config import ConfigError
 from jaxserve.mesh import make_mesh, padded_vocab, replicated, sharded_kv_heads
-from jaxserve.models.config import HFConfig, ModelConfig
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family
-from jaxserve.models.load import load_params, read_model
+from jaxserve.models.load import load_params, read_hf_config, read_model
 from jaxserve.models.weights import weight_pieces
 from pallas_kernels.types import QuantArray
 
@@ -47,11 +47,12 @@ def convert_model(model: str, out: Path, form: str, tensor_parallel_size: int = 
     decoder, params = _read(folder, tensor_parallel_size)
     out.mkdir(parents=True, exist_ok=True)
     copy_rest(folder, out)
-    values = HFConfig.read(folder).values
+    source = read_hf_config(folder)
+    values = source.values
     if form == "orbax":
         orbax.save(out, params)
     else:
-        quantized = _write_safetensors(out, decoder, find_family(HFConfig.read(folder)).names, params)
+        quantized = _write_safetensors(out, decoder, find_family(source).names, params)
         values = {name: value for name, value in values.items() if name != "quantization_config"} | quantized
     write_json(out / "config.json", values)
 

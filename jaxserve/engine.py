@@ -13,7 +13,6 @@ import jax
 import msgspec
 import numpy as np
 
-from checkpoints.hub import resolve_model
 from jaxserve import memory
 from jaxserve.admission import Admission
 from jaxserve.batch import largest_shapes, pack, split, step_shapes
@@ -27,7 +26,7 @@ from jaxserve.kv_cache import CacheLayout, cache_dtype
 from jaxserve.logprobs import PromptScores, read_rows
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.load import compute_dtype, make_decoder, make_params, read_model, trust_matmul
+from jaxserve.models.load import compute_dtype, find_files, make_decoder, make_params, read_model, trust_matmul
 from jaxserve.pace import Pace
 from jaxserve.pool import PoolSnapshot, pool_snapshot
 from jaxserve.recovery import Recovery
@@ -58,14 +57,14 @@ class Engine:
         config: EngineConfig,
         model: ModelConfig,
         runner: ModelRunner,
-        folder: Path,
+        folders: tuple[Path, Path],
         max_model_len: int,
         shapes: list[StepShape],
         budget: memory.Budget,
     ):
         self.config, self.model, self.runner = config, model, runner
         self.shapes, self.budget = shapes, budget
-        self.model_folder = folder
+        self.model_folder, self.tokenizer_folder = folders
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -82,7 +81,7 @@ class Engine:
             penalty_rows=runner.penalty_rows,
         )
         queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
-        self.grammars = Compiler(folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
+        self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
         self.structured = Structured(self.grammars)
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         self._admission = Admission(config, model, max_model_len, self.scheduler, self.structured, self.beams)
@@ -103,8 +102,8 @@ class Engine:
         """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError."""
         start = time.perf_counter()
         enable_compile_cache()
-        folder = resolve_model(config.model, weights=config.load_format != "dummy")
-        model = read_model(folder)
+        folder, tokenizer = find_files(config)
+        model = read_model(folder, config.ignore_config_keys)
         mesh = make_mesh(config.tensor_parallel_size, devices)
         device = mesh.devices.flat[0]
         dtype = compute_dtype(config, model, device.platform)
@@ -143,7 +142,7 @@ class Engine:
             pages, config.page_size, memory.size(pages * one_page.page_bytes), one_page.token_bytes, kv_dtype,
             (pages - 1) * config.page_size, max_len,
         )  # fmt: skip
-        return cls(config, model, runner, folder, max_len, shapes, budget)
+        return cls(config, model, runner, (folder, tokenizer), max_len, shapes, budget)
 
     def compile(self) -> None:
         """Compiles every executable that serving can need; without it they are compiled as they are met.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # token types
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names and the file's
 _SPACE = "\u2581"  # what sentencepiece writes for a space
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -25,6 +25,33 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = f"{_ENGLISH}?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Letters, as DeepSeek LLM lists them.
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d"
+    "\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
+    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
+    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a"
+    "\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
+    "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK = (
+    "[\r\n]",
+    rf"\s?[{_CASED}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}",
 )
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -45,24 +72,35 @@ class _Pre(NamedTuple):
 _KINDS = {
     # Files from before the pre-tokenizer had a name, as llama.cpp reads them.
     _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): ("", "default"),
-    _Pre((_GPT2,)): ("gpt-2", "trillion"),
-    _Pre((r"\p{N}", _GPT2)): ("smollm", "starcoder", "refact", "minerva-7b"),
-    _Pre((_LLAMA3,), ignore_merges=True, add_bos=True): ("llama-bpe", "llama3", "llama-v3", "falcon3"),
-    _Pre((_LLAMA3,)): ("smaug-bpe",),
-    _Pre((_QWEN2,), nfc=True): ("qwen2", "deepseek-r1-qwen", "megrez"),
+    _Pre((_GPT2,)): ("gpt-2", "trillion", "phi-2", "olmo", "mpt", "exaone4", "mellum"),
+    _Pre((r"\p{N}", _GPT2)): ("smollm", "starcoder", "refact", "minerva-7b", "codeshell", "exaone"),
+    _Pre((r"\p{N}", _GPT2), nfc=True): ("command-r",),
+    _Pre((_LLAMA3,), ignore_merges=True, add_bos=True): (
+        *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
+    ),
+    _Pre((_LLAMA3,)): ("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"),
+    _Pre((_QWEN2,), nfc=True): ("qwen2", "deepseek-r1-qwen", "megrez", "kormo"),
     _Pre((_TEKKEN,), ignore_merges=True, add_bos=True): ("tekken",),
     _Pre(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")): ("deepseek-coder",),
-    _Pre((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)): ("deepseek-v3",),
+    _Pre(_DEEPSEEK): ("deepseek-llm",),
+    _Pre((_SEED,)): ("seed-coder",),
+    _Pre((_GPT4O,)): ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
+    _Pre((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)): ("deepseek-v3", "hunyuan-dense"),
 }
 _PRE_TOKENIZERS = {name: pre for pre, names in _KINDS.items() for name in names}
 
 
-def make_tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """A transformers tokenizer from a file's metadata. Raises ValueError that names the key."""
+def make_tokenizer(metadata: Mapping[str, Any], patterns: tuple[str, ...] | None = None) -> Any:
+    """A transformers tokenizer from a file's metadata; `patterns` are those of its pre-tokenizer where they are known
+    otherwise than by name. Raises ValueError that names the key."""
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = _Vocabulary(metadata)
-    makers: dict[str, Callable[[_Vocabulary], Backend]] = {"gpt2": _byte_level, "llama": _sentencepiece}
+    vocabulary = _Vocabulary(metadata, patterns)
+    makers: dict[str, Callable[[_Vocabulary], Backend]] = {
+        "gpt2": _byte_level,
+        "llama": _sentencepiece,
+        "t5": _sentencepiece,
+    }
     kind = vocabulary.take("model", "")
     if kind not in makers:
         raise ValueError(f"tokenizer.ggml.model {kind!r:.80} is not supported (only {', '.join(makers)})")
@@ -107,16 +145,16 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
 class _Vocabulary:
     """tokens: by id. types: by id. ids: of each token, the first where a text stands there twice."""
 
-    def __init__(self, metadata: Mapping[str, Any]):
-        self.metadata = metadata
+    def __init__(self, metadata: Mapping[str, Any], patterns: tuple[str, ...] | None = None):
+        self.metadata, self.patterns = metadata, patterns
         self.tokens: list[str] = self.take("tokens", [])
         if not self.tokens or not all(isinstance(token, str) for token in self.tokens):
             raise ValueError("there are no tokenizer.ggml.tokens")
-        self.types: list[int] = self.numbers("token_type", _NORMAL)
+        self.types: list[int] = self.numbers("token_type", NORMAL)
         self.ids = {
             token: i
             for i, (token, kind) in reversed(list(enumerate(zip(self.tokens, self.types, strict=True))))
-            if token and kind != _UNUSED  # what pads the vocabulary to a round number
+            if token and kind != UNUSED  # what pads the vocabulary to a round number
         }
         self.pre = _Pre(())
 
@@ -145,12 +183,12 @@ class _Vocabulary:
         return self.tokens[token] or None
 
     def adds(self, role: str) -> bool:
-        sentencepiece = self.take("model", "") == "llama"
+        sentencepiece = self.take("model", "") in ("llama", "t5")
         return self.take(f"add_{role}_token", role == "bos" and (sentencepiece or self.pre.add_bos))
 
     def added(self) -> list[AddedToken]:
         """Tokens that stand for themselves in a text, before anything else is made of it."""
-        kinds = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+        kinds = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
         return [
             AddedToken(token, special=kinds[kind], normalized=False)
             for token, kind in zip(self.tokens, self.types, strict=True)
@@ -164,6 +202,8 @@ def _byte_level(vocabulary: _Vocabulary) -> Backend:
         known = ", ".join(filter(None, _PRE_TOKENIZERS))
         raise ValueError(f"tokenizer.ggml.pre {name!r:.80} is not supported (only {known})")
     pre = vocabulary.pre = _PRE_TOKENIZERS[name]
+    if vocabulary.patterns is not None:
+        pre = pre._replace(patterns=vocabulary.patterns)
     merges = [tuple(merge.split(" ")) for merge in vocabulary.take("merges", [])]
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.ids.keys():
@@ -183,17 +223,34 @@ def _byte_level(vocabulary: _Vocabulary) -> Backend:
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
     unknown = vocabulary.special("unk") or next(
-        (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None
+        (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == UNKNOWN), None
     )
-    merges = _merges_by_score(vocabulary)
-    backend = Backend(models.BPE(vocabulary.ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+    if vocabulary.take("model", "") == "t5":
+        pieces = list(zip(vocabulary.tokens, map(float, vocabulary.numbers("scores", 0)), strict=True))
+        place = vocabulary.ids[unknown] if unknown else None
+        backend = Backend(models.Unigram(pieces, place, byte_fallback="<0x00>" in vocabulary.ids))
+    else:
+        merges = _merges_by_score(vocabulary)
+        backend = Backend(models.BPE(vocabulary.ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     prefix = vocabulary.take("add_space_prefix", True)
-    backend.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
-    )
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    steps = _cleaning(vocabulary)
+    if prefix and vocabulary.take("prefix_once", False):  # no key of GGUF: transformers' `legacy: false`
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        steps += [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+    backend.normalizer = normalizers.Sequence(steps)
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
     return backend
+
+
+def _cleaning(vocabulary: _Vocabulary) -> list[normalizers.Normalizer]:
+    """What sentencepiece does to a text before anything else."""
+    charsmap = vocabulary.metadata.get("tokenizer.ggml.precompiled_charsmap", b"")
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(bytes(charsmap))] if len(charsmap) else []
+    if vocabulary.take("remove_extra_whitespaces", False):
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+    return steps
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
@@ -202,7 +259,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     Ties are broken as in transformers' conversion, by the parts' lengths and then by their ids.
     """
     scores = vocabulary.numbers("scores", 0)
-    ids = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == _NORMAL}
+    ids = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == NORMAL}
     merges = [
         (-scores[i], -cut, cut - len(token), i, ids[token[:cut]], ids[token[cut:]])
         for token, i in ids.items()

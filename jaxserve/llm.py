@@ -93,7 +93,11 @@ class LLM:
 
     def __init__(self, model: str, **config: Any):
         self.engine = Engine.load(EngineConfig(model=str(model), **config))
-        self.tokenizer = load_tokenizer(self.engine.model_folder, placeholder=self.engine.config.load_format == "dummy")
+        self.tokenizer = load_tokenizer(
+            self.engine.model_folder,
+            source=self.engine.tokenizer_folder,
+            placeholder=self.engine.config.load_format == "dummy",
+        )
         self._ids = (f"offline-{i}" for i in itertools.count())
         # Request id -> where its updates go (a stream may be open while something else is generated), and how many
         # tokens are worth one; until there are so many they are kept.

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints.hub import resolve_model
 from checkpoints.load import read_weight
 from jaxserve import memory
 from jaxserve.config import EngineConfig
@@ -19,7 +18,7 @@ from jaxserve.kv_cache import CacheLayout, cache_dtype
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.load import Checkpoint, compute_dtype, make_decoder, read_model
+from jaxserve.models.load import Checkpoint, compute_dtype, find_files, make_decoder, read_model
 from jaxserve.models.quantized import SCHEMES, abstract_like, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.targets import target_memory
@@ -31,8 +30,8 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
 
     Raises ConfigError or CheckpointError for a model that could not be served so.
     """
-    path = resolve_model(config.model, weights=config.load_format != "dummy")
-    model, mesh = read_model(path), make_mesh(config.tensor_parallel_size, devices)
+    path, _ = find_files(config)
+    model, mesh = read_model(path, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
     device = mesh.devices.flat[0]
     dtype = compute_dtype(config, model, device.platform)
     decoder = make_decoder(model, mesh, dtype, page_size=config.page_size)
@@ -65,7 +64,7 @@ def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineCon
     plain: dict[str, Any] = dict(abstract_params(decoder, mesh))
     if config.load_format == "dummy":
         return quantized_abstract(plain, config.quantization) if config.quantization in SCHEMES else plain
-    source = Checkpoint.open(path, config.quantization)
+    source = Checkpoint.open(path, config.quantization, config.ignore_config_keys)
     pieces, reader = source.pieces(decoder), source.reader
     if reader is None:
         return plain

@@ -126,7 +126,7 @@ class Sequence:
         self.lookup = None
         if self.matcher is not None:
             self.matcher = self.matcher.fork()
-            self.advance(tokens[self.prompt_len :])
+            self.advance(tokens[self.prompt_len :].tolist())
 
     def advance(self, tokens: list[int]) -> bool:
         """Takes tokens that were drawn to its grammar; returns whether nothing can follow."""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jaxserve.byte_alphabet import byte_level_alphabet
 from jaxserve.types import InvalidRequestError, SamplingParams
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class Tokenizer:
         # Those of this version of transformers, lest a request changes one that TEMPLATE_INPUTS does not know.
         self._renderer_options = inspect.signature(hf_tokenizer.apply_chat_template).parameters.keys() - {"documents"}
         self._continuation = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
-        self._char_bytes = _byte_level_alphabet() if self._byte_level else {}
+        self._char_bytes = byte_level_alphabet() if self._byte_level else {}
         self._bytes: dict[int, bytes] = {}
 
     @property
@@ -279,68 +280,52 @@ class Tokenizer:
             raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
 
 
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-def read_chat_template(given: str) -> str:
-    """The source of a chat template: the text of the file `given`, or `given` itself where it is a template.
-
-    Raises ValueError, naming it, for a file that cannot be read, and for what is not valid as a template.
-    """
-    source = given
-    if not set(given) & set("{}\n"):  # which are in every template, and hardly in a path
-        try:
-            source = Path(given).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"the chat template {given!r} cannot be read: {error}") from None
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    try:
-        _compile_jinja_template(source)
-    except TemplateError as error:
-        raise ValueError(f"the chat template {given[:200]!r} is not valid: {error}") from None
-    return source
-
-
-def load_tokenizer(folder: str | Path, *, placeholder: bool = False, chat_template: str | None = None) -> Tokenizer:
-    """Loads the tokenizer in a model's folder, or in a GGUF file. Raises ValueError, naming it, where none works.
+def load_tokenizer(
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    placeholder: bool = False,
+    chat_template: str | None = None,
+) -> Tokenizer:
+    """Loads the tokenizer of a model's folder or GGUF file, or the one at `source`. Raises ValueError, naming it, where
+    none works.
 
     With `placeholder`, a folder that has none at all (a config for dummy weights, say) gets one byte per token.
     `chat_template` is the source of a template that takes the place of the model's own.
     """
-    tokenizer = _load(Path(folder), placeholder)
+    tokenizer = _load(Path(folder), Path(source or folder), placeholder)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def _load(folder: Path, placeholder: bool) -> Tokenizer:
+def _load(folder: Path, source: Path, placeholder: bool) -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that torch is missing, which nobody needs
-    from transformers import AutoTokenizer
+    from jaxserve.tokenizer_files import READABLE, read_tokenizer
 
-    if folder.suffix == ".gguf":
-        return _load_gguf(folder)
-    if placeholder and not any((folder / name).exists() for name in _FILES):
+    if placeholder and source.is_dir() and not any((source / name).exists() for name in READABLE):
         return _placeholder(folder)
     try:
-        hf_tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        hf_tokenizer = read_tokenizer(source)
     except Exception as error:  # many kinds, from many parsers
-        raise ValueError(f"no usable tokenizer in {folder}: {error}") from error
-    return Tokenizer(hf_tokenizer, GenerationDefaults.load(folder))
+        raise ValueError(f"no usable tokenizer in {source}: {error}") from error
+    return Tokenizer(hf_tokenizer, _generation_defaults(folder))
 
 
-def _load_gguf(path: Path) -> Tokenizer:
-    from checkpoints.gguf import read_gguf
+def _generation_defaults(model: Path) -> GenerationDefaults:
+    if model.suffix != ".gguf":
+        return GenerationDefaults.load(model)
+    from checkpoints.gguf import known_gguf
     from checkpoints.gguf_model import end_ids
-    from jaxserve.gguf_tokenizer import make_tokenizer, recommended_sampling
+    from jaxserve.gguf_tokenizer import recommended_sampling
 
-    metadata = read_gguf(path).metadata
+    metadata = known_gguf(model).metadata
     try:
-        known = recommended_sampling(metadata) | {"eos_token_ids": end_ids(metadata)}
-        return Tokenizer(make_tokenizer(metadata), msgspec.convert(known, GenerationDefaults))
-    except Exception as error:  # of the tokenizers library, and ValueErrors
-        raise ValueError(f"no usable tokenizer in {path}: {error}") from error
+        return msgspec.convert(
+            recommended_sampling(metadata) | {"eos_token_ids": end_ids(metadata)}, GenerationDefaults
+        )
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{model} recommends sampling that cannot be used: {error}") from error
 
 
 def _placeholder(folder: Path) -> Tokenizer:
@@ -350,7 +335,7 @@ def _placeholder(folder: Path) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
     size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    vocab = {char: value for char, value in _byte_level_alphabet().items() if value < size}
+    vocab = {char: value for char, value in byte_level_alphabet().items() if value < size}
     vocab |= {f"<{i}>": i for i in range(len(vocab), size)}
     backend = Backend(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -364,14 +349,6 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
         return []
     state = json.loads(backend.decoder.__getstate__())
     return state["decoders"] if state["type"] == "Sequence" else [state]
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE's printable stand-ins: visible Latin-1 is itself, the other bytes count up from U+0100."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(value): value for value in visible}
-    hidden = [value for value in range(256) if value not in set(visible)]
-    return alphabet | {chr(0x100 + i): value for i, value in enumerate(hidden)}
 
 
 class _OutOfTimeError(BaseException):

@@ -40,7 +40,7 @@ FUNCTIONS = {
         "jaxserve_paged_attention": "PagedAttention",
         "jaxserve_untouched": "Untouched",
     },
-    QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul"},
+    QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul", "jaxserve_int4_of_bytes": "Int4OfBytes"},
 }
 
 

@@ -207,3 +207,17 @@ static void quant_matmul(const Call& call) {
   multiply(call, data<float>(x), tokens, x.dims[1], w, data<float>(call.result()));
 }
 DEFINE_HANDLER(QuantMatmul, quant_matmul, kF32, kAny, kAny, kS8, kAny, kS32)
+
+// The bytes [...] as int4 numbers, two of each, which is what they are in memory already.
+constexpr int64_t kCopy = 1 << 18;  // bytes that a thread takes at once
+
+static void int4_of_bytes(const Call& call) {
+  const Array& bytes = call.argument(0);
+  const uint8_t* from = data<const uint8_t>(bytes);
+  uint8_t* to = data<uint8_t>(call.result());
+  const int64_t size = element_count(bytes);
+  parallel_for(call, (size + kCopy - 1) / kCopy, [=](int64_t i) {
+    std::memcpy(to + i * kCopy, from + i * kCopy, std::min(kCopy, size - i * kCopy));
+  });
+}
+DEFINE_HANDLER(Int4OfBytes, int4_of_bytes, XLA_FFI_DataType_U8)

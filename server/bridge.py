@@ -394,6 +394,7 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         return 1
     ready = Ready(
         model_folder=str(engine.model_folder),
+        tokenizer_folder=str(getattr(engine, "tokenizer_folder", engine.model_folder)),
         dtype=str(getattr(engine, "dtype", config.dtype)),
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 class Launch(msgspec.Struct, kw_only=True):
     """The one line of JSON that the parent writes. `config` holds EngineConfig's fields."""
 
-    config: dict[str, str | int | float | bool | None]
+    config: dict[str, str | int | float | bool | list[str] | None]
     socket_path: str
     engine_class: str = DEFAULT_ENGINE
 

@@ -82,6 +82,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     """The engine has loaded: what a front has to know about it."""
 
     model_folder: str
+    tokenizer_folder: str
     dtype: str
     max_model_len: int
     vocab_size: int

@@ -237,7 +237,7 @@ async def openapi(http: Request) -> Response:
     """GET /openapi.json."""
     state = state_of(http)
     model = None
-    if state.is_ready:
+    if state.status == "ready":
         tokenizer, info = state.require_ready()
         ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
         model = ModelFacts(info.vocab_size, info.max_model_len, len(ends))

@@ -22,8 +22,9 @@ import uvicorn
 
 from checkpoints.hub import local_folder
 from jaxserve import __version__, entry
+from jaxserve.chat_template import read_chat_template
 from jaxserve.config import EngineConfig
-from jaxserve.tokenizer import Tokenizer, load_tokenizer, read_chat_template
+from jaxserve.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import EngineDeadError
 from pallas_kernels import cpu_build
 from server.access import log_to_stdout
@@ -296,12 +297,15 @@ class _Server(uvicorn.Server):
         state = self._state
         state.client.on_stats = state.metrics.on_stats
         early: asyncio.Future[Tokenizer] | None = None
-        if (folder := local_folder(self._settings.model)) is not None:
-            early = asyncio.ensure_future(state.off_loop(lambda: self._tokenizer(folder)))
+        model = local_folder(self._settings.model)
+        source = model if self._settings.tokenizer is None else local_folder(self._settings.tokenizer)
+        if model is not None and source is not None:
+            early = asyncio.ensure_future(state.off_loop(lambda: self._tokenizer(model, source)))
         await state.client.connect(self._engine.socket_path, self._engine.runs)
         info = await state.client.wait_ready()
         state.metrics.on_ready(info)
-        tokenizer = await (early or state.off_loop(lambda: self._tokenizer(Path(info.model_folder))))
+        folders = Path(info.model_folder), Path(info.tokenizer_folder)
+        tokenizer = await (early or state.off_loop(lambda: self._tokenizer(*folders)))
         state.fingerprint = await state.off_loop(
             lambda: fingerprint(info, self._settings, __version__, tokenizer.chat_template)
         )
@@ -310,9 +314,10 @@ class _Server(uvicorn.Server):
         gc.freeze()  # what is here stays; looking at it again would hold up the event loop
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
-    def _tokenizer(self, folder: Path) -> Tokenizer:
+    def _tokenizer(self, folder: Path, source: Path) -> Tokenizer:
         tokenizer = load_tokenizer(
             folder,
+            source=source,
             placeholder=self._settings.load_format == "dummy",
             chat_template=self._state.settings.chat_template,
         )

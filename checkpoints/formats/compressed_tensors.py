@@ -34,6 +34,7 @@ from checkpoints.formats.packing import (
     signed,
     unpack,
 )
+from checkpoints.int4 import PackedInt4, signed_bytes
 from pallas_kernels.types import QuantArray
 
 METHODS = ("compressed-tensors",)
@@ -122,6 +123,7 @@ class CompressedTensors:
         if is_plain and not packed:
             return ()
         optional = [f"{weight}_{part}" for part in ("zero_point", "shape", "g_idx")]
+        optional.append(f"{weight.removesuffix('.weight')}.input_scale")  # of activations, which stay in 16 bits
         return (
             f"{weight}_packed" if packed else weight,
             f"{weight}_scale",
@@ -144,7 +146,7 @@ class CompressedTensors:
         zero = None if scheme.symmetric else self._zero(weight, scheme, out, scale.shape)
         order = self._order(f"{weight}_g_idx", inputs, scale.shape[1], block[1])
         if order is not None:
-            codes = np.take(codes, order, axis=1)
+            codes = np.take(np.asarray(codes), order, axis=1)
         return QuantArray(codes, scale, zero, order=order, block=block)
 
     def _scheme(self, weight: str, shape: tuple[int, int]) -> Scheme:
@@ -164,11 +166,13 @@ class CompressedTensors:
         found = [s for s in self.schemes if fits(s)] or self.schemes
         return next((s for s in found if s.symmetric != asymmetric), found[0])
 
-    def _codes(self, name: str, scheme: Scheme, shape: tuple[int, int]) -> np.ndarray:
+    def _codes(self, name: str, scheme: Scheme, shape: tuple[int, int]) -> np.ndarray | PackedInt4:
         if not name.endswith("_packed"):
             return fetch(self.tensors, name, (PLAIN[scheme.kind],), shape)
         dtype = "int32" if scheme.kind == "int" else PLAIN[scheme.kind]
         packed = fetch(self.tensors, name, (dtype,), (shape[0], -(-shape[1] * scheme.bits // 32)))
+        if scheme.bits == 4 and packed.shape[1] * 8 == shape[1]:
+            return signed_bytes(packed)
         return signed(np.ascontiguousarray(unpack(packed, scheme.bits)[:, : shape[1]]), scheme.bits)
 
     def _zero(self, weight: str, scheme: Scheme, out: int, counts: tuple[int, ...]) -> np.ndarray:

@@ -26,7 +26,8 @@ STEP = 32  # inputs: groups have whole ones; also what outputs are padded to
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> EXL2 | None:
-    if method(config) not in METHODS:
+    by_names = not quant_config(config) and any(name.endswith(".q_groups") for name in tensors)  # the first files
+    if method(config) not in METHODS and not by_names:
         return None
     bits = f"{quant_config(config).get('bits', '2 to 8')!s:.10}"
     return EXL2(tensors, f"EXL2 with {bits} bits, as int4 where no group of a weight has more, else as int8")

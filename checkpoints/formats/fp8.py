@@ -1,8 +1,9 @@
 """Checkpoints with float8_e4m3fn weights: one scale per tensor, per output or per block (128x128, say).
 
-Defined by DeepSeek-V3's weight_dequant and transformers (`Fp8Dequantize` of integrations/finegrained_fp8.py): value =
-weight * scale, in float32. The scale is called weight_scale or, though it is no inverse, weight_scale_inv. What
-config.json lists as not converted has no scale, and is a plain weight.
+Defined by DeepSeek-V3's weight_dequant and transformers (`Fp8Dequantize` of integrations/finegrained_fp8.py), and by
+NVIDIA's ModelOpt ("modelopt", modelopt/torch/export): value = weight * scale, in float32. The scale is called
+weight_scale or, though it is no inverse, weight_scale_inv. What config.json lists as not converted has no scale, and is
+a plain weight. An input_scale is of activations, which stay in 16 bits here.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from checkpoints.errors import CheckpointError
 from checkpoints.formats.packing import Tensors, block_size, fetch, fetch_scale, method, quant_config
 from pallas_kernels.types import QuantArray
 
-METHODS = ("fp8", "fbgemm_fp8")
+METHODS = ("fp8", "fbgemm_fp8", "modelopt")
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # of ModelOpt
 FP8 = "float8_e4m3fn"
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> NativeFP8 | None:
     if method(config) not in METHODS:
         return None
+    if method(config) == "modelopt" and (given := quant_config(config).get("quant_algo")) not in ALGORITHMS:
+        raise CheckpointError(f"ModelOpt is read with quant_algo {' or '.join(ALGORITHMS)}, not {given!r:.100}")
     key = "weight_block_size"
     block = quant_config(config).get(key)
     if block is None:
@@ -46,7 +50,10 @@ class NativeFP8:
         is_fp8 = weight in self.tensors and self.tensors[weight].dtype.name == FP8
         if not names and is_fp8:
             names = [f"{weight}_scale_inv" if self.blocks else f"{weight}_scale"]
-        return (weight, names[0]) if names else ()
+        if not names:
+            return ()
+        unneeded = f"{weight.removesuffix('.weight')}.input_scale"
+        return (weight, names[0], unneeded) if unneeded in self.tensors else (weight, names[0])
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         scale_name = self.parts(weight)[1]

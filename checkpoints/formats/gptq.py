@@ -29,6 +29,7 @@ from checkpoints.formats.packing import (
     unpack,
     words,
 )
+from checkpoints.int4 import signed_bytes
 from pallas_kernels.types import QuantArray
 
 METHODS = ("gptq",)
@@ -82,13 +83,14 @@ class GPTQ:
         packed = fetch(self.tensors, qweight, ("int32",), (words(inputs, bits, qweight), out))
         zero = self._zeros(fetch(self.tensors, qzeros, ("int32",), (count, words(out, bits, qzeros))), bits)
         scale = fetch(self.tensors, scales, FLOATS, (count, out))
-        codes, order = signed(unpack(packed.T, bits), bits), None
+        codes: Any = signed_bytes(packed.T) if bits == 4 else signed(unpack(packed.T, bits), bits)
+        order = None
         for name in g_idx:
             group = fetch(self.tensors, name, ("int32", "int64"), (inputs,))
             # Some tools write zeros where there is no act-order.
             order = group_order(group, name, count, size) if group.any() else None
         if order is not None:
-            codes = np.take(codes, order, axis=1)
+            codes = np.take(np.asarray(codes), order, axis=1)
         known_zero = self.symmetric and not zero.any()
         return QuantArray(
             codes, np.ascontiguousarray(scale.T), None if known_zero else zero, order=order, block=(1, size)

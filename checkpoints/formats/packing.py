@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.quantized import INT4
+from checkpoints.int4 import INT4, halves
 from checkpoints.safetensors import TensorInfo
 
 FLOATS = ("float16", "bfloat16", "float32")
@@ -136,10 +136,7 @@ def unpack(words: np.ndarray, bits: int, table: np.ndarray | None = None) -> np.
 def _spread(raw: np.ndarray, bits: int) -> np.ndarray:
     """Bytes [rows, n] -> a byte for each `bits` of them, uint8 [rows, 8 n / bits]."""
     if bits == 4:
-        pair = raw.astype(np.uint16)
-        pair |= pair << 4
-        pair &= 0x0F0F
-        return pair.view(np.uint8)
+        return halves(raw)
     pieces = raw.reshape(len(raw), -1, bits)  # eight codes each
     stream = np.zeros(pieces.shape[:-1], np.uint64)
     for byte in range(bits):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -105,79 +105,47 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "num_hidden_layers": _LAYERS,
     "max_window_layers": _count(2**12, least=0),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
+    "max_sequence_length": _LENGTH,
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"), _POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "attn_factor", "partial_rotary_factor"), _POSITIVE),
     **dict.fromkeys(("mscale", "mscale_all_dim"), _NUMBER),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate"), _FLAG),
+    "finetuned": _FLAG,
     **dict.fromkeys(("hidden_act", "torch_dtype", "dtype", "rope_type", "type"), _TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
 }
 
 # Keys of a Hugging Face config that do not change what a decoder computes at inference.
-HARMLESS = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "model_type",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "use_cache",
-        "initializer_range",
-        "bos_token_id",
-        "pad_token_id",
-        "eos_token_id",
-        "sep_token_id",
-        "unk_token_id",
-        "attention_dropout",
-        "hidden_dropout",
-        "embd_pdrop",
-        "resid_pdrop",
-        "pretraining_tp",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "num_beams",
-        "repetition_penalty",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "return_dict_in_generate",
-        "use_return_dict",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "is_decoder",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "tokenizer_class",
-        "task_specific_params",
-        "use_bfloat16",
-        "torchscript",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
-        "rope_interleaved_cache",
-        "unsloth_fixed",
-        "unsloth_version",
-    ]
-)
+HARMLESS = frozenset([
+    "_name_or_path", "_commit_hash", "architectures", "auto_map", "model_type", "torch_dtype", "dtype",
+    "transformers_version", "transformers.js_config", "unsloth_fixed", "unsloth_version", "is_llama_config",
+    "is_encoder_decoder", "is_decoder", "is_composition", "use_cache", "cache_implementation", "use_bfloat16",
+    "torchscript", "chunk_size_feed_forward", "gradient_checkpointing", "pretraining_tp", "_attn_implementation",
+    "_attn_implementation_autoset", "_attn_implementation_internal", "_flash_attn_2_enabled", "attn_implementation",
+    "use_flash_attention", "use_flash_attn", "rope_interleaved_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "sep_token_id", "unk_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "tokenizer_class", "model_max_length", "initializer_range", "initializer_factor",
+    "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "residual_dropout", "dropout",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "neftune_noise_alpha", "max_length",
+    "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams",
+    "num_beam_groups", "num_return_sequences", "repetition_penalty", "length_penalty", "diversity_penalty",
+    "early_stopping", "no_repeat_ngram_size", "output_attentions", "output_hidden_states", "output_scores",
+    "return_dict", "return_dict_in_generate", "use_return_dict", "id2label", "label2id", "problem_type",
+    "task_specific_params", "finetuning_task", "prefix",
+])  # fmt: skip
 
 
 class HFConfig:
     """A config.json being read: remembers which keys were understood, and refuses the rest."""
 
-    def __init__(self, values: dict[str, Any], source: str = "config.json"):
-        self.values = values
+    def __init__(self, values: dict[str, Any], source: str = "config.json", ignored: Collection[str] = ()):
+        """Settings that are called as one of `ignored`, also inside of rope_scaling, count as absent."""
+        self.values = _without(values, frozenset(ignored))
         self.source = source
         self._taken: set[str] = set()
 
     @classmethod
-    def read(cls, folder: Path) -> HFConfig:
+    def read(cls, folder: Path, ignored: Collection[str] = ()) -> HFConfig:
         path = folder / "config.json"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -189,7 +157,7 @@ class HFConfig:
             raise ConfigError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
-        return cls(values, str(path))
+        return cls(values, str(path), ignored)
 
     _REQUIRED = object()
 
@@ -231,7 +199,19 @@ class HFConfig:
         }
         if left:
             listed = ", ".join(f"{key}={json.dumps(value)[:80]}" for key, value in sorted(left.items()))
-            raise ConfigError(f"{self.source} has settings that jaxserve does not understand: {listed}")
+            raise ConfigError(
+                f"{self.source} has settings that jaxserve does not understand: {listed}. Where you know that they do "
+                f"not change what the model computes: --ignore-config-keys {','.join(sorted(left))}"
+            )
+
+
+def _without(values: dict[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
+    """`values` and the objects in it, without the keys that are `ignored`."""
+    return {
+        key: _without(value, ignored) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key not in ignored
+    }
 
 
 def take_token_ids(value: Any) -> tuple[int, ...]:

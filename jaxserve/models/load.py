@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,11 @@ from jax.sharding import Mesh, Sharding
 
 from checkpoints import orbax
 from checkpoints.formats import QuantReader, find_format
+from checkpoints.formats.beside import with_settings
 from checkpoints.gguf_model import open_gguf
+from checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
 from checkpoints.load import Piece, load_weights
+from checkpoints.mistral_native import PARAMS, is_native, open_native, read_params
 from checkpoints.quantized import dequantize as in_floats
 from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
@@ -48,19 +51,22 @@ class Checkpoint:
     reader: QuantReader | None  # of those weights that are quantized
 
     @classmethod
-    def open(cls, path: Path, quantization: str = "auto") -> Checkpoint:
-        """Of a folder or a GGUF file. Raises CheckpointError for broken files, ConfigError when `quantization` insists
-        on a format that they do not have."""
+    def open(cls, path: Path, quantization: str = "auto", ignored: Collection[str] = ()) -> Checkpoint:
+        """Of a folder or a GGUF file, without the `ignored` keys of its config. Raises CheckpointError for broken
+        files, ConfigError when `quantization` insists on a format that they do not have."""
         tensors: Mapping[str, TensorInfo]
         reader: QuantReader | None
         if orbax.is_saved(path):
-            hf, tensors, reader = HFConfig.read(path), {}, None
+            hf, tensors, reader = HFConfig.read(path, ignored), {}, None
         elif path.suffix == ".gguf":
-            file = open_gguf(path)
-            hf, tensors, reader = HFConfig(file.config, str(path)), file.tensors, file.reader
+            file = open_gguf(path, ignored)
+            hf, tensors, reader = HFConfig(file.config, str(path), ignored), file.tensors, file.reader
+        elif is_native(path):
+            native = open_native(path)
+            hf, tensors, reader = HFConfig(native.config, native.source, ignored), native.tensors, None
         else:
-            hf, tensors = HFConfig.read(path), read_folder(path)
-            reader = find_format(hf.values, tensors)
+            hf, tensors = HFConfig.read(path, ignored), read_folder(path)
+            reader = find_format(with_settings(hf.values, path), tensors)
         if quantization not in ("auto", reader.name if reader else None) and (reader or quantization not in SCHEMES):
             has = f"is quantized as {reader.name}" if reader else "is not quantized"
             raise ConfigError(f"quantization {quantization} was asked for, but {path} {has}")
@@ -76,14 +82,28 @@ class Checkpoint:
         return lambda name: name in tied_head or name.endswith(self.family.ignored)
 
 
-def read_hf_config(path: Path) -> HFConfig:
-    """The config of a folder, or of a GGUF file in the same words."""
-    return HFConfig(open_gguf(path).config, str(path)) if path.suffix == ".gguf" else HFConfig.read(path)
+def find_files(config: EngineConfig) -> tuple[Path, Path]:
+    """Where the model and its tokenizer are, downloaded where needed; the log tells which commit of the hub that is."""
+    folder = resolve_model(config.model, weights=config.load_format != "dummy", revision=config.revision)
+    tokenizer = resolve_tokenizer(config.tokenizer, folder)
+    for name, found in {config.model: folder, config.tokenizer: tokenizer}.items():
+        if name and (commit := commit_of(found)):
+            log.info("%s is at commit %s", name, commit)
+    return folder, tokenizer
 
 
-def read_model(folder: Path) -> ModelConfig:
+def read_hf_config(path: Path, ignored: Collection[str] = ()) -> HFConfig:
+    """The config of a folder, or of a GGUF file or Mistral's own files in the same words; without `ignored` keys."""
+    if path.suffix == ".gguf":
+        return HFConfig(open_gguf(path, ignored).config, str(path), ignored)
+    if is_native(path):
+        return HFConfig(read_params(path), str(path / PARAMS), ignored)
+    return HFConfig.read(path, ignored)
+
+
+def read_model(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
     """The model's shape, with the end-of-sequence ids of generation_config.json joined to the config's own."""
-    config = read_model_config(read_hf_config(folder))
+    config = read_model_config(read_hf_config(folder, ignored))
     path = folder / "generation_config.json"
     if path.exists():
         try:
@@ -170,13 +190,14 @@ def load_params(
     quantization: str = "auto",
     dequantize: bool = False,
     progress: bool = True,
+    ignored_keys: Collection[str] = (),
 ) -> dict[str, Any]:
     """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are,
     unless `dequantize`; floats by `quantization` where that is one of SCHEMES.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
-    source = Checkpoint.open(path, quantization)
+    source = Checkpoint.open(path, quantization, ignored_keys)
     abstract = abstract_params(decoder, mesh)
     if orbax.is_saved(path):
         if quantization != "auto":
@@ -214,7 +235,13 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
     """Raises ConfigError or CheckpointError, see `load_params`."""
     if config.load_format != "dummy":
         return load_params(
-            decoder, folder, mesh, quantization=config.quantization, dequantize=config.dequantize, progress=progress
+            decoder,
+            folder,
+            mesh,
+            quantization=config.quantization,
+            dequantize=config.dequantize,
+            progress=progress,
+            ignored_keys=config.ignore_config_keys,
         )
     scheme = None if config.quantization == "auto" else config.quantization
     if scheme and scheme not in SCHEMES:

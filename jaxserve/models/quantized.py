@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from checkpoints.int4 import PackedInt4
 from checkpoints.quantize import Scheme, rtn
 from checkpoints.quantized import refine
 from jaxserve.mesh import quant_block, quant_specs
+from pallas_kernels import cpu
+from pallas_kernels.int4 import int4_of_bytes
 from pallas_kernels.types import QuantArray
 
 GROUP = 128  # inputs that share a scale of int4
@@ -38,7 +42,26 @@ def place(path: str, host: np.ndarray | QuantArray, sharding: Sharding, scheme: 
     if not isinstance(host, QuantArray):
         return jax.device_put(host, sharding)
     host = refine(host, quant_block(host, *_split(sharding)))
-    return jax.tree.map(jax.device_put, host, _shardings(host, sharding))
+    return jax.tree.map(_put, host, _shardings(host, sharding))
+
+
+def _put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
+    """An array to the devices. Numbers that are packed travel so, and become int4 there where every device gets whole
+    bytes, and a CPU has the kernel."""
+    if not isinstance(host, PackedInt4):
+        return jax.device_put(host, sharding)
+    on_cpu = sharding.mesh.devices.flat[0].platform == "cpu"
+    if sharding.shard_shape(host.shape)[1] % 2 or (on_cpu and not cpu.available(cpu.QUANT_MATMUL)):
+        return jax.device_put(np.asarray(host), sharding)
+    return _unpacker(sharding)(jax.device_put(host.data, sharding))
+
+
+@cache
+def _unpacker(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Of bytes that lie so on the devices."""
+    spec = sharding.spec
+    local = jax.shard_map(int4_of_bytes, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(local)
 
 
 def splits_evenly(w: QuantArray, sharding: Sharding) -> bool:

@@ -53,13 +53,20 @@ def read_rope(hf: HFConfig, max_position: int) -> RopeConfig:
         values["high_freq_factor"] = _number(hf, scaling, "high_freq_factor", 4.0)
     if kind == "yarn":
         values |= _read_yarn(hf, scaling, values["factor"])
+        scaling.pop("finetuned", None)  # tells only how the model came to be
     left = {key: value for key, value in scaling.items() if value is not None}
     if left:
-        raise ConfigError(f"{hf.source}: rope scaling {kind!r} has settings that are not understood: {left}")
+        raise ConfigError(
+            f"{hf.source}: rope scaling {kind!r} has settings that are not understood: {left}. Where you know that "
+            f"they do not change what the model computes: --ignore-config-keys {','.join(sorted(left))}"
+        )
     return RopeConfig(**values)
 
 
 def _read_yarn(hf: HFConfig, scaling: dict[str, Any], factor: float) -> dict[str, Any]:
+    """`attn_factor` is of YaRN's own code, where it multiplies what follows from the factor; `attention_factor` and
+    the two `mscale` are of transformers, where they replace it."""
+
     def magnitude(scale: float, mscale: float) -> float:
         return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
 
@@ -70,6 +77,7 @@ def _read_yarn(hf: HFConfig, scaling: dict[str, Any], factor: float) -> dict[str
             attention = magnitude(factor, mscale) / magnitude(factor, mscale_all)
         else:
             attention = magnitude(factor, 1.0)
+        attention *= _number(hf, scaling, "attn_factor", None) or 1.0
     return {
         "attention_factor": attention,
         "beta_fast": _number(hf, scaling, "beta_fast", None) or 32.0,

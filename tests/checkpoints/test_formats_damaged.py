@@ -35,7 +35,7 @@ def test_an_unknown_method_names_those_that_are_known(config):
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("awq", {"version": "gemv"}, "gemm layout"),
+        ("awq", {"version": "gemv_fast"}, "layouts gemm and gemv"),
         ("awq", {"bits": 8}, "4 bits"),
         ("awq", {"group_size": 0}, "group_size is 0"),
         ("awq", {"group_size": 2**40}, "group_size is 1099511627776"),

@@ -141,7 +141,7 @@ def altered(model_folders, tmp_path, monkeypatch):
         ({"rope__dimension_count": 16}, "llama.rope.dimension_count=16 is not supported"),
         ({"rope__freq_base": float("nan")}, "llama.rope.freq_base=nan"),
         ({"rope__scaling__type": "longrope"}, "llama.rope.scaling.type='longrope' is not supported"),
-        ({"rope__scaling__type": "yarn", "rope__scaling__yarn_attn_factor": 1.5}, "yarn_attn_factor=1.5"),
+        ({"rope__scaling__type": "linear", "rope__scaling__yarn_attn_factor": 1.5}, "yarn_attn_factor=1.5"),
         ({"attention__causal": False}, "llama.attention.causal=False is not supported"),
         ({"expert_count": 8}, "settings that are not understood: llama.expert_count=8"),
         ({"logit_scale": 0.5}, "settings that are not understood: llama.logit_scale=0.5"),

@@ -24,6 +24,7 @@ from server.messages import Ready, Submit, frame_length, to_frame
 
 READY = Ready(
     model_folder="x",
+    tokenizer_folder="x",
     dtype="float32",
     max_model_len=256,
     vocab_size=100,

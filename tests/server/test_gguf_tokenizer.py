@@ -12,7 +12,6 @@ import tokenizers_for_tests as kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints.errors import CheckpointError
 from jaxserve.gguf_tokenizer import _PRE_TOKENIZERS, make_tokenizer
 from jaxserve.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer
 
@@ -105,6 +104,11 @@ def words(pre, text):
         ("tekken", "HelloWorld 12 a/\nB", ["Hello", "World", " ", "1", "2", " a", "/\n", "B"]),
         ("deepseek-coder", "ab, 12你好\n", ["ab", ",", " ", "1", "2", "你好", "\n"]),
         ("deepseek-v3", "ab, 1234你好.x", ["ab", ",", " ", "123", "4", "你好", ".x"]),
+        ("deepseek-llm", "Ab, 12你好\n x", ["Ab", ",", " ", "1", "2", "你好", "\n", " x"]),
+        ("gpt-4o", "HelloWorld's 1234 a/\nB", ["Hello", "World's", " ", "123", "4", " a", "/\n", "B"]),
+        ("seed-coder", "I'LL pay 12!\n x", ["I", "'LL", " pay", " ", "1", "2", "!", "\n", " x"]),
+        ("chatglm-bpe", "I'LL pay 12345!\n\n x", ["I", "'LL", " pay", " ", "123", "45", "!\n\n", " x"]),
+        ("command-r", "12 ab3", ["1", "2", " ab", "3"]),
         ("default", "a+b 12345", ["a", "+", "b", " ", "123", "45"]),
     ],
 )
@@ -211,7 +215,7 @@ def test_special_tokens_of_sentencepiece():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, r"tokenizer.ggml.model 'bert' is not supported \(only gpt2, llama\)"),
+        ({"model": "bert"}, r"tokenizer.ggml.model 'bert' is not supported \(only gpt2, llama, t5\)"),
         ({"model": 5}, "tokenizer.ggml.model must be str, got 5"),
         ({"pre": "qwen35"}, r"tokenizer.ggml.pre 'qwen35' is not supported \(only default, gpt-2, .*tekken"),
         ({"tokens": None}, "no tokenizer.ggml.tokens"),
@@ -233,7 +237,7 @@ def test_refuses(changes, message):
 
 def test_errors_name_the_file(tmp_path):
     path = tmp_path / "vocab.gguf"
-    with pytest.raises(CheckpointError, match=f"{path} cannot be read"):
+    with pytest.raises(ValueError, match=f"no usable tokenizer in {path}: .* cannot be read"):
         load_tokenizer(path)
     writer = gguf.GGUFWriter(path, "llama")
     gguf_files.write(writer, path)

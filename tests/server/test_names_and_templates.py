@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import wait_until
 
+from jaxserve.chat_template import read_chat_template
 from jaxserve.config import EngineConfig
-from jaxserve.tokenizer import TEMPLATE_INPUTS, GenerationDefaults, read_chat_template
+from jaxserve.tokenizer import TEMPLATE_INPUTS, GenerationDefaults
 from jaxserve.types import InvalidRequestError
 from server.fingerprint import fingerprint
 from server.messages import Ready

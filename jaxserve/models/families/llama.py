@@ -37,8 +37,10 @@ def read_shared(hf: HFConfig) -> dict[str, Any]:
     """The fields that all descendants of Llama write alike."""
     heads, hidden = hf.take("num_attention_heads"), hf.take("hidden_size")
     head_dim = hf.take("head_dim", None) or hidden // heads
-    max_position = hf.take("max_position_embeddings", 2048)
+    max_position = hf.take("max_position_embeddings", None) or hf.take("max_sequence_length", 2048)
+    hf.expect("max_sequence_length", max_position)  # what the first conversions of Llama wrote beside it
     hf.expect("hidden_act", *ACTIVATIONS)
+    hf.expect("activation", "swiglu")  # Falcon 3's word for the gate that all of these have
     return {
         "vocab_size": hf.take("vocab_size"),
         "hidden_size": hidden,
@@ -77,4 +79,5 @@ def _read(hf: HFConfig) -> ModelConfig:
     return ModelConfig(family="llama", **shared, qkv_bias=bias, o_bias=bias, mlp_bias=bool(hf.take("mlp_bias", False)))
 
 
-FAMILY = Family("llama", ("LlamaForCausalLM",), _read, NAMES, IGNORED)
+# The second name is that of the first conversions, from before transformers had the model.
+FAMILY = Family("llama", ("LlamaForCausalLM", "LLaMAForCausalLM"), _read, NAMES, IGNORED)

@@ -1,0 +1,65 @@
+"""int4 numbers on the host as files have them: two in a byte.
+
+NumPy's int4 takes a byte for each. To write these, and to pack them again for the device, takes longer than to read the
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+INT4 = np.dtype(ml_dtypes.int4)
+
+
+@dataclass(frozen=True)
+class PackedInt4:
+    """int4 [out, in] in bytes, uint8 [out, in / 2]; the even column is in a byte's low half.
+
+    NumPy's functions take it for an array of a byte each.
+    """
+
+    data: np.ndarray
+    dtype = INT4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], 2 * self.data.shape[1]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        values = halves(self.data).view(INT4)
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __getitem__(self, key: Any) -> Any:
+        return np.asarray(self)[key]
+
+    def astype(self, dtype: Any, copy: bool = True) -> PackedInt4 | np.ndarray:
+        """The same in bytes of its own where `dtype` is int4, else an array."""
+        if dtype != INT4:
+            return np.asarray(self).astype(dtype, copy=False)
+        return PackedInt4(self.data.copy()) if copy else self
+
+    def with_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> PackedInt4:
+        """`change` may move rows, but neither columns nor what is in them."""
+        return PackedInt4(change(self.data))
+
+
+def halves(data: np.ndarray) -> np.ndarray:
+    """Bytes [..., n] -> their low and high halves in turn, uint8 [..., 2 n]."""
+    pair = data.astype(np.uint16)
+    pair |= pair << 4
+    pair &= 0x0F0F
+    return pair.view(np.uint8)
+
+
+def signed_bytes(words: np.ndarray) -> PackedInt4:
+    """int32 words [out, n] with codes from 0 to 15, from the lowest bits on -> the codes less 8."""
+    made = np.empty(words.shape, np.uint32)
+    for at in range(0, words.shape[1], 16):  # a transposed array is read in whole lines of the processor's cache
+        made[:, at : at + 16] = words[:, at : at + 16].view(np.uint32)
+    made ^= np.uint32(0x88888888)
+    return PackedInt4(made.view(np.uint8))

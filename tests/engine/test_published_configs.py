@@ -1,0 +1,131 @@
+"""The config.json of repositories that people have: read whole, and as a small model of the same kind that computes.
+
+`published_configs.json` holds the settings of the most used ones, as they are published.
+"""
+
+import dataclasses
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.cli import engine_config, make_parser
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.mesh import make_mesh
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import read_model_config
+from jaxserve.models.load import make_decoder, make_params, read_model
+
+CONFIGS = json.loads((Path(__file__).parent.parent / "published_configs.json").read_text())
+LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a million tokens on
+OTHERS = {
+    "microsoft/Phi-3-mini-4k-instruct": "Phi3ForCausalLM",
+    "microsoft/phi-2": "PhiForCausalLM",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "MixtralForCausalLM",
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "Mistral3ForConditionalGeneration",
+    "google/gemma-2-9b-it": "Gemma2ForCausalLM",
+    "google/gemma-3-27b-it": "Gemma3ForConditionalGeneration",
+    "openai-community/gpt2": "GPT2LMHeadModel",
+    "openai/gpt-oss-20b": "GptOssForCausalLM",
+    "deepseek-ai/DeepSeek-V3": "DeepseekV3ForCausalLM",
+    "Qwen/Qwen3-30B-A3B": "Qwen3MoeForCausalLM",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2_5_VLForConditionalGeneration",
+    "ibm-granite/granite-3.3-8b-instruct": "GraniteForCausalLM",
+    "HuggingFaceTB/SmolLM3-3B": "SmolLM3ForCausalLM",
+    "zai-org/GLM-4-9B-0414": "Glm4ForCausalLM",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "Llama4ForConditionalGeneration",
+}
+
+
+def read(name, **changes):
+    ignored = ("dual_chunk_attention_config",) if name == LONG else ()
+    return read_model_config(HFConfig(CONFIGS[name] | changes, name, ignored))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_is_read(name):
+    config, given = read(name), CONFIGS[name]
+    assert config.num_layers == given["num_hidden_layers"]
+    assert config.head_dim == given.get("head_dim", given["hidden_size"] // given["num_attention_heads"])
+    assert config.tie_embeddings == given.get("tie_word_embeddings", False)
+    assert config.rope.theta == given.get("rope_theta", 10000.0)
+    assert config.max_position == given.get("max_position_embeddings", given.get("max_sequence_length"))
+    assert bool(config.windows) == (config.family == "mistral" and given["sliding_window"] is not None)
+
+
+def small(given):
+    """The same settings, with few and narrow layers and as many query heads for each of keys and values."""
+    kv = given.get("num_key_value_heads", given["num_attention_heads"])
+    group = given["num_attention_heads"] // kv
+    sizes = {"hidden_size": 16 * group, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": group, "num_key_value_heads": 1, "head_dim": 16}
+    return given | sizes | heads | ({"max_window_layers": 2} if "max_window_layers" in given else {})
+
+
+@cache
+def logits(config):
+    mesh = make_mesh(1)
+    decoder = make_decoder(config, mesh, jnp.float32)
+    params = make_params(decoder, Path(), mesh, EngineConfig(model="x", load_format="dummy"), progress=False)
+    tokens = jnp.array([1, 2, 3], jnp.int32)
+    return np.asarray(jax.jit(lambda p: decoder.apply({"params": p}, tokens, method="init_all"))(params))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_computes_with_random_weights(name):
+    config = read(name, **small(CONFIGS[name]))
+    # What does not change the shapes or the maths of three tokens is the same for all, so that few are compiled.
+    config = dataclasses.replace(config, eos_token_ids=(), dtype="float32", max_position=2048)
+    made = logits(config)
+    assert made.shape == (3, 64)
+    assert np.isfinite(made).all()
+    assert made.std() > 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_named(name):
+    architecture = OTHERS[name]
+    with pytest.raises(
+        ConfigError, match=rf"architectures=\['{architecture}'\] is not supported; supported are .*Qwen3"
+    ):
+        read_model_config(HFConfig({"architectures": [architecture], "model_type": "x"}, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "keys"),
+    [
+        ("meta-llama/Llama-2-7b-hf", {"residual_multiplier": 0.22}, "residual_multiplier"),
+        ("meta-llama/Llama-2-7b-hf", {"scale_emb": 12, "rope_interleaved": True}, "rope_interleaved,scale_emb"),
+        ("Qwen/Qwen3-8B", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "attn_factor": 2.0}}, "attn_factor"),
+    ],
+)
+def test_settings_that_are_not_understood(name, changes, keys, tmp_path):
+    with pytest.raises(ConfigError, match=f"--ignore-config-keys {keys}$"):
+        read(name, **changes)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
+    args = make_parser().parse_args(["generate", str(tmp_path), "hi", "--ignore-config-keys", keys])
+    assert read_model(tmp_path, engine_config(args).ignore_config_keys).family == read(name).family
+
+
+@pytest.mark.parametrize("given", ["residual_multiplier", ["a", 5], [""]])
+def test_keys_to_ignore_are_a_list(given):
+    with pytest.raises(ConfigError, match="ignore_config_keys must be a list of keys"):
+        EngineConfig(model="x", ignore_config_keys=given)
+
+
+def test_another_length_of_the_first_llamas():
+    with pytest.raises(ConfigError, match="max_sequence_length=4096 is not supported"):
+        read("huggyllama/llama-7b", max_sequence_length=4096)
+
+
+def test_the_factor_of_yarn_s_own_code_multiplies():
+    rope = read("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B").rope
+    assert rope.attention_factor == pytest.approx(0.8782488562869419 * (0.1 * math.log(4) + 1))
+    assert rope.attention_factor == pytest.approx(1.0)
+    plain = read("NousResearch/Yarn-Llama-2-7b-128k").rope
+    assert plain.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
