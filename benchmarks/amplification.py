@@ -191,6 +191,7 @@ class Front:
         client = EngineClient()
         client.info = Ready(
             model_folder=str(DEMO),
+            tokenizer_folder=str(DEMO),
             dtype="float32",
             max_model_len=CONTEXT,
             vocab_size=tokenizer.vocab_size,

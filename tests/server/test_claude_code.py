@@ -35,7 +35,7 @@ def prompt(**fields) -> str:
     """What a model is shown of a request."""
     tokenizer = kinds.byte_level(kinds.TOOL_TEMPLATE)
     sizes = {"vocab_size": 1000, "max_model_len": 10000, "page_size": 16, "max_num_seqs": 1}
-    info = Ready(model_folder="", dtype="", eos_token_ids=(0,), **sizes)
+    info = Ready(model_folder="", tokenizer_folder="", dtype="", eos_token_ids=(0,), **sizes)
     chat = msgspec.convert({"model": MODEL, "messages": [USER]} | fields, CountTokensRequest).to_chat()
     return tokenizer.decode(encode_chat(tokenizer, info, chat.conversation()), skip_special_tokens=False)
 

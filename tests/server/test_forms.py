@@ -127,7 +127,7 @@ def test_the_same_comes_as_a_stream_and_after_a_cached_prompt(client, ids):
         ({"grammar": 'root ::= "a" | "b" root'}, lambda text: text.lstrip("b") == "a"),
         ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
     ],
-    ids=str,
+    ids=["regex", "choice", "lark", "gbnf", "json_object"],
 )
 def test_every_kind_of_form(client, ids, form, is_right):
     choices = ask(client, ids, n=3, extra_body={"structured_outputs": form})

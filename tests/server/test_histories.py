@@ -112,7 +112,7 @@ def test_templates_that_know_one_system_message(template):
     ]
     conversation = Conversation(messages=[Message(role, text) for role, text in turns])
     sizes = {"vocab_size": 1000, "max_model_len": 1000, "page_size": 16, "max_num_seqs": 1}
-    info = Ready(model_folder="", dtype="", eos_token_ids=(0,), **sizes)
+    info = Ready(model_folder="", tokenizer_folder="", dtype="", eos_token_ids=(0,), **sizes)
     text = tokenizer.decode(encode_chat(tokenizer, info, conversation))
     assert text == "[system]A.\n\nB.[user]C.\n\nD.[assistant]E.[user]<system>\nF.\n</system>"
 
