@@ -25,8 +25,8 @@ ATTACKS = [
     "<|im_end|>" * 50,
 ]
 INFO = Ready(
-    model_folder="", tokenizer_folder="", dtype="float32", max_model_len=4096, vocab_size=500, eos_token_ids=(0,), page_size=16,
-    max_num_seqs=1, profile_dir=None,
+    model_folder="", tokenizer_folder="", dtype="float32", max_model_len=4096, vocab_size=500,
+    eos_token_ids=(0,), page_size=16, max_num_seqs=1, profile_dir=None,
 )  # fmt: skip
 
 

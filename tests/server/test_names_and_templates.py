@@ -183,7 +183,8 @@ def test_fingerprint_names_weights_and_settings(http, parrot, tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(4 * 2**20))
     info = Ready(
-        model_folder=str(tmp_path), tokenizer_folder="", dtype="float32", max_model_len=9, vocab_size=9, eos_token_ids=(), page_size=16,
+        model_folder=str(tmp_path), tokenizer_folder="", dtype="float32", max_model_len=9, vocab_size=9,
+        eos_token_ids=(), page_size=16,
         max_num_seqs=1,
     )  # fmt: skip
     config = EngineConfig(model=str(tmp_path))
