@@ -32,8 +32,9 @@ from host import MODEL, null_step
 from jaxserve import steps
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.sampling import SCORE_WORDS, Sampled
-from jaxserve.types import MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.types import Request, SamplingParams
 
 LONG = 128 * 1024
 

@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 
 from jaxserve.block_manager import common_prefix
+from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.logprobs import read_scores
 from jaxserve.running import Notable
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.stats import EngineStats
-from jaxserve.types import MAX_LOGPROBS, InvalidRequestError, Request, SequenceUpdate, TokenLogprob
+from jaxserve.types import InvalidRequestError, Request, SequenceUpdate, TokenLogprob
 
 
 @dataclass(frozen=True)

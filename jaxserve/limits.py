@@ -1,8 +1,14 @@
 """Every cap on what one request may ask for, in one place. The checks and the API's document both read them from here.
 
-Numbers alone: what an operator chooses stands in `jaxserve.config` and `server.state`, and what a server does about a
+What an operator chooses stands in `jaxserve.config` and `server.state`, and what a server does about a
 request's cost in `server.limits`.
 """
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
 
 # Of a request's parameters.
 MAX_LOGPROBS = 20  # the compiled step always carries this many alternatives, so asking for fewer never recompiles
@@ -45,3 +51,15 @@ MAX_HELD_LOGPROBS = 2**22  # of tokens and their alternatives, in an answer that
 MAX_WAITING_TEXT = 2**26  # bytes of bodies whose texts wait for a thread, under one key
 BODIES = 8  # of the longest that may be in work at a time
 DEFAULT_WAITING, WAITING_PER_SLOT = 8192, 32  # completions that wait; the greater of the first, and this per slot
+
+# Ranges of a request's parameters, as types: msgspec checks them, and /openapi.json states them.
+Count = Annotated[int, Meta(ge=1, le=MAX_N)]
+Temperature = Annotated[float, Meta(ge=0, le=10)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
+Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Rows
 from jaxserve.sequence import Sequence
-from jaxserve.types import MAX_LOGPROBS, TokenLogprob
+from jaxserve.types import TokenLogprob
 
 
 def read_scores(row: np.ndarray, token: int, count: int) -> TokenLogprob:

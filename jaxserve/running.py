@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.config import MAX_STEPS
+from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.sequence import NO_SLOT, Sequence, Status
-from jaxserve.types import MAX_STOP_TOKENS, NO_PENALTY_ROW, SequenceUpdate
+from jaxserve.types import NO_PENALTY_ROW, SequenceUpdate
 
 NO_TOKEN = -2  # equals no token, nor the -1 of those that were not drawn
 

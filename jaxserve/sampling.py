@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.slots import RowParams, decode_slots, penalty_rows
-from jaxserve.types import MAX_LOGPROBS
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
 LANES = 128  # of a TPU's vectors

@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, NO_PENALTY_ROW, SamplingParams
+from jaxserve.limits import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
 SLOTS_PER_CALL = 8  # sequences whose parameters one call of `set_slots` writes
 TOKENS_PER_CALL = 512  # tokens that one call of `count_tokens` counts

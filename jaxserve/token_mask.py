@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxserve.types import MAX_BAD_WORD_TOKENS, SamplingParams
+from jaxserve.limits import MAX_BAD_WORD_TOKENS
+from jaxserve.types import SamplingParams
 
 _KEPT = 64  # masks of allowed_token_ids
 

@@ -21,31 +21,24 @@ from jaxserve.limits import (
     MAX_GRAMMAR,
     MAX_GRAMMAR_NESTING,
     MAX_GRAMMAR_PARTS,
-    MAX_INT,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
+    Count,
+    Fraction,
+    LengthPenalty,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    Tokens,
+    TopK,
 )
 
 NO_PENALTY_ROW = 0  # of sequences without penalties, which need no counts of their tokens on the device
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-# The ranges of what a request may ask for: SamplingParams checks them, as do the bodies of the server's endpoints, and
-# /openapi.json states them.
-Count = Annotated[int, Meta(ge=1, le=MAX_N)]
-Temperature = Annotated[float, Meta(ge=0, le=10)]
-TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
-Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
-Tokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
-NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class InvalidRequestError(ValueError):

@@ -7,24 +7,22 @@ engine itself runs in one plain loop. It makes no steps while too much of what i
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import queue
 import socket
 import threading
 import time
-from collections import deque
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.pool import PoolSnapshot
 from jaxserve.stats import EngineStats
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
+from server.connected_front import ConnectedFront
 from server.messages import (
     INTERNAL_ERROR,
-    LENGTH_BYTES,
     QUEUE_FULL,
     Abort,
     Accepted,
@@ -42,14 +40,10 @@ from server.messages import (
     ResetPrefixCache,
     Submit,
     Update,
-    decode_front_message,
-    frame_length,
-    to_frame,
 )
 
 log = logging.getLogger("jaxserve.engine")
 
-MAX_BACKLOG = 64 * 2**20  # bytes waiting for one front, beyond which there are no more steps
 BACKLOG_SECONDS = 0.01  # between two looks at whether it has read
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
 STATS_SECONDS = 0.1  # engine statistics are sent at most this often
@@ -80,89 +74,6 @@ class EngineLike(Protocol):
     def pool(self) -> PoolSnapshot: ...
 
 
-class _Front:
-    """One connected front: a thread that reads its messages into the loop's inbox, and one that writes to it."""
-
-    def __init__(self, number: int, connection: socket.socket, inbox: queue.SimpleQueue):
-        self.number = number
-        self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended, in the front's own ids
-        self._connection = connection
-        self._inbox = inbox
-        self._outgoing: deque[bytes] = deque()
-        self._backlog = 0  # bytes that are not written yet
-        self._closing = False
-        self._changed = threading.Condition()
-        self._writer = threading.Thread(target=self._write, name=f"front-{number}-write", daemon=True)
-        self._writer.start()
-        threading.Thread(target=self._read, name=f"front-{number}-read", daemon=True).start()
-
-    def send(self, message: EngineMessage) -> None:
-        """Queues a message; never blocks."""
-        frame = to_frame(message)
-        with self._changed:
-            self._outgoing.append(frame)
-            self._backlog += len(frame)
-            self._changed.notify()
-
-    @property
-    def is_behind(self) -> bool:
-        return self._backlog > MAX_BACKLOG
-
-    def close(self, seconds: float) -> None:
-        """Waits up to `seconds` for what is queued to be written, then closes."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._writer.join(seconds)
-        self._connection.close()
-
-    def _read(self) -> None:
-        try:
-            with self._connection.makefile("rb") as stream:
-                while (message := _read_message(stream)) is not None:
-                    self._inbox.put((self, message))
-        except (OSError, ValueError) as error:
-            log.warning("front %d: %s", self.number, error)
-        except Exception:
-            log.exception("front %d cannot be read any more", self.number)
-        finally:
-            self._inbox.put((self, None))  # however the thread ends, the loop hears of it
-
-    def _write(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._outgoing or self._closing)
-                    if not self._outgoing:
-                        return
-                    frames = list(self._outgoing)
-                    self._outgoing.clear()
-                data = b"".join(frames)
-                self._connection.sendall(data)
-                with self._changed:
-                    self._backlog -= len(data)
-        except OSError:
-            pass  # the front has gone
-        except Exception:
-            log.exception("front %d cannot be written to any more", self.number)
-        finally:
-            with self._changed:
-                closing = self._closing
-            if not closing:  # nothing more will be sent: the front must not wait, and the reading thread reports it
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
-
-
-def _read_message(stream: BinaryIO) -> FrontMessage | None:
-    """The next message; None at the end of the stream. Raises ValueError for what is not a message."""
-    header = stream.read(LENGTH_BYTES)
-    if len(header) < LENGTH_BYTES:
-        return None
-    length = frame_length(header)
-    body = stream.read(length)
-    return decode_front_message(body) if len(body) == length else None
-
-
 class EngineServer:
     """Serves one engine to the fronts that connect to a unix socket.
 
@@ -170,8 +81,8 @@ class EngineServer:
     """
 
     def __init__(self, socket_path: str):
-        self._inbox: queue.SimpleQueue[tuple[_Front, FrontMessage | None]] = queue.SimpleQueue()
-        self._fronts: dict[int, _Front] = {}
+        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, FrontMessage | None]] = queue.SimpleQueue()
+        self._fronts: dict[int, ConnectedFront] = {}
         self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
         self._greeting: EngineMessage | None = None
         self._draining = False
@@ -227,7 +138,7 @@ class EngineServer:
                 time.sleep(BEAT_SECONDS)  # as of too many open files, which may pass
                 continue
             with self._fronts_lock:
-                front = self._fronts[number] = _Front(number, connection, self._inbox)
+                front = self._fronts[number] = ConnectedFront(number, connection, self._inbox)
                 if self._greeting is not None:
                     front.send(self._greeting)
             number += 1
@@ -273,7 +184,7 @@ class EngineServer:
         except queue.Empty:
             return
 
-    def _handle(self, engine: EngineLike, front: _Front, message: FrontMessage | None) -> None:
+    def _handle(self, engine: EngineLike, front: ConnectedFront, message: FrontMessage | None) -> None:
         match message:
             case Submit():
                 self._add(engine, front, message)
@@ -300,7 +211,7 @@ class EngineServer:
                     del self._fronts[front.number]
                     self._draining = self._draining or not self._fronts
 
-    def _add(self, engine: EngineLike, front: _Front, submit: Submit) -> None:
+    def _add(self, engine: EngineLike, front: ConnectedFront, submit: Submit) -> None:
         """Hands requests to the engine under ids that no other front can use: all of them, or none."""
         name, prefix = submit.first.request_id, f"{front.number}/"
         try:
@@ -342,14 +253,14 @@ class EngineServer:
         self._stats_due = time.monotonic() + STATS_SECONDS if engine.has_work else None
 
 
-def _forget(front: _Front, request_id: str, index: int | None) -> None:
+def _forget(front: ConnectedFront, request_id: str, index: int | None) -> None:
     running = front.running.get(request_id, set())
     running.discard(index)  # type: ignore[arg-type]
     if index is None or not running:
         front.running.pop(request_id, None)
 
 
-def _send_scores(front: _Front, update: SequenceUpdate) -> None:
+def _send_scores(front: ConnectedFront, update: SequenceUpdate) -> None:
     """Sends all but the last of an update's prompt log-probabilities ahead of it, where they are many."""
     scores = update.prompt_logprobs
     while scores is not None and len(scores) > MAX_SCORED:
@@ -358,7 +269,7 @@ def _send_scores(front: _Front, update: SequenceUpdate) -> None:
         update.prompt_logprobs = scores = scores[MAX_SCORED:]
 
 
-def _send_output(front: _Front, output: StepOutput) -> None:
+def _send_output(front: ConnectedFront, output: StepOutput) -> None:
     """Sends it in one frame, or in halves where it does not fit; an update that fits in no frame ends with an error."""
     try:
         front.send(Update(output))

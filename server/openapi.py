@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.types import MAX_STOP_TOKENS
+from jaxserve.limits import MAX_STOP_TOKENS
 from server.openapi_rules import FIELDS, RULES
 from server.schemas import NOT_SERVED, CompletionRequest, DetokenizeRequest, SamplingFields
 from server.schemas_chat import ChatRequest, TokenizeRequest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.types import MAX_LOGPROBS, MAX_STOP_TOKENS
+from jaxserve.limits import MAX_LOGPROBS, MAX_STOP_TOKENS
 from server.tools.choice import FUNCTION_NAME
 
 

@@ -23,22 +23,19 @@ from jaxserve.limits import (
     MAX_STOP_TOKENS,
     MAX_WORD_LENGTH,
     MAX_WORDS,
-)
-from jaxserve.tokenizer import Tokenizer
-from jaxserve.types import (
     Count,
     Fraction,
-    InvalidRequestError,
     LengthPenalty,
     NumLogprobs,
     Penalty,
     RepetitionPenalty,
-    SamplingParams,
     Seed,
     Temperature,
     Tokens,
     TopK,
 )
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.types import InvalidRequestError, SamplingParams
 from server.structured import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, grammar_of
 
 COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the client gives none

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
+from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, NumLogprobs
 from jaxserve.tokenizer import TEMPLATE_INPUTS
-from jaxserve.types import InvalidRequestError, NumLogprobs
+from jaxserve.types import InvalidRequestError
 from server.call_arguments import as_object
 from server.schemas import PositiveTokens, SamplingFields
 from server.tools.choice import (

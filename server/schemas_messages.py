@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from jaxserve.types import MAX_STOP_STRINGS, Fraction, InvalidRequestError, Temperature, TopK
+from jaxserve.limits import MAX_STOP_STRINGS, Fraction, Temperature, TopK
+from jaxserve.types import InvalidRequestError
 from server.claude_tools import ClaudeTool, functions_of
 from server.schemas import PositiveTokens, StopString, check_range
 from server.schemas_chat import CalledFunction, ChatRequest, Message, ToolCall

@@ -6,17 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.limits import MAX_ITEMS
-from jaxserve.types import (
-    Fraction,
-    InvalidRequestError,
-    NumLogprobs,
-    Penalty,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    TopK,
-)
+from jaxserve.limits import MAX_ITEMS, Fraction, NumLogprobs, Penalty, RepetitionPenalty, Seed, Temperature, TopK
+from jaxserve.types import InvalidRequestError
 from server.response_items import Item
 from server.response_tools import FlatChoice, FlatTool, ToolMap
 from server.schemas import CacheSalt, PositiveTokens, Priority, Stop

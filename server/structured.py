@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.types import MAX_CHOICES, MAX_GRAMMAR, Grammar, InvalidRequestError
+from jaxserve.limits import MAX_CHOICES, MAX_GRAMMAR
+from jaxserve.types import Grammar, InvalidRequestError
 
 FORMATS = "text, json_object or json_schema"
 _KINDS = {"json": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "lark"}

@@ -16,12 +16,12 @@ import numpy as np
 
 from jaxserve.batch import Batch, pack, split
 from jaxserve.block_manager import BlockManager
+from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.running import Rows, Running
 from jaxserve.sampling import SCORE_WORDS
 from jaxserve.scheduler import StepPlan
 from jaxserve.sequence import Sequence, child_seed
 from jaxserve.steps import StepShape
-from jaxserve.types import MAX_LOGPROBS
 
 VOCAB = 6
 

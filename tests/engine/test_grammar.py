@@ -13,8 +13,9 @@ from json_schemas import PERSON
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.grammar import Compiler, _build, read_vocabulary
+from jaxserve.limits import MAX_GRAMMAR
 from jaxserve.tokenizer import load_tokenizer
-from jaxserve.types import MAX_GRAMMAR, Grammar, InvalidRequestError, QueueFullError
+from jaxserve.types import Grammar, InvalidRequestError, QueueFullError
 
 CASE = "llama3_gqa"  # two end-of-sequence ids
 JSON = Grammar("json", json.dumps(PERSON))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
+from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS
 from jaxserve.logprobs import read_scores
 from jaxserve.sampling import EXCLUDED, Sampled, TokenCounts, _filter, _inverse_cdf, sample, score_tokens, threefry
 from jaxserve.slots import (
@@ -21,14 +22,7 @@ from jaxserve.slots import (
     padding_slot,
     set_slots,
 )
-from jaxserve.types import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_SEED,
-    MAX_STOP_TOKENS,
-    NO_PENALTY_ROW,
-    SamplingParams,
-)
+from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
 ROWS = SLOTS_PER_CALL
 VOCAB = 50

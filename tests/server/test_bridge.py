@@ -16,7 +16,7 @@ from fake_engine import ParrotEngine, SlowEngine
 from jaxserve.config import EngineConfig
 from jaxserve.detokenizer import OutputProcessor
 from jaxserve.types import EngineDeadError, InvalidRequestError, Request, SamplingParams, SequenceUpdate, StepOutput
-from server import bridge, messages
+from server import bridge, connected_front, messages
 from server import client as client_module
 from server.bridge import EngineServer
 from server.client import EngineClient
@@ -165,7 +165,7 @@ def test_bad_frames_cost_only_their_sender(path, config):
 
 
 def test_a_front_that_does_not_read_holds_up_the_work_and_loses_nothing(path, config, monkeypatch):
-    monkeypatch.setattr(bridge, "MAX_BACKLOG", 2000)
+    monkeypatch.setattr(connected_front, "MAX_BACKLOG", 2000)
     wanted = 10 * 20_000
 
     def read_all(raw: socket.socket) -> int:
@@ -347,7 +347,7 @@ def test_a_writer_that_fails_ends_the_connection():
             return getattr(ours, name)
 
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    front = bridge._Front(0, Connection(), inbox)
+    front = connected_front.ConnectedFront(0, Connection(), inbox)
     front.send(READY)
     assert inbox.get(timeout=20) == (front, None)
     assert theirs.recv(1) == b""
