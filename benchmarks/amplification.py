@@ -202,7 +202,7 @@ class Front:
         self._engine = HostEngine(tokenizer.vocab_size)
         self._wire = _Wire(client, self._engine)
         client._writer = self._wire  # type: ignore[assignment]
-        settings = ServerSettings(model_name="m", tool_call_parser="hermes", max_stored_responses=1)
+        settings = ServerSettings(model_names=("m",), tool_call_parser="hermes", max_stored_responses=1)
         self._state = ServerState(settings, client, Metrics("m", "jaxserve"), tokenizer)
         self._app = build_app(self._state)
         gc.collect()

@@ -18,8 +18,8 @@ BODIES: dict[str, dict[str, Any]] = {
 REQUIRED = ("prompt", "messages", "input", "tokens")
 NEVER: tuple[Any, ...] = ({"a": 1}, True, -1.5, [[["x"]]], [None], [{"role": 5}], 10**30)
 RANGES: dict[str, tuple[Any, ...]] = {
-    "temperature": (9, -1, "hot", [], {}, True),
-    "top_p": (0, 1.5, "x", [1], {}),
+    "temperature": (11, -1, "hot", [], {}, True),
+    "top_p": (-0.5, 1.5, "x", [1], {}),
     "max_tokens": (-1, 1.5, "x", 2**70, [], {}),
     "stop": (5, {}, [1], ["a"] * 65, [""]),
     "n": (0, -5, 1000, "x", 1.5),

@@ -21,6 +21,7 @@ _FREE_FIELDS = (
 )  # fmt: skip
 _LISTS = ("tools", "functions")
 _PIECE = 2**18  # bytes that are looked at before others have a turn
+_READ = "body_read"  # in a request's state: a body that was put back
 _FEW = MAX_NESTING  # brackets that cannot be nested too deeply
 _VALUE_BYTES, _STRING_BYTES, _CONTAINER_BYTES = 40, 60, 100  # what they take in Python, roughly
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -32,11 +33,18 @@ def body_of(request: Request) -> Body | None:
     return request.scope.get("state", {}).get("body")
 
 
+def put_back(request: Request, data: bytes) -> None:
+    """Has the next `read_bytes` give a body that was read already, to a handler that another one chose by it."""
+    request.scope.setdefault("state", {})[_READ] = data
+
+
 async def read_bytes(request: Request) -> bytes:
     """A request's JSON body, unless it would become too much in memory: then raises APIError (400 or 503).
 
-    Nothing keeps it beyond the caller.
+    Nothing keeps it beyond the caller, unless that puts it back.
     """
+    if (data := request.scope.get("state", {}).pop(_READ, None)) is not None:
+        return data
     parts = [part async for part in request.stream()]
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     del parts

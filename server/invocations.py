@@ -9,6 +9,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from jaxserve.types import InvalidRequestError
+from server.body import put_back, read_bytes
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.state import read_body
@@ -26,7 +27,10 @@ _decoder = msgspec.json.Decoder(Invocation)
 
 async def invoke(http: HTTPRequest) -> Response:
     """A chat completion for a body with messages, a completion for one with a prompt."""
+    data = await read_bytes(http)
+    put_back(http, data)
     body = await read_body(http, _decoder)
+    put_back(http, data)
     if (body.messages is None) == (body.prompt is None):
         raise InvalidRequestError("give either messages, for a chat completion, or prompt, for a completion", "prompt")
     return await (create_completion(http) if body.messages is None else create_chat_completion(http))

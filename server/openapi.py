@@ -103,7 +103,7 @@ def openapi_document(
         "delete": {"summary": "Forget a stored response", "responses": answers},
     }
     paths["/v1/responses/{id}/input_items"] = {
-        "parameters": [name],
+        "parameters": [name_of_response],
         "get": {"summary": "The items of a stored response's input", "responses": answers},
     }
     paths["/v1/responses/{id}/cancel"] = {

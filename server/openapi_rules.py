@@ -88,7 +88,17 @@ RULES: dict[str, list[dict[str, Any]]] = {
             {"properties": {"role": {"const": "assistant"}}},
         ),
     ],
-    "Part": [{"required": ["type", "text"]}],
+    "Part": [{"properties": {"text": {"type": "string"}}, "required": ["type", "text"]}],
+    "ToolCall": [
+        _either(
+            {"properties": {"function": {"type": "object"}}, "required": ["function"]},
+            {"properties": {"custom": {"type": "object"}}, "required": ["custom"]},
+        )
+    ],
+    "OutputFormat": [
+        {"properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "required": ["type", "schema"]}
+    ],
+    "ClaudeTool": [{"required": ["name"]}],
     "FlatTool": [{"required": ["name"]}],
     "FlatChoice": [{"required": ["name"]}],
     "Item": [_MESSAGE_ITEM],

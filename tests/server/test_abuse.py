@@ -49,7 +49,7 @@ def test_what_is_wrong_is_refused(rows):
     for outcome, count in rows["malformed"]["good"].items():
         statuses[outcome.rpartition(": ")[2]] += count
     assert statuses.pop("exact") == 1
-    assert set(statuses) <= {"400", "404", "405", "413"}
+    assert set(statuses) <= {"400", "404", "405", "413", "421"}
     assert sum(statuses.values()) == rows["malformed"]["requests"] == 2000
     assert rows["headers"]["good"]["endless header: 431"] == rows["headers"]["good"]["a byte at a time: 408"] == 2
     assert rows["large-bodies"]["good"]["length of 1 TB: 413"] == 1

@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import tokenizers_for_tests as kinds
@@ -78,7 +79,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def config(tmp_path):
-    return EngineConfig(model=str(tmp_path), max_model_len=100_000)
+    return EngineConfig(model=str(tmp_path))
 
 
 def test_fronts_with_the_same_request_ids_are_kept_apart(path, config):
@@ -196,7 +197,7 @@ def test_a_front_that_does_not_read_holds_up_the_work_and_loses_nothing(path, co
             assert await asyncio.to_thread(read_all, raw) == wanted
             await until(lambda: not engine.has_work)
 
-    with engine_at(path, ParrotEngine(config)) as engine:
+    with engine_at(path, ParrotEngine(replace(config, max_model_len=100_000))) as engine:
         asyncio.run(run(engine))
 
 
@@ -226,7 +227,7 @@ def test_a_slow_reader_pauses_its_request_alone(path, config, monkeypatch):
         await until(lambda: not engine._running)  # who leaves while paused is gone
         assert client._unread == 0
 
-    with engine_at(path, ParrotEngine(config)) as engine:
+    with engine_at(path, ParrotEngine(replace(config, max_model_len=100_000))) as engine:
         asyncio.run(run(engine))
 
 
@@ -324,7 +325,7 @@ def test_an_engine_that_cannot_handle_what_it_hears_lets_the_front_know(path, co
         def fail(body):
             raise RecursionError("too deep")
 
-        monkeypatch.setattr(bridge, "decode_front_message", fail)
+        monkeypatch.setattr(connected_front, "decode_front_message", fail)
         with pytest.raises(EngineDeadError, match="ended"):
             await asyncio.wait_for(tokens_of(client, request("a", max_tokens=10_000)), 20)
         await until(lambda: not engine.has_work)

@@ -84,7 +84,7 @@ def test_which_keys_are_salted():
         ((one, two), False, False),
         ((one,), True, True),
     ):
-        assert ServerSettings(model_name="m", api_keys=keys, salt_by_key=given).salts_by_key == salts
+        assert ServerSettings(model_names=("m",), api_keys=keys, salt_by_key=given).salts_by_key == salts
 
 
 @pytest.mark.parametrize("flag", ["--api-key", "--admin-key", "--metrics-key"])
@@ -108,8 +108,8 @@ def test_empty_keys_are_refused_from_python_too():
 
 
 def test_a_key_does_not_show():
-    assert "hush" not in repr(ServerSettings(model_name="m", api_keys=(ApiKey("hush", "team"),)))
-    assert "hush" not in repr(ServerSettings(model_name="m", admin_key="hush", metrics_key="hush"))
+    assert "hush" not in repr(ServerSettings(model_names=("m",), api_keys=(ApiKey("hush", "team"),)))
+    assert "hush" not in repr(ServerSettings(model_names=("m",), admin_key="hush", metrics_key="hush"))
 
 
 def test_key_files_of_everybody(tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -28,9 +29,11 @@ def test_it_fails_alone(start_server):
         poisoned = [pool.submit(ask, BODY | {"prompt": "bad", "top_k": POISON, "stream": i % 2 == 0}) for i in range(4)]
         answers = [one.result() for one in others]
     assert [answer.json()["choices"][0]["text"] for answer in answers] == undisturbed
-    for answer in (one.result() for one in poisoned):
-        assert answer.status_code == 500
-        error = answer.json()["error"]
+    for i, answer in enumerate(one.result() for one in poisoned):
+        is_stream = i % 2 == 0  # which has begun when the engine accepted the request
+        assert answer.status_code == (200 if is_stream else 500)
+        text = answer.text.removeprefix("data: ").partition("\n")[0] if is_stream else answer.text
+        error = json.loads(text)["error"]
         assert error["code"] == "internal_error"
         assert "failed inside the engine" in error["message"]
     assert server.metric("failed_requests_total") == 4

@@ -53,14 +53,17 @@ def obey(body: dict) -> None:
         body.pop("n", None)
     if isinstance(items := body.get("input"), list) and all(item.get("type") == "reasoning" for item in items):
         body["input"] = "x"
-    tools = {tool.get("name") or tool["function"]["name"]: tool for tool in body.get("tools") or ()}
+    tools = {tool.get("name") or (tool.get("function") or {}).get("name"): tool for tool in body.get("tools") or ()}
     if tools:
         body["tools"] = list(tools.values())
     if not tools or not isinstance(body.get("tool_choice"), str):
         body.pop("tool_choice", None)
     for message in [*(body.get("messages") or ()), *(body["input"] if isinstance(body.get("input"), list) else ())]:
         older = message.get("function_call")
-        for function in [*(call["function"] for call in message.get("tool_calls") or ()), *([older] if older else ())]:
+        for function in [
+            *(call["function"] for call in message.get("tool_calls") or () if call.get("function")),
+            *([older] if older else ()),
+        ]:
             function["arguments"] = "{}"
         if message.get("type") == "function_call":
             message["arguments"] = "{}"

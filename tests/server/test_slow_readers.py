@@ -38,7 +38,7 @@ def test_long_prompt_logprobs_are_written_beside_the_loop():
     tokenizer = kinds.byte_level()
     top = [(token, -0.1 * token) for token in range(20)]
     entries = [None, *(TokenLogprob(50, -0.5, 2, top) for _ in range(20_000))]
-    settings = ServerSettings(model_name="m")
+    settings = ServerSettings(model_names=("m",))
     state = ServerState(settings, EngineClient(), Metrics("m", "jaxserve"))
 
     async def run() -> tuple[float, float]:

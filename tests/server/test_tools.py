@@ -450,7 +450,7 @@ def test_parser_of_forced_calls():
         ([tool("a"), tool("a")], None, "tools"),
         ([Tool(Function("a"), type="retrieval")], None, "tools"),
         ([Tool(Function("a", parameters={"type": "array"}))], None, "tools"),
-        ([tool(f"f{i}") for i in range(129)], None, "tools"),
+        ([tool(f"f{i}") for i in range(513)], None, "tools"),
         ([tool("a")], "sometimes", "tool_choice"),
         ([tool("a")], NamedChoice(NamedFunction("b")), "tool_choice"),
         ([], "required", "tool_choice"),
