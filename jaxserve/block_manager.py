@@ -24,6 +24,8 @@ import numpy as np
 
 from jaxserve.kv_cache import NULL_PAGE
 
+HASH_BYTES = 32
+
 
 def root_hash(salt: str | None, adapter: str | None = None) -> bytes:
     """Start of a hash chain. Chains of another salt or adapter never meet."""
@@ -37,6 +39,15 @@ def root_hash(salt: str | None, adapter: str | None = None) -> bytes:
 def page_hash(parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
     """Hash of a full page: sha256 over its parent's hash and its tokens, so that it stands for the whole prefix."""
     return hashlib.sha256(parent + np.asarray(tokens, np.int32).tobytes()).digest()
+
+
+def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int) -> bytes:
+    """Hashes of all full pages of a prompt, HASH_BYTES each, one after the other."""
+    array, parent, hashes = np.asarray(tokens, np.int32), root_hash(salt), []
+    for end in range(page_size, len(array) + 1, page_size):
+        parent = page_hash(parent, array[end - page_size : end])
+        hashes.append(parent)
+    return b"".join(hashes)
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.block_manager import page_hash, root_hash
+from jaxserve.block_manager import HASH_BYTES, page_hash, root_hash
 from jaxserve.grammar import Matcher
 from jaxserve.token_mask import TokenMask
 from jaxserve.types import NO_PENALTY_ROW, FinishReason, Request, TokenLogprob
@@ -76,7 +76,8 @@ class Sequence:
         self.pages: list[int] = []
         self.lookup: Lookup | None = None  # while it waits
         self.owed = 0  # while it does not run: tokens that steps still in flight were to draw for it
-        self._page_hashes: list[bytes] = []
+        given = request.page_hashes
+        self._page_hashes = [given[at : at + HASH_BYTES] for at in range(0, len(given), HASH_BYTES)]
 
     @property
     def num_outputs(self) -> int:

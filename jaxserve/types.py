@@ -272,7 +272,9 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Lower `priority` values are served first; ties go by arrival. `cache_salt` keeps a request's prefix-cache pages
     from being shared with requests of another salt. `streams` says that a client reads the tokens as they come.
-    `tenant` says on whose behalf: the queue is shared fairly between tenants. Offline there is one.
+    `tenant` says on whose behalf: the queue is shared fairly between tenants. Offline there is one. `page_hashes` are
+    those of the prompt's full pages, 32 bytes each, where somebody has computed them already
+    (`block_manager.hash_pages`): for a long prompt that takes milliseconds, which the engine has better use for.
     """
 
     request_id: str
@@ -282,6 +284,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     cache_salt: str | None = None
     streams: bool = False
     tenant: str = ""
+    page_hashes: bytes = b""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):

@@ -25,22 +25,24 @@ _LENGTH = struct.Struct("<I")
 
 
 class Submit(msgspec.Struct, tag="submit"):
-    """Requests that differ in their ids and prompts alone: the first, and (id, prompt) of the others."""
+    """Requests that differ in their ids and prompts alone: the first, and (id, prompt, its pages' hashes) of the
+    others."""
 
     first: Request
-    others: list[tuple[str, list[int]]] = []
+    others: list[tuple[str, list[int], bytes]] = []
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Submit:
         first, *others = requests
-        return cls(first, [(request.request_id, request.prompt_token_ids) for request in others])
+        return cls(first, [(one.request_id, one.prompt_token_ids, one.page_hashes) for one in others])
 
     def requests(self, prefix: str) -> list[Request]:
         """All of them, with `prefix` before their ids; they share one SamplingParams."""
-        prompts = [(self.first.request_id, self.first.prompt_token_ids), *self.others]
+        first = self.first
+        prompts = [(first.request_id, first.prompt_token_ids, first.page_hashes), *self.others]
         return [
-            msgspec.structs.replace(self.first, request_id=prefix + request_id, prompt_token_ids=prompt)
-            for request_id, prompt in prompts
+            msgspec.structs.replace(first, request_id=prefix + name, prompt_token_ids=prompt, page_hashes=hashes)
+            for name, prompt, hashes in prompts
         ]
 
 

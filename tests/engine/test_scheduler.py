@@ -15,7 +15,7 @@ from simulation import STEPS, Simulation
 from jaxserve import block_manager, sequence
 from jaxserve.scheduler import StepPlan
 from jaxserve.sequence import Sequence
-from jaxserve.types import InvalidRequestError
+from jaxserve.types import InvalidRequestError, Request, SamplingParams
 
 # Random use
 
@@ -499,6 +499,18 @@ def test_a_prompt_s_pages_are_hashed_as_they_are_looked_up_or_computed(monkeypat
         assert len(hashed) - before <= 11, "pages that nobody can find yet were hashed"
     assert len(hashed) == 100
     simulation.drain()
+
+
+def test_hashes_that_came_with_a_prompt_are_used(monkeypatch):
+    prompt, stops = list(range(70)), frozenset()
+    plain = Request(request_id="plain", prompt_token_ids=prompt, params=SamplingParams(), cache_salt="s")
+    brought = msgspec.structs.replace(plain, page_hashes=block_manager.hash_pages(prompt, "s", 4))
+    first, second = (Sequence(request, 0, 0, 5, stops, 0) for request in (plain, brought))
+    expected = list(first.page_hashes(first.tokens, 17, 4))
+    hashed = count_calls(monkeypatch, sequence, "page_hash")
+    assert list(second.page_hashes(second.tokens, 17, 4)) == expected
+    assert list(second.fork(1, 0, 4).page_hashes(second.tokens, 17, 4)) == expected
+    assert not hashed
 
 
 def test_sequences_end_without_their_pages_being_hashed(monkeypatch):

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import msgspec
 
+from jaxserve.block_manager import hash_pages
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.pool import PoolSnapshot
 from jaxserve.stats import EngineStats
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput, TokenLogprob
+from server.generation import LONG_PROMPT
 
 
 class ParrotEngine:
@@ -245,3 +247,15 @@ class FailingEngine(ParrotEngine):
         if any(done >= 9 for _, done in self._running.values()):
             raise RuntimeError("device lost")
         return super().step()
+
+
+class HashingEngine(ParrotEngine):
+    """Takes long prompts only with the hashes of their pages."""
+
+    def add_request(self, request: Request) -> None:
+        expected = b""
+        if len(request.prompt_token_ids) >= LONG_PROMPT:
+            expected = hash_pages(request.prompt_token_ids, request.cache_salt, self._config.page_size)
+        if request.page_hashes != expected:
+            raise InvalidRequestError("these are not the hashes of the prompt's pages", "prompt")
+        super().add_request(request)

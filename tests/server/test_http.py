@@ -290,3 +290,14 @@ def test_request_ids(http):
 def test_no_cors_by_default(http):
     response = http.get("/health", headers={"Origin": "https://example.org"})
     assert not any(name.startswith("access-control") for name in response.headers)
+
+
+def test_long_prompts_come_to_the_engine_with_the_hashes_of_their_pages(start_server):
+    server = start_server("HashingEngine", config={"max_model_len": 10_000})
+    long, short = [5] * 5001, [6] * 40
+    for body in ({"prompt": long}, {"prompt": short}, {"prompt": [short, long, long]}, {"prompt": long, "n": 2}):
+        for salt in (None, "salt"):
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json={**body, "max_tokens": 1, "cache_salt": salt}, timeout=30
+            )
+            assert answer.status_code == 200, answer.text
