@@ -172,7 +172,8 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",
          help="of device memory, for weights, KV cache and temporaries together")  # fmt: skip
     flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",
-         help="size of the KV cache in pages; None: what the memory allows")  # fmt: skip
+         help="size of the KV cache in pages; None: what the memory allows, on CPU at most half of what is "
+         "free")  # fmt: skip
     flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS", help="tokens per KV page")
     flag("--kv-cache-dtype", field="kv_cache_dtype", choices=["auto", "bf16", "fp8", "int8"],
          help="of cached keys and values, fp8 and int8 with scales; auto: that of the computation")  # fmt: skip
