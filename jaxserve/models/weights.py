@@ -6,7 +6,7 @@ A family names its tensors by role (`Names`); this file knows the tree of `decod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -44,15 +44,22 @@ def _whole(target: np.ndarray) -> np.ndarray:
 
 
 def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path -> shape, dtype and sharding of every parameter, as the modules declare them."""
-    model = model.clone(ops=Ops())  # the CPU's own may still be being built
+    """Path -> shape, dtype and sharding of every parameter, as the modules declare them.
+
+    Layers are alike, so one is traced and stands for all.
+    """
+    num_layers = model.config.num_layers
+    # The CPU's own operations may still be being built.
+    model = model.clone(ops=Ops(), config=replace(model.config, num_layers=1, windows=model.config.windows[:1]))
     boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(1, jnp.int32), method="init_all")["params"])
 
     def leaf(box: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(box.value.shape, box.value.dtype, sharding=sharding(mesh, *box.names))
 
     tree = jax.tree.map(leaf, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-    return flatten_dict(tree, sep="/")
+    layer = tree.pop("layers_0")
+    tree |= {f"layers_{i}": layer for i in range(num_layers)}
+    return flatten_dict(dict(sorted(tree.items())), sep="/")
 
 
 def dummy_params(model: Decoder, mesh: Mesh, seed: int, scheme: str | None = None) -> dict[str, Any]:
