@@ -54,6 +54,19 @@ _ITEM_CONTENT = {
         },
     ]
 }
+_SUMMARY = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "summary_text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
 _ID = {"type": "string", "minLength": 1}
 
 
@@ -65,7 +78,10 @@ _MESSAGE_ITEM = _either(
     _item("message", role={"type": "string", "minLength": 1, "maxLength": 64}, content=_ITEM_CONTENT),
     _item("function_call", call_id=_ID, name=_ID, arguments={"type": "string"}),
     _item("function_call_output", call_id=_ID, output=_ITEM_CONTENT),
-    {"properties": {"type": {"const": "reasoning"}, "content": {"type": "null"}}, "required": ["type"]},
+    {
+        "properties": {"type": {"const": "reasoning"}, "content": {"type": "null"}, "summary": _SUMMARY},
+        "required": ["type"],
+    },
 )
 RULES: dict[str, list[dict[str, Any]]] = {
     "CompletionRequest": [

@@ -11,7 +11,7 @@ from msgspec import Meta
 from jaxserve.limits import MAX_STOP_STRINGS, Fraction, Temperature, TopK
 from jaxserve.types import InvalidRequestError
 from server.claude_tools import ClaudeTool, functions_of
-from server.schemas import PositiveTokens, StopString, check_range
+from server.schemas import PositiveTokens, StopString
 from server.schemas_chat import CalledFunction, ChatRequest, Message, ToolCall
 from server.tools.choice import Choice, NamedChoice, NamedFunction
 
@@ -55,7 +55,7 @@ class ClaudeChoice(msgspec.Struct):
 
 class Thinking(msgspec.Struct):
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: PositiveTokens | None = None
     display: str | None = None
 
 
@@ -89,7 +89,6 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             messages += _messages(message, f"messages[{position}]")
         tools, _ = functions_of(self.tools or ())
         choice, thinking, output = self.tool_choice, self.thinking or Thinking(""), self.output_config or OutputConfig()
-        check_range("thinking.budget_tokens", thinking.budget_tokens, 1, 2**31 - 1)
         last = messages[-1] if messages else None
         return ChatRequest(
             model=self.model,
