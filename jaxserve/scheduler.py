@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.block_manager import BlockManager
 from jaxserve.prefixes import Prefixes
 from jaxserve.running import Notable, Rows, Running, StepPlan
-from jaxserve.sequence import NO_SLOT, Sequence, Status, child_seed
+from jaxserve.sequence import Sequence, Status, child_seed
 from jaxserve.types import SequenceUpdate, StepOutput
 from jaxserve.waiting import Waiting
 
@@ -45,9 +45,7 @@ class Scheduler:
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests that a client reads as they come
         self._watermark = blocks.capacity // 100
-        self.num_preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
 
     # Coming and going
 
@@ -268,10 +266,8 @@ class Scheduler:
 
     def _next_admissible(self) -> Sequence | None:
         """The first waiting sequence, if a slot and pages for all its known tokens are free."""
-        if not self.waiting or not self.running.num_places_for(seq := self.waiting.peek()):
-            return None
-        if seq.owed:  # preempted with a step in flight: its last token is not known yet
-            return None
+        if not self.waiting or (seq := self.waiting.peek()).owed or not self.running.num_places_for(seq):
+            return None  # `owed`: preempted with a step in flight, so that its last token is not known yet
         room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
         return seq if self._prefixes.fits(seq, room) else None
 
@@ -400,11 +396,5 @@ class Scheduler:
         """Asserts the invariants between sequences, slots and pages."""
         self.blocks.check_integrity([seq.pages for seq in self.running])
         self.running.check_integrity()
-        waiting = list(self.waiting)
-        assert len(waiting) == len(self.waiting)
-        assert sum(seq.prompt_len for seq in waiting) == self.waiting.num_tokens
-        assert all(seq.status is Status.WAITING for seq in waiting)
-        assert {seq for seq in self.everyone if seq.status is not Status.PAUSED} == {*self.running, *waiting}
-        for seq in waiting:
-            assert not seq.pages
-            assert seq.slot == NO_SLOT
+        self.waiting.check_integrity()
+        assert {seq for seq in self.everyone if seq.status is not Status.PAUSED} == {*self.running, *self.waiting}

@@ -13,28 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from jaxserve.limits import (
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_CHOICES,
-    MAX_GRAMMAR,
-    MAX_GRAMMAR_NESTING,
-    MAX_GRAMMAR_PARTS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-    Count,
-    Fraction,
-    LengthPenalty,
-    NumLogprobs,
-    Penalty,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    Tokens,
-    TopK,
-)
+from jaxserve import limits
 
 NO_PENALTY_ROW = 0  # of sequences without penalties, which need no counts of their tokens on the device
 
@@ -85,10 +64,12 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if self.kind not in (kinds := ("json", "json_object", "regex", "choice", "lark")):
             raise self._error(f"a grammar's kind must be one of {', '.join(kinds)}, got {self.kind!r}")
-        if not isinstance(self.value, str) or len(self.value) > MAX_GRAMMAR:
-            raise self._error(f"a grammar must be a string of at most {MAX_GRAMMAR} characters")
-        if sum(len(part.value) for _, part in self.parts) > MAX_GRAMMAR_PARTS:
-            raise self._error(f"the parts of a grammar must have at most {MAX_GRAMMAR_PARTS} characters together")
+        if not isinstance(self.value, str) or len(self.value) > limits.MAX_GRAMMAR:
+            raise self._error(f"a grammar must be a string of at most {limits.MAX_GRAMMAR} characters")
+        if sum(len(part.value) for _, part in self.parts) > limits.MAX_GRAMMAR_PARTS:
+            raise self._error(
+                f"the parts of a grammar must have at most {limits.MAX_GRAMMAR_PARTS} characters together"
+            )
         if self.kind in ("json", "choice"):
             try:
                 value = msgspec.json.decode(self.value)
@@ -105,18 +86,18 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.kind == "choice":
             if not isinstance(value, list) or not all(isinstance(choice, str) and choice for choice in value):
                 raise self._error("choice must be a list of strings that are not empty")
-            if not 0 < len(value) <= MAX_CHOICES:
-                raise self._error(f"choice must hold 1 to {MAX_CHOICES} strings, got {len(value)}")
+            if not 0 < len(value) <= limits.MAX_CHOICES:
+                raise self._error(f"choice must hold 1 to {limits.MAX_CHOICES} strings, got {len(value)}")
         elif not isinstance(value, dict | bool):
             raise self._error("a JSON schema must be an object, true or false")
         level = [value] if isinstance(value, dict | list) else []
-        for _ in range(MAX_GRAMMAR_NESTING):
+        for _ in range(limits.MAX_GRAMMAR_NESTING):
             nodes = [
                 node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)
             ]
             level = [child for children in nodes for child in children]
         if any(isinstance(node, dict | list) for node in level):
-            raise self._error(f"the JSON schema is nested deeper than {MAX_GRAMMAR_NESTING} levels")
+            raise self._error(f"the JSON schema is nested deeper than {limits.MAX_GRAMMAR_NESTING} levels")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -148,30 +129,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       grammar: the output is of this form when it ends by itself; it ends where nothing can follow any more.
     """
 
-    n: Count = 1
-    temperature: Temperature = 1.0
-    top_k: TopK = 0
-    top_p: Fraction = 1.0
-    min_p: Fraction = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
+    n: limits.Count = 1
+    temperature: limits.Temperature = 1.0
+    top_k: limits.TopK = 0
+    top_p: limits.Fraction = 1.0
+    min_p: limits.Fraction = 0.0
+    repetition_penalty: limits.RepetitionPenalty = 1.0
+    presence_penalty: limits.Penalty = 0.0
+    frequency_penalty: limits.Penalty = 0.0
     logit_bias: dict[int, float] | None = None
-    seed: Seed | None = None
+    seed: limits.Seed | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: Tokens = 0
-    max_tokens: Tokens | None = 16
-    logprobs: NumLogprobs | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    min_tokens: limits.Tokens = 0
+    max_tokens: limits.Tokens | None = 16
+    logprobs: limits.NumLogprobs | None = None
+    prompt_logprobs: limits.NumLogprobs | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
     use_beam_search: bool = False
-    length_penalty: LengthPenalty = 1.0
+    length_penalty: limits.LengthPenalty = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -197,31 +178,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_words(self) -> None:
         msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids or ()))
         msgspec.structs.force_setattr(self, "bad_words", tuple(map(tuple, self.bad_words or ())))
-        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+        if len(self.allowed_token_ids) > limits.MAX_ALLOWED_TOKENS:
             raise InvalidRequestError(
-                f"allowed_token_ids has {len(self.allowed_token_ids)} ids; at most {MAX_ALLOWED_TOKENS} are allowed",
+                f"allowed_token_ids has {len(self.allowed_token_ids)} ids; at most "
+                f"{limits.MAX_ALLOWED_TOKENS} are allowed",
                 "allowed_token_ids",
             )
-        if len(self.bad_words) > MAX_BAD_WORDS:
+        if len(self.bad_words) > limits.MAX_BAD_WORDS:
             raise InvalidRequestError(
-                f"bad_words has {len(self.bad_words)} sequences; at most {MAX_BAD_WORDS} are allowed", "bad_words"
+                f"bad_words has {len(self.bad_words)} sequences; at most {limits.MAX_BAD_WORDS} are allowed",
+                "bad_words",
             )
         _check_ids("allowed_token_ids", self.allowed_token_ids)
         for word in self.bad_words:
-            _check_int("length of each of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
+            _check_int("length of each of bad_words", len(word), 1, limits.MAX_BAD_WORD_TOKENS)
             _check_ids("bad_words", word)
 
     def _check_stop(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
+        if len(self.stop) > limits.MAX_STOP_STRINGS:
             raise InvalidRequestError(
-                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop"
+                f"stop has {len(self.stop)} strings; at most {limits.MAX_STOP_STRINGS} are allowed", "stop"
             )
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop must hold non-empty strings, got {text!r}", "stop")
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+        if len(self.stop_token_ids) > limits.MAX_STOP_TOKENS:
             raise InvalidRequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed",
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {limits.MAX_STOP_TOKENS} are allowed",
                 "stop_token_ids",
             )
         _check_ids("stop_token_ids", self.stop_token_ids)
@@ -229,9 +212,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
             return
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+        if len(self.logit_bias) > limits.MAX_LOGIT_BIAS:
             raise InvalidRequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias"
+                f"logit_bias has {len(self.logit_bias)} entries; at most {limits.MAX_LOGIT_BIAS} are allowed",
+                "logit_bias",
             )
         clamped = {}
         for token, bias in self.logit_bias.items():

@@ -16,7 +16,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 
-from jaxserve.sequence import Sequence
+from jaxserve.sequence import NO_SLOT, Sequence, Status
 
 QUANTUM = 512  # tokens
 EXPECTED_OUTPUT = 256  # tokens; what an answer counts until its length is known
@@ -90,6 +90,16 @@ class Waiting:
     def _spend(self, seq: Sequence, tokens: int) -> None:
         if (level := self._levels.get(seq.order[0])) and (tenant := level.tenants.get(seq.request.tenant)):
             tenant.deficit -= tokens
+
+    def check_integrity(self) -> None:
+        """Asserts that the counts are those of who waits, and that these hold no place."""
+        seqs = list(self)
+        assert len(seqs) == self._count
+        assert sum(seq.prompt_len for seq in seqs) == self.num_tokens
+        for seq in seqs:
+            assert seq.status is Status.WAITING
+            assert not seq.pages
+            assert seq.slot == NO_SLOT
 
 
 def _completions(seq: Sequence) -> int:

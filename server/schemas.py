@@ -12,28 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from jaxserve.limits import (
-    MAX_ALLOWED_TOKENS,
-    MAX_INT,
-    MAX_LOGIT_BIAS,
-    MAX_NAME_LENGTH,
-    MAX_PROMPTS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-    MAX_WORD_LENGTH,
-    MAX_WORDS,
-    Count,
-    Fraction,
-    LengthPenalty,
-    NumLogprobs,
-    Penalty,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    Tokens,
-    TopK,
-)
+from jaxserve import limits
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError, SamplingParams
 from server.structured import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, grammar_of
@@ -57,21 +36,23 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 }
 
 # What the fields below have in common with other bodies. What is said here is checked, and stands in /openapi.json.
-TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_INT, "format": "token-id"}
-PositiveTokens = Annotated[int, Meta(ge=1, le=MAX_INT)]
-TokenId = Annotated[int, Meta(ge=0, le=MAX_INT, extra_json_schema={"format": "token-id"})]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
-Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
-Word = Annotated[str, Meta(min_length=1, max_length=MAX_WORD_LENGTH)]
-BadWords = Annotated[list[Word], Meta(max_length=MAX_WORDS)]
-StopTokens = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS, extra_json_schema={"format": "stop-tokens"})]
+TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": limits.MAX_INT, "format": "token-id"}
+PositiveTokens = Annotated[int, Meta(ge=1, le=limits.MAX_INT)]
+TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_INT, extra_json_schema={"format": "token-id"})]
+StopString = Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
+Stop = StopString | Annotated[list[StopString], Meta(max_length=limits.MAX_STOP_STRINGS)]
+Word = Annotated[str, Meta(min_length=1, max_length=limits.MAX_WORD_LENGTH)]
+BadWords = Annotated[list[Word], Meta(max_length=limits.MAX_WORDS)]
+StopTokens = Annotated[
+    list[TokenId], Meta(max_length=limits.MAX_STOP_TOKENS, extra_json_schema={"format": "stop-tokens"})
+]
 LogitBias = Annotated[
     dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$", extra_json_schema={"format": "token-id"})], float],
-    Meta(max_length=MAX_LOGIT_BIAS),
+    Meta(max_length=limits.MAX_LOGIT_BIAS),
 ]
-Priority = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
-Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT, extra_json_schema={"not": {"const": 0}})]
-CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
+Priority = Annotated[int, Meta(ge=-limits.MAX_INT - 1, le=limits.MAX_INT)]
+Truncation = Annotated[int, Meta(ge=-1, le=limits.MAX_INT, extra_json_schema={"not": {"const": 0}})]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_LENGTH)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
@@ -87,14 +68,14 @@ Prompt = Annotated[
                         "type": "array",
                         "items": {"type": "string", "minLength": 1},
                         "minItems": 1,
-                        "maxItems": MAX_PROMPTS,
+                        "maxItems": limits.MAX_PROMPTS,
                     },
                     {"type": "array", "items": TOKEN_ID, "minItems": 1, "format": "token-ids"},
                     {
                         "type": "array",
                         "items": {"type": "array", "items": TOKEN_ID, "minItems": 1, "format": "token-ids"},
                         "minItems": 1,
-                        "maxItems": MAX_PROMPTS,
+                        "maxItems": limits.MAX_PROMPTS,
                     },
                 ]
             }
@@ -112,29 +93,29 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """What completions and chat have in common; None stands for the default."""
 
     model: str | None = None
-    max_tokens: Tokens | None = None
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
-    top_k: TopK | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    max_tokens: limits.Tokens | None = None
+    temperature: limits.Temperature | None = None
+    top_p: limits.Fraction | None = None
+    top_k: limits.TopK | None = None
+    min_p: limits.Fraction | None = None
+    repetition_penalty: limits.RepetitionPenalty | None = None
+    presence_penalty: limits.Penalty | None = None
+    frequency_penalty: limits.Penalty | None = None
     logit_bias: LogitBias | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=limits.MAX_ALLOWED_TOKENS)] | None = None
     bad_words: BadWords | None = None
-    seed: Seed | None = None
-    n: Count | None = None
+    seed: limits.Seed | None = None
+    n: limits.Count | None = None
     best_of: Annotated[int, Meta(description="1, or the same as n")] | None = None
     stop: Stop | None = None
     stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: Annotated[Tokens, Meta(description="At most max_tokens")] | None = None
+    min_tokens: Annotated[limits.Tokens, Meta(description="At most max_tokens")] | None = None
     skip_special_tokens: bool = True
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    prompt_logprobs: limits.NumLogprobs | None = None
     truncate_prompt_tokens: Truncation | None = None
     priority: Priority | None = None
     request_id: RequestId | None = None
@@ -144,7 +125,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     response_format: Annotated[Any, Meta(extra_json_schema=RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, Meta(extra_json_schema=STRUCTURED_OUTPUTS)] = None
     use_beam_search: bool | None = None
-    length_penalty: LengthPenalty | None = None
+    length_penalty: limits.LengthPenalty | None = None
     # known and not served, see NOT_SERVED
     suffix: Any = None
     early_stopping: Any = None
@@ -175,7 +156,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
-        check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_INT, excluded=0)
+        check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, limits.MAX_INT, excluded=0)
 
     @property
     def usage_mode(self) -> str:
@@ -232,7 +213,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: NumLogprobs | None = None
+    logprobs: limits.NumLogprobs | None = None
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str | list[int]]:
@@ -248,8 +229,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
             )
         if kinds == {int}:
             return [self.prompt]  # type: ignore[list-item]
-        if len(self.prompt) > MAX_PROMPTS:
-            raise InvalidRequestError(f"prompt holds {len(self.prompt)} prompts; at most {MAX_PROMPTS}", "prompt")
+        if len(self.prompt) > limits.MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt holds {len(self.prompt)} prompts; at most {limits.MAX_PROMPTS}", "prompt"
+            )
         return self.prompt  # type: ignore[return-value]
 
     def check(self) -> None:

@@ -17,21 +17,49 @@ class KeyedParser(ToolParser):
     A value whose schema says "string" is given out as it comes. Another one is read as JSON once it is whole, and is a
     text where it is no JSON.
 
+    A subclass has the states `outside`, `function`, which ends with `begin_arguments`, and `key`, which ends with
+    `begin_value`.
+
     Attributes:
+      opening: the mark before a function's name.
+      key_mark: the mark before a key.
+      arguments_end: the mark after the arguments.
       value_end: the mark after a value.
       line_breaks: a line break after the mark before a value, and one before the mark after it, are not part of it.
     """
 
+    opening: ClassVar[str]
+    key_mark: ClassVar[str]
+    arguments_end: ClassVar[str]
     value_end: ClassVar[str]
     line_breaks: ClassVar[bool] = False
     _name = ""
     _count = 0  # of keys
     _is_text = _started = False
 
+    def function(self) -> bool:
+        """The function's name."""
+        raise NotImplementedError
+
     def begin_arguments(self, name: str) -> None:
-        self._name, self._count = name, 0
+        """The arguments of the function `name` come next; see the state `between`."""
+        self._name, self._count, self.state = name, 0, self.between
         self.begin_call(name)
         self.arguments("{")
+
+    def between(self) -> bool:
+        """Between arguments."""
+        _, mark = self.take_until(self.key_mark, self.arguments_end)
+        if mark == self.arguments_end:
+            self.arguments("}")
+            self.state = self.outside
+        elif mark:
+            self.state = self.key
+        return mark is not None
+
+    def key(self) -> bool:
+        """An argument's name, and the mark before its value."""
+        raise NotImplementedError
 
     def begin_value(self, key: str) -> None:
         """The value of `key` comes next; see the state `value`."""
@@ -41,10 +69,6 @@ class KeyedParser(ToolParser):
         self._is_text = isinstance(schema, dict) and schema.get("type") == "string"
         self._started = False
         self.state = self.value_begins if self.line_breaks else self.value
-
-    def after_value(self) -> None:
-        """Sets the state that follows a value."""
-        raise NotImplementedError
 
     def value_begins(self) -> bool:
         self.buffer, self.state = self.buffer.removeprefix("\n"), self.value
@@ -59,7 +83,7 @@ class KeyedParser(ToolParser):
             text, self.buffer = text[:-1], "\n" + self.buffer
         if ended:
             text = text.removesuffix("\n") if self.line_breaks else text
-            self.after_value()
+            self.state = self.between
         if self._is_text:
             self._text(text, ended)
         else:
@@ -73,6 +97,13 @@ class KeyedParser(ToolParser):
         self._started = True
         if ended:
             self.arguments('"')
+
+    def at_end(self) -> None:
+        if self.state == self.between:
+            self.arguments("}")
+        elif self.state == self.function:
+            self.content(self.opening + self.buffer)
+        super().at_end()
 
 
 def _json_of(text: str) -> str:

@@ -45,7 +45,7 @@ text[lazy]: /(?s:.*)<\/arg_value>/
 
 class Parser(KeyedParser):
     keeps_special_tokens = True
-    value_end = VALUE_END
+    opening, key_mark, value_end, arguments_end = OPENING, KEY, VALUE_END, CLOSING
 
     def outside(self) -> bool:
         before, mark = self.take_until(OPENING, CLOSING)
@@ -68,35 +68,14 @@ class Parser(KeyedParser):
             self.content(OPENING)
             self.state = self.outside
             return True
-        self.buffer, self.state = mark, self.between
+        self.buffer = mark
         self.begin_arguments(name.strip())
         return True
 
-    def between(self) -> bool:
-        """Between arguments."""
-        _, mark = self.take_until(KEY, CLOSING)
-        if mark == CLOSING:
-            self.arguments("}")
-            self.state = self.outside
-        elif mark:
-            self.state = self.key
-        return mark is not None
-
     def key(self) -> bool:
-        """An argument's name, and the mark before its value."""
         key, found, rest = self.buffer.partition(VALUE)
         if not found:
             return False
         self.buffer = rest
         self.begin_value(key.partition(KEY_END)[0].strip())
         return True
-
-    def after_value(self) -> None:
-        self.state = self.between
-
-    def at_end(self) -> None:
-        if self.state == self.between:
-            self.arguments("}")
-        elif self.state == self.function:
-            self.content(OPENING + self.buffer)
-        super().at_end()

@@ -40,7 +40,8 @@ text[lazy]: /(?s:.*)<\/parameter>/
 
 
 class Parser(KeyedParser):
-    value_end, line_breaks = PARAMETER_END, True
+    opening, key_mark, value_end, arguments_end = FUNCTION, PARAMETER, PARAMETER_END, FUNCTION_END
+    line_breaks = True
 
     def outside(self) -> bool:
         before, mark = self.take_until(FUNCTION, "<tool_call>", "</tool_call>")
@@ -50,39 +51,17 @@ class Parser(KeyedParser):
         return mark is not None
 
     def function(self) -> bool:
-        """The function's name."""
         name, found, rest = self.buffer.partition(">")
         if not found:
             return False
-        self.buffer, self.state = rest, self.between
+        self.buffer = rest
         self.begin_arguments(name.strip())
         return True
 
-    def between(self) -> bool:
-        """Between parameters."""
-        _, mark = self.take_until(PARAMETER, FUNCTION_END)
-        if mark == FUNCTION_END:
-            self.arguments("}")
-            self.state = self.outside
-        elif mark:
-            self.state = self.key
-        return mark is not None
-
     def key(self) -> bool:
-        """A parameter's name."""
         key, found, rest = self.buffer.partition(">")
         if not found:
             return False
         self.buffer = rest
         self.begin_value(key.strip())
         return True
-
-    def after_value(self) -> None:
-        self.state = self.between
-
-    def at_end(self) -> None:
-        if self.state == self.between:
-            self.arguments("}")
-        elif self.state == self.function:
-            self.content(FUNCTION + self.buffer)
-        super().at_end()
