@@ -5,7 +5,7 @@ Here are the bodies known as the worst, and a short search for others; `benchmar
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 
@@ -16,12 +16,8 @@ from jaxserve.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is missing")
 
-spec = importlib.util.spec_from_file_location("amplification", ROOT / "benchmarks" / "amplification.py")
-assert spec is not None
-assert spec.loader is not None
-amplification = importlib.util.module_from_spec(spec)
-sys.modules["amplification"] = amplification  # dataclasses look there
-spec.loader.exec_module(amplification)
+sys.path.append(str(ROOT / "benchmarks"))
+amplification = importlib.import_module("amplification")
 
 KNOWN = list(amplification.known_worst())
 
