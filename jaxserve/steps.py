@@ -180,7 +180,7 @@ def _forward(
     row_tables = slots.block_tables[slot]
     page_size = cache[0].page_size
     page = row_tables[row, jnp.minimum(position // page_size, row_tables.shape[1] - 1)]
-    kv_slot = jnp.where(kept, page * page_size + position % page_size, 0)
+    kv_slot = jnp.where(kept, page * page_size + position % page_size, -1)
 
     # Rows of padding come last, and matmuls may leave them out.
     model = model.counting(q_start[-1])
@@ -188,10 +188,8 @@ def _forward(
     x, rope = decoder(tokens, position, method="begin")
     each = model.config.num_layers // len(cache)  # layers of an array of the cache
     pages = cache[0].data.shape[0] // each
-    where = [
-        (kv_slot + i * pages * page_size, row_tables + i * pages, q_start, kv_len, batch.num_decodes)
-        for i in range(each)
-    ]
+    first_page = [jnp.int32(i * pages) for i in range(each)]
+    where = (kv_slot, row_tables, q_start, kv_len, batch.num_decodes)
     # Jitted here, so that layers that are alike are traced and lowered once.
     layer = jax.jit(
         partial(_layer, module=model.layer, mesh=mesh, decode_only=shape.decode_only), static_argnames="window"
@@ -199,7 +197,7 @@ def _forward(
     cache = list(cache)
     for i in range(model.config.num_layers):
         at, window = i // each, model.config.window(i)
-        x, cache[at] = layer(params[f"layers_{i}"], x, rope, cache[at], where[i % each], window=window)
+        x, cache[at] = layer(params[f"layers_{i}"], x, rope, cache[at], (*where, first_page[i % each]), window=window)
     hidden: Any = decoder(x, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
@@ -314,21 +312,36 @@ def replicate(x: Any, mesh: Mesh) -> jax.Array:
 
 
 def _attention(
-    ops: Ops, q, k, v, pages: KVPages, kv_slot, tables, q_start, kv_len, num_decodes, *, mesh: Mesh, options: dict
+    ops: Ops,
+    q,
+    k,
+    v,
+    pages: KVPages,
+    kv_slot,
+    tables,
+    q_start,
+    kv_len,
+    num_decodes,
+    first_page,
+    *,
+    mesh: Mesh,
+    options: dict,
 ) -> tuple[jax.Array, KVPages]:
     """Writes and attends on each device's own heads."""
 
-    def local(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes):
-        pages = ops.write_kv(pages, k, v, kv_slot)
-        return ops.paged_attention(q, pages, tables, q_start, kv_len, num_decodes, **options), pages
+    def local(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
+        pages = ops.write_kv(pages, k, v, kv_slot, first_page)
+        rows = (tables, q_start, kv_len, num_decodes)
+        return ops.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
 
+    where = (kv_slot, tables, q_start, kv_len, num_decodes, first_page)
     if mesh.size == 1:
-        return local(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes)
+        return local(q, k, v, pages, *where)
     heads, cache, everywhere = spec(None, "kv_heads"), spec(None, None, "kv_heads"), PartitionSpec()
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(heads, heads, heads, cache, *(everywhere,) * 5),
+        in_specs=(heads, heads, heads, cache, *(everywhere,) * len(where)),
         out_specs=(heads, cache),
         check_vma=False,
-    )(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes)
+    )(q, k, v, pages, *where)

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 from pallas_kernels.types import KVPages
 
 
-def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVPages:
-    """Writes k, v [tokens, kv_heads, head_dim] at slots int32 [tokens] (page * page_size + offset).
+def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
+    """Writes k, v [tokens, kv_heads, head_dim] at slots int32 [tokens] (page * page_size + offset), of which -1 is
+    padding, in pages that count from `first_page`, int32 scalar: where an array holds several layers' pages, the
+    layer's first, which nobody owns and where padding may go.
 
-    `pages` is donated by the caller and returned updated. Padding tokens carry slots of page 0, which nobody owns.
+    `pages` is donated by the caller and returned updated.
     Where the pages have scales, each token's head gets the one with which its largest number is the largest code.
     """
-    page, offset = slots // pages.page_size, slots % pages.page_size
+    slots = jnp.maximum(slots, 0)
+    page, offset = slots // pages.page_size + first_page, slots % pages.page_size
     new = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
     new = jnp.pad(new, [(0, 0)] * 3 + [(0, pages.head_dim - new.shape[-1])])
     scale = pages.scale

@@ -55,12 +55,10 @@ class Groups(NamedTuple):
 
 
 @jax.jit
-def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVPages:
-    """Writes k, v [tokens, kv_heads, head_dim] at slots int32 [tokens] (page * page_size + offset) of the pages.
-
-    The pages are donated by the caller and returned updated. Slots of page 0 are padding and not written. Pages may be
-    wider than head_dim; the rest is filled with 0. With scales, each token's head is quantized by its largest value.
-    """
+def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
+    """As `kv_write.write_kv`, in place; padding is not written. Pages may be wider than head_dim; the rest is filled
+    with 0."""
+    slots = jnp.where(slots < 0, -1, slots + first_page * pages.page_size)
     if slots.shape[0] > MAX_TOKENS:
         raise ValueError(f"write_kv takes at most {MAX_TOKENS} tokens at once, not {slots.shape[0]}")
     new = jnp.stack([k, v], axis=1)
@@ -112,10 +110,10 @@ def _write(target: jax.Array, new: jax.Array, slots: jax.Array, rows: int) -> ja
 def _group(slots: jax.Array, page_size: int, rows: int, chunk: int) -> tuple[jax.Array, jax.Array, Groups]:
     """Order of the tokens by tile, padding last; number of real tokens; their groups."""
     tokens = slots.shape[0]
-    tile = jnp.where(slots < page_size, jnp.iinfo(jnp.int32).max, slots // rows)
+    tile = jnp.where(slots < 0, jnp.iinfo(jnp.int32).max, slots // rows)
     order = jnp.argsort(tile)
     tile, index = tile[order], jnp.arange(tokens, dtype=jnp.int32)
-    count = (slots >= page_size).sum(dtype=jnp.int32)
+    count = (slots >= 0).sum(dtype=jnp.int32)
     begins = (index % chunk == 0) | (tile != jnp.roll(tile, 1))
     begins &= index < count
     start = jnp.sort(jnp.where(begins, index, count))

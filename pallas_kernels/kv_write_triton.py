@@ -40,8 +40,10 @@ def _write(
     """`data` and `scales` are the memory of `before` and `scales_before`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
+    heads = tl.where(slot >= 0, HEADS, 0)  # padding writes none
+    slot = tl.maximum(slot, 0)
     head, dim = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
-    real = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+    real = (head < heads)[:, None] & (dim < DIM)[None, :]
     at = token * HEADS * DIM + head[:, None] * DIM + dim[None, :]
     to = (slot // PAGE * (2 * HEADS) + head) * PAGE + slot % PAGE
     for side in tl.static_range(2):
@@ -49,19 +51,16 @@ def _write(
         place = to + side * HEADS * PAGE
         if HAS_SCALES:
             new, scale = _quantized(new, TOP)
-            tl.store(scales + place, scale, mask=head < HEADS)
+            tl.store(scales + place, scale, mask=head < heads)
         elif TOP > 0:
             new = tl.minimum(tl.maximum(new, -TOP), TOP)
         tl.store(data + place[:, None] * DIM + dim[None, :], new.to(data.dtype.element_ty), mask=real)
 
 
 @jax.jit
-def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVPages:
-    """Writes k, v [tokens, kv_heads, head_dim] at slots [tokens], page * page_size + offset, of the cache, in place.
-
-    Padding tokens carry slots of page 0, which nobody owns. Where the pages have scales, each token's head is quantized
-    with its own.
-    """
+def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
+    """As `kv_write.write_kv`, in place; padding is not written."""
+    slots = jnp.where(slots < 0, -1, slots + first_page * pages.page_size)
     tokens, heads, dim = k.shape
     scales = pages.scale
     arrays = [pages.data] if scales is None else [pages.data, scales]

@@ -44,18 +44,19 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    first_page: jax.Array | int = 0,
     decode_only: bool = False,
     **rest: Any,
 ) -> jax.Array:
     """As `reference.paged_attention`."""
     if not cpu.available():  # the build failed
-        options = {"scale": scale, "window": window, "decode_only": decode_only, **rest}
+        options = {"scale": scale, "window": window, "first_page": first_page, "decode_only": decode_only, **rest}
         return reference.paged_attention(q, pages, block_tables, q_start, kv_len, num_decodes, **options)
     call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
         q,
         pages.data,
-        block_tables,
+        block_tables + first_page,
         q_start,
         kv_len,
         scale=np.float32(scale),

@@ -82,11 +82,12 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    first_page: jax.Array | int = 0,
     decode_only: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """As `reference.paged_attention`. `interpret`: a plgpu.InterpretGPUParams, to run on CPU."""
-    args = (q, pages, block_tables, q_start, kv_len, num_decodes)
+    args = (q, pages, block_tables + first_page, q_start, kv_len, num_decodes)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "interpret": interpret}
     decoded = _decode(*args, **options)
     rows = decoded.shape[0]

@@ -92,6 +92,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached keys and values, the new ones already written.
@@ -107,12 +108,15 @@ def paged_attention(
       window: a token sees at most so many tokens back, itself included; None sees all.
       softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118).
       sinks: float32 [kv_heads, group], logits that join the softmax's denominator (gpt-oss, arXiv:2508.10925).
+      first_page: int32 scalar, the page from which block_tables count: where an array holds several layers' pages,
+        the layer's first.
       decode_only: promises that all rows beyond num_decodes are empty.
 
     Returns:
       As q; rows of padding tokens are unspecified but finite.
     """
     masking = _Masking(scale, window, softcap)
+    block_tables = block_tables + first_page
     out = _decode_rows(q, pages, block_tables, kv_len, num_decodes, sinks, masking)
     if decode_only:
         return out

@@ -115,6 +115,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> jax.Array:
     """See `reference.paged_attention`. Padding tokens are 0. Raises ValueError when the tables do not fit SMEM.
@@ -122,7 +123,7 @@ def paged_attention(
     Pages may be wider than q's head_dim, filled with 0. Where head_dim is not a multiple of 128 they should be, rounded
     up: tiles take that space anyway, and XLA's default layout of narrower pages makes it copy the cache at each call.
     """
-    head_dim = q.shape[-1]
+    head_dim, block_tables = q.shape[-1], block_tables + first_page
     q = jnp.pad(q, ((0, 0),) * 3 + ((0, pages.head_dim - head_dim),))
     tokens, kv_heads, group, _ = q.shape
     rows, width = block_tables.shape

@@ -289,11 +289,12 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached keys and values; `reference` explains the arguments."""
     tokens, heads, group, dim = q.shape
-    rows, width = block_tables.shape
+    (rows, width), block_tables = block_tables.shape, block_tables + first_page
     fixed = {
         "SCALE": scale, "CAP": softcap or 0.0, "WINDOW": window or 0, "HAS_SCALES": pages.scale is not None,
         "HAS_SINKS": sinks is not None, "HEADS": heads, "GROUP": group, "PAGE": pages.page_size, "DIM": dim,

@@ -117,6 +117,7 @@ def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = Fa
         window=config.window,
         softcap=config.softcap,
         sinks=None if batch.sinks is None else jnp.asarray(batch.sinks),
+        first_page=jnp.int32(config.first_page),
         interpret=plgpu.InterpretGPUParams(detect_races=races),
         **options,
     )

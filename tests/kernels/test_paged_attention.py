@@ -49,6 +49,7 @@ class Config:
     tokens: int = 96
     rows: int = 9  # one more than the kernel takes at once
     max_pages: int = 24
+    first_page: int = 0
 
     def __str__(self) -> str:
         window = f"-window{self.window}" if self.window else ""
@@ -74,8 +75,8 @@ CONFIGS = [
     Config(page_size=8, head_dim=128, group=1, window=KV_BLOCK + 1, max_pages=80),
     Config(page_size=64, head_dim=64, group=7, kv_heads=1, window=70, max_pages=9, dtype="bfloat16"),
     Config(tokens=7, rows=3, max_pages=20),  # fewer tokens than a tile, fewer rows than a block
-    Config(softcap=3.0, sinks=True),
-    Config(head_dim=128, group=7, window=40, sinks=True, kv_dtype="int8"),
+    Config(softcap=3.0, sinks=True, first_page=9),
+    Config(head_dim=128, group=7, window=40, sinks=True, kv_dtype="int8", first_page=1),
     Config(page_size=32, head_dim=96, kv_dtype="fp8", dtype="bfloat16", softcap=2.0),
 ]
 
@@ -108,8 +109,8 @@ def make_batch(config: Config, rows: list[tuple[int, int]], seed: int) -> Batch:
     assert len(rows) <= config.rows
     num_decodes = next((i for i, (new, _) in enumerate(rows) if new != 1), len(rows))
     needed = [-(-length // config.page_size) for _, length in rows]
-    num_pages = sum(needed) + 5
-    owned = rng.permutation(np.arange(1, num_pages)).tolist()  # page 0 is nobody's
+    num_pages = config.first_page + sum(needed) + 5
+    owned = rng.permutation(np.arange(config.first_page + 1, num_pages)).tolist()  # the first is nobody's
     kv_dtype = DTYPES[config.kv_dtype or config.dtype]
     shape = (num_pages, 2, config.kv_heads, config.page_size, config.head_dim)
     pages = np.full(shape, 77 if kv_dtype == np.int8 else np.nan, kv_dtype)
@@ -131,6 +132,7 @@ def make_batch(config: Config, rows: list[tuple[int, int]], seed: int) -> Batch:
                 scale[page, :, :, offset] = own[position]
         keys.append(kv[:, 0])
         values.append(kv[:, 1])
+    tables -= config.first_page
     q = rng.standard_normal((config.tokens, config.kv_heads, config.group, config.head_dim)).astype(dtype)
     sinks = rng.standard_normal((config.kv_heads, config.group)).astype(np.float32) * 2 if config.sinks else None
     lengths = [n for n, _ in rows], [n for _, n in rows]
@@ -160,7 +162,7 @@ def run(config: Config, batch: Batch, scale: float, *, decode_only: bool = False
         pytest.skip(reason)
     kv_len = np.zeros(config.rows, np.int32)
     kv_len[: len(batch.kv_len)] = batch.kv_len
-    most = config.rows * config.max_pages + 6
+    most = config.first_page + config.rows * config.max_pages + 6
 
     def padded(x: np.ndarray) -> jax.Array:
         poison = 77 if x.dtype == np.int8 else np.nan
@@ -177,6 +179,7 @@ def run(config: Config, batch: Batch, scale: float, *, decode_only: bool = False
         window=config.window,
         softcap=config.softcap,
         sinks=None if batch.sinks is None else jnp.asarray(batch.sinks),
+        first_page=jnp.int32(config.first_page),
         decode_only=decode_only,
     )
     assert out.dtype == batch.q.dtype
@@ -282,20 +285,21 @@ def test_a_row_s_result_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(run(CONFIGS[0], alone, 0.1)[0], run(CONFIGS[0], together, 0.1)[0])
 
 
+@pytest.mark.parametrize("first_page", [0, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv(dtype):
+def test_write_kv(dtype, first_page):
     rng = np.random.default_rng(0)
     before = (10 * rng.standard_normal((7, 2, 3, 8, 16))).astype(DTYPES[dtype])
     scale = np.ones(before.shape[:-1], np.float32) if dtype in ("int8", "fp8") else None
     k, v = rng.standard_normal((2, 10, 3, 16)).astype(np.float32)
     k[1, 1] = 0  # its scale must not be 0
-    slots = np.array([*rng.permutation(np.arange(8, 56))[:8], 0, 0], np.int32)  # the last two are padding
-    after = jax.jit(write_kv)(KVPages(before, scale), jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots))
+    slots = np.array([*rng.permutation(np.arange(8, 40))[:8], -1, -1], np.int32)  # the last two are padding
+    after = jax.jit(write_kv)(KVPages(before, scale), *map(jnp.asarray, (k, v, slots)), jnp.int32(first_page))
     assert after.data.dtype == before.dtype
     data, new_scale = np.asarray(after.data), None if scale is None else np.asarray(after.scale)
     written = np.zeros(before.shape[:-1], bool)
     for i, slot in enumerate(slots[:8]):
-        where = (slot // 8, slice(None), slice(None), slot % 8)
+        where = (first_page + slot // 8, slice(None), slice(None), slot % 8)
         written[where] = True
         kv = np.stack([k[i], v[i]])
         if scale is None:
@@ -304,5 +308,5 @@ def test_write_kv(dtype):
             read = data[where].astype(np.float64) * new_scale[where][..., None]
             steps = 254 if dtype == "int8" else 16  # half a step of the grid, or of three bits of mantissa
             assert (np.abs(read - kv) <= np.abs(kv).max(-1, keepdims=True) / steps + 1e-6).all()
-    written[0, :, :, 0] = True  # padding writes at the null page's first place only
+    written[first_page, :, :, 0] = True  # padding writes at the null page's first place only
     np.testing.assert_array_equal(data[~written], before[~written])

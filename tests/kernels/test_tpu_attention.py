@@ -180,20 +180,20 @@ def test_write_changes_the_slots_and_nothing_else(dtype, page_size, head_dim, pa
     kv_write_tpu.write_kv.clear_cache()
     rng = np.random.default_rng(page_size)
     slots = [4 * page_size - 3 + i for i in range(7)]
-    slots += [0, 9 * page_size + 1, 2 * page_size, 0, 7 * page_size - 1, 9 * page_size, 0, 2 * page_size + 15]
-    slots += [(10 + i) * page_size for i in range(7)] + [1, 0]
+    slots += [-1, 9 * page_size + 1, 2 * page_size, -1, 7 * page_size - 1, 9 * page_size, -1, 2 * page_size + 15]
+    slots += [(9 + i) * page_size + 3 for i in range(7)] + [0, -1]
     slots = np.array(slots, np.int32)
     old = rng.standard_normal((18, 2, 2, page_size, page_dim)).astype(dtype)
     old_scale = rng.uniform(1, 2, old.shape[:-1]).astype(np.float32) if has_scale else None
     kv = rng.standard_normal((2, len(slots), 2, head_dim)).astype(np.float32)
     kv[0, 0] = 0
     pages = KVPages(jnp.asarray(old), old_scale if old_scale is None else jnp.asarray(old_scale))
-    data, scale = interpreted(kv_write_tpu.write_kv, pages, kv[0], kv[1], slots)
+    data, scale = interpreted(kv_write_tpu.write_kv, pages, kv[0], kv[1], slots, np.int32(1))
 
     assert data.dtype == dtype
     data, old = np.array(data, np.float64), old.astype(np.float64)
-    real = slots >= page_size
-    page, offset = slots[real] // page_size, slots[real] % page_size
+    real = slots >= 0
+    page, offset = 1 + slots[real] // page_size, slots[real] % page_size
     new = kv[:, real].transpose(1, 0, 2, 3)
     written = data[page, :, :, offset]
     if has_scale:
@@ -205,18 +205,18 @@ def test_write_changes_the_slots_and_nothing_else(dtype, page_size, head_dim, pa
         error = 0.501 if dtype == np.int8 else 16.1
         assert (np.abs(written / largest - new / factor[..., None] / largest).max()) <= error / largest
         scale[page, :, :, offset] = old_scale[page, :, :, offset]
-        np.testing.assert_array_equal(scale[1:], old_scale[1:])
+        np.testing.assert_array_equal(scale, old_scale)
     else:
         np.testing.assert_array_equal(written[..., :head_dim], new.astype(dtype))
         assert not written[..., head_dim:].any()
     data[page, :, :, offset] = old[page, :, :, offset]
-    np.testing.assert_array_equal(data[1:], old[1:])
+    np.testing.assert_array_equal(data, old)
 
 
 def test_write_of_padding_only_changes_nothing():
     old = np.arange(2 * 2 * 16 * 64, dtype=np.float32).reshape(2, 2, 1, 16, 64)
     new = np.ones((3, 1, 64), np.float32)
-    data, _ = interpreted(kv_write_tpu.write_kv, KVPages(jnp.asarray(old)), new, new, np.zeros(3, np.int32))
+    data, _ = interpreted(kv_write_tpu.write_kv, KVPages(jnp.asarray(old)), new, new, np.full(3, -1, np.int32))
     np.testing.assert_array_equal(np.asarray(data), old)
 
 
