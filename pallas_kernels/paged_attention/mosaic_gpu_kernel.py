@@ -61,7 +61,7 @@ def launch(
         kernel_name="paged_decode" if tile.decode else "paged_prompts",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=128,  # our reductions stay within a warp
+            reduction_scratch_bytes=0,  # our reductions stay within a warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
@@ -75,13 +75,13 @@ def _scratch(tile: Tile) -> dict[str, Any]:
         return plgpu.SMEM(shape, dtype, transforms=_swizzled(tile.head_dim, jnp.dtype(dtype)))
 
     kv = array(tile.slots, 2, tile.block, tile.head_dim)
+    log = plgpu.SMEM((tile.lanes,), jnp.float32)
     # Results leave when no keys and values are left to come.
-    out = array(tile.lanes, tile.head_dim, dtype=tile.out_dtype)
+    results = array(tile.lanes, tile.head_dim, dtype=tile.out_dtype), log
     pieces = max(tile.block // tile.page_size, 1)
     scratch: dict[str, Any] = {
         "q_smem": array(tile.lanes, tile.head_dim),
-        "kv_smem": plgpu.RefUnion(kv, out) if tile.decode else kv,
-        "log_smem": plgpu.SMEM((tile.lanes,), jnp.float32),
+        "kv_smem": plgpu.RefUnion(kv, results) if tile.decode else (kv, (None, log)),
         "q_full": plgpu.Barrier(num_arrivals=1),
         "full": plgpu.Barrier(num_arrivals=1 if tile.codes else pieces, num_barriers=2 * tile.slots),
         "free": plgpu.Barrier(num_arrivals=tile.groups, num_barriers=2 * tile.slots),
@@ -107,9 +107,7 @@ def _swizzled(minor: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.Swiz
 
 def _kernel(tile: Tile, items, table, first_page, q, data, *refs, kv_smem, **scratch):
     *scale, values_out, logs_out = refs
-    out_smem = None
-    if tile.decode:
-        kv_smem, out_smem = kv_smem
+    kv_smem, (out_smem, scratch["log_smem"]) = kv_smem
     head, item, group = lax.axis_index("head"), lax.axis_index("item"), lax.axis_index("warpgroup")
     work = [items[item, column] for column in range(8)]
     few, many = (72, 216) if tile.codes else (40, 232)  # registers of those who fetch and those who compute
