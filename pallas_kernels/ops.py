@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.quant_matmul import reference as quantized
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
 from pallas_kernels.types import KVPages, QuantArray
+
+if TYPE_CHECKING:  # which is imported where a device is tried
+    from pallas_kernels.selfcheck import Finding
 
 log = logging.getLogger(__name__)
 
@@ -143,16 +147,24 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     return ops
 
 
-def checked(ops: Ops, problem: AttentionProblem, backend: str) -> Ops:
-    """The same, after its attention was compared with plain XLA on the first of this machine's devices.
+def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool = True) -> Ops:
+    """The same, after its attention and its write to the cache were tried on the first of this machine's devices; with
+    windows where the model has some.
 
     A kernel that is wrong there gives way to plain XLA, with a warning; when it was asked for by name, to BackendError.
+    What is plain XLA already is not tried: there would be nothing to take its place.
     """
-    from pallas_kernels.selfcheck import attention_error, tolerance
+    from pallas_kernels.selfcheck import check_attention, check_write
 
-    if _is_right("attention", backend, lambda: attention_error(ops.paged_attention, problem), tolerance(problem)):
-        return ops
-    return replace(ops, paged_attention=reference.paged_attention, write_kv=write_kv)
+    variants = ("mixed", "decode", "window") if windows else ("mixed", "decode")
+    attend, write = ops.paged_attention, ops.write_kv
+    if attend is not reference.paged_attention and not _is_right(
+        "attention", backend, lambda: check_attention(attend, problem, variants=variants)
+    ):
+        attend = reference.paged_attention
+    if write is not write_kv and not _is_right("write_kv", backend, lambda: check_write(write, problem)):
+        write = write_kv
+    return replace(ops, paged_attention=attend, write_kv=write)
 
 
 def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: str) -> str:
@@ -161,25 +173,26 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
 
     Raises BackendError for one asked for by name that cannot do a form, or does it wrong.
     """
-    from pallas_kernels.selfcheck import matmul_error, matmul_tolerance
+    from pallas_kernels.selfcheck import check_matmul
 
     for problem in problems:
         chosen = choose("matmul", device, problem, backend)
         if chosen in ("xla", "cpu"):
             continue
         multiply = load("matmul", chosen).quant_matmul
-        if not _is_right("matmul", backend, partial(matmul_error, multiply, problem), matmul_tolerance(problem)):
+        if not _is_right("matmul", backend, partial(check_matmul, multiply, problem)):
             return "xla"
     return backend
 
 
-def _is_right(operation: str, backend: str, measure: Callable[[], float], allowed: float) -> bool:
-    """Whether a kernel's error is allowed; warns otherwise, or raises BackendError where it was asked for by name."""
+def _is_right(operation: str, backend: str, check: Callable[[], Iterable[Finding]]) -> bool:
+    """Whether all findings are right; warns of the first that is not, or raises BackendError where the kernel was asked
+    for by name."""
     try:
-        error = measure()
-        if error <= allowed:
+        wrong = next((finding for finding in check() if not finding.right), None)
+        if wrong is None:
             return True
-        said = f"differs from plain XLA by {error:.2g} of the largest value, more than {allowed:.2g}"
+        said = f"is wrong on this device: {wrong}"
     except Exception as failure:  # whatever a compiler or a driver may raise
         said = f"does not run: {failure}"
     if backend != "auto":

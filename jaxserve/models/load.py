@@ -144,7 +144,7 @@ def make_decoder(
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
-            ops = checked(ops, problem, attention)
+            ops = checked(ops, problem, attention, windows=any(model.windows))
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if mesh.size > 1:
