@@ -34,7 +34,7 @@ Between calls, memory that is free is filled with NaN, so that what a kernel lea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +68,9 @@ FLOAT32 = 5e-5  # instead, in float32: sums in another order, and functions that
 MATMUL_ROWS = (1, 17, 64, 200)  # one; not all of a tile; all of one; several tiles, of which the last is not whole
 COMPILING = 8  # programs at a time
 GROUPS = (37, 0, 1, 90, 0, 64)  # tokens of each expert; some more belong to nobody
+
+
+Answer = tuple[slice, np.ndarray]  # tokens of a row, and their results
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,10 @@ def check_attention(
         batch, chosen = batches.get(variant, batches["mixed"]), _options_of(variant, problem)
         cases.append((variant, batch, chosen, _attention_call(attend, chosen)))
     programs = _compile([(call, batch.arguments()) for _, batch, _, call in cases])
+    answers = [list(exact_attention(batch, chosen)) for _, batch, chosen, _ in cases]  # while the compilers work
     return [
-        _judge_attention(f"{variant} rows", batch, chosen, partial(program, *arguments), repeats)
-        for (variant, batch, chosen, _), (program, arguments) in zip(cases, programs, strict=True)
+        _judge_attention(f"{variant} rows", batch, exact, partial(program.result(), *arguments), repeats)
+        for (variant, batch, *_), exact, (program, arguments) in zip(cases, answers, programs, strict=True)
     ]
 
 
@@ -132,7 +136,9 @@ def _attention_call(attend: Callable[..., jax.Array], chosen: Options) -> Callab
     return lambda *arguments: attend(*arguments, first_page=jnp.int32(LAYER), **sinks, **keywords)
 
 
-def _judge_attention(what: str, batch: Batch, chosen: Options, call: Callable[[], jax.Array], repeats: int) -> Finding:
+def _judge_attention(
+    what: str, batch: Batch, answers: Sequence[Answer], call: Callable[[], jax.Array], repeats: int
+) -> Finding:
     used, allowed = batch.rows.tokens, tolerance(batch.q.dtype)
     found, different = _run(call, (batch.q.shape, batch.q.dtype), repeats, used)
     whole = found.astype(np.float64)
@@ -141,7 +147,7 @@ def _judge_attention(what: str, batch: Batch, chosen: Options, call: Callable[[]
             what, float("inf"), allowed, f"token {int(np.argwhere(~np.isfinite(whole))[0][0])} is not finite"
         )
     worst, where = 0.0, ""
-    for row, (tokens, exact) in enumerate(exact_attention(batch, chosen)):
+    for row, (tokens, exact) in enumerate(answers):
         error = np.linalg.norm(whole[tokens] - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
         if error.max() > worst:
             token, head, member = (int(i) for i in np.unravel_index(error.argmax(), error.shape))
@@ -160,10 +166,11 @@ def check_write(write: Callable[..., KVPages], problem: AttentionProblem, *, rep
     """Of `write_kv` by `write`: what was written, and that all the rest is as it was, to the bit."""
     case = make_write(problem)
     ((program, arguments),) = _compile([(write, case.arguments())])
-    pages = jax.tree.map(np.asarray, program(*arguments))
+    write_once = program.result()
+    pages = jax.tree.map(np.asarray, write_once(*arguments))
     findings = _judge_write(case, *pages)
     for _ in range(repeats):
-        again = jax.tree.map(np.asarray, program(*arguments))
+        again = jax.tree.map(np.asarray, write_once(*arguments))
         kept = slice(LAYER), slice(LAYER + 1, None)  # padding may go to the page between
         if any(
             a[k].tobytes() != b[k].tobytes() for a, b in zip(again, pages, strict=True) if a is not None for k in kept
@@ -225,9 +232,9 @@ def check_matmul(
     w, x = make_weight(problem), activations(problem, max(*rows, 200))
     parts = [(lambda x, w: multiply(x, w), (x[:count], w)) for count in rows]
     (plain, everything), *programs = _compile([(quantized.quant_matmul, (x, w)), *parts])
-    exact = np.asarray(plain(*everything))
+    exact = np.asarray(plain.result()(*everything))
     return [
-        _judge_matmul(f"{count} rows", problem, exact, count, partial(program, *arguments), repeats)
+        _judge_matmul(f"{count} rows", problem, exact, count, partial(program.result(), *arguments), repeats)
         for count, (program, arguments) in zip(rows, programs, strict=True)
     ]
 
@@ -241,8 +248,8 @@ def check_grouped(
     (plain, arguments), (program, _) = _compile(
         [(quantized.grouped_quant_matmul, (x, w, sizes)), (multiply, (x, w, sizes))]
     )
-    exact = np.asarray(plain(*arguments))
-    return [_judge_matmul("experts", problem, exact, len(x), partial(program, *arguments), repeats)]
+    exact = np.asarray(plain.result()(*arguments))
+    return [_judge_matmul("experts", problem, exact, len(x), partial(program.result(), *arguments), repeats)]
 
 
 def _judge_matmul(
@@ -268,15 +275,16 @@ def _judge_matmul(
 # What all of them need
 
 
-def _compile(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[tuple[Callable[..., Any], tuple]]:
-    """Compiled programs, made in parallel, with their arguments."""
+def _compile(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[tuple[Future, tuple[Any, ...]]]:
+    """Programs that are being compiled, all at the same time, with their arguments."""
 
     def compiled(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
         return jax.jit(call).lower(*arguments).compile()
 
-    with ThreadPoolExecutor(COMPILING) as pool:
-        futures = [pool.submit(compiled, *call) for call in calls]
-        return [(future.result(), arguments) for future, (_, arguments) in zip(futures, calls, strict=True)]
+    pool = ThreadPoolExecutor(COMPILING)
+    programs = [(pool.submit(compiled, *call), call[1]) for call in calls]
+    pool.shutdown(wait=False)
+    return programs
 
 
 def _run(call: Callable[[], jax.Array], like: tuple[tuple[int, ...], Any], repeats: int, used: int):
