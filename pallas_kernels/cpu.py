@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _building = threading.Lock()
 QUANT_MATMUL = "cpu_quant_matmul"
+PANELS = "cpu_panel_matmul"
 FUNCTIONS = {
     KERNELS: {
         "jaxserve_matmul": "Matmul",
@@ -41,6 +42,7 @@ FUNCTIONS = {
         "jaxserve_untouched": "Untouched",
     },
     QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul", "jaxserve_int4_of_bytes": "Int4OfBytes"},
+    PANELS: {"jaxserve_panel_matmul": "PanelMatmul", "jaxserve_panel_rows": "PanelRows"},
 }
 
 
