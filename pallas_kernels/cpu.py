@@ -25,13 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ops
-from pallas_kernels.cpu_build import KERNELS, load
+from pallas_kernels.cpu_build import KERNELS, PANELS, load
 
 log = logging.getLogger(__name__)
 
 _building = threading.Lock()
 QUANT_MATMUL = "cpu_quant_matmul"
-PANELS = "cpu_panel_matmul"
 FUNCTIONS = {
     KERNELS: {
         "jaxserve_matmul": "Matmul",

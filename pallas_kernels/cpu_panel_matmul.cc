@@ -145,17 +145,20 @@ struct Rounded {
       top = size > top ? size : top;
       all += v[i] * 0.f;  // zero, or not a number where x is none or infinite, and so is the scale then
     }
-    float peak = 0, poison = 0;
-    for (int i = 0; i < kWidth; i++) peak = std::max(peak, top[i]), poison += all[i];
-    const float factor = peak > 1e-30f ? 127.f / peak : 0.f, step = peak / 127.f + poison;
-    int32_t halves[2] = {};
-    int8_t* to = reinterpret_cast<int8_t*>(codes.get()) + token * inputs + block * kBlock;
+    float tops[kWidth], poison = 0;
+    std::memcpy(tops, &top, sizeof tops);
+    for (int half = kWidth / 2; half; half /= 2)
+      for (int i = 0; i < half; i++) tops[i] = tops[i + half] > tops[i] ? tops[i + half] : tops[i];
+    for (int i = 0; i < kWidth; i++) poison += all[i];
+    const float peak = tops[0], factor = peak > 1e-30f ? 127.f / peak : 0.f, step = peak / 127.f + poison;
+    int32_t whole[kBlock], halves[2] = {};
     for (int i = 0; i < kVectors; i++) {
-      const Ints whole = (Ints)(v[i] * factor + kMagic) - __builtin_bit_cast(int32_t, kMagic);
-      int32_t total = 0;
-      for (int j = 0; j < kWidth; j++) to[i * kWidth + j] = whole[j], total += static_cast<int8_t>(whole[j]);
-      halves[i * kWidth / 16] += total;
+      const Ints some = (Ints)(v[i] * factor + kMagic) - __builtin_bit_cast(int32_t, kMagic);
+      std::memcpy(whole + i * kWidth, &some, sizeof some);
     }
+    int8_t* to = reinterpret_cast<int8_t*>(codes.get()) + token * inputs + block * kBlock;
+    for (int i = 0; i < kBlock; i++) to[i] = whole[i];
+    for (int i = 0; i < kBlock / 2; i++) halves[0] += whole[i], halves[1] += whole[kBlock / 2 + i];
     const int64_t at = token * blocks + block;
     scale[at] = step, sum[at] = step * (halves[0] + halves[1]);
     half_sum[2 * at] = step * halves[0], half_sum[2 * at + 1] = step * halves[1];
@@ -208,29 +211,41 @@ struct Unpacked {
 template <class R>
 static void unpack(const uint8_t* panel, int64_t blocks_of, int64_t first, int64_t end, int part, int column,
                    Unpacked& to) {
-  const int64_t size = R::bytes(blocks_of);
   constexpr int kGroups = kBlock / R::kSub;
-  for (int64_t at = first; at < end; at++) {
-    const uint8_t* record = panel + at / blocks_of * size;
-    const int64_t b = at % blocks_of;
+  const uint8_t* record = panel + first / blocks_of * R::bytes(blocks_of);
+  for (int64_t at = 0, b = first % blocks_of; at < end - first; at++) {
 #pragma GCC unroll 8
-    for (int q = 0; q < 8; q++) to.codes[column][at - first][q] = R::codes(record, blocks_of, b, q, part);
+    for (int q = 0; q < 8; q++) to.codes[column][at][q] = R::codes(record, blocks_of, b, q, part);
     for (int g = 0; g < kGroups; g++) {
-      const int64_t group = (at - first) * kGroups + g;
+      const int64_t group = at * kGroups + g;
       R::scales(record, R::kBlocks ? b * kGroups + g : 0, part, to.scale[column][group], to.shift[column][group]);
     }
+    if (++b == blocks_of) b = 0, record += R::bytes(blocks_of);
   }
 }
 
+// What is to come into the second-level cache while something else is computed: some pieces of memory, so many lines of
+// each for each block of the tiles.
+struct Ahead {
+  const uint8_t* from[kIntColumns / kParts + 1] = {};
+  int64_t pieces = 0, lines = 0;
+  void fetch() {
+    for (int64_t p = 0; p < pieces; p++, from[p - 1] += 64 * lines)
+      for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from[p] + 64 * i, 0, 2);
+  }
+};
+
 // to[m, c] += the same as `int_column` for blocks that are unpacked, from block `first` of x on.
 template <int M, int C, int kSub, bool kEight>
-static void int_tile(const Rounded& x, int64_t token, const Unpacked& w, int64_t first, int64_t count, float* to) {
+static void int_tile(const Rounded& x, int64_t token, const Unpacked& w, int64_t first, int64_t count, Ahead& ahead,
+                     float* to) {
   constexpr int kSteps = kSub / 4, kGroups = kBlock / kSub;
   Floats totals[M][C];
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) totals[m][c] = load<Floats>(to + (m * kColumns + c) * kWidth);
   const int32_t* codes = x.codes.get() + token * x.inputs / 4 + first * 8;
-  for (int64_t b = 0; b < count; b++, codes += 8)
+  for (int64_t b = 0; b < count; b++, codes += 8) {
+    ahead.fetch();
     for (int sub = 0; sub < kGroups; sub++) {
       Ints acc[M][C] = {};
 #pragma GCC unroll 8
@@ -249,6 +264,7 @@ static void int_tile(const Rounded& x, int64_t token, const Unpacked& w, int64_t
           add_group(totals[m][c], acc[m][c], x.scale[at], sum, w.scale[c][group], w.shift[c][group]);
       }
     }
+  }
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &totals[m][c], sizeof totals[m][c]);
 }
@@ -333,15 +349,23 @@ struct Product {
   template <class R, int C>
   void int_panels(int64_t panel, float* sums) const {
     alignas(64) static thread_local Unpacked unpacked;
-    const int64_t blocks_of = R::kBlocks ? R::kBlocks : w.blocks(panel);
+    const int64_t blocks_of = R::kBlocks ? R::kBlocks : w.blocks(panel), panels = C / kParts;
+    const int64_t passes = (tokens + kIntTall - 1) / kIntTall;
     for (int64_t first = 0; first < rounded.blocks; first += kChunk) {
       const int64_t end = std::min(rounded.blocks, first + kChunk);
       for (int c = 0; c < C; c++)
         unpack<R>(w.begin(panel + c / kParts), blocks_of, first, end, c % kParts, c, unpacked);
+      // The next chunk of these panels, or the first one of those that follow.
+      const int64_t per_block = R::bytes(blocks_of) / blocks_of, next = end < rounded.blocks ? end : 0;
+      Ahead ahead;
+      ahead.lines = per_block / 64 / passes + 1;
+      for (int64_t p = 0; p < panels && panel + p + (next ? 0 : panels) < w.count(); p++)
+        ahead.from[ahead.pieces++] = w.begin(panel + p + (next ? 0 : panels)) + next * per_block;
       for (int64_t m = 0; m < tokens;) {
         const int64_t height = next_height(tokens - m, kIntTall);
         by_height<kIntTall>(height, [&](auto tall) {
-          int_tile<tall, C, R::kSub, R::kEight>(rounded, m, unpacked, first, end - first, sums + m * kColumns * kWidth);
+          int_tile<tall, C, R::kSub, R::kEight>(rounded, m, unpacked, first, end - first, ahead,
+                                                sums + m * kColumns * kWidth);
         });
         m += height;
       }
@@ -421,12 +445,15 @@ static void panel_matmul(const Call& call) {
   Product product{data<float>(x), tokens, Panels(call, 1), {}, call.attribute<int64_t>("arithmetic"),
                   data<float>(call.result())};
   round_x(call, product);
+  // Threads take pieces of neighbouring panels, so that what follows in memory is what a thread needs next.
   constexpr int64_t kTogether = kColumns / kParts;
-  const int64_t panels = product.w.count();
-  parallel_for(call, (panels + kTogether - 1) / kTogether, [&product, panels](int64_t piece) {
-    const int64_t end = std::min(panels, (piece + 1) * kTogether);
-    for (int64_t first = piece * kTogether, next; first < end; first = next) {
-      for (next = first + 1; next < end && product.w.type(next) == product.w.type(first);) next++;
+  const int64_t panels = product.w.count(), groups = (panels + kTogether - 1) / kTogether;
+  const int64_t piece = std::clamp<int64_t>(groups / (4 * call.num_threads()), 1, 8) * kTogether;
+  parallel_for(call, (panels + piece - 1) / piece, [&product, panels, piece](int64_t i) {
+    const int64_t end = std::min(panels, (i + 1) * piece);
+    for (int64_t first = i * piece, next; first < end; first = next) {
+      const int64_t most = std::min(end, first + kTogether);
+      for (next = first + 1; next < most && product.w.type(next) == product.w.type(first);) next++;
       product.run(first, next - first);
     }
   });

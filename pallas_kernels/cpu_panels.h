@@ -126,7 +126,9 @@ static inline Ints dot_bytes(Ints sum, Bytes codes, int32_t x) {
 #endif
 }
 
-enum PanelType : int32_t { kFloat32, kFloat16, kBfloat16, kQ8_0, kQ4_0, kQ4K, kQ5K, kQ6K, kGrouped8, kGrouped4 };
+enum PanelType : int32_t {
+  kFloat32, kFloat16, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K, kGrouped8, kGrouped4
+};
 
 // Records. kSub: inputs that share a scale; kBlocks: of a record, 0 where the panel says; kCodes: where they begin;
 // kHigh: how many bits beyond 4 lie behind. GGUF's types have its own blocks' numbers, two of 32 in a record.
@@ -157,8 +159,10 @@ struct Record {
   static inline void scales(const uint8_t* record, int64_t group, int part, Floats& scale, Floats& shift) {
     const auto half = [&](int64_t at) { return of_halves(record + at + part * 2 * kWidth); };
     const auto byte = [&](int64_t at) { return record + at + group * kPanelRows + part * kWidth; };
-    if (kType == kQ8_0 || kType == kQ4_0) {
-      scale = half(group * 32), shift = scale * (kType == kQ8_0 ? -128.f : -8.f);
+    if (kType == kQ8_0 || kType == kQ4_0 || kType == kQ5_0) {
+      scale = half(group * 32), shift = scale * (kType == kQ8_0 ? -128.f : kType == kQ4_0 ? -8.f : -16.f);
+    } else if (kType == kQ4_1 || kType == kQ5_1) {
+      scale = half(group * 32), shift = half(64 + group * 32);
     } else if (kType == kQ6K) {
       scale = half(0) * of_bytes<int8_t>(byte(64)), shift = scale * -32.f;
     } else if (kType == kQ4K || kType == kQ5K) {
@@ -170,6 +174,9 @@ struct Record {
 };
 using Q8_0 = Record<kQ8_0, 8, 32, 2, 64>;
 using Q4_0 = Record<kQ4_0, 4, 32, 2, 64>;
+using Q4_1 = Record<kQ4_1, 4, 32, 2, 128>;
+using Q5_0 = Record<kQ5_0, 5, 32, 2, 64>;
+using Q5_1 = Record<kQ5_1, 5, 32, 2, 128>;
 using Q4K = Record<kQ4K, 4, 32, 8, 320>;
 using Q5K = Record<kQ5K, 5, 32, 8, 320>;
 using Q6K = Record<kQ6K, 6, 16, 8, 320>;
@@ -181,6 +188,9 @@ template <class F>
 static void with_record(int32_t type, F f) {
   if (type == kQ8_0) f(Q8_0());
   if (type == kQ4_0) f(Q4_0());
+  if (type == kQ4_1) f(Q4_1());
+  if (type == kQ5_0) f(Q5_0());
+  if (type == kQ5_1) f(Q5_1());
   if (type == kQ4K) f(Q4K());
   if (type == kQ5K) f(Q5K());
   if (type == kQ6K) f(Q6K());

@@ -35,7 +35,7 @@ ARITHMETIC = {"float32": 0, "int8": 1, "bfloat16": 2}
 class PanelType(IntEnum):
     """What a panel holds; as in `cpu_panels.h`. Rows of the first ones are packed as they stand in files."""
 
-    F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, GROUPED_8, GROUPED_4 = range(10)
+    F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, GROUPED_8, GROUPED_4 = range(13)
 
 
 FLOATS = {
@@ -58,7 +58,7 @@ class Rows:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = cpu_build.load(cpu.PANELS)
+    library = cpu_build.load(cpu_build.PANELS)
     library.jaxserve_panel_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
     library.jaxserve_panel_bytes.restype = ctypes.c_int64
     library.jaxserve_pack_panels.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
@@ -68,7 +68,7 @@ def _library() -> ctypes.CDLL:
 
 def available() -> bool:
     """Whether there are kernels for weights in panels here."""
-    return cpu.available(cpu.PANELS)
+    return cpu.available(cpu_build.PANELS)
 
 
 def pack(parts: Sequence[Rows], source: np.ndarray, inputs: int, arithmetic: str) -> PanelArray | None:

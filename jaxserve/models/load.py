@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding
 
 from checkpoints import orbax
@@ -33,7 +33,7 @@ from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sha
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
-from jaxserve.models.panels import Packing
+from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import SCHEMES, abstract_like, place, rounded, splits_evenly
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels import cpu_panels
@@ -209,8 +209,8 @@ def load_params(
     if orbax.is_saved(path):
         if quantization != "auto":
             raise ConfigError(f"{path} is an Orbax checkpoint, which stays as it is; leave out --quantization")
-        restored = unflatten_dict(_restore(path, abstract), sep="/")
-        return packing.pack_placed(restored, mesh) if packing else restored
+        restored = _restore(path, abstract)
+        return unflatten_dict(packing.pack_placed(restored, mesh) if packing else restored, sep="/")
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
     scheme = quantization if source.reader is None and quantization in SCHEMES else None
@@ -223,7 +223,7 @@ def load_params(
             host = in_floats(host).astype(abstract[name].dtype)
         if scheme:
             host = rounded(name, host, scheme)
-        if packing and (packed := packing.pack(host, mesh)) is not None:
+        if packing and is_matrix(name) and (packed := packing.pack(host, mesh)) is not None:
             return packed
         if isinstance(host, StoredRows):  # rows of several types in a panel
             host = read_weight(pieces[name], source.tensors, abstract[name], source.reader)
@@ -266,4 +266,6 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
     if scheme and scheme not in SCHEMES:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
     params = dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
-    return packing.pack_placed(params, mesh, packing.dtype) if packing else params
+    if packing is None:
+        return params
+    return unflatten_dict(packing.pack_placed(flatten_dict(params, sep="/"), mesh, packing.dtype), sep="/")

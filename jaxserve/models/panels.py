@@ -23,6 +23,11 @@ SHORT = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 SMALLEST_GROUP = 64  # of other formats than GGUF's: a group has 8 bytes of scale and shift
 
 
+def is_matrix(path: str) -> bool:
+    """Whether a parameter is a weight of a product, or the embeddings'; biases may have two axes as well."""
+    return path.endswith(("/kernel", "embed/table"))
+
+
 @dataclass(frozen=True)
 class Packing:
     """What becomes of the matrices of a model on one CPU.
@@ -65,7 +70,7 @@ class Packing:
             return self.dtype or (own if own in SHORT else abstract[path].dtype)
 
         return {
-            path: jax.ShapeDtypeStruct(a.shape, dtype_of(path), sharding=a.sharding) if len(a.shape) == 2 else a
+            path: jax.ShapeDtypeStruct(a.shape, dtype_of(path), sharding=a.sharding) if is_matrix(path) else a
             for path, a in abstract.items()
         }
 
@@ -77,24 +82,21 @@ class Packing:
         elif isinstance(host, QuantArray):
             fits = self.quantized == "int8" and min(host.block[1], host.shape[1]) >= SMALLEST_GROUP
             packed = cpu_panels.pack_quantized(host, self.quantized) if fits else None
-        elif host.ndim == 2 and host.dtype in cpu_panels.FLOATS:
+        elif host.dtype in cpu_panels.FLOATS:
             packed = cpu_panels.pack_floats(host, self.floats)
         else:
             packed = None
         place = NamedSharding(mesh, PartitionSpec())
         return None if packed is None else jax.tree.map(lambda x: jax.device_put(x, place), packed)
 
-    def pack_placed(self, params: Any, mesh: Mesh, dtype: np.dtype | None = None) -> Any:
-        """Parameters that lie on the CPU already, in panels; floats as `dtype`, or as they are."""
+    def pack_placed(self, params: Mapping[str, Any], mesh: Mesh, dtype: np.dtype | None = None) -> dict[str, Any]:
+        """Parameters by their paths that lie on the CPU already, in panels; floats as `dtype`, or as they are."""
 
         def one(x: Any) -> Any:
             if isinstance(x, QuantArray):
-                host = jax.tree.map(np.asarray, x)
-            elif x.ndim != 2:
-                return x
+                packed = self.pack(jax.tree.map(np.asarray, x), mesh)
             else:
-                host = np.asarray(x if dtype is None else x.astype(dtype))
-            packed = self.pack(host, mesh)
+                packed = self.pack(np.asarray(x if dtype is None else x.astype(dtype)), mesh)
             return x if packed is None else packed
 
-        return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, QuantArray))
+        return {path: one(x) if is_matrix(path) else x for path, x in params.items()}

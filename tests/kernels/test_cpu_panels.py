@@ -24,7 +24,7 @@ def blocks_of(name: str, out: int, inputs: int) -> np.ndarray:
     """Random blocks of a GGUF type [out, bytes of a row], with scales of moderate size and of both signs."""
     kind, rng = BLOCK_TYPES[name], np.random.default_rng(inputs)
     data = rng.integers(0, 256, (out, inputs // kind.size, kind.nbytes), np.uint8)
-    halves = {"Q8_0": [0], "Q4_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[name]
+    halves = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208]}.get(name, [0, 2])
     for at in halves:
         scale = (rng.uniform(0.2, 2, data.shape[:2]) * rng.choice([-1, 1], data.shape[:2]) / 64).astype(np.float16)
         data[:, :, at : at + 2] = scale[..., None].view(np.uint8)
