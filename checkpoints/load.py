@@ -78,9 +78,10 @@ def load_weights(
 ) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
 
-    What `reader` knows comes out quantized, as StoredRows where all its types are among `as_stored`; `place` brings a weight that is whole on the host to the devices, given
-    its path and the sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes and types that
-    are no plain floats. Tensors that nothing uses are logged, unless `ignored`.
+    What `reader` knows comes out quantized, as StoredRows where all its types are among `as_stored`. `place` brings a
+    weight that is whole on the host to the devices, given its path and the sharding of the plain one. Raises
+    CheckpointError for missing tensors, wrong shapes and types that are no plain floats. Tensors that nothing uses are
+    logged, unless `ignored`.
     """
     check(tensors, pieces, ignored, reader)
     weights = {}

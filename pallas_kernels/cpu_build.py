@@ -49,7 +49,8 @@ def possible(name: str = KERNELS) -> bool:
 
 
 def begin() -> None:
-    """Has what every model needs built in the background, unless this process will not use the CPU; failures show when it is needed."""
+    """Has what every model needs built in the background, unless this process will not use the CPU; failures show when
+    it is needed."""
 
     def quietly(name: str) -> None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):

@@ -72,7 +72,7 @@ class PanelArray:
 
     data: uint8 [bytes / 64, 64], the panels.
     table: int32 [panels, 3]: where each begins in data, its type, and the blocks in a record of it.
-    arithmetic: what products with quantized panels, or with bfloat16 ones, are computed in; see `cpu_panels.ARITHMETIC`.
+    arithmetic: what products with quantized or bfloat16 panels are computed in, of `cpu_panels.ARITHMETIC`.
     """
 
     data: Any
