@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ops
-from pallas_kernels.cpu_build import KERNELS, load
+from pallas_kernels.cpu_build import KERNELS, PANELS, load
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ FUNCTIONS = {
         "jaxserve_untouched": "Untouched",
     },
     QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul", "jaxserve_int4_of_bytes": "Int4OfBytes"},
+    PANELS: {"jaxserve_panel_matmul": "PanelMatmul", "jaxserve_panel_rows": "PanelRows"},
 }
 
 

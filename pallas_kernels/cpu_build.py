@@ -22,6 +22,7 @@ from pathlib import Path
 from pallas_kernels.cache_folder import is_ours, open_cache
 
 KERNELS = "cpu_kernels"
+PANELS = "cpu_panel_matmul"
 FOLDER = Path(__file__).parent
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 
@@ -48,15 +49,17 @@ def possible(name: str = KERNELS) -> bool:
 
 
 def begin() -> None:
-    """Has `build` run in the background, unless this process will not use the CPU; failures show when it is needed."""
+    """Has what every model needs built in the background, unless this process will not use the CPU; failures show when
+    it is needed."""
 
-    def quietly() -> None:
+    def quietly(name: str) -> None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             if (cache := _cache_folder()) is not None:
-                _build(KERNELS, cache)
+                _build(name, cache)
 
     if "cpu" in os.environ.get("JAX_PLATFORMS", "cpu"):
-        threading.Thread(target=quietly, name="cpu-kernels", daemon=True).start()
+        for name in (KERNELS, PANELS):
+            threading.Thread(target=quietly, args=(name,), name=name.replace("_", "-"), daemon=True).start()
 
 
 def _build(name: str, folder: Path) -> Path:
