@@ -146,7 +146,7 @@ class Engine:
         runner = ModelRunner(decoder, params, mesh, *rows, most_steps=config.decode_steps, static=static_steps)
         tokens = max(memory.max_batched_tokens(config), config.max_num_seqs)
         on_one_cpu = device.platform == "cpu" and mesh.size == 1
-        free = on_one_cpu and dtype == kv_dtype == np.float32 and cpu_build.possible()
+        free = on_one_cpu and dtype == np.float32 and cpu_build.possible()
         shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size, padding_is_free=free)
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, kv_dtype, device.platform)
 
