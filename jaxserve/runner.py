@@ -35,6 +35,7 @@ from jaxserve.slots import (
     set_slots,
 )
 from jaxserve.steps import StepShape
+from pallas_kernels.parts import Row, value_of
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class ModelRunner:
     def __init__(self, model: Decoder, params: Any, mesh: Mesh, num_slots: int, penalty_rows: int):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._arrays, self._unbundle = bundle(params)
+        self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout
         self.slots: SlotState
         self.cache: KVCache
@@ -61,7 +62,7 @@ class ModelRunner:
     @property
     def params(self) -> Any:
         """The model's own tree; vectors in it are copies."""
-        return self._unbundle(self._arrays)
+        return jax.tree.map(value_of, self._unbundle(self._arrays), is_leaf=lambda x: isinstance(x, Row))
 
     def plan(self, layout: CacheLayout, max_pages: int) -> None:
         """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""
