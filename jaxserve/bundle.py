@@ -12,10 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.parts import Row
 
-def bundle(params: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
+
+def bundle(params: Any, *, as_rows: bool = False) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
     """The leaves of a pytree of arrays (or of their shapes), vectors that are alike (shape, dtype, sharding) as rows of
-    one array; and the function that makes the pytree of them again, which may be jitted."""
+    one array; and the function that makes the pytree of them again, which may be jitted. With `as_rows` it leaves such
+    vectors where they lie, as Rows, for kernels that read them there."""
+
+    def vector(array: jax.Array, i: int) -> jax.Array | Row:
+        return Row(array, jnp.int32(i)) if as_rows else lax.index_in_dim(array, i, keepdims=False)
+
     leaves, structure = jax.tree.flatten(params)
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, x in enumerate(leaves):
@@ -23,11 +30,9 @@ def bundle(params: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], An
     groups = list(alike.values())
 
     def unbundle(arrays: list[jax.Array]) -> Any:
-        found: dict[int, jax.Array] = {}
+        found: dict[int, jax.Array | Row] = {}
         for array, group in zip(arrays, groups, strict=True):
-            rows = (
-                [lax.index_in_dim(array, i, keepdims=False) for i in range(len(group))] if len(group) > 1 else [array]
-            )
+            rows = [vector(array, i) for i in range(len(group))] if len(group) > 1 else [array]
             found.update(zip(group, rows, strict=True))
         return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
 

@@ -24,6 +24,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.rope import rope_angles
 from jaxserve.tokenizer import Tokenizer
 from pallas_kernels.ops import Ops, matmul
+from pallas_kernels.parts import Heads
 
 
 class Statistics(NamedTuple):
@@ -119,7 +120,8 @@ def _forward(
         seen[paths[id(w)]] = _statistics(x)
         return matmul(x, w)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(heads: Heads) -> jax.Array:
+        q, k, v = layer.ops.rotate(heads, config.norm_eps, x.dtype)
         scores = jnp.einsum("tkgd,skd->kgts", q, k) * q.shape[-1] ** -0.5
         back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
         visible = (back >= 0) & (back < (window or len(q)))
@@ -128,8 +130,9 @@ def _forward(
     config = decoder.config
     rope = rope_angles(config.rope, config.head_dim, jnp.arange(len(x)))
     layer = decoder.clone(ops=Ops(matmul=recording)).layer
-    output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, rope, attend)
-    return output, seen
+    output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, None, rope, attend)
+    x, y = output
+    return x + y.whole(x.dtype), seen
 
 
 @partial(jax.jit, static_argnames=("decoder", "window"))

@@ -39,6 +39,7 @@ from jaxserve.slots import (
 from jaxserve.steps import StepShape
 from jaxserve.types import NO_PENALTY_ROW
 from jaxserve.xla_options import compiler_options
+from pallas_kernels.parts import Row, value_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class ModelRunner:
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.programs = StepPrograms(static=not self._on_cpu if static is None else static, most=most_steps)
-        self._arrays, self._unbundle = bundle(params)
+        self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout
         self.slots: SlotState
         self.cache: KVCache
@@ -82,7 +83,7 @@ class ModelRunner:
     @property
     def params(self) -> Any:
         """The model's own tree; vectors in it are copies."""
-        return self._unbundle(self._arrays)
+        return jax.tree.map(value_of, self._unbundle(self._arrays), is_leaf=lambda x: isinstance(x, Row))
 
     def plan(self, layout: CacheLayout, max_pages: int) -> None:
         """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""

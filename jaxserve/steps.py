@@ -27,6 +27,7 @@ from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
 from jaxserve.sampling import SCORE_WORDS, Sampled, Sampler, TokenCounts, sample, score_tokens
 from jaxserve.slots import SlotState, decode_slots, penalty_rows
 from pallas_kernels.ops import Ops
+from pallas_kernels.parts import Heads, Parts
 from pallas_kernels.types import KVPages
 
 SCORED_ROWS, CPU_SCORED_ROWS = 128, 32  # prompt positions that `score_prompt` takes at a time
@@ -221,11 +222,12 @@ def _forward(
     layer = jax.jit(
         partial(_layer, module=model.layer, mesh=mesh, decode_only=shape.decode_only), static_argnames="window"
     )
-    cache = list(cache)
+    cache, y = list(cache), None
     for i in range(model.config.num_layers):
         at, window = i // each, model.config.window(i)
-        x, cache[at] = layer(params[f"layers_{i}"], x, rope, cache[at], (*where, first_page[i % each]), window=window)
-    hidden: Any = decoder(x, method="finish")
+        inputs, place = (x, y, rope, cache[at]), (*where, first_page[i % each])
+        x, y, cache[at] = layer(params[f"layers_{i}"], *inputs, place, window=window)
+    hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
     sampled = _sample_drawing(head, params, last, batch, slots, sampler, mesh)
@@ -293,19 +295,21 @@ def _note(sampled: Sampled, slots: SlotState, slot: jax.Array, target: jax.Array
 
 
 def _layer(
-    params, x: jax.Array, rope: Rope, pages: KVPages, where: tuple, *, module: DecoderLayer, mesh, decode_only, window
-) -> tuple[jax.Array, KVPages]:
-    """One layer on x [tokens, hidden] and its pages of the cache; returns both."""
+    params, x: jax.Array, y: Parts | None, rope: Rope, pages: KVPages, where: tuple,
+    *, module: DecoderLayer, mesh, decode_only, window,
+) -> tuple[jax.Array, Parts, KVPages]:  # fmt: skip
+    """One layer on x [tokens, hidden], what the layer before left to add to it, and its pages of the cache; returns
+    all three."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(heads: Heads) -> jax.Array:
         nonlocal pages
-        scale = module.config.head_dim**-0.5
-        options = {"scale": scale, "window": window, "decode_only": decode_only}
-        out, pages = _attention(module.ops, q, k, v, pages, *where, mesh=mesh, options=options)
+        options = {"scale": module.config.head_dim**-0.5, "window": window, "decode_only": decode_only}
+        write = partial(module.ops.rotate_and_write, eps=module.config.norm_eps, dtype=x.dtype)
+        out, pages = _attention(module.ops, write, heads, pages, *where, mesh=mesh, options=options)
         return out
 
-    out = cast(jax.Array, module.apply({"params": params}, x, rope, attend))
-    return out, pages
+    x, y = cast(tuple[jax.Array, Parts], module.apply({"params": params}, x, y, rope, attend))
+    return x, y, pages
 
 
 def scored_words(tokens: int, on_cpu: bool) -> tuple[int, int]:
@@ -356,9 +360,8 @@ def update_tables(slots: SlotState, copies: jax.Array, entries: jax.Array) -> Sl
 
 def _attention(
     ops: Ops,
-    q,
-    k,
-    v,
+    write: Callable[..., tuple[jax.Array, KVPages]],
+    heads: Heads,
     pages: KVPages,
     kv_slot,
     tables,
@@ -370,21 +373,24 @@ def _attention(
     mesh: Mesh,
     options: dict,
 ) -> tuple[jax.Array, KVPages]:
-    """Writes and attends on each device's own heads."""
+    """Writes (`Ops.rotate_and_write`) and attends on each device's own heads."""
 
-    def local(q, k, v, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
-        pages = ops.write_kv(pages, k, v, kv_slot, first_page)
+    def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
+        q, pages = write(heads, pages=pages, slots=kv_slot, first_page=first_page)
         rows = (tables, q_start, kv_len, num_decodes)
         return ops.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
 
     where = (kv_slot, tables, q_start, kv_len, num_decodes, first_page)
     if mesh.size == 1:
-        return local(q, k, v, pages, *where)
-    heads, cache, everywhere = spec(None, "kv_heads"), spec(None, None, "kv_heads"), PartitionSpec()
+        return local(heads, pages, *where)
+    everywhere = PartitionSpec()
+    of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)
+    of_heads = jax.tree.map(lambda _: everywhere, heads)._replace(qkv=of_qkv)
+    out, cache = spec(None, "kv_heads"), spec(None, None, "kv_heads")
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(heads, heads, heads, cache, *(everywhere,) * len(where)),
-        out_specs=(heads, cache),
+        in_specs=(of_heads, cache, *(everywhere,) * len(where)),
+        out_specs=(out, cache),
         check_vma=False,
-    )(q, k, v, pages, *where)
+    )(heads, pages, *where)

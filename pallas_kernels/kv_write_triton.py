@@ -20,15 +20,20 @@ QUANTIZED = {"int8": 127, "float8_e4m3fn": 448}  # largest code
 
 
 @triton.jit
+def codes(values, TOP: tl.constexpr):
+    """Values of at most TOP, or a rounding error more, as codes: rounded to even where TOP is int8's."""
+    values = tl.minimum(tl.maximum(values, -TOP), TOP)
+    if TOP == 127:
+        values = (values + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: float32 keeps no fraction there
+    return values
+
+
+@triton.jit
 def _quantized(new, TOP: tl.constexpr):
-    """Values [heads, head_dim] whose largest amount is TOP, rounded to even where TOP is int8's, and their scales."""
+    """Values [heads, head_dim] as codes, the largest of which is TOP, and their scales."""
     amax = tl.max(tl.abs(new), 1)
     scale = tl.where(amax > 0, amax / TOP, 1.0)
-    new = new / scale[:, None]
-    new = tl.minimum(tl.maximum(new, -TOP), TOP)
-    if TOP == 127:
-        new = (new + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: float32 keeps no fraction there
-    return new, scale
+    return codes(new / scale[:, None], TOP), scale
 
 
 @triton.jit

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.parts import Heads, Parts, Row, value_of
 from pallas_kernels.quant_matmul import reference as quantized
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
 from pallas_kernels.types import KVPages, PanelArray, QuantArray
@@ -75,14 +76,16 @@ def quant_matmul(
     count: jax.Array | None = None,
     *,
     multiply: Callable[..., jax.Array] = quantized.quant_matmul,
+    **options: bool,
 ) -> jax.Array:
     """x [tokens, in] times a quantized weight [out, in], transposed -> float32 [tokens, out]; `count` as in `matmul`.
 
-    `axes` names the weight's own, for an implementation that splits it over devices; `multiply` knows no order.
+    `axes` names the weight's own, for an implementation that splits it over devices; `multiply`, which gets the
+    options, knows no order.
     """
     if w.order is not None:
         x, w = jnp.take(x, w.order, axis=1), replace(w, order=None)
-    return multiply(x, w, count=count)
+    return multiply(x, w, count=count, **options)
 
 
 def panel_matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.Array:
@@ -109,6 +112,7 @@ class Ops:
 
     `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
     given their axes.
+    fused: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
     """
 
     matmul: Callable[..., jax.Array] = matmul
@@ -121,6 +125,7 @@ class Ops:
     embed: Callable[..., jax.Array] = embed
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
+    fused: Any = None
 
     def linear(
         self, x: jax.Array, w: jax.Array | QuantArray | PanelArray, axes: tuple[str | None, str | None]
@@ -133,6 +138,48 @@ class Ops:
             return self.quant_matmul(x, w, axes)
         return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
+    def product(
+        self, x: jax.Array, w: jax.Array | QuantArray | PanelArray, axes: tuple[str | None, str | None]
+    ) -> jax.Array:
+        """The same as `Parts.sums` [parts, tokens, out], of which whoever reads them makes the dtype of x."""
+        if self.fused is None:
+            return self.linear(x, w, axes).astype(x.dtype)[None]
+        return self.quant_matmul(x, w, axes, parts=True) if isinstance(w, QuantArray) else self.fused.product(x, w)
+
+    def add_norm(
+        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [tokens, size], plus y where there is one; and the same after `rms_norm`."""
+        if self.fused is not None:
+            return self.fused.add_norm(x, y, scale, eps)
+        total = x if y is None else x + y.whole(x.dtype)
+        return total, self.rms_norm(total, value_of(scale), eps)
+
+    def gated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
+        """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups in turns -> [tokens, size]."""
+        if self.fused is not None:
+            return self.fused.gate(y, activation, dtype)
+        whole = y.whole(dtype)
+        return self.gate(whole.reshape(len(whole), -1, 2), activation)
+
+    def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""
+        qkv = heads.qkv.whole(dtype)
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q = self.rms_norm(q, value_of(heads.q_norm), eps)
+            k = self.rms_norm(k, value_of(heads.k_norm), eps)
+        return self.rope(q, heads.cos, heads.sin), self.rope(k, heads.cos, heads.sin), v
+
+    def rotate_and_write(
+        self, heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int
+    ) -> tuple[jax.Array, KVPages]:
+        """The queries, and the pages with keys and values in them: `rotate`, then `write_kv`."""
+        if self.fused is not None:
+            return self.fused.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+        q, k, v = self.rotate(heads, eps, dtype)
+        return q, self.write_kv(pages, k, v, slots, first_page)
+
     def counting(self, count: jax.Array) -> Ops:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
@@ -141,11 +188,15 @@ class Ops:
 
 def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
     """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
-    weight that the backend cannot do."""
+    weight that the backend cannot do. With `parts` it gives `Parts.sums`."""
 
-    def multiply(x: jax.Array, w: QuantArray, count: jax.Array | None = None) -> jax.Array:
-        chosen = choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend)
-        return load("matmul", chosen).quant_matmul(x, w, count=count)
+    def multiply(x: jax.Array, w: QuantArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
+        module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
+        if not parts:
+            return module.quant_matmul(x, w, count=count)
+        if hasattr(module, "quant_matmul_parts"):
+            return module.quant_matmul_parts(x, w, count=count)
+        return module.quant_matmul(x, w, count=count).astype(x.dtype)[None]
 
     return multiply
 
@@ -161,7 +212,19 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     ops = Ops(paged_attention=module.paged_attention, write_kv=getattr(module, "write_kv", write_kv))
     if device.platform == "cpu" and not partitioned:
         ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate)
-    return ops
+    return ops if partitioned else replace(ops, fused=fused_of(device, attention.q_dtype))
+
+
+def fused_of(device: Device, dtype: Any) -> Any:
+    """The module of kernels that do several operations in one launch on `device`, or None."""
+    if device.platform != "gpu":
+        return None
+    try:
+        from pallas_kernels import fused_triton
+    except ImportError as error:
+        log.warning("%s is not installed, so steps launch more kernels", error.name)
+        return None
+    return None if fused_triton.why_not(device, dtype) else fused_triton
 
 
 def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool = True) -> Ops:

@@ -1,4 +1,4 @@
-"""What a compiled GPU program launches: each instruction that XLA:GPU runs as a kernel, a copy or a call of a library."""
+"""What a compiled GPU program launches: each instruction that XLA:GPU runs as a kernel, a copy or a library call."""
 
 from __future__ import annotations
 

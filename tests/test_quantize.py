@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -41,17 +42,19 @@ def logits(folder, ids):
     decoder = Decoder(config, config.num_kv_heads, config.vocab_size)
     params = load_params(decoder, folder, make_mesh(), progress=False)
 
-    def attend(window, q, k, v):
+    def attend(window, heads):
+        q, k, v = decoder.ops.rotate(heads, config.norm_eps, jnp.float32)
         scores = jnp.einsum("tkgd,skd->tkgs", q, k) / np.float32(config.head_dim**0.5)
         distance = np.arange(len(ids))[:, None] - np.arange(len(ids))
         hidden = (distance < 0) | (distance >= (window or len(ids)))
         return jnp.einsum("tkgs,skd->tkgd", jax.nn.softmax(jnp.where(hidden[:, None, None], -1e30, scores)), v)
 
     x, rope = decoder.apply({"params": params}, ids, jnp.arange(len(ids)), method="begin")
+    y = None
     for i in range(config.num_layers):
-        attention = lambda q, k, v, i=i: attend(config.window(i), q, k, v)  # noqa: E731
-        x = decoder.layer.apply({"params": params[f"layers_{i}"]}, x, rope, attention)
-    return np.asarray(decoder.apply({"params": params}, x, method=lambda d, x: d.logits(d.finish(x))))
+        attention = partial(attend, config.window(i))
+        x, y = decoder.layer.apply({"params": params[f"layers_{i}"]}, x, y, rope, attention)
+    return np.asarray(decoder.apply({"params": params}, x, y, method=lambda d, x, y: d.logits(d.finish(x, y))))
 
 
 def distance(folder, out, tmp_path):
@@ -191,6 +194,7 @@ def test_a_killed_run_goes_on(model_folders, tmp_path):
 
 MEASURED = """
 import resource, sys
+from functools import partial
 from pathlib import Path
 from jaxserve.quantize import *
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,18 +13,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm
+from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm, Scale
 from jaxserve.models.rope import rope_angles
 from pallas_kernels.ops import Ops
+from pallas_kernels.parts import Heads, Parts, value_of
 
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines, see `rope.rope_angles`
 
 
 class AttentionFn(Protocol):
-    """Writes the layer's new keys and values and attends over all that its tokens may see."""
+    """Writes the layer's new keys and values (`Ops.rotate_and_write`, or `rotate`) and attends over all that its tokens
+    may see."""
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """q [tokens, kv_heads, group, head_dim]; k, v [tokens, kv_heads, head_dim] -> as q."""
+    def __call__(self, heads: Heads) -> jax.Array:
+        """What attention gives [tokens, kv_heads, group, head_dim]."""
 
 
 class Attention(nn.Module):
@@ -39,44 +41,35 @@ class Attention(nn.Module):
     ops: Ops
 
     @nn.compact
-    def __call__(self, x: jax.Array, rope: Rope, attend: AttentionFn) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: Rope, attend: AttentionFn) -> Parts:
         config, dim = self.config, self.config.head_dim
         group = config.num_heads // self.kv_heads
-        qkv_axes = ("kv_heads", None, None, "embed")
-        qkv = Linear(
-            (config.hidden_size,),
-            (self.kv_heads, group + 2, dim),
-            qkv_axes,
-            config.qkv_bias,
-            self.dtype,
-            ops=self.ops,
-            name="qkv",
-        )(x)
-        q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
-        if config.qk_norm:
-            q = RMSNorm(dim, config.norm_eps, self.dtype, self.ops, name="q_norm")(q)
-            k = RMSNorm(dim, config.norm_eps, self.dtype, self.ops, name="k_norm")(k)
-        out = attend(self.ops.rope(q, *rope), self.ops.rope(k, *rope), v)
+
+        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
+            return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
+
+        shape = (self.kv_heads, group + 2, dim)
+        qkv = linear("qkv", (config.hidden_size,), shape, ("kv_heads", None, None, "embed"), config.qkv_bias)(x)
+        sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
+        qkv = Parts(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
+        norms = [Scale(dim, self.dtype, name=name)() for name in ("q_norm", "k_norm") if config.qk_norm]
+        out = attend(Heads(qkv, *rope, *norms))
         out_axes = ("embed", "kv_heads", None, None)
-        return Linear(
-            (self.kv_heads, group, dim),
-            (config.hidden_size,),
-            out_axes,
-            config.o_bias,
-            self.dtype,
-            ops=self.ops,
-            name="out",
-        )(out)
+        return linear("out", (self.kv_heads, group, dim), (config.hidden_size,), out_axes, config.o_bias)(out)
 
 
 class DecoderLayer(nn.Module):
+    """Attention and MLP, each on the norm of a residual stream x [tokens, hidden] to which its result is added; the
+    last of these results, y, is left for the next layer, whose norm needs the sum."""
+
     config: ModelConfig
     kv_heads: int
     dtype: Any
     ops: Ops
 
     @nn.compact
-    def __call__(self, x: jax.Array, rope: Rope, attend: AttentionFn) -> jax.Array:
+    def __call__(self, x: jax.Array, y: Parts | None, rope: Rope, attend: AttentionFn) -> tuple[jax.Array, Parts]:
+        """`y` is None in the first layer."""
         config = self.config
 
         def norm(name: str) -> RMSNorm:
@@ -92,8 +85,9 @@ class DecoderLayer(nn.Module):
             self.ops,
             name="mlp",
         )
-        x = x + attention(norm("attention_norm")(x), rope, attend)
-        return x + mlp(norm("mlp_norm")(x))
+        x, normed = norm("attention_norm")(x, y)
+        x, normed = norm("mlp_norm")(x, attention(normed, rope, attend))
+        return x, mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -134,9 +128,9 @@ class Decoder(nn.Module):
         """int32 [tokens], int32 [tokens] -> the first layer's input [tokens, hidden], and rotary angles for all."""
         return self.embed(token_ids), rope_angles(self.config.rope, self.config.head_dim, positions)
 
-    def finish(self, x: jax.Array) -> jax.Array:
-        """The last layer's output -> final hidden states [tokens, hidden], normed."""
-        return self.norm(x)
+    def finish(self, x: jax.Array, y: Parts) -> jax.Array:
+        """What the last layer leaves -> final hidden states [tokens, hidden], normed."""
+        return self.norm(x, y)[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab_rows]; those beyond the vocabulary mean nothing."""
@@ -145,6 +139,7 @@ class Decoder(nn.Module):
     def init_all(self, token_ids: jax.Array) -> jax.Array:
         """Touches every weight once; only its shapes matter."""
         x, rope = self.begin(token_ids, token_ids)
+        y: Any = None
         for layer in self.layers:
-            x = layer(x, rope, lambda q, k, v: q)
-        return self.logits(self.finish(x))
+            x, y = layer(x, y, rope, lambda heads: self.ops.rotate(heads, self.config.norm_eps, self.dtype)[0])
+        return self.logits(self.finish(x, y))

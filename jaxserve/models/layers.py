@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops import Ops
+from pallas_kernels.parts import Parts, Row
 from pallas_kernels.types import PanelArray, QuantArray
 
 
@@ -19,11 +20,12 @@ def weight(
 ) -> jax.Array:
     """Declares a parameter with its logical axes (`jaxserve.mesh.RULES`) and returns its value.
 
-    A quantized one, or one in panels, stands in the place of a matrix that is declared like any other.
+    A quantized one, or one in panels, stands in the place of a matrix that is declared like any other, and a Row in
+    that of a vector.
     """
     if module.has_variable("params", name):
         given: Any = module.get_variable("params", name)
-        if isinstance(given, QuantArray | PanelArray):
+        if isinstance(given, QuantArray | PanelArray | Row):
             return cast(jax.Array, given)
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 
@@ -38,22 +40,27 @@ class Linear(nn.Module):
     dtype: Any = jnp.float32
     out_dtype: Any = None  # of the result; None is the input's
     ops: Ops = Ops()
+    in_parts: bool = False  # the result is a `Parts`, of which the last axes are one
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
         n_out, inputs = len(self.out_shape), math.prod(self.in_shape)
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
         # A matrix for the devices, which would lay out more axes otherwise and copy them before each use.
         axes, shape = (self.axes[0], self.axes[n_out]), (math.prod(self.out_shape), inputs)
-        y = self.ops.linear(x.reshape(-1, inputs), weight(self, "kernel", init, axes, shape, self.dtype), axes)
-        y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
+        multiply = self.ops.product if self.in_parts else self.ops.linear
+        y = multiply(x.reshape(-1, inputs), weight(self, "kernel", init, axes, shape, self.dtype), axes)
+        bias = None
         if self.use_bias:
-            y = y + weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
-        return y
+            bias = weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
+        if self.in_parts:
+            return Parts(y, bias if bias is None or isinstance(bias, Row) else bias.reshape(-1))
+        y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
+        return y if bias is None else y + bias
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis."""
+    """Root-mean-square norm over the last axis: of x, or of x plus what a layer adds to it; and that sum."""
 
     size: int
     eps: float
@@ -61,9 +68,20 @@ class RMSNorm(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, y: Parts | None = None) -> tuple[jax.Array, jax.Array]:
         scale = weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
-        return self.ops.rms_norm(x, scale, self.eps)
+        return self.ops.add_norm(x, y, scale, self.eps)
+
+
+class Scale(nn.Module):
+    """The scale of a norm that is a part of another operation."""
+
+    size: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self) -> jax.Array | Row:
+        return weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
 
 
 class Embedding(nn.Module):
@@ -97,19 +115,14 @@ class MLP(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Parts:
         size = self.intermediate_size
-        gate_up = Linear(
-            (self.hidden_size,),
-            (size, 2),
-            ("mlp", None, "embed"),
-            self.use_bias,
-            self.dtype,
-            None,
-            self.ops,
-            name="gate_up",
-        )(x)
-        hidden = self.ops.gate(gate_up, self.activation)
-        return Linear(
-            (size,), (self.hidden_size,), ("embed", "mlp"), self.use_bias, self.dtype, None, self.ops, name="down"
-        )(hidden)
+
+        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
+            return Linear(
+                in_shape, out_shape, axes, self.use_bias, self.dtype, None, self.ops, in_parts=True, name=name
+            )
+
+        gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x)
+        hidden = self.ops.gated(gate_up, self.activation, x.dtype)
+        return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden)

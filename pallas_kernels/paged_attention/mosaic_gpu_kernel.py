@@ -67,7 +67,9 @@ def launch(
     )
     # A copy may have 5 dimensions, those of tiles included.
     scale = [] if pages.scale is None else [pages.scale.reshape(-1, tile.page_size)]
-    return kernel(items, block_tables, first_page[None], q, pages.data.reshape(-1, tile.page_size, tile.head_dim), *scale)
+    return kernel(
+        items, block_tables, first_page[None], q, pages.data.reshape(-1, tile.page_size, tile.head_dim), *scale
+    )
 
 
 def _scratch(tile: Tile) -> dict[str, Any]:

@@ -6,10 +6,12 @@ may come from registers: codes go from shared memory to registers, become the dt
   grid      (tiles of M outputs, tiles of N tokens, splits of the inputs), one warpgroup each
   pipeline  `stages` slots of codes [M, K] and x [N, K], filled by TMA; a slot is filled anew when its product is done.
             Two or more programs share a multiprocessor, so that one converts while another multiplies or waits
-  traffic   codes once per tile of tokens, x once per tile of outputs (from L2), float32 results once per split
+  traffic   codes once per tile of tokens, x once per tile of outputs (from L2), results once per split: in float32, or
+            in the dtype of x where nothing is split and whoever asks wants that
 
-One scale per row multiplies the result, outside. With groups, each group's product has an accumulator of its own, which
-is scaled in float32 and added to the total. Zero points and biases are constant within a group, so they multiply the
+One scale per row multiplies the sum. With groups, each group's product has an accumulator of its own, which is scaled
+in float32 and added to the total. Results change places between neighbouring threads, so that they are stored by token.
+Zero points and biases are constant within a group, so they multiply the
 group's sum of x: a small product outside. Splits of the inputs, which keep all multiprocessors busy when there are few
 outputs, are added outside, always in the same order. With experts, XLA lists the tiles of tokens, each of one expert.
 
@@ -108,16 +110,29 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None,
 
     `count` is ignored. `interpret`: plgpu.InterpretGPUParams of JAX 0.11.2 or newer, to run without a GPU.
     """
-    tokens, (out, inputs) = len(x), w.shape
-    sizes = plan(tokens, (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
-    padded = jnp.pad(x, ((0, -tokens % sizes.n), (0, 0)))
-    one = jax.tree.map(lambda array: array[None], w)
-    y = _call(sizes, one, padded, len(padded) // sizes.n, interpret)[:tokens]
-    if w.block[1] >= inputs:
-        y = y * expand(w.scale, w.block, (out, 1)).T
+    y = _product(x, w, jnp.float32, interpret).sum(0)
     if w.zero is not None or w.bias is not None:
         y = y + _constant_part(x, w, lambda sums, constant: jnp.matmul(sums, constant.T, precision=HIGHEST))
     return y
+
+
+def quant_matmul_parts(
+    x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None
+) -> jax.Array:
+    """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
+    if w.zero is not None or w.bias is not None:
+        return quant_matmul(x, w, count=count, interpret=interpret).astype(x.dtype)[None]
+    return _product(x, w, x.dtype, interpret)
+
+
+def _product(x: jax.Array, w: QuantArray, dtype: jnp.dtype, interpret: Any) -> jax.Array:
+    """x times codes and scales, as parts [splits, tokens, out]: float32, or `dtype` where there is one."""
+    out, inputs = w.shape
+    sizes = plan(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
+    padded = jnp.pad(x, ((0, -len(x) % sizes.n), (0, 0)))
+    one = jax.tree.map(lambda array: array[None], w)
+    dtype = jnp.float32 if sizes.splits > 1 else dtype
+    return _call(sizes, one, padded, len(padded) // sizes.n, dtype, interpret)[:, : len(x)]
 
 
 def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *, interpret: Any = None) -> jax.Array:
@@ -132,10 +147,9 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *,
     steps = sizes.splits * sizes.steps
     splits = _splits(-(-out // sizes.m) * len(items), steps, inputs * bits // (128 * sizes.n))
     padded = jnp.pad(x, ((0, sizes.n), (0, 0)))
-    y = _call(sizes._replace(splits=splits, steps=steps // splits), w, padded, len(items), interpret, items)[column]
+    sizes = sizes._replace(splits=splits, steps=steps // splits)
+    y = _call(sizes, w, padded, len(items), jnp.float32, interpret, items).sum(0)[column]
     owner = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(tokens), side="right")
-    if w.block[1] >= inputs:
-        y = y * expand(w.scale[jnp.minimum(owner, experts - 1)], w.block, (out, 1))[..., 0]
     if w.zero is not None or w.bias is not None:
 
         def multiply(sums, constant):
@@ -167,11 +181,11 @@ def _work_items(group_sizes: jax.Array, tokens: int, n: int) -> tuple[jax.Array,
 
 
 def _drop_repeated(y: jax.Array, m: int, out: int) -> jax.Array:
-    """[splits, tiles * m, tokens] -> [splits, out, tokens], without what the last tile computed again."""
-    if y.shape[1] == out:
+    """[splits, tokens, tiles * m] -> [splits, tokens, out], without what the last tile computed again."""
+    if y.shape[2] == out:
         return y
     whole = out // m * m
-    return jnp.concatenate([y[:, :whole], y[:, whole - out :]], axis=1)
+    return jnp.concatenate([y[:, :, :whole], y[:, :, whole - out :]], axis=2)
 
 
 def _constant_part(x: jax.Array, w: QuantArray, multiply: Callable[..., jax.Array]) -> jax.Array:
@@ -189,14 +203,13 @@ def _constant_part(x: jax.Array, w: QuantArray, multiply: Callable[..., jax.Arra
     return expand(multiply(sums, constant), (1, w.block[0]), (len(x), out))
 
 
-def _call(sizes: Plan, w: QuantArray, x: jax.Array, columns: int, interpret: Any, items: jax.Array | None = None):
-    """The kernel: weights [experts, out, in] times `columns` tiles of x [tokens, in] -> float32 [columns * n, out].
-
-    With groups the result is scaled. `items` as from `_work_items`; without it tiles follow each other.
-    """
-    _, out, inputs = w.shape
-    grouped = w.block[1] < inputs
-    if grouped and w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.m):
+def _call(
+    sizes: Plan, w: QuantArray, x: jax.Array, columns: int, dtype, interpret: Any, items: jax.Array | None = None
+):
+    """The kernel: weights [experts, out, in] times `columns` tiles of x [tokens, in], as parts in `dtype` [splits,
+    columns * n, out]. `items` as from `_work_items`; without it tiles follow each other."""
+    out = w.shape[1]
+    if w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.m):
         w = per_row(w)
     tiles = -(-out // sizes.m)
     codes_bits, bits = jax.dtypes.itemsize_bits(w.codes.dtype), jax.dtypes.itemsize_bits(x.dtype)
@@ -207,8 +220,7 @@ def _call(sizes: Plan, w: QuantArray, x: jax.Array, columns: int, interpret: Any
     }
     if interpret is not None:
         scratch["a_smem"] = _tiles((sizes.m, sizes.group), x.dtype, sizes.group * bits)
-    optional = {"scale_gmem": w.scale if grouped else None, "items_gmem": items}
-    given = {name: array for name, array in optional.items() if array is not None}
+    given = {"scale_gmem": w.scale} | ({} if items is None else {"items_gmem": items})
 
     def body(w_gmem, x_gmem, *refs, **scratch):
         named = dict(zip(given, refs[:-1], strict=True))
@@ -216,7 +228,7 @@ def _call(sizes: Plan, w: QuantArray, x: jax.Array, columns: int, interpret: Any
 
     y = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((sizes.splits, tiles * sizes.m, columns * sizes.n), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((sizes.splits, columns * sizes.n, tiles * sizes.m), dtype),
         grid=(tiles, columns, sizes.splits),
         grid_names=("outputs", "tokens", "split"),
         scratch_types=scratch,
@@ -224,7 +236,7 @@ def _call(sizes: Plan, w: QuantArray, x: jax.Array, columns: int, interpret: Any
         interpret=interpret,
         kernel_name="quant_matmul" if items is None else "grouped_quant_matmul",
     )(w.codes, x, *given.values())
-    return _drop_repeated(y, sizes.m, out).sum(0).T
+    return _drop_repeated(y, sizes.m, out)
 
 
 def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
@@ -235,7 +247,7 @@ def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, scale_gmem=None, items_gmem=None, **scratch):
+def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, scale_gmem, items_gmem=None, **scratch):
     column = lax.axis_index("tokens")
     if items_gmem is None:
         _tile(w_gmem, x_gmem, out_gmem, sizes, block, out, 0, column * sizes.n, scale_gmem, **scratch)
@@ -332,13 +344,18 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, expert, token,
             total = total + times(pl.run_scoped(product, acc_type), scales[piece])
         return total, following
 
-    if scale_gmem is not None:
+    if block[1] < w_gmem.shape[2]:
         zeros = jnp.zeros((sizes.m, sizes.n), jnp.float32)
         result, _ = loop(grouped, (zeros, scales_of(jnp.int32(0))))
     else:
-        result = pl.run_scoped(whole, acc_type)
+        (scale,) = scales_of(jnp.int32(0))  # in flight during the loop
+        result = times(pl.run_scoped(whole, acc_type), scale)
     outputs = pl.ds(lax.axis_index("outputs") * sizes.m, sizes.m)
-    out_gmem[lax.axis_index("split"), outputs, pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)] = result
+    tokens = pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)
+    place = out_gmem.at[lax.axis_index("split"), tokens, outputs]
+    # In this layout a thread holds neighbouring outputs of a token, which it stores together.
+    result = plgpu.layout_cast(result.astype(out_gmem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.transpose_ref(place, (1, 0))[...] = result
 
 
 def _convert(codes: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -248,7 +248,9 @@ def _matmul(
         if SHIFTED:
             acc += _shift(factor, zero, bias, scale_row, HAS_ZERO, HAS_BIAS)[:, None] * sums[None, :]
     to = (tl.program_id(2).to(tl.int64) * TOKENS + token)[:, None] * OUTPUTS + output[None, :]
-    tl.store(out + to, tl.trans(acc), mask=(token < stop)[:, None] & (output < OUTPUTS)[None, :])
+    tl.store(
+        out + to, tl.trans(acc).to(out.dtype.element_ty), mask=(token < stop)[:, None] & (output < OUTPUTS)[None, :]
+    )
 
 
 @jax.jit
@@ -257,10 +259,21 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None)
 
     `count`, an int32 scalar, says how many leading rows of x matter; tiles beyond hold zeros, minus zero or biases.
     """
+    return _sum(_product(x, w, count, jnp.float32))
+
+
+@jax.jit
+def quant_matmul_parts(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+    """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
+    return _product(x, w, count, x.dtype)
+
+
+def _product(x: jax.Array, w: QuantArray, count: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """x times w as parts [splits, tokens, out]: float32, or `dtype` where there is one."""
     tokens, inputs = x.shape
     tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
     count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
-    return _call(x, w, tile, count, None)
+    return _call(x, w, tile, count, None, dtype)
 
 
 @jax.jit
@@ -274,7 +287,7 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) ->
     tile = tiles(x.dtype.name, w.codes.dtype.name, share, outputs, inputs, w.block[1], target)
     items = _work_items(group_sizes.astype(jnp.int32), tokens, tile.tokens)
     tile = tile._replace(splits=1 << (max(tile.splits // len(items), 1).bit_length() - 1))
-    y = _call(x, w, tile, group_sizes, items)
+    y = _sum(_call(x, w, tile, group_sizes, items, jnp.float32))
     return jnp.where((jnp.arange(tokens) < group_sizes.sum())[:, None], y, 0.0)
 
 
@@ -289,8 +302,15 @@ def _work_items(group_sizes: jax.Array, tokens: int, size: int) -> jax.Array:
     return jnp.stack([expert, start, jnp.minimum(start + size, ends[expert])], 1).astype(jnp.int32)
 
 
-def _call(x: jax.Array, w: QuantArray, tile: Tiles, count: jax.Array, items: jax.Array | None) -> jax.Array:
-    """Without `items`: one weight, and tiles of tokens that follow each other up to `count`."""
+def _sum(parts: jax.Array) -> jax.Array:
+    return parts[0] if len(parts) == 1 else parts.sum(0)
+
+
+def _call(
+    x: jax.Array, w: QuantArray, tile: Tiles, count: jax.Array, items: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
+    """Parts [splits, tokens, out]: float32, or `dtype` where there is one. Without `items`: one weight, and tiles of
+    tokens that follow each other up to `count`."""
     (tokens, inputs), outputs = x.shape, w.shape[-2]
     kind, group = w.codes.dtype.name, w.block[1]
     codes, factor, per, bits = w.codes, 1.0, 1, False
@@ -302,10 +322,10 @@ def _call(x: jax.Array, w: QuantArray, tile: Tiles, count: jax.Array, items: jax
         x = x.reshape(tokens, inputs // per, per).transpose(2, 0, 1)
     elif kind == "float8_e4m3fn" and triton_compat.target().capability < 89:
         codes, bits, factor = lax.bitcast_convert_type(codes, jnp.int8), True, FP8_SHIFT
-    out = triton_compat.call(
+    return triton_compat.call(
         _matmul, x, codes, w.scale, w.scale if w.zero is None else w.zero, w.scale if w.bias is None else w.bias, count,
         count if items is None else items,
-        out=[jax.ShapeDtypeStruct((tile.splits, tokens, outputs), jnp.float32)],
+        out=[jax.ShapeDtypeStruct((tile.splits, tokens, outputs), jnp.float32 if tile.splits > 1 else dtype)],
         grid=(-(-tokens // tile.tokens) if items is None else len(items), -(-outputs // tile.outputs), tile.splits),
         num_warps=tile.warps, num_stages=tile.stages,
         TOKENS=tokens, OUTPUTS=outputs, INPUTS=inputs, BLOCK_OUT=w.block[0], GROUP=group if group < inputs else 0,
@@ -313,4 +333,3 @@ def _call(x: jax.Array, w: QuantArray, tile: Tiles, count: jax.Array, items: jax
         HAS_BIAS=w.bias is not None, FACTOR=factor, SPLITS=tile.splits, GROUPED=items is not None,
         BM=tile.tokens, BN=tile.outputs, BK=tile.inputs, STEP=tile.step,
     )[0]  # fmt: skip
-    return out[0] if tile.splits == 1 else out.sum(0)

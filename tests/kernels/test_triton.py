@@ -98,8 +98,8 @@ def interpret(kernel, *arrays, out, grid, num_warps=4, num_stages=2, aliases=Non
 
 
 def repair_interpreter(monkeypatch):
-    """Triton's interpreter holds bfloat16 as integers, and forgets it when it multiplies or converts from integers;
-    when it rounds to float8, carries out of the mantissa are lost."""
+    """Triton's interpreter holds bfloat16 as integers, and forgets it when it multiplies or converts from integers; it
+    cuts float32 off to bfloat16 instead of rounding; when it rounds to float8, carries out of the mantissa are lost."""
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
@@ -112,11 +112,15 @@ def repair_interpreter(monkeypatch):
     def cast_impl(self, source, to):
         if to.scalar == bf16 and source.dtype.scalar != f32:
             source = cast(self, source, f32)
+        if to.scalar == bf16 and source.dtype.scalar == f32:
+            return interpreter.TensorHandle(source.data.astype(ml_dtypes.bfloat16).view(np.uint16), bf16)
         return cast(self, source, to)
 
     def fp_to_fp(self, source, to, rounding):
         if to.scalar == fp8 and source.dtype.scalar == f32:
             return interpreter.TensorHandle(source.data.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), fp8)
+        if to.scalar == bf16 and source.dtype.scalar == f32:
+            return interpreter.TensorHandle(source.data.astype(ml_dtypes.bfloat16).view(np.uint16), bf16)
         return convert(self, source, to, rounding)
 
     monkeypatch.setattr(builder, "create_fp_to_fp", fp_to_fp)

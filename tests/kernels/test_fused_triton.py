@@ -1,0 +1,274 @@
+"""The fused Triton kernels: interpreted against float64 NumPy, and compiled ahead of time. As in `test_triton`, the
+interpreted tests run in a process of their own."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+
+import test_triton
+from devices import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import fused_triton, triton_compat
+from pallas_kernels.ops import Ops
+from pallas_kernels.parts import Heads, Parts, Row
+from pallas_kernels.registry import Device
+from pallas_kernels.types import KVPages
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRET, reason="runs in a process of its own, by test_interpreted")
+compiled = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted in this process")
+# Of the largest value: a rounding or two more than the one that the result itself needs.
+TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+EPS = 1e-5
+
+
+@compiled
+def test_interpreted():
+    """Runs this file's interpreted tests where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    if INTERPRET:
+        test_triton.repair_interpreter(monkeypatch)
+        monkeypatch.setattr(triton_compat, "call", test_triton.interpret)
+        monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 132))
+        with jax.disable_jit(), np.errstate(over="ignore"):
+            yield
+    else:
+        yield
+
+
+def numbers(rng, shape, dtype) -> jax.Array:
+    return jnp.asarray(test_triton.rounded(rng, shape, dtype))
+
+
+def parts_of(rng, parts: int, shape: tuple, dtype: str, bias: tuple | None = None) -> tuple[Parts, np.ndarray]:
+    """Random parts (one is in `dtype` itself), and what they come to [tokens, …] in float64."""
+    sums = numbers(rng, (parts, *shape), "float32" if parts > 1 else dtype)
+    added = None if bias is None else numbers(rng, bias, dtype)
+    gold = np.asarray(sums, np.float64).sum(0) + (0 if added is None else np.asarray(added, np.float64))
+    return Parts(sums, added), gold
+
+
+def row_of(rng, size: int, dtype: str) -> tuple[Row, np.ndarray]:
+    """One of three rows, and its values in float64; the others are NaN."""
+    value = numbers(rng, (size,), dtype)
+    return Row(jnp.full((3, size), jnp.nan, dtype).at[1].set(value), jnp.int32(1)), np.asarray(value, np.float64)
+
+
+def gold_norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * scale
+
+
+def close(got: jax.Array, gold: np.ndarray, dtype: str) -> None:
+    assert got.dtype == dtype
+    assert got.shape == gold.shape
+    np.testing.assert_allclose(np.asarray(got, np.float64), gold, rtol=0, atol=TOLERANCE[dtype] * np.abs(gold).max())
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("parts", "size", "bias"), [(0, 96, False), (1, 128, False), (7, 200, True)])
+def test_add_norm(dtype, parts, size, bias):
+    rng = np.random.default_rng(parts)
+    x, (scale, factor) = numbers(rng, (5, size), dtype), row_of(rng, size, dtype)
+    gold, y = np.asarray(x, np.float64), None
+    if parts:
+        y, added = parts_of(rng, parts, (5, size), dtype, (size,) if bias else None)
+        gold = gold + added
+    total, normed = fused_triton.add_norm(x, y, scale, EPS)
+    close(total, gold, dtype)
+    close(normed, gold_norm(gold, factor), dtype)
+    if parts < 3:  # the order of a longer sum is XLA's
+        np.testing.assert_array_equal(np.asarray(Ops().add_norm(x, y, scale, EPS)[0]), np.asarray(total))
+    if parts:  # a row that is given by itself, and a bias that is one of several
+        rows = None if y.bias is None else Row(jnp.stack([y.bias * jnp.nan, y.bias]), jnp.int32(1))
+        again = fused_triton.add_norm(x, Parts(y.sums, rows), scale.value(), EPS)
+        np.testing.assert_array_equal(np.asarray(again), np.asarray((total, normed)))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", fused_triton.ACTIVATIONS)
+@pytest.mark.parametrize(("parts", "size", "bias"), [(1, 1100, False), (3, 33, True)])
+def test_gate(dtype, activation, parts, size, bias):
+    rng = np.random.default_rng(size)
+    y, gold = parts_of(rng, parts, (4, 2 * size), dtype, (2 * size,) if bias else None)
+    gate, up = gold[:, ::2], gold[:, 1::2]
+    with jax.enable_x64(True):
+        activated = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}.get(activation, lambda x: jax.nn.gelu(x, False))
+        gold = np.asarray(activated(jnp.asarray(gate)), np.float64) * up
+    close(fused_triton.gate(y, activation, jnp.dtype(dtype)), gold, dtype)
+
+
+CASES = {
+    "8B": test_triton.case(dim=128, group=4, kv_heads=2, dtype="bfloat16", parts=4),
+    "norms, bias": test_triton.case(dim=64, group=2, kv_heads=3, dtype="bfloat16", parts=1, norms=True, bias=True),
+    "odd sizes": test_triton.case(dim=80, group=7, kv_heads=1, dtype="float16", parts=2, bias=True),
+    "int8": test_triton.case(dim=64, group=1, kv_heads=2, dtype="bfloat16", parts=2, kv="int8"),
+    "fp8": test_triton.case(dim=128, group=3, kv_heads=2, dtype="bfloat16", parts=1, norms=True, kv="float8_e4m3fn"),
+    "float32": test_triton.case(dim=96, group=2, kv_heads=2, dtype="float32", parts=1, norms=True, page=8),
+}
+
+
+def heads_of(rng, tokens, dim, group, kv_heads, dtype, parts, norms=False, bias=False) -> tuple[Heads, np.ndarray]:
+    """New heads, and in float64 what the plain operations make of them [tokens, kv_heads, group + 2, head_dim]."""
+    shape = (kv_heads, group + 2, dim)
+    qkv, gold = parts_of(rng, parts, (tokens, *shape), dtype, shape if bias else None)
+    angles = rng.uniform(0, 6, (tokens, dim // 2)).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    scales: tuple = (None, None)
+    if norms:
+        (q_norm, of_q), (k_norm, of_k) = row_of(rng, dim, dtype), row_of(rng, dim, dtype)
+        scales = q_norm, k_norm
+        gold[:, :, :-2] = gold_norm(gold[:, :, :-2], of_q)
+        gold[:, :, -2] = gold_norm(gold[:, :, -2], of_k)
+    left, right = np.split(gold[:, :, :-1].copy(), 2, -1)
+    c, s = cos[:, None, None], sin[:, None, None]
+    gold[:, :, :-1] = np.concatenate([left * c - right * s, right * c + left * s], -1)
+    return Heads(qkv, jnp.asarray(cos), jnp.asarray(sin), *scales), gold
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_rotate_and_write(name):
+    case = {"kv": None, "page": 16} | CASES[name]
+    kv, page = case.pop("kv") or case["dtype"], case.pop("page")
+    rng, tokens, pages, first = np.random.default_rng(len(name)), 6, 5, 3
+    heads, gold = heads_of(rng, tokens, **case)
+    kv_heads, dim, dtype = case["kv_heads"], case["dim"], case["dtype"]
+    # Pages before `first_page` belong to other layers. What nobody writes is NaN, or a code that is no result.
+    quantized = kv in ("int8", "float8_e4m3fn")
+    shape = (first + pages, 2, kv_heads, page)
+    before = np.full((*shape, dim), -128 if kv == "int8" else np.nan, kv)
+    scales = np.full(shape, np.nan, np.float32) if quantized else None
+    slots = np.array([0, 3 * page + 5, -1, page - 1, 2 * page, -1], np.int32)
+    cache = KVPages(jnp.asarray(before), None if scales is None else jnp.asarray(scales))
+    q, new = fused_triton.rotate_and_write(heads, EPS, jnp.dtype(dtype), cache, jnp.asarray(slots), jnp.int32(first))
+    close(q, gold[:, :, :-2], dtype)
+
+    data, written = np.asarray(new.data).astype(np.float64), np.zeros(shape, bool)
+    unit = 1.0 if new.scale is None else np.asarray(new.scale, np.float64)[..., None]
+    for token, slot in enumerate(slots):
+        if slot < 0:
+            continue
+        at = (first + slot // page, slice(None), slice(None), slot % page)
+        written[at] = True
+        want = gold[token, :, -2:].swapaxes(0, 1)  # [key and value, kv_heads, head_dim]
+        got = (data * unit)[at]
+        error = TOLERANCE[dtype] + {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}.get(kv, 0)
+        np.testing.assert_allclose(got, want, rtol=0, atol=error * np.abs(want).max())
+        if quantized:
+            largest = np.abs(want).max(-1) / {"int8": 127, "float8_e4m3fn": 448}[kv]
+            np.testing.assert_allclose(np.asarray(new.scale)[at], largest, rtol=2 * TOLERANCE[dtype])
+    np.testing.assert_array_equal(data[~written], before[~written].astype(np.float64))
+    if scales is not None:
+        np.testing.assert_array_equal(np.asarray(new.scale)[~written], scales[~written])
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_rotate_and_write_as_the_plain_operations(name):
+    """Where both round at the same places, they differ in a last bit at most."""
+    case = {"kv": None, "page": 16} | CASES[name]
+    kv, page = case.pop("kv") or case["dtype"], case.pop("page")
+    rng = np.random.default_rng(1)
+    heads, _ = heads_of(rng, 4, **case)
+    shape = (3, 2, case["kv_heads"], page)
+    scale = jnp.ones(shape, jnp.float32) if kv in ("int8", "float8_e4m3fn") else None
+    cache = KVPages(jnp.zeros((*shape, case["dim"]), kv), scale)
+    slots, dtype = jnp.asarray([1, page, 7, 2 * page + 3], jnp.int32), jnp.dtype(case["dtype"])
+    got = fused_triton.rotate_and_write(heads, EPS, dtype, cache, slots, 0)
+    plain = Ops().rotate_and_write(heads, EPS, dtype, cache, slots, 0)
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
+        assert mine.dtype == other.dtype
+        step = {"int8": 1.0, "float8_e4m3fn": 2.0**-3}.get(mine.dtype.name, 2.0**-7)
+        same, (mine, other) = mine.dtype != np.float32, (np.asarray(a).astype(np.float64) for a in (mine, other))
+        assert (np.abs(mine - other) <= np.maximum(step * np.abs(other), step)).all()
+        if same:
+            assert (mine == other).mean() > 0.97
+
+
+def test_product():
+    """The dense product's parts add up to it, and few tokens are split."""
+    rng = np.random.default_rng(0)
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 132))
+        x, w = numbers(rng, (3, 1024), "float32"), numbers(rng, (256, 1024), "float32")
+        got = fused_triton.product(x, w)
+        assert got.shape == (8, 3, 256)
+        assert got.dtype == jnp.float32
+        gold = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+        np.testing.assert_allclose(np.asarray(got.sum(0)), gold, rtol=0, atol=1e-5 * np.abs(gold).max())
+        whole = fused_triton.product(jnp.zeros((2048, 1024), jnp.bfloat16), jnp.zeros((4096, 1024), jnp.bfloat16))
+        assert whole.shape == (1, 2048, 4096)
+        assert whole.dtype == ml_dtypes.bfloat16
+
+
+def test_why_not():
+    assert fused_triton.why_not(Device("gpu", "NVIDIA H200", (9, 0)), "bfloat16") is None
+    assert "8.0 or newer" in fused_triton.why_not(Device("gpu", "T4", (7, 5)), "float16")
+    assert "NVIDIA" in fused_triton.why_not(Device("cpu", "cpu"), "float32")
+    assert "float64" in fused_triton.why_not(Device("gpu", "NVIDIA H200", (9, 0)), "float64")
+
+
+# --- compiled ahead of time ---
+
+
+@compiled
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_compiles(kv, monkeypatch, tmp_path):
+    """In one program, with the cache in place; Triton's own assembler takes each kernel, without spills."""
+    monkeypatch.setattr("jax_triton.triton_lib._JAX_TRITON_DUMP_DIR", str(tmp_path))
+    mesh = mesh_of("h200x1")
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def like(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    tokens, hidden, kv_heads, group, dim = 64, 4096, 8, 4, 128
+    shape = (733, 2, kv_heads, 16)
+    pages = KVPages(like((*shape, dim), kv), None if kv == "bfloat16" else like(shape, "float32"))
+    qkv = like((4, tokens, kv_heads, group + 2, dim), "float32"), like((kv_heads, group + 2, dim), "bfloat16")
+    angle, norms = like((tokens, dim // 2), "float32"), Row(like((9, dim), "bfloat16"), like((), "int32"))
+    heads = Heads(Parts(*qkv), angle, angle, norms, norms)
+    y, scale = Parts(like((8, tokens, hidden), "float32")), Row(like((9, hidden), "bfloat16"), like((), "int32"))
+    gate_up = Parts(like((1, tokens, 2 * 14336), "bfloat16"))
+
+    def step(pages, heads, slots, first_page, x, y, scale, gate_up):
+        q, pages = fused_triton.rotate_and_write(heads, EPS, jnp.bfloat16, pages, slots, first_page)
+        total, normed = fused_triton.add_norm(x, y, scale, EPS)
+        return pages, q, total, normed, [fused_triton.gate(gate_up, a, jnp.bfloat16) for a in fused_triton.ACTIVATIONS]
+
+    arguments = pages, heads, like((tokens,), "int32"), like((), "int32"), like((tokens, hidden), "bfloat16")
+    with jax.set_mesh(mesh):
+        program = jax.jit(step, donate_argnums=0).lower(*arguments, y, scale, gate_up).compile()
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text.count(" custom-call(") == 5
+    assert " fusion(" not in text.partition("\nENTRY")[2]
+    assert memory.alias_size_in_bytes == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
+    assert memory.temp_size_in_bytes < 4096
+    kernels = list(tmp_path.rglob("*.ptx"))
+    assert kernels  # those that no other test has compiled yet
+    for kernel in kernels:
+        assembler = [os.environ["TRITON_PTXAS_BLACKWELL_PATH"], "-v", "-arch=sm_90a", kernel, "-o", os.devnull]
+        said = subprocess.run(assembler, check=True, capture_output=True, text=True).stderr
+        assert "0 bytes spill stores" in said
