@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import generate, request
+from engines import generate, make_engine, request
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.batch import PADDING, split, step_shapes
@@ -85,6 +85,20 @@ def test_the_roofline_of_an_8b_model_on_an_h200():
     assert parts == pytest.approx((cost.weights / 8, cost.token / 8, cost.attention / 8))
     assert cost_of(compute=jnp.float32).token > 5 * cost.token
     assert StepCost.of({}, None, SimpleNamespace(platform="cpu"), 1, jnp.float32) is None
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int4"])
+@pytest.mark.parametrize("case", ["tp_gqa", "qwen3_tied"])
+def test_the_cost_of_a_model_that_is_loaded(model_folders, case, quantization):
+    """Every weight is read but an embedding table that is no head; every matrix of a layer multiplies each token."""
+    engine = make_engine(model_folders(case), quantization=quantization)
+    model, params = engine.model, engine.runner.params
+    cost = StepCost.of(params, model, H200, 1, jnp.bfloat16)
+    unread = 0 if model.tie_embeddings else params["embed"]["table"].nbytes
+    assert cost.weights * 0.9 * 4.8e12 == pytest.approx(engine.runner.weight_bytes - unread)
+    heads = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    multiplications = model.num_layers * (heads + 3 * model.hidden_size * model.intermediate_size)
+    assert cost.token * 0.8 * 989e12 == pytest.approx(2 * multiplications)
 
 
 def test_rates_by_kind():
