@@ -208,16 +208,14 @@ class Scheduler:
         )
 
     def _prompt_budget(self, decodes: int) -> int:
-        """Tokens of prompts in a step with so many decoding sequences: few, so that these do not stall. With bursts
-        more where prompts are many, so that a few who decode do not keep them waiting, and half a chunk at least;
-        without, what decodes leave of a chunk, and an eighth at least."""
-        chunk, share, budget = self._prefill_chunk, 8, self.max_num_batched_tokens - decodes
-        if chunk is None or not decodes:
-            return budget
+        """Tokens of prompts beside so many who decode: what these leave of a chunk, an eighth at least, lest they
+        stall; with bursts half a chunk at least, and more where prompts are many."""
+        if not decodes or (chunk := self._prefill_chunk) is None:
+            return self.max_num_batched_tokens - decodes
         if self._prefill_bursts:
-            prompts = len(self.running) - decodes + len(self.waiting)
-            chunk, share = chunk * max(1, 4 * prompts // decodes), 2
-        return min(budget, max(chunk - decodes, -(-chunk // share)))
+            chunk *= max(1, 4 * (len(self.running) - decodes + len(self.waiting)) // decodes)
+        least = -(-chunk // (2 if self._prefill_bursts else 8))
+        return min(self.max_num_batched_tokens - decodes, max(chunk - decodes, least))
 
     def _rows(self, seqs: list[Sequence], count: np.ndarray, draws: np.ndarray, *, only_decodes: bool = False) -> Rows:
         running = self.running
