@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from jaxserve.cost import FEW, StepCost
 from jaxserve.running import Rows, Running
 from jaxserve.steps import StepShape
 
@@ -19,40 +21,72 @@ class Batch:
     rows: Rows
 
 
+PADDING = 1.5  # a bucket costs at most so many times what its smallest batch would
+STEP = 4  # and has at most so many times its tokens: what the weights hide is not quite free
+GRAIN = 8  # of which tokens of a bucket are a multiple, as kernels want
+
+
 def step_shapes(
-    platform: str, max_num_seqs: int, max_tokens: int, page_size: int, *, padding_is_free: bool = False
+    max_num_seqs: int,
+    max_tokens: int,
+    page_size: int,
+    *,
+    cost: StepCost | None = None,
+    chunk: int | None = None,
+    padding_is_free: bool = False,
 ) -> list[StepShape]:
     """The buckets of an engine, those of decodes first, the smaller first within each kind.
 
-    A plan larger than the largest bucket runs as several batches. On CPU that costs nothing from a few rows on, because
-    the arithmetic dominates, so there are few buckets, which compile fast; accelerators read all weights for each
-    batch, so theirs go up to the engine's limits. Where kernels skip the padding, two and one will do.
+    A plan larger than the largest bucket runs as several batches. On CPU (`cost` None) that costs nothing from a few
+    rows on, because the arithmetic dominates, so there are few buckets, which compile fast. Where kernels skip the
+    padding, two and one will do.
+
+    Accelerators read all weights for each batch, so theirs go up to the engine's limits, rounded up to what kernels
+    want. As long as reading the weights takes longer than the arithmetic, padding costs little, and a bucket is up to
+    four times the one before; beyond, each costs at most 1.5 times what its smallest batch would. Steps with prompts
+    beside decodes mostly have `chunk` tokens, so there is a bucket for those. Of an 8B model on an H200 with 256
+    sequences and 8,192 tokens (`tests/engine/test_buckets.py` has this and what padding costs):
+
+      weights   decodes                                  mixed
+      bf16      1 4 16 64 256                            16 64 256 384 512 768 1024 1536 ... 8192
+      int4      1 2 8 32 96 128 192 256                  16 32 96 128 192 256 384 512 768 ... 8192
     """
-    if platform == "cpu":
+    if cost is None:
         decodes, mixed = ({1, 32}, {(128, 32)}) if padding_is_free else ({1, 8, 32}, {(64, 32), (256, 32)})
+        decodes = {min(rows, max_num_seqs) for rows in decodes}
+        mixed = {(min(tokens, max_tokens), min(rows, max_num_seqs)) for tokens, rows in mixed}
     else:
-        decodes = set(_powers(1, max_num_seqs, 2))
-        mixed = {(tokens, tokens) for tokens in _powers(16, max_tokens, 4)}
-    decodes = {min(rows, max_num_seqs) for rows in decodes}
-    mixed = {(min(tokens, max_tokens), min(rows, max_num_seqs)) for tokens, rows in mixed}
+        decodes = set(_sizes(1, max_num_seqs, cost))
+        sizes = {*_sizes(FEW, max_tokens, cost), *([_rounded(chunk)] if chunk and FEW <= chunk < max_tokens else [])}
+        mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in sizes}
     return [StepShape.of(rows, rows, page_size, decode_only=True) for rows in sorted(decodes)] + [
         StepShape.of(tokens, rows, page_size, decode_only=False) for tokens, rows in sorted(mixed)
     ]
 
 
-def _powers(first: int, last: int, factor: int) -> Iterable[int]:
-    size = first
-    while size < last:
+def _sizes(first: int, last: int, cost: StepCost) -> Iterator[int]:
+    """Tokens of buckets for 1 to `last` tokens, the largest first and none below `first`."""
+    size = max(_rounded(last), first)
+    yield size
+    while size > first:
+        least = next(n for n in range(1, size) if cost(size) <= PADDING * cost(n + 1))
+        step = 1 << max(least.bit_length() - 2, 0)
+        below = -(-least // step) * step  # of two significant bits, unless that is hardly less
+        below = min(_rounded(below if 8 * below <= 7 * size else least), size // 2 if size <= FEW else size - GRAIN)
+        size = max(below, 1 << ((size - 1) // STEP).bit_length(), first)
         yield size
-        size *= factor
-    yield last
 
 
-def split(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
+def _rounded(tokens: int) -> int:
+    """The next size above that kernels take: a few, or a multiple of GRAIN."""
+    return 1 << (tokens - 1).bit_length() if tokens <= GRAIN else -(-tokens // GRAIN) * GRAIN
+
+
+def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> Iterator[Batch]:
     """Cuts a plan's rows into batches that fit the buckets; a prompt's chunk may go on in the next batch.
 
-    Rows of one token go through decode buckets where there are any, unless they fill a place that would be padding
-    beside the prompts.
+    With `cost`, into those that cost least. Rows of one token go through decode buckets where there are any, unless
+    they cost less, or (without `cost`) add no padding, beside the prompts.
     """
     decode_shapes = [shape for shape in shapes if shape.decode_only]
     mixed_shapes = [shape for shape in shapes if not shape.decode_only]
@@ -60,7 +94,7 @@ def split(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
         yield _batch(decode_shapes, rows, len(rows))
         return
     decodes = (rows.count == 1) & ~rows.scores_prompt & bool(decode_shapes)
-    if decodes.any() and not decodes.all() and _fit_together(rows, decodes, decode_shapes, mixed_shapes):
+    if decodes.any() and not decodes.all() and _go_together(rows, decodes, decode_shapes, mixed_shapes, cost):
         decodes = np.zeros_like(decodes)
     if decodes.any():
         index = np.flatnonzero(decodes)
@@ -69,17 +103,26 @@ def split(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
             some = rows.take(index[at : at + most])
             yield _batch(decode_shapes, some, len(some))
     if not decodes.all():
-        yield from _split_mixed(rows.take(np.flatnonzero(~decodes)), mixed_shapes)
+        yield from _split_mixed(rows.take(np.flatnonzero(~decodes)), mixed_shapes, cost)
 
 
-def _fit_together(
-    rows: Rows, decodes: np.ndarray, decode_shapes: list[StepShape], mixed_shapes: list[StepShape]
+def _go_together(
+    rows: Rows,
+    decodes: np.ndarray,
+    decode_shapes: list[StepShape],
+    mixed_shapes: list[StepShape],
+    cost: StepCost | None,
 ) -> bool:
-    """One batch of all rows costs no more tokens, padding included, than decodes and prompts apart."""
+    """All rows together cost less than decodes and prompts apart; without `cost`, as one batch no more tokens, padding
+    included."""
     tokens, alone = int(rows.count.sum()), int(np.count_nonzero(decodes))
-    together = _fitting(mixed_shapes, tokens, len(rows))
-    one, other = _fitting(decode_shapes, alone, alone), _fitting(mixed_shapes, tokens - alone, len(rows) - alone)
-    return bool(together and (not one or not other or together.tokens <= one.tokens + other.tokens))
+    if cost is not None:
+        sizes = _tokens(mixed_shapes[-1:] if rows.scores_prompt.any() else mixed_shapes)  # see `_mixed`
+        apart = (*_cheapest(alone, _tokens(decode_shapes), None), *_cheapest(tokens - alone, sizes, cost))
+        return sum(map(cost, _cheapest(tokens, sizes, cost))) < sum(map(cost, apart))
+    one = _fitting(mixed_shapes, tokens, len(rows))
+    decode, other = _fitting(decode_shapes, alone, alone), _fitting(mixed_shapes, tokens - alone, len(rows) - alone)
+    return bool(one and (not decode or not other or one.tokens <= decode.tokens + other.tokens))
 
 
 def _fitting(shapes: list[StepShape], tokens: int, rows: int) -> StepShape | None:
@@ -87,11 +130,33 @@ def _fitting(shapes: list[StepShape], tokens: int, rows: int) -> StepShape | Non
     return next((shape for shape in shapes if shape.tokens >= tokens and shape.rows >= rows), None)
 
 
-def _split_mixed(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
-    """Fills batch after batch with as many tokens and rows as the largest bucket holds."""
+def _tokens(shapes: list[StepShape]) -> tuple[int, ...]:
+    return tuple(shape.tokens for shape in shapes)
+
+
+def _cheapest(tokens: int, sizes: tuple[int, ...], cost: StepCost | None) -> tuple[int, ...]:
+    """Sizes of the buckets that together take so many tokens at the least cost; all but the last are full."""
+    full, rest = divmod(tokens, sizes[-1])
+    return (sizes[-1],) * full + (_cheapest_within(rest, sizes, cost) if rest else ())
+
+
+@lru_cache(maxsize=2**15)
+def _cheapest_within(tokens: int, sizes: tuple[int, ...], cost: StepCost | None) -> tuple[int, ...]:
+    whole = (next(size for size in sizes if size >= tokens),)
+    smaller = max((size for size in sizes if size < tokens), default=None)
+    if cost is None or smaller is None:
+        return whole
+    cut = (smaller, *_cheapest(tokens - smaller, sizes, cost))
+    return min(whole, cut, key=lambda some: sum(map(cost, some)))
+
+
+def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[Batch]:
+    """Fills batch after batch with as many tokens and rows as buckets hold."""
     most = shapes[-1]
+    cut = cost is not None and not rows.scores_prompt.any()
+    sizes = iter(_cheapest(int(rows.count.sum()), _tokens(shapes), cost) if cut else ())
     whole, first, count = [], [], []  # of each piece: its row, its first token in that row, its tokens
-    room = most.tokens
+    room = next(sizes, most.tokens)
     for i, left in enumerate(rows.count.tolist()):
         at = 0
         while left:
@@ -102,7 +167,7 @@ def _split_mixed(rows: Rows, shapes: list[StepShape]) -> Iterator[Batch]:
             at, left, room = at + piece, left - piece, room - piece
             if room == 0 or len(whole) == most.rows:
                 yield _mixed(rows, whole, first, count, shapes)
-                whole, first, count, room = [], [], [], most.tokens
+                whole, first, count, room = [], [], [], next(sizes, most.tokens)
     if whole:
         yield _mixed(rows, whole, first, count, shapes)
 

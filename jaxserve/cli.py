@@ -156,12 +156,13 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--max-penalty-seqs", field="max_penalty_seqs", type=int, metavar="N",
          help="most sequences with penalties in one step; None: as many as 256 MiB of token counts hold")  # fmt: skip
     flag("--prefill-chunk", field="prefill_chunk", type=int, metavar="TOKENS",
-         help="most tokens in a step with a prompt while others decode; None: 32 on CPU, else no limit")  # fmt: skip
+         help="most tokens in a step with a prompt while others decode; None: 32 on CPU, else what "
+         "--latency-goal-ms allows by the device's data sheet")  # fmt: skip
     flag("--decode-steps", field="decode_steps", type=int, metavar="N",
          help="most tokens that a sequence draws in one call of the devices, where nothing waits")  # fmt: skip
     flag("--latency-goal-ms", field="latency_goal_ms", type=float, metavar="MS",
-         help="such a call takes no longer while a client streams, and 4 times as long otherwise; "
-         "None: 40 on CPU, else 10")  # fmt: skip
+         help="such a call takes no longer while a client streams, and 4 times as long otherwise; sets the default of "
+         "--prefill-chunk; None: 40 on CPU, else 10")  # fmt: skip
     flag("--max-waiting", field="max_waiting", type=int, metavar="N",
          help="most completions in the queue, beyond which new requests get 503; None: 32 for each of "
          "--max-num-seqs, at least 8192")  # fmt: skip

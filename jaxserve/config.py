@@ -36,8 +36,9 @@ class EngineConfig:
       max_num_batched_tokens: most tokens in one step (prompt chunks and decodes together); None is 2048, or 8192 on
         GPUs with 60 GB and more.
       prefill_chunk: most tokens in a step that goes on with a prompt while others decode, theirs included where
-        possible, so that they do not stall; more where many prompts wait beside few that decode. None is 32 on CPU,
-        elsewhere no such limit.
+        possible, so that they do not stall. None is 32 on CPU, where a step takes more where many prompts wait beside
+        few that decode. Elsewhere it is what the devices compute within the latency goal by their data sheets (512
+        tokens of an 8B model on an H200), or what costs no more than reading the weights where that takes longer.
       max_penalty_seqs: most sequences with a repetition, presence or frequency penalty in one step; more of them wait.
         Each keeps 5 bytes on the device for every token of the vocabulary. None is what 256 MiB hold, at least 8.
       max_waiting: most completions waiting for a place before new requests are turned away; a request that would wait

@@ -19,6 +19,7 @@ from jaxserve.beam import Beams
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import CompileCounter, enable_compile_cache
 from jaxserve.config import EngineConfig
+from jaxserve.cost import StepCost
 from jaxserve.flight import Flight, Later
 from jaxserve.grammar import MAX_QUEUED, Compiler
 from jaxserve.kv_cache import CacheLayout, cache_dtype
@@ -51,6 +52,19 @@ GARBAGE = 50_000  # new objects before the garbage collector looks at them; the 
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0
 
 
+def latency_goal(config: EngineConfig, *, on_cpu: bool) -> float:
+    """In seconds."""
+    default = CPU_LATENCY_GOAL_MS if on_cpu else LATENCY_GOAL_MS
+    return (default if config.latency_goal_ms is None else config.latency_goal_ms) / 1000
+
+
+def prefill_chunk(config: EngineConfig, cost: StepCost | None) -> int:
+    """Most tokens of a step with a prompt while others decode. `cost`: of an accelerator's steps."""
+    if config.prefill_chunk is not None:
+        return config.prefill_chunk
+    return CPU_PREFILL_CHUNK if cost is None else cost.chunk(latency_goal(config, on_cpu=False))
+
+
 class Engine:
     """One model on one mesh. Not thread-safe: one thread calls everything."""
 
@@ -61,10 +75,11 @@ class Engine:
         runner: ModelRunner,
         folders: tuple[Path, Path],
         shapes: list[StepShape],
+        cost: StepCost | None,
         sizing: Sizing,
     ):
         self.config, self.model, self.runner = config, model, runner
-        self.shapes, self._sizing = shapes, sizing
+        self.shapes, self._cost, self._sizing = shapes, cost, sizing
         self.model_folder, self.tokenizer_folder = folders
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -75,10 +90,7 @@ class Engine:
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
         self.programs = CompileCounter()
-        goal = config.latency_goal_ms
-        if goal is None:
-            goal = CPU_LATENCY_GOAL_MS if self._on_cpu else LATENCY_GOAL_MS
-        self.pace = Pace(goal / 1000)
+        self.pace = Pace(latency_goal(config, on_cpu=self._cost is None))
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.seed)
         self._allocate()
@@ -94,7 +106,8 @@ class Engine:
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=memory.max_batched_tokens(config),
-            prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if self._on_cpu else None),
+            prefill_chunk=prefill_chunk(config, self._cost),
+            prefill_bursts=self._cost is None,
             max_model_len=self.max_model_len,
             penalty_rows=runner.penalty_rows,
         )
@@ -108,10 +121,6 @@ class Engine:
             layout.num_pages, layout.page_size, memory.size(layout.num_pages * layout.page_bytes), layout.token_bytes,
             layout.dtype, (layout.num_pages - 1) * layout.page_size, self.max_model_len,
         )  # fmt: skip
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self.runner.mesh.devices.flat[0].platform == "cpu"
 
     @classmethod
     def load(
@@ -144,17 +153,22 @@ class Engine:
 
         rows = config.max_num_seqs, memory.penalty_rows(config, model)
         runner = ModelRunner(decoder, params, mesh, *rows, most_steps=config.decode_steps, static=static_steps)
+        cost = StepCost.of(params, model, device, mesh.size, dtype)
         tokens = max(memory.max_batched_tokens(config), config.max_num_seqs)
+        if cost is not None:  # no bucket that nothing can fill
+            tokens = min(tokens, config.max_num_seqs * longest)
+        chunk = prefill_chunk(config, cost)
         on_one_cpu = device.platform == "cpu" and mesh.size == 1
         free = on_one_cpu and dtype == np.float32 and cpu_build.possible()
-        shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size, padding_is_free=free)
+        sizes = config.max_num_seqs, tokens, config.page_size
+        shapes = step_shapes(*sizes, cost=cost, chunk=chunk, padding_is_free=free)
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, kv_dtype, device.platform)
 
         runner.plan(one_page, -(-longest // config.page_size))
         budget = memory.budget(config, device, mesh.size, runner.weight_bytes, runner.slot_bytes)
         sizing = Sizing(config, runner, one_page, budget, shapes, longest)
         sizing.begin()
-        return cls(config, model, runner, (folder, tokenizer), shapes, sizing)
+        return cls(config, model, runner, (folder, tokenizer), shapes, cost, sizing)
 
     def compile(self) -> None:
         """Compiles every executable that serving can need; without it they are compiled as they are met.
@@ -297,7 +311,7 @@ class Engine:
         self.runner.copy_pages(plan.copies)
         flight = Flight([], [], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
-        for batch in split(plan.rows, self.shapes):
+        for batch in split(plan.rows, self.shapes, self._cost):
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])
             drawn, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))

@@ -34,11 +34,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefill_chunk: int | None = None,
+        prefill_bursts: bool = True,
         penalty_rows: int | None = None,
     ):
         self.blocks = blocks
         self._prefixes = Prefixes(blocks)
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk, self._prefill_bursts = prefill_chunk, prefill_bursts
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
         self.running = Running(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)
         self.waiting = Waiting()
@@ -207,14 +208,14 @@ class Scheduler:
         )
 
     def _prompt_budget(self, decodes: int) -> int:
-        """Tokens of prompts in a step with so many decoding sequences: few, so that these do not stall, but more where
-        prompts are many, so that a burst of them is not kept waiting by a few who decode."""
-        budget = self.max_num_batched_tokens - decodes
-        if self._prefill_chunk is None or not decodes:
-            return budget
-        prompts = len(self.running) - decodes + len(self.waiting)
-        chunk = self._prefill_chunk * max(1, 4 * prompts // decodes)
-        return min(budget, max(chunk - decodes, -(-chunk // 2)))
+        """Tokens of prompts beside so many who decode: what these leave of a chunk, an eighth at least, lest they
+        stall; with bursts half a chunk at least, and more where prompts are many."""
+        if not decodes or (chunk := self._prefill_chunk) is None:
+            return self.max_num_batched_tokens - decodes
+        if self._prefill_bursts:
+            chunk *= max(1, 4 * (len(self.running) - decodes + len(self.waiting)) // decodes)
+        least = -(-chunk // (2 if self._prefill_bursts else 8))
+        return min(self.max_num_batched_tokens - decodes, max(chunk - decodes, least))
 
     def _rows(self, seqs: list[Sequence], count: np.ndarray, draws: np.ndarray, *, only_decodes: bool = False) -> Rows:
         running = self.running

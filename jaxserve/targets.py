@@ -6,7 +6,7 @@ The compilers come with JAX's plugins (`pip install jaxserve[aot]`); no driver a
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.experimental import topologies
 
@@ -34,6 +34,37 @@ TPUS = {"v5e": {1: "2x2", 4: "2x2", 8: "2x4"}, "v6e": {1: "2x2", 4: "2x2", 8: "2
 
 
 MEMORY = {"NVIDIA H200": 150_754_820_096, "TPU v5 lite": 16 << 30, "TPU v6 lite": 32 << 30}  # bytes by kind
+
+
+class Rates(NamedTuple):
+    """What a device does at most, by its maker's datasheet."""
+
+    bandwidth: float  # bytes a second, of its memory
+    matmul: float  # floating-point operations a second, of dense products in bfloat16
+
+
+# By what device_kind contains; the first match counts. NVIDIA's datasheets (without sparsity) and Google Cloud's pages
+# about each version of TPU, as of late 2026.
+RATES = {
+    "B300": Rates(8.0e12, 2250e12),
+    "B200": Rates(8.0e12, 2250e12),
+    "H200": Rates(4.8e12, 989e12),
+    "H100 PCIe": Rates(2.0e12, 756e12),
+    "H100": Rates(3.35e12, 989e12),
+    "A100": Rates(2.04e12, 312e12),
+    "L40S": Rates(0.864e12, 362e12),
+    "L4": Rates(0.3e12, 121e12),
+    "TPU v6 lite": Rates(1.64e12, 918e12),
+    "TPU v5 lite": Rates(0.819e12, 197e12),
+    "TPU v5": Rates(2.765e12, 459e12),
+    "TPU v4": Rates(1.228e12, 275e12),
+}
+UNKNOWN_RATES = RATES["A100"]  # nothing newer has less arithmetic for each byte, but for workstations
+
+
+def rates(device: Any) -> Rates:
+    """Of one device, of a target or at hand; of kinds that are not known those of an A100."""
+    return next((known for kind, known in RATES.items() if kind in device.device_kind), UNKNOWN_RATES)
 
 
 def target_memory(device: Any) -> int:

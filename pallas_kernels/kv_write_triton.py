@@ -38,11 +38,11 @@ def _quantized(new, TOP: tl.constexpr):
 
 @triton.jit
 def _write(
-    k, v, slots, before, scales_before, data, scales,
+    k, v, slots, first_page, before, scales_before, data, scales,
     HAS_SCALES: tl.constexpr, TOP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     HEADS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    """`data` and `scales` are the memory of `before` and `scales_before`."""
+    """`data` and `scales` are the memory of `before` and `scales_before`. Slots count from the page `first_page`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     heads = tl.where(slot >= 0, HEADS, 0)  # padding writes none
@@ -50,7 +50,7 @@ def _write(
     head, dim = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
     real = (head < heads)[:, None] & (dim < DIM)[None, :]
     at = token * HEADS * DIM + head[:, None] * DIM + dim[None, :]
-    to = (slot // PAGE * (2 * HEADS) + head) * PAGE + slot % PAGE
+    to = ((slot // PAGE + tl.load(first_page)) * (2 * HEADS) + head) * PAGE + slot % PAGE
     for side in tl.static_range(2):
         new = tl.load((v if side else k) + at, mask=real, other=0.0).to(tl.float32)
         place = to + side * HEADS * PAGE
@@ -65,7 +65,7 @@ def _write(
 @jax.jit
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
     """As `kv_write.write_kv`, in place; padding is not written."""
-    slots = jnp.where(slots < 0, -1, slots + first_page * pages.page_size)
+    first_page = jnp.asarray(first_page, jnp.int32).reshape(1)
     tokens, heads, dim = k.shape
     scales = pages.scale
     arrays = [pages.data] if scales is None else [pages.data, scales]
@@ -74,9 +74,9 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first
         jax.ShapeDtypeStruct((1,), jnp.float32) if scales is None else jax.ShapeDtypeStruct(scales.shape, scales.dtype)
     )
     data, new_scales = triton_compat.call(
-        _write, k, v, slots, pages.data, slots if scales is None else scales,
+        _write, k, v, slots, first_page, pages.data, slots if scales is None else scales,
         out=[jax.ShapeDtypeStruct(pages.data.shape, pages.data.dtype), extra], grid=(tokens,),
-        aliases={3 + i: i for i in range(len(arrays))}, num_warps=4,
+        aliases={4 + i: i for i in range(len(arrays))}, num_warps=4,
         HAS_SCALES=scales is not None, TOP=QUANTIZED.get(pages.data.dtype.name, 0), HEADS=heads, PAGE=pages.page_size,
         DIM=dim, HEADS_PAD=pad(heads), DIM_PAD=pad(dim),
     )  # fmt: skip

@@ -117,6 +117,13 @@ def _update(
 
 
 @triton.jit
+def _of_layer(data, scales, first_page, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """`data` and `scales` from the page on from which the block tables count: an array holds several layers' pages."""
+    rows = tl.load(first_page).to(tl.int64) * (2 * HEADS * PAGE)
+    return data + rows * DIM, scales + rows
+
+
+@triton.jit
 def _join_sink(peak, total, values, sink):
     """Sinks [M], in natural units, join the denominator."""
     sink *= LOG2E
@@ -127,7 +134,7 @@ def _join_sink(peak, total, values, sink):
 
 @triton.jit
 def _decode(
-    q, data, scales, block_tables, kv_len, num_decodes, sinks, before, out, peaks, totals,
+    q, data, scales, block_tables, first_page, kv_len, num_decodes, sinks, before, out, peaks, totals,
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -146,6 +153,7 @@ def _decode(
         if SPLITS == 1:
             tl.store(out + part * GROUP * DIM + offset, tl.zeros([GROUP_PAD, DIM_PAD], q.dtype.element_ty), mask=real)
         return
+    data, scales = _of_layer(data, scales, first_page, HEADS, PAGE, DIM)
     length = tl.load(kv_len + row)
     begin = tl.maximum(length - WINDOW, 0) if WINDOW else 0
     lowest = begin // BLOCK * BLOCK
@@ -207,7 +215,7 @@ def _combine(
 
 @triton.jit
 def _prompt(
-    q, data, scales, block_tables, q_start, kv_len, tile_row, tile_first, sinks, before, out,
+    q, data, scales, block_tables, first_page, q_start, kv_len, tile_row, tile_first, sinks, before, out,
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, PAIRS: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -217,6 +225,7 @@ def _prompt(
     row = tl.load(tile_row + tile).to(tl.int64)
     if row < 0:
         return
+    data, scales = _of_layer(data, scales, first_page, HEADS, PAGE, DIM)
     first, stop, length = tl.load(tile_first + tile), tl.load(q_start + row + 1), tl.load(kv_len + row)
     pair, dim = tl.arange(0, PAIRS), tl.arange(0, DIM_PAD)
     token = first + pair // GROUP
@@ -294,13 +303,14 @@ def paged_attention(
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached keys and values; `reference` explains the arguments."""
     tokens, heads, group, dim = q.shape
-    (rows, width), block_tables = block_tables.shape, block_tables + first_page
+    rows, width = block_tables.shape
     fixed = {
         "SCALE": scale, "CAP": softcap or 0.0, "WINDOW": window or 0, "HAS_SCALES": pages.scale is not None,
         "HAS_SINKS": sinks is not None, "HEADS": heads, "GROUP": group, "PAGE": pages.page_size, "DIM": dim,
         "WIDTH": width, "DIM_PAD": pad(dim, 16),
     }  # fmt: skip
-    cache = (pages.data, pages.data if pages.scale is None else pages.scale, block_tables)
+    first_page = jnp.asarray(first_page, jnp.int32).reshape(1)
+    cache = (pages.data, pages.data if pages.scale is None else pages.scale, block_tables, first_page)
     sinks = kv_len if sinks is None else sinks.astype(jnp.float32)
     num_decodes = jnp.asarray(num_decodes, jnp.int32).reshape(1)
     out = _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, rows=rows, decode_only=decode_only)
@@ -313,7 +323,7 @@ def paged_attention(
     tile_row, tile_first = _tiles(q_start, num_decodes, tokens, pairs // group)
     return triton_compat.call(
         _prompt, q, *cache, q_start, kv_len, tile_row, tile_first, sinks, out,
-        out=[jax.ShapeDtypeStruct(q.shape, q.dtype)], grid=(tile_row.shape[0], heads), aliases={9: 0},
+        out=[jax.ShapeDtypeStruct(q.shape, q.dtype)], grid=(tile_row.shape[0], heads), aliases={10: 0},
         num_warps=tuned.get("warps") or (8 if pairs >= 128 else 4), num_stages=tuned.get("stages", 2),
         TOKENS=pairs // group, PAIRS=pairs, BLOCK=tuned.get("block", 64 // narrow), **fixed,
     )[0]  # fmt: skip
@@ -340,7 +350,7 @@ def _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, *, rows, decode_on
     out, peaks, totals = triton_compat.call(
         _decode, q, *cache, kv_len, num_decodes, sinks, before,
         out=[values, stats, stats], grid=(visited if splits == 1 else count, heads, splits),
-        aliases={7: 0} if splits == 1 and aliased else None,
+        aliases={8: 0} if splits == 1 and aliased else None,
         num_warps=tuned.get("warps", 4), num_stages=tuned.get("stages", 3), SPLITS=splits, GROUP_PAD=pad(group, 16),
         BLOCK=tuned.get("block", 64 // _narrow(q)), **fixed,
     )  # fmt: skip

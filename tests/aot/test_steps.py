@@ -15,6 +15,8 @@ import pytest
 from devices import devices_of
 from flax.traverse_util import unflatten_dict
 
+from jaxserve.batch import step_shapes
+from jaxserve.cost import StepCost
 from jaxserve.kv_cache import CacheLayout
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import HFConfig
@@ -170,6 +172,19 @@ def test_steps_of_llama_70b_in_int4(target, layers, tmp_path):
     runner, params = make_runner(tmp_path, target, "mosaic_gpu", 16, layers, "int4", **LLAMA_70B)
     check(runner, StepShape.of(64, 64, 16, decode_only=True), layers, params)
     check(runner, StepShape.of(PROMPT_TOKENS, 64, 16, decode_only=False), layers, params)
+
+
+@pytest.mark.parametrize(("target", "backend", "page_size"), [TARGETS[0], TARGETS[2], TARGETS[4]])
+def test_buckets_for_a_budget_that_is_no_multiple_of_8(target, backend, page_size, tmp_path):
+    """What kernels refuse they refuse at lowering: Hopper's prompt attention does so with 1,001 tokens."""
+    runner, _ = make_runner(tmp_path, target, backend, page_size, 1)
+    shapes = step_shapes(5, 1001, page_size, cost=StepCost(weights=3.5e-3, token=1.8e-5), chunk=300)
+    assert max(shape.tokens for shape in shapes) == 1008
+    for shape in shapes:
+        runner.lower(shape)
+    if backend == "mosaic_gpu":
+        with pytest.raises(ValueError, match="multiple of its tiling 8, but got 1001"):
+            runner.lower(StepShape.of(1001, 5, page_size, decode_only=False))
 
 
 def test_narrow_heads_on_tpu(tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.batch import Batch, pack, split
 from jaxserve.block_manager import BlockManager
+from jaxserve.cost import StepCost
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.running import Rows, Running
 from jaxserve.sampling import SCORE_WORDS
@@ -79,7 +80,14 @@ class Ran:
 class Device:
     """Pages, block tables and slots; the last slot is nobody's, as in `jaxserve.slots`."""
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, check_read: Callable[[Sequence, list], None]):
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        check_read: Callable[[Sequence, list], None],
+        cost: StepCost | None = None,
+    ):
+        self.cost = cost
         self.blocks, self.num_slots, self._check_read = blocks, max_num_seqs, check_read
         half = -(-max_num_seqs // 2)  # buckets below the engine's limits, so that plans are cut into several batches
         decodes = [StepShape(rows, rows, rows, decode_only=True) for rows in (1, half)]
@@ -100,7 +108,7 @@ class Device:
             self.tables[target] = self.tables[source].copy()
         self.events["copied tables"] += len(plan.table_copies)
         self.events["table entries"] += plan.table_updates.shape[1]
-        batches = list(split(plan.rows, self.shapes))
+        batches = list(split(plan.rows, self.shapes, self.cost))
         self.events["cut plans"] += len(batches) > 1
         updates, results = plan.table_updates, []
         assert len(set(map(tuple, updates[:2].T.tolist()))) == updates.shape[1], "a place is written twice at once"

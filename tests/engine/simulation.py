@@ -91,14 +91,21 @@ class CountingBlocks(BlockManager):
 class Simulation:
     """Every operation checks all it can."""
 
-    def __init__(self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True):
+    def __init__(
+        self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None
+    ):
         self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=self.longest
+            self.blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=self.longest,
+            prefill_chunk=chunk,
+            prefill_bursts=cost is None,
         )
         self.beams = Beams(self.scheduler, ())
         self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
-        self.device = Device(self.blocks, max_num_seqs, self._check_read)
+        self.device = Device(self.blocks, max_num_seqs, self._check_read, cost)
         self.events: Counter[str] = self.device.events
         self.flights: deque[list[Ran]] = deque()
         self.jobs: dict[str, Job] = {}

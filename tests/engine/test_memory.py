@@ -12,6 +12,7 @@ from engines import generate, request
 
 from jaxserve import memory, runner
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.cost import StepCost
 from jaxserve.engine import Engine
 from jaxserve.memory import Budget, Needs
 
@@ -106,6 +107,20 @@ def test_pages_are_what_all_programs_leave(start, code, temporaries):
     assert 0.9 < used(engine, gpu) <= 1
     assert early < len(gpu.compiled), "some are compiled after the pages were chosen"
     check_serves(engine)
+
+
+def test_an_engine_starts_with_an_accelerator_s_buckets(start, monkeypatch):
+    """Four times as many programs as are compiled before the pages are chosen; then nothing compiles any more."""
+    monkeypatch.setattr(StepCost, "of", lambda *_: StepCost(weights=0.003, token=2e-4))
+    gpu = Gpu(total=150 * MIB, code=3 * MIB)
+    engine = start(gpu, max_num_seqs=200, max_num_batched_tokens=101)
+    pages, early = engine.runner.layout.num_pages, len(set(gpu.compiled))
+    engine.compile()
+    assert len(set(gpu.compiled)) == engine.runner.num_executables > 4 * early
+    assert engine.runner.layout.num_pages == pages
+    assert 0.85 < used(engine, gpu) <= 1, "the allowance is a quarter of the code"
+    completions = generate(engine, *(request(str(n), [n % 500] * n, max_tokens=3) for n in range(1, 120, 7)))
+    assert all(len(completion.token_ids) == 3 for completion in completions)
 
 
 def test_a_good_guess_compiles_nothing_twice(start, monkeypatch):

@@ -13,6 +13,8 @@ from null_device import VOCAB, each
 from simulation import STEPS, Simulation
 
 from jaxserve import block_manager, sequence
+from jaxserve.batch import split, step_shapes
+from jaxserve.cost import StepCost
 from jaxserve.scheduler import StepPlan
 from jaxserve.sequence import Sequence
 from jaxserve.types import InvalidRequestError, Request, SamplingParams
@@ -32,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 12),
         budget=st.integers(1, 24),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        cost=st.sampled_from([None, StepCost(weights=0.003, token=0.001), StepCost(weights=1.0, token=0.001)]),
     )
     def create(self, **sizes):
         self.simulation = Simulation(**sizes)
@@ -188,6 +191,37 @@ def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks():
     assert all(plan[name] == 1 for plan in plans for name in short)
     assert [plan[long] for plan in plans] == [3, 3, 3, 3, 2]
     simulation.drain()
+
+
+def test_steps_with_prompts_take_no_longer_than_the_goal_beside_decodes():
+    """By an accelerator's costs, also where many prompts wait beside few that decode; without these, steps are full."""
+    cost, goal = StepCost(weights=3.5e-3, token=1.8e-5, attention=1e-6), 0.010
+    chunk = cost.chunk(goal)
+    simulation = Simulation(num_pages=3000, page_size=16, max_num_seqs=64, budget=8192, cost=cost, chunk=chunk)
+    simulation.device.shapes = step_shapes(64, 8192, 16, cost=cost, chunk=chunk)
+    seconds, alone = [], []
+
+    def step():
+        plan = simulation.step()
+        count, batches = plan.rows.count, list(split(plan.rows, simulation.device.shapes, cost))
+        took = sum(cost(batch.shape.tokens) for batch in batches)
+        if (count > 1).any() and (count == 1).any():
+            assert int(count.sum()) <= chunk
+            seconds.append(took + int(count[count > 1].sum()) * cost.attention)
+            assert len(batches) == 1, "the weights are read once"
+        elif (count > 1).any():
+            alone.append(int(count.sum()))
+
+    for i in range(20):
+        simulation.add([i % VOCAB] * 3000, max_tokens=40)
+    step()
+    for i in range(20):
+        simulation.add([i % VOCAB, 1] * 600, max_tokens=40)
+    while simulation.scheduler.has_work:
+        step()
+    assert alone[0] == 8192
+    assert len(seconds) > 20
+    assert 0.9 * goal < max(seconds) <= goal
 
 
 def test_every_decode_fits_in_a_step_whatever_the_budget():

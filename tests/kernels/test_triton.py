@@ -6,6 +6,7 @@ The interpreted tests therefore run in a process of their own (`test_interpreted
 """
 
 import os
+import re
 import subprocess
 import sys
 
@@ -164,9 +165,10 @@ def gold_attention(q, kv, lengths, q_lens, scale, window=None, softcap=None, sin
     return out
 
 
-def batch(rng, *, q_lens, lengths, heads, group, dim, page, dtype, kv_dtype, tokens, window=None):
+def batch(rng, *, q_lens, lengths, heads, group, dim, page, dtype, kv_dtype, tokens, window=None, first_page=0):
     """Arguments of `paged_attention`, and what `gold_attention` wants. Pages that no row may read hold NaN (scales of
-    integers do), and table entries beyond a row's pages, or behind its window, point to them."""
+    integers do), and table entries beyond a row's pages, or behind its window, point to them. So do the pages before
+    `first_page`, from which the table counts, and as many of the next layer."""
     rows, width = len(q_lens), max(-(-max(lengths) // page), 1) + 2
     count = rows * width + 1
     poison = count - 1
@@ -192,6 +194,10 @@ def batch(rng, *, q_lens, lengths, heads, group, dim, page, dtype, kv_dtype, tok
     q = np.full((tokens, heads, group, dim), np.nan, dtype)
     q[: starts[-1]] = rounded(rng, (starts[-1], heads, group, dim), dtype)
     decodes = next((i for i, n in enumerate(q_lens) if n != 1), rows)
+    of_others = np.repeat(data[poison:], first_page, axis=0)
+    data = np.concatenate([of_others, data, of_others])
+    if scale is not None:
+        scale = np.pad(scale, ((first_page, first_page), (0, 0), (0, 0), (0, 0)), constant_values=np.nan)
     pages = KVPages(jnp.asarray(data), None if scale is None else jnp.asarray(scale))
     arguments = jnp.asarray(q), pages, table, starts, np.array(lengths, np.int32), np.int32(decodes)
     return arguments, q, kv
@@ -204,18 +210,24 @@ def case(**options):
 CASES = {
     "decode": case(q_lens=[1, 1, 1], lengths=[1, 16, 33], group=4, decode_only=True),
     "decode, padding": case(q_lens=[1, 1, 0, 0], lengths=[65, 48, 0, 0], group=7, dim=80, tokens=6, decode_only=True),
-    "decode, split": case(q_lens=[1, 1, 0], lengths=[700, 3, 0], heads=1, page=256, dim=16, cores=4, decode_only=True),
+    "decode, split": case(
+        q_lens=[1, 1, 0], lengths=[700, 3, 0], heads=1, page=256, dim=16, cores=4, decode_only=True, first_page=1
+    ),
     "decode, split, sinks": case(
         q_lens=[1, 1], lengths=[520, 70], heads=1, group=2, dim=16, cores=4, sinks=True, window=300, decode_only=True
     ),
     "prompt": case(q_lens=[40, 0, 23], lengths=[40, 0, 64], group=4, tokens=70),
-    "mixed": case(q_lens=[1, 1, 5, 9], lengths=[17, 100, 5, 80], group=7, dim=96, page=32, tokens=18, sinks=True),
+    "mixed": case(
+        q_lens=[1, 1, 5, 9], lengths=[17, 100, 5, 80], group=7, dim=96, page=32, tokens=18, sinks=True, first_page=7
+    ),
     "mixed, page 64": case(q_lens=[1, 0, 70], lengths=[64, 0, 200], page=64, heads=1, group=1, tokens=80),
     "mixed, window": case(q_lens=[1, 1, 20], lengths=[90, 4, 150], window=18, softcap=5.0, group=1, tokens=22),
     "mixed, window, page 128": case(q_lens=[1, 9, 20], lengths=[190, 200, 300], window=70, page=128, heads=1),
     "page 48": case(q_lens=[1, 3], lengths=[49, 97], page=48, heads=1),
     "bfloat16": case(q_lens=[1, 30], lengths=[70, 130], dtype="bfloat16", softcap=20.0),
-    "float16, int8": case(q_lens=[1, 30], lengths=[70, 130], dtype="float16", kv_dtype="int8", sinks=True),
+    "float16, int8": case(
+        q_lens=[1, 30], lengths=[70, 130], dtype="float16", kv_dtype="int8", sinks=True, first_page=3
+    ),
     "bfloat16, int8": case(q_lens=[1, 30], lengths=[70, 80], dtype="bfloat16", kv_dtype="int8", window=33),
     "bfloat16, float8": case(q_lens=[1, 30], lengths=[70, 130], dtype="bfloat16", kv_dtype="float8_e4m3fn", page=64),
     "head_dim 256": case(q_lens=[1, 9], lengths=[40, 50], heads=1, group=1, dim=256, dtype="float16"),
@@ -234,11 +246,13 @@ def test_attention(name, monkeypatch):
     case.setdefault("tokens", sum(case["q_lens"]))
     arguments, q, kv = batch(rng, **case)
     sinks = rng.standard_normal((case["heads"], case["group"])) if options["sinks"] else None
+    first_page = case.get("first_page", 0)
     extra = {"scale": case["dim"] ** -0.5, "window": case["window"], "softcap": options["softcap"]}
     out = attention.paged_attention(
         *arguments,
         sinks=None if sinks is None else jnp.asarray(sinks),
         decode_only=bool(options["decode_only"]),
+        first_page=jnp.int32(first_page),
         **extra,
     )
     assert out.dtype == q.dtype
@@ -505,18 +519,20 @@ def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, de
     pages = KVPages(data, like(data.shape[:-1], np.float32) if kv_dtype != q_dtype else None)
     q, new = like((tokens, heads, group, dim), q_dtype), like((tokens, heads, dim), q_dtype)
     numbers = [like(shape, np.int32) for shape in ((rows, 16), (rows + 1,), (rows,), ())]
+    options = {"scale": dim**-0.5, "window": None if decode_only else 77, "decode_only": decode_only}
 
-    def step(pages, q, k, v, slots, *numbers):
-        pages = attention.write_kv(pages, k, v, slots)
-        return pages, attention.paged_attention(
-            q, pages, *numbers, scale=dim**-0.5, window=None if decode_only else 77, decode_only=decode_only
-        )
+    def step(pages, q, k, v, slots, first_page, *numbers):
+        pages = attention.write_kv(pages, k, v, slots, first_page)
+        return pages, attention.paged_attention(q, pages, *numbers, first_page=first_page, **options)
 
-    program = compile_for(step, pages, q, new, new, like((tokens,), np.int32), *numbers, donate=0)
+    one = like((), np.int32)
+    program = compile_for(step, pages, q, new, new, like((tokens,), np.int32), one, *numbers, donate=0)
     memory, text = program.memory_analysis(), program.as_text()
     cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
     assert memory.alias_size_in_bytes == cache_bytes
     assert not [line for line in text.splitlines() if " copy" in line and f"[{count}," in line]
+    made = re.findall(rf"= s32\[{rows},16\]\S* (?!parameter|bitcast|get-tuple)[\w-]+\(", text)
+    assert not made, "the tables are copied for the layer"
     assert memory.temp_size_in_bytes < cache_bytes / 4
     assert text.count(" custom-call(") >= 2
 

@@ -1,0 +1,261 @@
+"""Buckets by what steps cost on an accelerator, the cutting of plans into them, and prompts' chunks."""
+
+import itertools
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import generate, make_engine, request
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.batch import PADDING, split, step_shapes
+from jaxserve.config import EngineConfig
+from jaxserve.cost import CALL_SECONDS, FEW, StepCost
+from jaxserve.engine import Engine, prefill_chunk
+from jaxserve.mesh import make_mesh
+from jaxserve.running import Rows
+from jaxserve.targets import RATES, UNKNOWN_RATES, rates
+from pallas_kernels.types import QuantArray
+
+H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+
+
+def llama_8b(scheme: str, devices: int):
+    """(sizes that a cost needs, parameters as shapes, split over the devices)."""
+    mesh = make_mesh(devices)
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("tensor")))
+
+    def matrix(out: int, inputs: int):
+        if scheme == "bf16":
+            return array(jnp.bfloat16, out, inputs)
+        scale = array(jnp.bfloat16, out, inputs // 128)
+        return QuantArray(array(jnp.int4, out, inputs), scale, None, None, (1, 128), None)
+
+    layer = {
+        "qkv": matrix(6144, 4096),
+        "out": matrix(4096, 4096),
+        "up": matrix(28672, 4096),
+        "down": matrix(4096, 14336),
+    }
+    params = {f"layers_{i}": layer | {"norm": array(jnp.bfloat16, 4096)} for i in range(32)}
+    params |= {"embed": array(jnp.bfloat16, 128256, 4096), "head": array(jnp.bfloat16, 128256, 4096)}
+    return SimpleNamespace(num_layers=32, num_heads=32, head_dim=128, max_position=8192), params
+
+
+def cost_of(scheme: str = "bf16", device=H200, devices: int = 1, compute=jnp.bfloat16) -> StepCost:
+    model, params = llama_8b(scheme, devices)
+    cost = StepCost.of(params, model, device, devices, compute)
+    assert cost is not None
+    return cost
+
+
+def sizes(shapes, decode_only: bool) -> list[int]:
+    return [shape.tokens for shape in shapes if shape.decode_only is decode_only]
+
+
+def rows(decodes: int, *prompts: int, scored: bool = False) -> Rows:
+    count = np.asarray([1] * decodes + list(prompts), np.int32)
+    slot = np.arange(len(count))
+    scores = np.full(len(count), scored) & (count > 1)
+    zeros = np.zeros(len(count), np.int32)
+    only = not prompts
+    return Rows([object()] * len(count), slot, zeros, zeros, count, np.ones_like(count), scores, only_decodes=only)
+
+
+def tokens_of(batches) -> list[int]:
+    return [batch.shape.tokens for batch in batches]
+
+
+def test_the_roofline_of_an_8b_model_on_an_h200():
+    """16.0 GB less the embedding table at 4.32 TB/s; 7.0 G multiplications a token at 791 TFLOP/s."""
+    cost = cost_of()
+    assert cost.weights == pytest.approx(15.0e9 / 4.32e12, rel=0.01)
+    assert cost.token == pytest.approx(2 * 6.98e9 / 791e12, rel=0.01)
+    assert cost.attention == pytest.approx(4 * 32 * 32 * 128 * 2048 / 791e12, rel=0.01)
+    assert cost(1) == cost(150) < cost(256)
+    assert cost_of("int4").weights == pytest.approx((6.98e9 * (0.5 + 2 / 128) + 1.05e9) / 4.32e12, rel=0.01)
+    eighth = cost_of(devices=8)
+    parts = (eighth.weights, eighth.token, eighth.attention)
+    assert parts == pytest.approx((cost.weights / 8, cost.token / 8, cost.attention / 8))
+    assert cost_of(compute=jnp.float32).token > 5 * cost.token
+    assert StepCost.of({}, None, SimpleNamespace(platform="cpu"), 1, jnp.float32) is None
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int4"])
+@pytest.mark.parametrize("case", ["tp_gqa", "qwen3_tied"])
+def test_the_cost_of_a_model_that_is_loaded(model_folders, case, quantization):
+    """Every weight is read but an embedding table that is no head; every matrix of a layer multiplies each token."""
+    engine = make_engine(model_folders(case), quantization=quantization)
+    model, params = engine.model, engine.runner.params
+    cost = StepCost.of(params, model, H200, 1, jnp.bfloat16)
+    unread = 0 if model.tie_embeddings else params["embed"]["table"].nbytes
+    assert cost.weights * 0.9 * 4.8e12 == pytest.approx(engine.runner.weight_bytes - unread)
+    heads = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    multiplications = model.num_layers * (heads + 3 * model.hidden_size * model.intermediate_size)
+    assert cost.token * 0.8 * 989e12 == pytest.approx(2 * multiplications)
+
+
+def test_rates_by_kind():
+    kinds = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "TPU v5 lite": "TPU v5 lite"}
+    assert all(rates(SimpleNamespace(device_kind=kind)) is RATES[name] for kind, name in kinds.items())
+    assert rates(SimpleNamespace(device_kind="NVIDIA L4")) is RATES["L4"]
+    assert rates(SimpleNamespace(device_kind="NVIDIA L40S")) is RATES["L40S"]
+    assert rates(SimpleNamespace(device_kind="something else")) is UNKNOWN_RATES
+
+
+TABLE = {
+    "bf16": ([1, 4, 16, 64, 256], [16, 64, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]),
+    "int4": (
+        [1, 2, 8, 32, 96, 128, 192, 256],
+        [16, 32, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192],
+    ),
+}
+
+
+@pytest.mark.parametrize("scheme", TABLE)
+def test_table_of_an_8b_model_on_an_h200(scheme):
+    """And what padding costs at worst, and on average over all sizes of a step: with the plans' cutting 4.5%."""
+    cost = cost_of(scheme)
+    shapes = step_shapes(256, 8192, 16, cost=cost)
+    assert (sizes(shapes, True), sizes(shapes, False)) == TABLE[scheme]
+    ratios = []
+    for tokens in range(1, 8193):
+        batches = list(split(rows(0, tokens), shapes, cost))
+        assert sum(int(batch.rows.count.sum()) for batch in batches) == tokens
+        ratios.append(sum(map(cost, tokens_of(batches))) / cost(tokens))
+    assert max(ratios) <= PADDING
+    assert np.mean(ratios) < {"bf16": 1.05, "int4": 1.025}[scheme]
+
+
+@pytest.mark.parametrize("weights", [1e-5, 1e-3, 3.5e-3, 1e-1])
+@pytest.mark.parametrize("token", [1e-7, 1e-5, 1e-3])
+@pytest.mark.parametrize(
+    ("seqs", "tokens"), [(1, 1), (1, 5), (3, 17), (5, 1001), (100, 2047), (250, 8192), (2048, 4000)]
+)
+def test_whatever_the_limits(weights, token, seqs, tokens):
+    """Each bucket suits kernels, reaches the limits, and pads by no more than is allowed."""
+    cost = StepCost(weights, token)
+    shapes = step_shapes(seqs, tokens, 16, cost=cost)
+    for decode_only, most, first in ((True, seqs, 1), (False, tokens, FEW)):
+        found = sizes(shapes, decode_only)
+        assert found[0] == first
+        assert found[-1] == max(first, most if most <= 2 else 4 if most <= 4 else -(-most // 8) * 8)
+        assert found == sorted(set(found))
+        assert len(found) <= 25
+        assert all(size in (1, 2, 4) or size % 8 == 0 for size in found)
+        for below, size in itertools.pairwise(found):
+            assert size <= 4 * below
+            assert cost(size) <= PADDING * cost(below + 1) or size - below <= 16
+    assert all(shape.rows == min(shape.tokens, seqs) for shape in shapes if not shape.decode_only)
+
+
+def test_decodes_and_a_prompt_go_together_where_that_is_cheaper():
+    cost = cost_of()
+    shapes = step_shapes(256, 8192, 16, cost=cost)
+    (one,) = split(rows(200, 100), shapes, cost)
+    assert (one.shape.tokens, one.shape.decode_only) == (384, False)
+    assert cost(384) < 2 * cost(1)
+    (one,) = split(rows(1, 9), shapes, cost)
+    assert one.shape.tokens == 16
+    # Nothing is saved where both are bound by their arithmetic, and nothing is lost.
+    fast_memory = StepCost(1e-6, 1e-3)
+    shapes = step_shapes(256, 8192, 16, cost=fast_memory)
+    apart = list(split(rows(64, 3072), shapes, fast_memory))
+    assert [(batch.shape.tokens, batch.shape.decode_only) for batch in apart] == [(64, True), (3072, False)]
+
+
+def test_a_plan_is_never_dearer_than_in_one_batch():
+    random = np.random.default_rng(5)
+    for cost in (cost_of(), cost_of("int4"), StepCost(1e-5, 1e-5)):
+        shapes = step_shapes(256, 2048, 16, cost=cost)
+        for _ in range(200):
+            decodes, prompts = int(random.integers(0, 100)), random.integers(2, 400, random.integers(1, 5)).tolist()
+            batches = list(split(rows(decodes, *prompts), shapes, cost))
+            total = decodes + sum(prompts)
+            found = sum(map(cost, tokens_of(batches)))
+            assert found <= sum(map(cost, tokens_of(split(rows(0, total), shapes, cost)))) + 1e-12
+            assert sum(int(batch.rows.count.sum()) for batch in batches) == total
+            assert found <= PADDING * (cost(total) + CALL_SECONDS)
+
+
+def test_scored_prompts_run_in_the_largest_bucket_whole():
+    cost = cost_of()
+    shapes = step_shapes(256, 2048, 16, cost=cost)
+    assert tokens_of(split(rows(0, 300, scored=True), shapes, cost)) == [2048]
+    assert tokens_of(split(rows(10, 300, scored=True), shapes, cost)) == [2048]
+
+
+def test_1001_tokens():
+    """The bucket is what kernels take; the budget stays the user's, which is the scheduler's to keep."""
+    shapes = step_shapes(256, 1001, 16, cost=cost_of())
+    assert sizes(shapes, False)[-1] == 1008
+    assert math.gcd(*sizes(shapes, False)) == 16
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "scheme", "goal", "chunk"),
+    [
+        ("NVIDIA H200", 1, "bf16", 0.010, 512),
+        ("NVIDIA H200", 1, "int4", 0.010, 512),
+        ("NVIDIA H200", 1, "bf16", 0.050, 2560),
+        ("NVIDIA H200", 8, "bf16", 0.010, 4096),
+        ("NVIDIA H200", 1, "bf16", 0.0, 192),  # about as many as reading the weights takes anyway
+        ("NVIDIA A100-SXM4-80GB", 1, "bf16", 0.010, 160),
+        ("TPU v5 lite", 8, "bf16", 0.010, 768),
+    ],
+)
+def test_a_chunk_takes_as_long_as_the_goal(device, devices, scheme, goal, chunk):
+    """And has a bucket of its own, so that padding takes no part of it."""
+    cost = cost_of(scheme, SimpleNamespace(platform="gpu", device_kind=device), devices)
+    assert cost.chunk(goal) == chunk
+    assert cost(chunk) + chunk * cost.attention <= max(goal, 1.1 * cost(1))
+    assert chunk in sizes(step_shapes(256, 8192, 16, cost=cost, chunk=chunk), decode_only=False)
+    config = EngineConfig(model="x", latency_goal_ms=1000 * goal)
+    assert prefill_chunk(config, cost) == chunk
+    assert prefill_chunk(replace(config, prefill_chunk=77), cost) == 77
+    assert prefill_chunk(config, None) == 32
+
+
+def test_cpu_keeps_its_buckets():
+    assert [str(shape) for shape in step_shapes(256, 2048, 16)] == [
+        "decode[1]", "decode[8]", "decode[32]", "mixed[64 tokens, 32 rows]", "mixed[256 tokens, 32 rows]"
+    ]  # fmt: skip
+    assert [str(shape) for shape in step_shapes(256, 2048, 16, padding_is_free=True)] == [
+        "decode[1]", "decode[32]", "mixed[128 tokens, 32 rows]"
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def engine(model_folders, monkeypatch):
+    """Makes engines on CPU with an accelerator's buckets, or with their own."""
+
+    def make(cost: StepCost | None) -> Engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(StepCost, "of", lambda *_: cost)
+            config = EngineConfig(
+                model=str(model_folders("llama3_gqa")), max_num_seqs=5, max_num_batched_tokens=101, kv_pages=400
+            )
+            return Engine.load(config, progress=False)
+
+    return make
+
+
+def test_an_engine_with_an_accelerator_s_buckets(engine):
+    """Gives the answers of any other, and keeps to the budget that was asked for, which is no bucket."""
+    prompts = [np.random.default_rng(i).integers(5, 500, n).tolist() for i, n in enumerate((3, 230, 1, 60, 111, 9))]
+    said = []
+    for cost in (None, StepCost(weights=0.003, token=2e-4)):
+        made = engine(cost)
+        some = [request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(prompts)]
+        said.append([completion.token_ids for completion in generate(made, *some)])
+    assert said[0] == said[1]
+    assert [str(shape) for shape in made.shapes if shape.decode_only] == ["decode[1]", "decode[2]", "decode[8]"]
+    assert sizes(made.shapes, False) == [16, 24, 32, 48, 72, 104]
+    assert made.scheduler.max_num_batched_tokens == 101
+    assert made.counters.step_tokens.total == sum(map(len, prompts)) + 6 * 11
