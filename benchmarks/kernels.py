@@ -4,9 +4,10 @@
   python benchmarks/kernels.py --sizes full --json benchmarks/results/kernels-h200.json --plot kernels.png
 
 For each case every backend that the registry lets run there computes the same inputs, and so do the peers that can be
-imported: torch's matmul (cuBLAS) and scaled-dot-product attention, FlashInfer, and XLA's own matmul without
-quantization. A result is compared with plain XLA's as a whole, and where it is large some hundred values of it with
-NumPy in float64; what is wrong is reported and not timed. What fails is reported with its reason, and the run goes on.
+imported: torch's matmul (cuBLAS) and scaled-dot-product attention, FlashInfer, JAX's bundled ragged paged attention on
+TPUs, and XLA's own matmul without quantization. A result is compared with plain XLA's as a whole, and where it is large
+some hundred values of it with NumPy in float64; what is wrong is reported and not timed. What fails is reported with
+its reason, and the run goes on.
 
   us        median time of a call, of many that are queued together, over inputs that do not fit the cache
             (jaxserve/bench/timing.py); * where launching the calls took as long as running them

@@ -2,14 +2,20 @@
 
 Compiled for v5e and v6e ahead of time, run in interpret mode only; not yet run on a device.
 
-A copy to or from HBM moves whole tiles, so a token (one row of a tile) is written by read, change, write. Tokens are
-sorted by tile outside the kernel, padding last, and each run of tokens in one tile (a group) is one such round: no two
-rounds in flight touch the same tile.
+Tokens are sorted by tile outside the kernel, padding last; the tokens of one tile are a group, and no two groups in
+flight touch the same tile. A copy to or from HBM moves words of 4 bytes in the direction of the tokens, and a tile is
+8 of those (`tpu_dma`). What is moved of a tile of all heads, keys and values, per group:
+
+  all its tokens are new      the tile is written; bytes written / new bytes: 1 (prompts)
+  one token is (decodes)      the token's word is read, changed and written; bytes moved / new bytes: 1 in float32,
+                              where nothing needs to be read, 4 in bfloat16, 8 in 8 bits. Tiles would be 16, 32, 64.
+  some are                    the tile is read, changed and written (a prompt's ends)
+
+Scales lie along lanes, 128 of which are the least that a copy moves: those of a page are read, changed and written.
 
 Grid: one step per chunk of sorted tokens, only as many as hold real tokens. A chunk ends its groups and awaits its
   writes, so that a tile shared by two chunks is written by one after the other.
-Memory traffic: per group one tile of all heads, keys and values, in and out; the new rows once, in float32, because
-  only there a row can be addressed by itself.
+Memory traffic: the groups as above; the new rows once, in float32, because only there a row can be addressed by itself.
 Pipeline: a ring of RING tiles in VMEM; reads run AHEAD groups ahead, writes are awaited when their place is needed.
 """
 
@@ -25,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write import quantize
+from pallas_kernels.tpu_dma import aligned, copy, word_rows
 from pallas_kernels.types import KVPages
 
 RING = 8
@@ -42,51 +49,64 @@ def write_vmem_bytes(kv_heads: int, head_dim: int) -> int:
     return RING * tile + 16 * tile + 2 * max(CHUNK_BYTES, 64 * kv_heads * lanes) + (1 << 20)
 
 
-class Groups(NamedTuple):
+class Plan(NamedTuple):
+    """What is fixed when a kernel is built. rows: tokens in a tile of the target; word: tokens in a word of it, 0 where
+    tokens lie along lanes; chunk: tokens in a chunk."""
+
+    page_size: int
+    rows: int
+    word: int
+    chunk: int
+
+
+class Scalars(NamedTuple):
     """Sorted tokens in groups, int32.
 
     slots [tokens]: of the sorted tokens. start [tokens + 1]: first token of each group, then the number of real tokens.
-    chunk [chunks + 1]: first group of each chunk.
+    chunk [chunks + 1]: first group of each chunk. first_page [1]: the page from which slots count.
     """
 
     slots: Any
     start: Any
     chunk: Any
+    first_page: Any
 
 
 @jax.jit
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
     """As `kv_write.write_kv`, in place; padding is not written. Pages may be wider than head_dim; the rest is filled
     with 0."""
-    slots = jnp.where(slots < 0, -1, slots + first_page * pages.page_size)
     if slots.shape[0] > MAX_TOKENS:
         raise ValueError(f"write_kv takes at most {MAX_TOKENS} tokens at once, not {slots.shape[0]}")
     new = jnp.stack([k, v], axis=1)
     new_scale = None
     if pages.scale is not None:
         new, codes_scale = quantize(new, pages.data.dtype)
-        new_scale = _write(pages.scale, codes_scale[..., None], slots, pages.page_size)
+        new_scale = _write(
+            pages.scale, codes_scale[..., None], slots, first_page, Plan(pages.page_size, pages.page_size, 0, 0)
+        )
     new = jnp.pad(new.astype(jnp.float32), ((0, 0),) * 3 + ((0, pages.head_dim - new.shape[-1]),))
-    rows = TILE_BYTES // pages.data.dtype.itemsize
-    return KVPages(_write(pages.data, new[:, :, :, None], slots, rows), new_scale)
+    dtype = pages.data.dtype
+    plan = Plan(pages.page_size, TILE_BYTES // dtype.itemsize, word_rows(dtype), 0)
+    return KVPages(_write(pages.data, new[:, :, :, None], slots, first_page, plan), new_scale)
 
 
-def _write(target: jax.Array, new: jax.Array, slots: jax.Array, rows: int) -> jax.Array:
-    """Writes new [tokens, 2, kv_heads, 1, ...] into target [pages, 2, kv_heads, page_size, ...].
-
-    rows: tokens in a tile of the target, what is read and written at once.
-    """
-    tokens, page_size = slots.shape[0], target.shape[3]
+def _write(target: jax.Array, new: jax.Array, slots: jax.Array, first_page: jax.Array | int, plan: Plan) -> jax.Array:
+    """Writes new [tokens, 2, kv_heads, 1, ...] into target [pages, 2, kv_heads, page_size, ...]; the plan's chunk is
+    found here."""
+    tokens = slots.shape[0]
     row_bytes = 2 * target.shape[2] * 4 * max(128, new.shape[-1])
     chunk = min(CHUNK, max(8, 1 << (CHUNK_BYTES // row_bytes).bit_length() - 1))
-    order, count, groups = _group(slots, page_size, rows, chunk)
-    tile = (*target.shape[1:3], rows, *target.shape[4:])
+    order, count, scalars = _group(slots, plan.rows, chunk)
+    scalars = scalars._replace(first_page=jnp.asarray(first_page, jnp.int32).reshape(1))
+    tile = (*target.shape[1:3], plan.rows, *target.shape[4:])
     vmem = max(write_vmem_bytes(target.shape[2], target.shape[-1]), 14 << 20)
+    words = (*target.shape[1:3], max(plan.word, 1), *target.shape[4:])
     call = pl.pallas_call(
-        partial(_kernel, page_size, rows, chunk),
+        partial(_kernel, plan._replace(chunk=chunk)),
         out_shape=jax.ShapeDtypeStruct(target.shape, target.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(groups),
+            num_scalar_prefetch=len(scalars),
             grid=((count + chunk - 1) // chunk,),
             in_specs=[
                 pl.BlockSpec((chunk, *new.shape[1:]), lambda i, *_: (i, *(0,) * (new.ndim - 1))),
@@ -95,20 +115,23 @@ def _write(target: jax.Array, new: jax.Array, slots: jax.Array, rows: int) -> ja
             out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=[
                 pltpu.VMEM((RING, *tile), target.dtype),
+                pltpu.VMEM((RING, *words), target.dtype),
+                pltpu.VMEM(tile, jnp.float32),
                 pltpu.SemaphoreType.DMA((RING,)),
                 pltpu.SemaphoreType.DMA((RING,)),
             ],
         ),
-        input_output_aliases={len(groups) + 1: 0},
+        input_output_aliases={len(scalars) + 1: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem),
         name="write_kv",
     )
     new = jnp.pad(new[order], ((0, -tokens % chunk),) + ((0, 0),) * (new.ndim - 1))
-    return call(*groups, new, target)
+    return call(*scalars, new, target)
 
 
-def _group(slots: jax.Array, page_size: int, rows: int, chunk: int) -> tuple[jax.Array, jax.Array, Groups]:
-    """Order of the tokens by tile, padding last; number of real tokens; their groups."""
+def _group(slots: jax.Array, rows: int, chunk: int) -> tuple[jax.Array, jax.Array, Scalars]:
+    """Order of the tokens by tile, padding last; number of real tokens; their groups, without the first page, so that
+    layers share the work."""
     tokens = slots.shape[0]
     tile = jnp.where(slots < 0, jnp.iinfo(jnp.int32).max, slots // rows)
     order = jnp.argsort(tile)
@@ -120,50 +143,92 @@ def _group(slots: jax.Array, page_size: int, rows: int, chunk: int) -> tuple[jax
     chunks = (tokens + chunk - 1) // chunk
     before = index[None, :] < jnp.arange(chunks + 1)[:, None] * chunk
     first = (begins[None, :] & before).sum(1, dtype=jnp.int32)
-    return order, count, Groups(slots[order], jnp.append(start, count), first)
+    return order, count, Scalars(slots[order], jnp.append(start, count), first, None)
 
 
-def _kernel(page_size, rows, chunk, slots, start, chunk_group, new, _, target, ring, read, written) -> None:
-    """A chunk: new [chunk, 2, kv_heads, 1, ...], target in HBM, ring [RING, 2, kv_heads, rows, ...]."""
+def _kernel(plan: Plan, *refs: Any) -> None:
+    """A chunk: new [chunk, 2, kv_heads, 1, ...], target in HBM, ring [RING, 2, kv_heads, rows, ...] and words [RING, 2,
+    kv_heads, word, ...] of the target's dtype, wide [2, kv_heads, rows, ...] in float32."""
+    scalars = Scalars(*refs[: len(Scalars._fields)])
+    new, _, target, ring, words, wide, read, written = refs[len(Scalars._fields) :]
+    slots, start = scalars.slots, scalars.start
     step = pl.program_id(0)
-    first, last = chunk_group[step], chunk_group[step + 1]
+    first, last = scalars.chunk[step], scalars.chunk[step + 1]
 
-    def tile_of(group):
+    def part(group, rows):
+        """The tile of a group (rows of a tile), or the word of its first token (rows of a word)."""
         slot = slots[start[group]]
-        row = pl.multiple_of(slot % page_size // rows * rows, rows)
-        return target.at[slot // page_size, :, :, pl.ds(row, rows)]
+        row = aligned(slot % plan.page_size // rows * rows, rows)
+        return target.at[scalars.first_page[0] + slot // plan.page_size, :, :, pl.ds(row, rows)]
 
-    def reading(group):
-        place = group % RING
-        return pltpu.make_async_copy(tile_of(group), ring.at[place], read.at[place])
+    def in_kind(group, *, one, some, whole):
+        """Calls what suits the number of the group's tokens; None does nothing."""
+        tokens = start[group + 1] - start[group]
+        alone = (tokens == 1) & (plan.word > 0)
+        full = tokens == plan.rows
+        for kind, act in ((alone, one), (full & ~alone, whole), (~full & ~alone, some)):
+            if act is not None:
+                pl.when(kind)(act)
 
-    def writing(group):
-        place = group % RING
-        return pltpu.make_async_copy(ring.at[place], tile_of(group), written.at[place])
+    def reading(group, rows):
+        cell = words if rows == plan.word else ring
+        return copy(part(group, rows), cell.at[group % RING], read.at[group % RING])
+
+    def writing(group, rows):
+        cell = words if rows == plan.word else ring
+        return copy(cell.at[group % RING], part(group, rows), written.at[group % RING])
+
+    def start_reading(group, _=None):
+        word = (lambda: reading(group, plan.word).start()) if plan.word > 1 else None
+        in_kind(group, one=word, some=lambda: reading(group, plan.rows).start(), whole=None)
+
+    def await_reading(group):
+        word = (lambda: reading(group, plan.word).wait()) if plan.word > 1 else None
+        in_kind(group, one=word, some=lambda: reading(group, plan.rows).wait(), whole=None)
+
+    def start_writing(group):
+        word = (lambda: writing(group, plan.word).start()) if plan.word else None
+        in_kind(group, one=word, some=(start := lambda: writing(group, plan.rows).start()), whole=start)
+
+    def await_writing(group, _=None):
+        word = (lambda: writing(group, plan.word).wait()) if plan.word else None
+        in_kind(group, one=word, some=(wait := lambda: writing(group, plan.rows).wait()), whole=wait)
+
+    def row_of(token):
+        return new[token - step * plan.chunk]
 
     def one_group(group, _):
         ahead = group + AHEAD
+        pl.when((ahead < last) & (ahead - RING >= first))(lambda: await_writing(ahead - RING))
+        pl.when(ahead < last)(lambda: start_reading(ahead))
+        await_reading(group)
+        place = group % RING
 
-        @pl.when((ahead < last) & (ahead - RING >= first))
-        def await_place():
-            writing(ahead - RING).wait()
-
-        @pl.when(ahead < last)
-        def read_ahead():
-            reading(ahead).start()
-
-        reading(group).wait()
-        tile = ring.at[group % RING]
-        place = lax.broadcasted_iota(jnp.int32, tile.shape, 2)
-
-        def one_token(token, _):
-            row = new[token - step * chunk]
+        def change_word():
+            word, token = words.at[place], start[group]
+            here = lax.broadcasted_iota(jnp.int32, word.shape, 2) == slots[token] % plan.word
             # Selected in float32, where it is exact for all dtypes: narrow ones lack masks on some chips.
-            tile[...] = jnp.where(place == slots[token] % rows, row, tile[...].astype(jnp.float32)).astype(tile.dtype)
+            word[...] = jnp.where(here, row_of(token), word[...].astype(jnp.float32)).astype(word.dtype)
 
-        lax.fori_loop(start[group], start[group + 1], one_token, None)
-        writing(group).start()
+        def change_tile():
+            wide[...] = ring[place].astype(jnp.float32)
+            fill_tile()
 
-    lax.fori_loop(first, jnp.minimum(first + AHEAD, last), lambda group, _: reading(group).start(), None)
+        def fill_tile():
+            def one_token(token, _):
+                row = slots[token] % plan.rows
+                if plan.word:
+                    wide[:, :, pl.ds(row, 1)] = row_of(token)
+                else:  # along lanes, of which one cannot be addressed
+                    here = lax.broadcasted_iota(jnp.int32, wide.shape, 2) == row
+                    wide[...] = jnp.where(here, row_of(token), wide[...])
+
+            lax.fori_loop(start[group], start[group + 1], one_token, None)
+            ring[place] = wide[...].astype(ring.dtype)
+
+        in_kind(group, one=change_word if plan.word else None, some=change_tile, whole=fill_tile)
+        start_writing(group)
+
+    lax.fori_loop(first, jnp.minimum(first + AHEAD, last), start_reading, None)
     lax.fori_loop(first, last, one_group, None)
-    lax.fori_loop(jnp.maximum(first, last - RING), last, lambda group, _: writing(group).wait(), None)
+    lax.fori_loop(jnp.maximum(first, last - RING), last, await_writing, None)

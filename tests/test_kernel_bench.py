@@ -13,7 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import kernels
-from peers.kernel_backends import Backend, XlaDense
+from peers.kernel_backends import Backend, RaggedPagedAttention, XlaDense
 
 from jaxserve.bench import kernel_shapes, timing
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase, WriteCase, largest_error
@@ -170,3 +170,19 @@ def test_notebook(monkeypatch):
     text = "".join(output.get("text", "") for output in outputs)
     assert "failed:" not in text
     assert "wrong:" not in text
+
+
+def test_jaxs_ragged_paged_attention_gets_the_same_problem():
+    """Its own reference, which is plain JAX, on our mixed case; the kernel itself needs a TPU."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+
+    case = AttentionCase("", "float32", ((1, 40), (1, 16), (9, 30)), kv_heads=2, group=3, head_dim=128)
+    peer = RaggedPagedAttention()
+    assert "TPU" in peer.why_not(case, Device("cpu", "cpu"))
+    assert peer.why_not(case, Device("tpu", "TPU v5 lite")) is None
+    assert peer.why_not(INT4, Device("tpu", "TPU v5 lite")) == "it is for attention"
+    arguments = case.arguments(seed=3)
+    peer.function = ref_ragged_paged_attention
+    q, pages, *rest = arguments
+    _, out = case.call(SimpleNamespace(paged_attention=peer.attend))((), q, peer.arrange(pages), *rest)
+    assert largest_error(*case.exact(out, *arguments)) < 1e-5

@@ -1,4 +1,5 @@
-"""Kernels of others on our cases: cuBLAS and scaled-dot-product attention through torch, FlashInfer, XLA's own matmul.
+"""Kernels of others on our cases: cuBLAS and scaled-dot-product attention through torch, FlashInfer, XLA's own matmul,
+JAX's bundled ragged paged attention for TPUs.
 
 torch's are given our arrays where they lie. FlashInfer 0.2 or newer; it has not been run here.
 """
@@ -18,6 +19,7 @@ from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, WriteCa
 from jaxserve.bench.timing import CHAIN, Chain, Work, in_groups
 from pallas_kernels.quant_matmul.reference import dequantize
 from pallas_kernels.registry import Device, explain, load
+from pallas_kernels.types import KVPages
 
 WORKSPACE_BYTES = 128 << 20  # of FlashInfer
 
@@ -65,6 +67,37 @@ def _not_dense(case: Case) -> str | None:
     if (case.codes, case.block) != ("int8", (1, 0)):
         return "the same for every format: see int8 channel"
     return None
+
+
+class RaggedPagedAttention:
+    """The attention that JAX bundles for TPUs (its second version; the third is not part of JAX). Its pages hold each
+    token's heads together, keys and values in turn: [pages, page_size, 2 * kv_heads, head_dim]."""
+
+    name = "jax ragged"
+
+    def __init__(self) -> None:
+        package = importlib.import_module("jax.experimental.pallas.ops.tpu.ragged_paged_attention")
+        self.function = package.ragged_paged_attention
+
+    def why_not(self, case: Case, device: Device) -> str | None:
+        if (reason := _not_plain(case)) is not None:
+            return reason
+        return None if device.platform == "tpu" else f"it is for TPUs, not platform {device.platform!r}"
+
+    def attend(self, q, pages, tables, q_start, kv_len, num_decodes, *, scale: float, decode_only: bool) -> jax.Array:
+        """As `paged_attention`, but with pages in its own form; every row must have tokens."""
+        flat = q.reshape(q.shape[0], -1, q.shape[-1])
+        rows = jnp.array([kv_len.shape[0]], jnp.int32)
+        return self.function(flat, pages, kv_len, tables, q_start, rows, sm_scale=scale).reshape(q.shape)
+
+    @staticmethod
+    def arrange(pages: KVPages) -> jax.Array:
+        data = pages.data.transpose(0, 3, 2, 1, 4)
+        return data.reshape(*data.shape[:2], -1, data.shape[-1])
+
+    def prepare(self, case: Case, sets: Sequence[tuple[Any, ...]]) -> Work:
+        own = [(q, jax.jit(self.arrange)(pages), *rest) for q, pages, *rest in sets]
+        return Chain(case.call(SimpleNamespace(paged_attention=self.attend)), (), own, 4)  # type: ignore[arg-type]
 
 
 class TorchWork:
@@ -226,4 +259,4 @@ class FlashInfer(Torch):
         return TorchWork(self.torch, [function(*arguments) for arguments in sets], lambda y: y.reshape(shape))
 
 
-PEERS = (XlaDense, TorchMatmul, TorchAttention, FlashInfer)
+PEERS = (XlaDense, RaggedPagedAttention, TorchMatmul, TorchAttention, FlashInfer)

@@ -192,18 +192,21 @@ WRITES = [
 ]
 
 
+@pytest.mark.parametrize("chunk", [8, 128])
 @pytest.mark.parametrize(("dtype", "page_size", "head_dim", "page_dim", "has_scale"), WRITES)
-def test_write_changes_the_slots_and_nothing_else(dtype, page_size, head_dim, page_dim, has_scale, monkeypatch):
-    """A prompt across a page border, decodes out of order, two tokens in one tile far apart, padding between them."""
-    for name, value in {"CHUNK": 8, "RING": 3, "AHEAD": 2}.items():  # several chunks, groups that wait for their place
+def test_write_changes_the_slots_and_nothing_else(dtype, page_size, head_dim, page_dim, has_scale, chunk, monkeypatch):
+    """A prompt across a page border, one of several tiles, decodes out of order, two tokens in one tile far apart,
+    padding between them. In small chunks: groups that wait for their place, and tiles that two chunks share."""
+    for name, value in {"CHUNK": chunk, "RING": 3, "AHEAD": 2}.items():
         monkeypatch.setattr(kv_write_tpu, name, value)
     kv_write_tpu.write_kv.clear_cache()
     rng = np.random.default_rng(page_size)
     slots = [4 * page_size - 3 + i for i in range(7)]
-    slots += [-1, 9 * page_size + 1, 2 * page_size, -1, 7 * page_size - 1, 9 * page_size, -1, 2 * page_size + 15]
-    slots += [(9 + i) * page_size + 3 for i in range(7)] + [0, -1]
+    slots += [-1, 17 * page_size + 1, 2 * page_size, -1, 16 * page_size - 1, 17 * page_size, -1, 2 * page_size + 15]
+    slots += [(17 + i) * page_size + 3 for i in range(7)] + [0, -1]
+    slots += [5 * page_size + 5 + i for i in range(75)]
     slots = np.array(slots, np.int32)
-    old = rng.standard_normal((18, 2, 2, page_size, page_dim)).astype(dtype)
+    old = rng.standard_normal((26, 2, 2, page_size, page_dim)).astype(dtype)
     old_scale = rng.uniform(1, 2, old.shape[:-1]).astype(np.float32) if has_scale else None
     kv = rng.standard_normal((2, len(slots), 2, head_dim)).astype(np.float32)
     kv[0, 0] = 0
