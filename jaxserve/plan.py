@@ -67,7 +67,7 @@ def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineCon
     weights = _as_read(decoder, path, mesh, config, packing)
     if packing is None:
         return weights
-    return {name: packing.abstract(w) if is_matrix(name) else w for name, w in weights.items()}
+    return {name: packing.abstract(w, mesh) if is_matrix(name) else w for name, w in weights.items()}
 
 
 def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, packing: Packing | None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         kind = (re.sub(r"^layers_\d+/", "", weight), stored)
         if kind not in known:
             known[kind] = read_weight(pieces[weight], source.tensors, target, reader, as_stored)
-            if packing and isinstance(known[kind], StoredRows) and packing.abstract(known[kind]) is None:
+            if packing and isinstance(known[kind], StoredRows) and packing.abstract(known[kind], mesh) is None:
                 known[kind] = read_weight(pieces[weight], source.tensors, target, reader)
         if isinstance(known[kind], StoredRows):
             plain[weight] = known[kind]

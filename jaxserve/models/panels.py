@@ -90,18 +90,21 @@ class Packing:
             return cpu_panels.pack_quantized(host, self.quantized) if self._fits(host) else None
         return cpu_panels.pack_floats(host, self.floats) if host.dtype in cpu_panels.FLOATS else None
 
-    def abstract(self, like: Any) -> Any:
+    def abstract(self, like: Any, mesh: Mesh) -> Any:
         """The shapes of what `pack` makes of a matrix of this form: of shapes, or rows of a file, of which None has
         several types in a panel. Forms that there is no type of panels for stay."""
         if isinstance(like, StoredRows):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._packed(like))
-        if isinstance(like, QuantArray):
+            made = self._packed(like)
+        elif isinstance(like, QuantArray):
             if not self._fits(like):
                 return like
             four = like.codes.dtype == ml_dtypes.int4
             kind = cpu_panels.PanelType.GROUPED_4 if four else cpu_panels.PanelType.GROUPED_8
-            return cpu_panels.abstract(like.shape, kind, self.quantized, like.block[1])
-        return cpu_panels.abstract(like.shape, cpu_panels.FLOATS[np.dtype(like.dtype)], self.floats)
+            made = cpu_panels.abstract(like.shape, kind, self.quantized, like.block[1])
+        else:
+            made = cpu_panels.abstract(like.shape, cpu_panels.FLOATS[np.dtype(like.dtype)], self.floats)
+        place = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made)
 
     def pack_placed(self, params: Mapping[str, Any], mesh: Mesh, dtype: np.dtype | None = None) -> dict[str, Any]:
         """Parameters by their paths that lie on the CPU already, in panels; floats as `dtype`, or as they are."""
