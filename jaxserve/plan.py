@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from checkpoints.load import read_weight
+from checkpoints.quantized import StoredRows
 from jaxserve import memory
 from jaxserve.config import EngineConfig
 from jaxserve.kv_cache import CacheLayout, cache_dtype
@@ -19,10 +20,11 @@ from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, compute_dtype, find_files, make_decoder, read_model
+from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import SCHEMES, abstract_like, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.targets import target_memory
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import PanelArray, QuantArray
 
 
 def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> Iterator[str]:
@@ -61,13 +63,25 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
 def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig) -> dict[str, Any]:
     """Path -> the form that a weight of the checkpoint will have on the devices. Reads one of each kind of quantized
     weight, and no other."""
+    packing = Packing.of(config, mesh)
+    weights = _as_read(decoder, path, mesh, config, packing)
+    if packing is None:
+        return weights
+    return {name: packing.abstract(w, mesh) if is_matrix(name) else w for name, w in weights.items()}
+
+
+def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, packing: Packing | None) -> dict[str, Any]:
+    """The same before matrices are packed."""
     plain: dict[str, Any] = dict(abstract_params(decoder, mesh))
     if config.load_format == "dummy":
         return quantized_abstract(plain, config.quantization) if config.quantization in SCHEMES else plain
     source = Checkpoint.open(path, config.quantization, config.ignore_config_keys)
     pieces, reader = source.pieces(decoder), source.reader
+    if packing:
+        plain |= packing.stored(plain, pieces, source.tensors)
     if reader is None:
         return plain
+    as_stored = packing.types if packing else ()
     known: dict[Any, Any] = {}
     for weight, target in plain.items():
         parts = [part for piece in pieces[weight] for part in reader.parts(piece.name)]
@@ -76,14 +90,18 @@ def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineCon
         stored = tuple((source.tensors[part].dtype, source.tensors[part].nbytes) for part in parts)
         kind = (re.sub(r"^layers_\d+/", "", weight), stored)
         if kind not in known:
-            known[kind] = read_weight(pieces[weight], source.tensors, target, reader)
-        if isinstance(known[kind], QuantArray):
+            known[kind] = read_weight(pieces[weight], source.tensors, target, reader, as_stored)
+            if packing and isinstance(known[kind], StoredRows) and packing.abstract(known[kind], mesh) is None:
+                known[kind] = read_weight(pieces[weight], source.tensors, target, reader)
+        if isinstance(known[kind], StoredRows):
+            plain[weight] = known[kind]
+        elif isinstance(known[kind], QuantArray):
             plain[weight] = abstract_like(known[kind], target.sharding)
     return plain
 
 
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, QuantArray)
+    return isinstance(x, QuantArray | PanelArray)
 
 
 def _shape(model: ModelConfig) -> str:

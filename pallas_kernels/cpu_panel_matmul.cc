@@ -183,6 +183,7 @@ static void int_column(const Rounded& x, int64_t token, const uint8_t* record, i
   Floats totals[M] = {};
   for (int64_t at = 0; at < x.blocks; record += size)
     for (int64_t b = 0; b < blocks_of && at < x.blocks; b++, at++)
+#pragma GCC unroll 2
       for (int sub = 0; sub < kBlock / R::kSub; sub++) {
         Ints acc[M] = {};
 #pragma GCC unroll 8

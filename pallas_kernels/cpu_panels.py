@@ -107,14 +107,17 @@ def pack_floats(values: np.ndarray, arithmetic: str) -> PanelArray:
     return packed
 
 
-def pack_quantized(w: QuantArray, arithmetic: str) -> PanelArray | None:
-    """A quantized weight of NumPy arrays with codes of 4 or 8 bits; None for what panels have no type for."""
+def has_type(w: QuantArray) -> bool:
+    """Whether panels have a type for a quantized weight, of arrays or of their shapes."""
+    whole = w.block[1] >= w.shape[1]
+    return w.order is None and w.codes.dtype in (ml_dtypes.int4, np.int8) and (whole or w.block[1] % BLOCK == 0)
+
+
+def pack_quantized(w: QuantArray, arithmetic: str) -> PanelArray:
+    """A quantized weight of NumPy arrays that panels have a type for."""
+    assert has_type(w)
     codes, (out, inputs) = np.asarray(w.codes), w.shape
     group = min(w.block[1], inputs)
-    if w.order is not None or codes.dtype.kind == "f" or codes.dtype == ml_dtypes.float8_e4m3fn:
-        return None
-    if group != inputs and group % BLOCK:
-        return None
     four = codes.dtype == ml_dtypes.int4
     offset = 8 if four else 128
 
@@ -128,7 +131,18 @@ def pack_quantized(w: QuantArray, arithmetic: str) -> PanelArray | None:
     unsigned = (codes.astype(np.int16) + offset).astype(np.uint8)
     data = np.concatenate([unsigned, scale.view(np.uint8), np.ascontiguousarray(shift).view(np.uint8)], axis=1)
     kind = PanelType.GROUPED_4 if four else PanelType.GROUPED_8
-    return pack([Rows(kind, data, -(-group // BLOCK))], np.arange(out), inputs, arithmetic)
+    packed = pack([Rows(kind, data, -(-group // BLOCK))], np.arange(out), inputs, arithmetic)
+    assert packed is not None
+    return packed
+
+
+def abstract(shape: tuple[int, ...], kind: PanelType, arithmetic: str, group: int = 0) -> PanelArray:
+    """The shapes of a weight in panels of one type; `group`: inputs that share a scale of a grouped one."""
+    out, inputs = shape
+    count, blocks = -(-out // ROWS), -(-min(group, inputs) // BLOCK)
+    size = count * _library().jaxserve_panel_bytes(int(kind), inputs, blocks)
+    data, table = jax.ShapeDtypeStruct((size // UNIT, UNIT), np.uint8), jax.ShapeDtypeStruct((count, 3), np.int32)
+    return PanelArray(data, table, (out, inputs), arithmetic)
 
 
 def matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.Array:

@@ -76,18 +76,35 @@ class Packing:
 
     def pack(self, host: np.ndarray | QuantArray | StoredRows, mesh: Mesh) -> PanelArray | None:
         """A matrix of the host in panels on the CPU; None: there is no type of panels for it."""
+        packed, place = self._packed(host), NamedSharding(mesh, PartitionSpec())
+        return None if packed is None else jax.tree.map(lambda x: jax.device_put(x, place), packed)
+
+    def _fits(self, w: QuantArray) -> bool:
+        return self.quantized == "int8" and min(w.block[1], w.shape[1]) >= SMALLEST_GROUP and cpu_panels.has_type(w)
+
+    def _packed(self, host: np.ndarray | QuantArray | StoredRows) -> PanelArray | None:
         if isinstance(host, StoredRows):
             parts = [cpu_panels.Rows(cpu_panels.GGUF_TYPES[kind], data) for kind, data in host.parts]
-            packed = cpu_panels.pack(parts, host.source, host.shape[1], self.quantized)
-        elif isinstance(host, QuantArray):
-            fits = self.quantized == "int8" and min(host.block[1], host.shape[1]) >= SMALLEST_GROUP
-            packed = cpu_panels.pack_quantized(host, self.quantized) if fits else None
-        elif host.dtype in cpu_panels.FLOATS:
-            packed = cpu_panels.pack_floats(host, self.floats)
+            return cpu_panels.pack(parts, host.source, host.shape[1], self.quantized)
+        if isinstance(host, QuantArray):
+            return cpu_panels.pack_quantized(host, self.quantized) if self._fits(host) else None
+        return cpu_panels.pack_floats(host, self.floats) if host.dtype in cpu_panels.FLOATS else None
+
+    def abstract(self, like: Any, mesh: Mesh) -> Any:
+        """The shapes of what `pack` makes of a matrix of this form: of shapes, or rows of a file, of which None has
+        several types in a panel. Forms that there is no type of panels for stay."""
+        if isinstance(like, StoredRows):
+            made = self._packed(like)
+        elif isinstance(like, QuantArray):
+            if not self._fits(like):
+                return like
+            four = like.codes.dtype == ml_dtypes.int4
+            kind = cpu_panels.PanelType.GROUPED_4 if four else cpu_panels.PanelType.GROUPED_8
+            made = cpu_panels.abstract(like.shape, kind, self.quantized, like.block[1])
         else:
-            packed = None
+            made = cpu_panels.abstract(like.shape, cpu_panels.FLOATS[np.dtype(like.dtype)], self.floats)
         place = NamedSharding(mesh, PartitionSpec())
-        return None if packed is None else jax.tree.map(lambda x: jax.device_put(x, place), packed)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made)
 
     def pack_placed(self, params: Mapping[str, Any], mesh: Mesh, dtype: np.dtype | None = None) -> dict[str, Any]:
         """Parameters by their paths that lie on the CPU already, in panels; floats as `dtype`, or as they are."""

@@ -181,7 +181,9 @@ def test_other_quantized_weights(codes, block, offsets):
         block,
     )
     packed = cpu_panels.pack_quantized(w, "int8")
-    assert packed is not None
+    kind = cpu_panels.PanelType.GROUPED_4 if codes == ml_dtypes.int4 else cpu_panels.PanelType.GROUPED_8
+    like = cpu_panels.abstract((out, inputs), kind, "int8", block[1])
+    assert (like.data.shape, like.table.shape) == (packed.data.shape, packed.table.shape)
     for tokens in (1, 3, 8):
         x = inputs_of(tokens, inputs)
         values = dequantize(w)
@@ -193,6 +195,7 @@ def test_other_quantized_weights(codes, block, offsets):
 
 def test_what_panels_have_no_type_for():
     codes, scale = np.zeros((16, 64), np.int8), np.ones((16, 4), np.float32)
-    assert cpu_panels.pack_quantized(QuantArray(codes, scale, block=(1, 16)), "int8") is None
+    assert not cpu_panels.has_type(QuantArray(codes, scale, block=(1, 16)))
+    assert cpu_panels.has_type(QuantArray(codes, scale, block=(1, 32)))
     floats = codes.astype(ml_dtypes.float8_e4m3fn)
-    assert cpu_panels.pack_quantized(QuantArray(floats, scale[:, :1], block=(1, 64)), "int8") is None
+    assert not cpu_panels.has_type(QuantArray(floats, scale[:, :1], block=(1, 64)))
