@@ -35,6 +35,7 @@ from jaxserve.slots import (
     set_slots,
 )
 from jaxserve.steps import StepShape
+from pallas_kernels import cpu
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class ModelRunner:
 
     def allocate(self) -> None:
         """Makes the cache and the slots."""
-        self.slots = jax.jit(self._make_slots, out_shardings=replicated(self.mesh))()
+        lazily = {"zeros": cpu.zeros} if self._on_cpu and self.mesh.size == 1 else {}
+        self.slots = jax.jit(partial(self._make_slots, **lazily), out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
 
     def restore(self) -> None:
