@@ -12,7 +12,7 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxserve import memory
+from jaxserve import heap, memory
 from jaxserve.admission import Admission
 from jaxserve.batch import Batch, pack, split, step_shapes
 from jaxserve.beam import Beams
@@ -148,6 +148,7 @@ class Engine:
         decoder = make_decoder(model, mesh, dtype, page_size=config.page_size, kv_dtype=kv_dtype, **backends)
         params = make_params(decoder, folder, mesh, config, progress=progress)
         decoder = trust_matmul(decoder, params, mesh, config.matmul_backend)
+        heap.trim()
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
         log.info("%s", memory.describe_weights(params))
 
@@ -187,6 +188,7 @@ class Engine:
         seconds, hits = time.perf_counter() - start, self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
         gc.collect()
+        heap.trim()
         gc.freeze()  # what is here stays: the garbage collector need not look at it again while we serve
         often, *rarely = gc.get_threshold()
         gc.set_threshold(max(often, GARBAGE), *rarely)

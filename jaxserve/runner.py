@@ -39,6 +39,7 @@ from jaxserve.slots import (
 from jaxserve.steps import StepShape
 from jaxserve.types import NO_PENALTY_ROW
 from jaxserve.xla_options import compiler_options
+from pallas_kernels import cpu
 from pallas_kernels.parts import Row, value_of
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,8 @@ class ModelRunner:
         """Makes the cache and the slots, in place of those that there may be."""
         vars(self).pop("cache", None)  # there may be no room for both
         vars(self).pop("slots", None)
-        self.slots = jax.jit(self._make_slots, out_shardings=replicated(self.mesh))()
+        lazily = {"zeros": cpu.zeros} if self._on_cpu and self.mesh.size == 1 else {}
+        self.slots = jax.jit(partial(self._make_slots, **lazily), out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
 
     def restore(self) -> None:

@@ -9,6 +9,7 @@ penalty row beside its slot; the others share row 0 (NO_PENALTY_ROW), whose cont
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -66,15 +67,16 @@ def create_slots(
     hidden_size: int = 1,
     dtype: DTypeLike = jnp.float32,
     penalty_rows: int = 0,
+    zeros: Callable[..., jax.Array] = jnp.zeros,
 ) -> SlotState:
-    """Empty slots; `penalty_rows` sequences can have penalties at a time."""
+    """Empty slots; `penalty_rows` sequences can have penalties at a time. `zeros` makes what is large."""
     rows = num_slots + 1
     return SlotState(
         last_token=jnp.zeros(rows, jnp.int32),
         block_tables=jnp.zeros((rows, max_pages), jnp.int32),
         params=jnp.tile(padding_slot(num_slots), (rows, 1)),
-        counts=jnp.zeros((1 + penalty_rows, vocab_size), jnp.int32),
-        in_prompt=jnp.zeros((1 + penalty_rows, vocab_size), jnp.bool_),
+        counts=zeros((1 + penalty_rows, vocab_size), jnp.int32),
+        in_prompt=zeros((1 + penalty_rows, vocab_size), jnp.bool_),
         hidden=jnp.zeros((rows, hidden_size), dtype),
     )
 

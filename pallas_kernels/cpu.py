@@ -38,6 +38,7 @@ FUNCTIONS = {
         "jaxserve_rope": "Rope",
         "jaxserve_silu_gate": "SiluGate",
         "jaxserve_untouched": "Untouched",
+        "jaxserve_zeros": "Zeros",
     },
     ATTENTION: {"jaxserve_paged_attention": "PagedAttention", "jaxserve_write_kv": "WriteKv"},
     QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul", "jaxserve_int4_of_bytes": "Int4OfBytes"},
@@ -89,6 +90,14 @@ def untouched(shape: Sequence[int], dtype: Any) -> jax.Array:
     if not available():
         return jnp.zeros(shape, dtype)
     return jax.ffi.ffi_call("jaxserve_untouched", jax.ShapeDtypeStruct(shape, dtype))()
+
+
+def zeros(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """As `jnp.zeros`, but memory is taken page by page as it is first written."""
+    if not available():
+        return jnp.zeros(shape, dtype)
+    size = np.int64(np.prod(shape) * np.dtype(dtype).itemsize)
+    return jax.ffi.ffi_call("jaxserve_zeros", jax.ShapeDtypeStruct(shape, dtype))(bytes=size)
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:

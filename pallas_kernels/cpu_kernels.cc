@@ -2,6 +2,12 @@
 
 #include "cpu_kernels.h"
 
+#include <cstring>
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 constexpr int64_t kMany = 40;  // rows from which on a panel is worth its transposing
 
 // y = x w^T for the first `count` rows of x [tokens, in], and w [out, in]; the other rows of y are left as they are.
@@ -110,3 +116,20 @@ DEFINE_HANDLER(SiluGate, silu_gate, kF32, kS32)
 // Writes nothing: a large result stays memory that the system has promised and not handed out yet.
 static void untouched(const Call&) {}
 DEFINE_HANDLER(Untouched, untouched)
+
+// Zeros, for which the system hands out memory when they are first written: whole pages of it are given back, and come
+// anew as zeros.
+static void zeros(const Call& call) {
+  char *begin = data<char>(call.result()), *end = begin + call.attribute<int64_t>("bytes"), *rest = begin;
+#ifdef __linux__
+  const uintptr_t page = sysconf(_SC_PAGESIZE);
+  char* first = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page);
+  char* last = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(end) / page * page);
+  if (first < last && madvise(first, last - first, MADV_DONTNEED) == 0) {
+    std::memset(begin, 0, first - begin);
+    rest = last;
+  }
+#endif
+  std::memset(rest, 0, end - rest);
+}
+DEFINE_HANDLER(Zeros, zeros)

@@ -116,3 +116,15 @@ def test_other_activations_take_the_plain_gate():
     x = np.random.default_rng(0).normal(0, 2, (3, 16, 2)).astype(np.float32)
     for activation in ("gelu", "gelu_tanh"):
         np.testing.assert_array_equal(cpu.gate(x, activation), gate(x, activation))
+
+
+def test_zeros_take_no_memory_until_they_are_written():
+    """Memory that was used before comes as zeros; of sizes that are no whole pages, too."""
+    make = jax.jit(lambda: [cpu.zeros((size,), jnp.int8) for size in (1, 4095, 12_345, 40_000_000)])
+    for _ in range(3):
+        arrays = make()
+        assert all(not np.asarray(x).any() for x in arrays)
+        dirty = [jax.jit(lambda x: x + 1, donate_argnums=0)(x) for x in arrays]
+        assert all((np.asarray(x) == 1).all() for x in dirty)
+        del arrays, dirty
+    assert "jaxserve_zeros" in make.lower().as_text()

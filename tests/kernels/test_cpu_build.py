@@ -1,0 +1,67 @@
+"""A machine without a C++ compiler: everything runs in plain XLA, and says what is missing and what that costs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels import cpu_build
+
+ROOT = Path(__file__).parents[2]
+EVERYTHING = """
+import logging
+logging.basicConfig(format="%(message)s")
+import jax, jax.numpy as jnp, numpy as np
+from pallas_kernels import cpu
+from pallas_kernels.ops import choose_ops
+from pallas_kernels.registry import AttentionProblem, Device
+from pallas_kernels.types import KVPages
+
+for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
+    scaled = jnp.dtype(dtype).itemsize == 1
+    ops = choose_ops(Device("cpu", "cpu"), AttentionProblem(np.dtype("f4"), np.dtype(dtype), 2, 3, 8, 4, scaled))
+    pages = KVPages(jnp.zeros((5, 2, 2, 4, 8), dtype), jnp.ones((5, 2, 2, 4)) if scaled else None)
+    kv = jnp.ones((4, 2, 8))
+    pages = ops.write_kv(pages, kv, kv * 3, jnp.arange(4, 8), jnp.int32(0))
+    rows = jnp.ones((1, 3), jnp.int32), jnp.array([0, 4]), jnp.array([4]), jnp.int32(0)
+    found = ops.paged_attention(jnp.ones((4, 2, 3, 8)), pages, *rows, scale=1.0)
+    np.testing.assert_allclose(found, np.full(found.shape, 3.0), rtol=1e-2)
+x = jnp.arange(6.0).reshape(2, 3)
+np.testing.assert_allclose(ops.matmul(x, x), np.asarray(x) @ np.asarray(x).T)
+np.testing.assert_array_equal(cpu.zeros((3,), jnp.int32), 0)
+print("done")
+"""
+
+
+@pytest.fixture
+def without_compiler(tmp_path):
+    return os.environ | {"CXX": "/nonexistent", "JAXSERVE_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+
+
+def test_everything_runs_in_plain_xla_and_says_so_once(without_compiler):
+    command = [sys.executable, "-c", EVERYTHING]
+    run = subprocess.run(command, cwd=ROOT, env=without_compiler, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout == "done\n"
+    assert run.stderr.count("there is no C++ compiler: no '/nonexistent' (CXX) on the PATH") == 1
+    assert "times slower" in run.stderr
+
+
+def test_kernels_command_names_what_is_missing(without_compiler):
+    command = [sys.executable, "-m", "jaxserve", "kernels"]
+    run = subprocess.run(command, cwd=ROOT, env=without_compiler, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    attention = run.stdout.split("\n\n")[1]
+    assert "there is no C++ compiler" in attention
+    assert "* xla" in attention
+
+
+def test_flags_of_the_user_name_another_library(monkeypatch):
+    """They come behind ours, so that the last -march counts."""
+    monkeypatch.delenv("JAXSERVE_CXXFLAGS", raising=False)
+    before = cpu_build._key(cpu_build.ATTENTION)
+    monkeypatch.setenv("JAXSERVE_CXXFLAGS", "-march=x86-64-v3 -DA='b c'")
+    assert cpu_build._flags()[-2:] == ["-march=x86-64-v3", "-DA=b c"]
+    assert cpu_build._key(cpu_build.ATTENTION) != before
