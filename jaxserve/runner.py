@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from jaxserve import steps
 from jaxserve.bundle import bundle
 from jaxserve.jax_versions import with_int4_arguments
 from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, KVCache, copy_pages
-from jaxserve.memory import stored_bytes
+from jaxserve.memory import Needs, stored_bytes
 from jaxserve.mesh import replicated
 from jaxserve.models.decoder import Decoder
 from jaxserve.sampling import Sampled
@@ -56,6 +56,7 @@ class ModelRunner:
         self.frozen = False  # nothing may be compiled any more
         self.compiling = False
         self._executables: dict[Any, Compiled] = {}
+        self._planned = ""  # the slots' shapes
         self._lock = threading.Lock()
 
     @property
@@ -76,10 +77,16 @@ class ModelRunner:
             self.model.dtype,
             self.penalty_rows,
         )
-        self._executables.clear()
+        slots = str(jax.eval_shape(self._make_slots))
+        stale = [name for name in self._executables if slots != self._planned or _takes_cache(name)]
+        for name in stale:
+            del self._executables[name]
+        self._planned = slots
 
     def allocate(self) -> None:
-        """Makes the cache and the slots."""
+        """Makes the cache and the slots, in place of those that there may be."""
+        vars(self).pop("cache", None)  # there may be no room for both
+        vars(self).pop("slots", None)
         self.slots = jax.jit(self._make_slots, out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
 
@@ -192,18 +199,29 @@ class ModelRunner:
     def num_executables(self) -> int:
         return len(self._executables)
 
-    def temporaries(self, names: Iterable[Any]) -> int:
-        """Bytes per device that the largest of these executables needs while it runs, its code included."""
-        figures: list[Any] = [self._get(name).memory_analysis() for name in names]
-        return max(f.temp_size_in_bytes for f in figures) + sum(f.generated_code_size_in_bytes for f in figures)
+    def needs(self, shapes: Sequence[StepShape]) -> Needs:
+        """What all programs of serving with these buckets need, by those of them that are compiled."""
+        names = self.names(shapes)
+        known: list[Any] = [self._executables[name].memory_analysis() for name in names if name in self._executables]
+        return Needs.of(known, pending=len(names) - len(known))
 
-    def compile(self, shapes: Sequence[StepShape], threads: int = 2) -> None:
-        """Compiles all that serving can need: the steps of these buckets and the upkeep around them."""
-        by_size = sorted(shapes, key=lambda s: -s.tokens)
+    def names(self, shapes: Sequence[StepShape]) -> list[Any]:
+        """Of all programs that serving can need: the upkeep first, then the steps of these buckets by size."""
+        # First what needs no kernel: on CPU these may still be being built.
+        upkeep = ["set_slots", "count_tokens", "update_tables", "copy_pages"]
         others = [("score_prompt", max(shape.tokens for shape in shapes if not shape.decode_only))]
         others += [("draw", size) for size in self.draw_sizes]
-        # First what needs no kernel: on CPU these may still be being built.
-        names = ["set_slots", "count_tokens", "update_tables", "copy_pages", *by_size, *others]
+        return [*upkeep, *sorted(shapes, key=lambda s: -s.tokens), *others]
+
+    def largest(self, shapes: Sequence[StepShape]) -> list[Any]:
+        """Those of them that need the most memory: one of each kind."""
+        steps = [max((s for s in shapes if s.decode_only is kind), key=lambda s: s.tokens, default=None)
+                 for kind in (True, False)]  # fmt: skip
+        others = [name for name in self.names(shapes) if isinstance(name, tuple)]
+        return [*filter(None, steps), *others]
+
+    def compile(self, names: Sequence[Any], threads: int = 2) -> None:
+        """Compiles these programs, in this order."""
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 
@@ -290,6 +308,12 @@ class ModelRunner:
         }
         function, arguments, results = functions[name]
         return function, (0,), arguments, results
+
+
+def _takes_cache(name: Any) -> bool:
+    """Whether a program's arguments depend on the number of pages: steps do, the upkeep of slots does not."""
+    kind = name[0] if isinstance(name, tuple) else name
+    return not isinstance(kind, str) or kind == "copy_pages"
 
 
 def _device_bytes(x: jax.Array) -> int:

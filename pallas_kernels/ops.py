@@ -93,9 +93,14 @@ def embed(table: jax.Array | QuantArray, ids: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Ops:
-    """One implementation of each operation, with the signatures of the plain ones."""
+    """One implementation of each operation, with the signatures of the plain ones.
+
+    `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
+    given their axes.
+    """
 
     matmul: Callable[..., jax.Array] = matmul
+    split_matmul: Callable[..., jax.Array] | None = None
     quant_matmul: Callable[..., jax.Array] = quant_matmul
     rms_norm: Callable[..., jax.Array] = rms_norm
     rope: Callable[..., jax.Array] = rope
@@ -105,8 +110,11 @@ class Ops:
     write_kv: Callable[..., KVPages] = write_kv
 
     def linear(self, x: jax.Array, w: jax.Array | QuantArray, axes: tuple[str | None, str | None]) -> jax.Array:
-        """x [tokens, in] times a weight of either kind; see `matmul` and `quant_matmul`."""
-        return self.quant_matmul(x, w, axes) if isinstance(w, QuantArray) else self.matmul(x, w)
+        """x [tokens, in] times a weight of either kind; see `matmul` and `quant_matmul`. The result is float32, or as x
+        where it was added up over devices."""
+        if isinstance(w, QuantArray):
+            return self.quant_matmul(x, w, axes)
+        return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
     def counting(self, count: jax.Array) -> Ops:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""

@@ -28,7 +28,7 @@ from checkpoints.quantized import dequantize as in_floats
 from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.kv_cache import has_scale, stored_head_dim
-from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
+from jaxserve.mesh import embed_sharded, matmul_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
@@ -148,7 +148,8 @@ def make_decoder(
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if mesh.size > 1:
-        ops = dataclasses.replace(ops, embed=partial(embed_sharded, mesh))
+        embed, split_matmul = partial(embed_sharded, mesh, dtype), partial(matmul_sharded, mesh)
+        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul)
     ops = dataclasses.replace(ops, quant_matmul=_quant_matmul(device, mesh, matmul))
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
 

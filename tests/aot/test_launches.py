@@ -1,0 +1,53 @@
+"""How many kernels the steps of an 8B shape launch on an H200, read from the compiled programs.
+
+Each launch costs a GPU two to four microseconds between kernels, so that some twenty of them in each of 32 layers cost as
+much as a third of a decode step in int4. The aim is 9 in each layer and 20 outside; the bounds below are what is
+reached, so that it cannot grow. The launches of a layer are printed (`pytest -s`).
+"""
+
+import jax
+import pytest
+from launches import Count, count, describe
+from test_steps import make_runner
+
+from jaxserve.steps import StepShape
+
+SHAPES = {
+    "decode": StepShape.of(64, 64, 16, decode_only=True),
+    "mixed": StepShape.of(1152, 64, 16, decode_only=False),
+}
+# (scheme, step) -> at most so many launches in each layer, and outside the layers.
+BOUNDS = {
+    ("bf16", "decode"): (21.5, 103),
+    ("bf16", "mixed"): (20.5, 111),
+    ("int4", "decode"): (23.5, 103),
+    ("int4", "mixed"): (27.5, 113),
+    ("fp8", "decode"): (23.5, 103),
+    ("fp8", "mixed"): (27.5, 113),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def launches_of_step(folder, scheme: str, shape: StepShape) -> Count:
+    """From programs of two and of four layers."""
+    texts = []
+    for layers in (2, 4):
+        runner, _ = make_runner(folder, "h200x1", "mosaic_gpu", 16, layers, scheme)
+        texts.append(runner.lower(shape).compile().as_text())
+    return count(*texts, layers=2)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "step"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] == "fp8" else []) for case in BOUNDS],
+)
+def test_launches(scheme, step, tmp_path):
+    found = launches_of_step(tmp_path, scheme, SHAPES[step])
+    print(f"\n{scheme} {step}: {describe(found)}")
+    layer, outside = BOUNDS[scheme, step]
+    assert found.per_layer <= layer, describe(found)
+    assert found.outside <= outside, describe(found)

@@ -1,0 +1,107 @@
+"""What a compiled GPU program launches: each instruction that XLA:GPU runs as a kernel, a copy or a call of a library."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+# Instructions that cost nothing by themselves: names for memory, and the ends of what others began.
+PASSIVE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier",
+    "copy-done", "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done", "partition-id",
+    "replica-id",
+}  # fmt: skip
+CALLS = {"while", "conditional", "call", "async-start"}  # run other computations
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\(")
+
+
+class Launch(NamedTuple):
+    """One instruction: its opcode (of a custom call, its target), its name, and the operation of JAX that it is of."""
+
+    kind: str
+    name: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.kind:<14} {self.name:<44} {self.source}"
+
+
+def launches(text: str) -> list[Launch]:
+    """All launches of a compiled program (`Compiled.as_text()`) in one pass through it: the bodies of loops count once,
+    of a conditional the branch that launches most."""
+    computations, entry = _computations(text)
+
+    def of(name: str) -> list[Launch]:
+        found = []
+        for line in computations[name]:
+            match = _INSTRUCTION.match(line)
+            if not match or match[2] in PASSIVE:
+                continue
+            if match[2] in CALLS:
+                branches = [of(called) for called in _called(line) if called in computations]
+                found += max(branches, key=len) if match[2] == "conditional" else [x for some in branches for x in some]
+                if match[2] in ("call", "async-start"):
+                    continue
+            found.append(_launch(match, line))
+        return found
+
+    return of(entry)
+
+
+class Count(NamedTuple):
+    """Launches of a step: of each layer, on average, and of all that is not in the layers."""
+
+    per_layer: float
+    outside: float
+    layer: Counter  # (kind, source) of a layer's launches -> how many, on average
+
+
+def count(few: str, more: str, layers: int) -> Count:
+    """Counts from two compiled programs of the same step, the first with `layers` layers and the second with twice as
+    many; layers are alike."""
+    first, second = launches(few), launches(more)
+    each = (len(second) - len(first)) / layers
+    grouped = [Counter((x.kind, _general(x.source)) for x in some) for some in (first, second)]
+    layer = Counter({key: (n - grouped[0][key]) / layers for key, n in grouped[1].items() if n != grouped[0][key]})
+    return Count(each, len(first) - layers * each, layer)
+
+
+def describe(found: Count) -> str:
+    """Lines that say what a layer launches."""
+    lines = [f"{found.per_layer} launches per layer, {found.outside} outside the layers"]
+    lines += [f"{n:6.2f}  {kind:<16} {source}" for (kind, source), n in sorted(found.layer.items())]
+    return "\n".join(lines)
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation by its name, and the name of the entry."""
+    found: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if header := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+            current = found.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            current.append(line)
+    return found, entry
+
+
+def _called(line: str) -> list[str]:
+    """The computations that an instruction runs."""
+    called = re.findall(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)", line)
+    for names in re.findall(r"branch_computations=\{([^}]*)\}", line):
+        called += [name.strip().lstrip("%") for name in names.split(",")]
+    return called
+
+
+def _launch(match: re.Match, line: str) -> Launch:
+    target = re.search(r'custom_call_target="([^"]*)"', line)
+    source = re.search(r'op_name="([^"]*)"', line)
+    return Launch(target[1] if target else match[2], match[1], source[1] if source else "")
+
+
+def _general(source: str) -> str:
+    return re.sub(r"jit\(<lambda>\)/|while/body/|closed_call/", "", source)
