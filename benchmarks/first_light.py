@@ -137,6 +137,8 @@ def in_process(name: str, out: Path, rehearse: bool, seconds: float) -> tuple[in
     environment = {**os.environ, **(resources.ENVIRONMENT if name == "resources" else {})}
     if name in ("kernels", "peers"):
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # others need memory, too
+    if name.startswith("engine-"):
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # as `jaxserve serve` has it
     with tempfile.TemporaryFile() as errors:
         command += ["--rehearse"] * rehearse
         process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
