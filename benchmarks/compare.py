@@ -2,15 +2,20 @@
 
   python benchmarks/compare.py                                  jaxserve alone; names the peers that are missing
   python benchmarks/compare.py --torch-python PATH --llama-server PATH --gguf-python PATH --repeat 3 --json
+  python benchmarks/compare.py --llama-server PATH --shape Qwen3-0.6B --quantize Q4_K_M --repeat 5
+  python benchmarks/compare.py --llama-server PATH --gguf FILE.gguf
 
 The load is a number of requests of so many random prompt tokens and so many greedy output tokens, of which
-`--concurrency` are under way at any time. All engines get the same weights, which this script makes: by default a Llama
-of 100 million parameters in float32, or what `--config` says. Each engine is started, warmed up, measured and stopped,
-and no two run at the same time. With `--repeat` the engines take turns, and medians are quoted.
+`--concurrency` are under way at any time. All engines get the same weights. These are random ones which this script
+makes: of a Llama of 100 million parameters in float32, or of the `--shape` of a published model or a config.json; with
+`--quantize` they are brought into a GGUF file by llama.cpp's llama-quantize, which ours and llama.cpp then read. Or
+they are those of any `--gguf` file. Each engine is started, warmed up, measured and stopped, and no two run at the same
+time. With `--repeat` the engines take turns, and medians are quoted.
 
   output tok/s   output tokens over the time of the whole load, prefill included
   decode tok/s   the same over those times in which all requests were between their first and last token
   TTFT, TPOT     time to the first token, and per token after it
+  memory         what a server's processes hold after the load, shared pages once; and how much of it is no file's
 
 The peers, each in its own environment, outside of this one:
 
@@ -22,9 +27,9 @@ The peers, each in its own environment, outside of this one:
                  llama-cpp-python holds one in vendor/llama.cpp):
                    cmake -S . -B BUILD -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF \
                          -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DBUILD_SHARED_LIBS=OFF
-                   cmake --build BUILD --target llama-server
+                   cmake --build BUILD --target llama-server llama-quantize
                  It reads the weights as GGUF, which a Python with gguf and safetensors writes: --gguf-python, by
-                 default this one.
+                 default this one. Its cache is float32 for float32 weights, else float16, as it is by default.
 """
 
 from __future__ import annotations
@@ -36,13 +41,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from peers import figures as figures_of
+from peers import files
 from peers.engines import EngineFailed, Jaxserve, LlamaCpp, Outcome, PeerEngine, PeerLoad, Transformers
-from peers.model import SHAPE, make_model, parameters
+from peers.model import SHAPES, make_model, parameters
 
 from jaxserve.bench import report
 
@@ -51,7 +58,7 @@ ENGINES = ("jaxserve", "static", "continuous", "llama")
 QUIET_SECONDS, QUIET_TRIES = 120.0, 3  # to wait for before a run; runs
 SETTINGS = (  # the flags that the results depend on
     *("concurrency", "requests", "waves", "input_len", "output_len", "repeat"),
-    *("threads", "quiet", "jaxserve_flags", "llama_flags"),
+    *("shape", "quantize", "threads", "quiet", "jaxserve_flags", "llama_flags", "llama_kv"),
 )
 
 
@@ -73,14 +80,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     engines.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="which of them")
     engines.add_argument("--torch-python", metavar="PATH", help="a Python with torch and transformers")
     engines.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's server")
+    engines.add_argument("--llama-quantize", type=Path, metavar="PATH", help="by default the one beside the server")
     engines.add_argument("--gguf-python", default=sys.executable, metavar="PATH", help="a Python with gguf")
     engines.add_argument("--flash", nargs="+", choices=["off", "on"], default=["off", "on"],
                          help="llama.cpp without and with flash attention")  # fmt: skip
+    engines.add_argument("--llama-kv", choices=["f32", "f16", "bf16", "q8_0"], help="type of llama.cpp's cache")
     engines.add_argument("--threads", type=int, metavar="N", help="cores for each; None: all that this process may use")
     engines.add_argument("--jaxserve-flags", default="", metavar="FLAGS", help="added to jaxserve serve")
     engines.add_argument("--llama-flags", default="", metavar="FLAGS", help="added to llama-server")
     model = parser.add_argument_group("model")
-    model.add_argument("--config", type=Path, metavar="JSON", help="another Llama: a config.json with tied embeddings")
+    model.add_argument("--shape", "--config", default="100M", metavar="NAME|JSON",
+                       help=f"{', '.join(SHAPES)}; or config.json of a Llama or Qwen3, tied embeddings")  # fmt: skip
+    model.add_argument("--quantize", metavar="TYPE", help="as a GGUF file of this type: Q4_K_M, Q8_0, F16, BF16")
+    model.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file instead")
     model.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "jaxserve-compare"),
                        help="where the weights are made, and kept")  # fmt: skip
     output = parser.add_argument_group("output")
@@ -89,37 +101,72 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min([args.requests, args.waves, args.input_len, args.output_len, args.repeat, *args.concurrency]) < 1:
         parser.error("requests, waves, lengths, repeats and concurrencies must be at least 1")
+    if args.shape not in SHAPES and not Path(args.shape).is_file():
+        parser.error(f"--shape must be one of {', '.join(SHAPES)} or a config.json, not {args.shape}")
+    if args.gguf and not args.gguf.is_file():
+        parser.error(f"there is no {args.gguf}")
+    if args.quantize and not args.gguf and not (args.llama_quantize or args.llama_server):
+        parser.error("--quantize needs --llama-quantize, or --llama-server beside which it lies")
     return args
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is compared: a folder or a GGUF file, and what is told of it."""
+
+    path: Path
+    name: str
+    vocab_size: int
+    parameters: int
+    config: dict[str, Any] | None  # None: not of our making
+    tokenizer: Path | None = None  # a folder; None: the model's own
+
+
+def find_model(args: argparse.Namespace) -> Model:
+    """The model that was asked for, made where it is not there. Raises NoFile."""
+    if args.gguf:
+        counts = files.vocabulary_size(args.gguf), files.parameter_count(args.gguf)
+        return Model(args.gguf, args.gguf.name, *counts, None)
+    name = args.shape if args.shape in SHAPES else Path(args.shape).parent.name or "model"
+    config = SHAPES[name] if args.shape in SHAPES else json.loads(Path(args.shape).read_text())
+    folder = path = make_model(args.folder / name, config)
+    if args.quantize:
+        tool = args.llama_quantize or args.llama_server.with_name("llama-quantize")
+        path = files.quantized_gguf(folder, args.quantize, tool, args.gguf_python)
+    name = f"{name}, {args.quantize or 'float32'}"
+    return Model(path, name, config["vocab_size"], parameters(config), config, folder if args.quantize else None)
 
 
 def all_engines(args: argparse.Namespace) -> list[PeerEngine]:
     """Those that were asked for, there or not."""
+    kv = args.llama_kv or ("f16" if args.gguf or args.quantize else "f32")
+    flags = args.llama_flags.split()
     made: dict[str, list[PeerEngine]] = {
         "jaxserve": [Jaxserve(args.jaxserve_flags.split())],
         "static": [Transformers(args.torch_python, "static")],
         "continuous": [Transformers(args.torch_python, "continuous")],
-        "llama": [
-            LlamaCpp(args.llama_server, args.gguf_python, flash, args.llama_flags.split()) for flash in args.flash
-        ],
+        "llama": [LlamaCpp(args.llama_server, args.gguf_python, flash, flags, kv) for flash in args.flash],
     }
     return [engine for name in ENGINES if name in args.engines for engine in made[name]]
 
 
-def make_load(args: argparse.Namespace, model: Path, vocab_size: int, concurrency: int, repeat: int) -> PeerLoad:
-    """The load of one turn. Prompts are new in each, so that no engine finds them in its prefix cache."""
+def make_load(args: argparse.Namespace, model: Model, concurrency: int, repeat: int) -> PeerLoad:
+    """The load of one turn. Prompts are new in each, so that no engine finds them in its prefix cache. Greedy answers
+    can be compared where the tokens' texts are of our making, and in the first turn."""
     random = np.random.default_rng([concurrency, repeat])
 
     def draw(count: int) -> list[list[int]]:
-        return random.integers(1, vocab_size, (count, args.input_len)).tolist()
+        return random.integers(1, model.vocab_size, (count, args.input_len)).tolist()
 
     return PeerLoad(
-        model=model,
+        model=model.path,
+        tokenizer=model.tokenizer,
         threads=args.threads,
         concurrency=concurrency,
         output_len=args.output_len,
         prompts=draw(min(args.requests, args.waves * concurrency)),
         warmup=draw(concurrency),
-        check=draw(args.check if repeat == 0 else 0),
+        check=draw(args.check if repeat == 0 and model.config else 0),
     )
 
 
@@ -173,13 +220,13 @@ def measure(engine: PeerEngine, load: PeerLoad) -> tuple[Outcome, float]:
 
 
 def run_all(
-    args: argparse.Namespace, engines: Sequence[PeerEngine], model: Path, vocab_size: int, missing: dict[str, str]
+    args: argparse.Namespace, engines: Sequence[PeerEngine], model: Model, missing: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[tuple[int, str], Outcome]]:
     """Each run's figures, and the outcomes of the first repeat. An engine that fails joins the missing."""
     runs, first = [], {}
     for repeat in range(args.repeat):
         for concurrency in args.concurrency:
-            load = make_load(args, model, vocab_size, concurrency, repeat)
+            load = make_load(args, model, concurrency, repeat)
             for engine in engines:
                 if engine.name in missing:
                     continue
@@ -191,7 +238,7 @@ def run_all(
                 if repeat == 0:
                     first[concurrency, engine.name] = outcome
                 run = {"engine": engine.name, "concurrency": concurrency, "repeat": repeat, "others_cores": others}
-                run |= figures_of.figures(outcome.records, concurrency)
+                run |= figures_of.figures(outcome.records, concurrency) | (outcome.memory or {})
                 runs.append(run | {"seconds": outcome.seconds, "versions": outcome.versions})
                 print(f"{engine.name}, {concurrency} at a time: {run['output_tokens_per_s']:,.1f} tok/s, "
                       f"others used {others:.2f} cores", file=sys.stderr, flush=True)  # fmt: skip
@@ -242,16 +289,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     cores = sorted(os.sched_getaffinity(0))
     args.threads = min(args.threads or len(cores), len(cores))
     os.sched_setaffinity(0, cores[: args.threads])  # children inherit it
-    config = json.loads(args.config.read_text()) if args.config else SHAPE
-    model = make_model(args.folder / "model", config)
+    try:
+        model = find_model(args)
+    except files.NoFile as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     engines = all_engines(args)
     missing = {engine.name: reason for engine in engines if (reason := engine.absent()) is not None}
-    runs, outcomes = run_all(args, engines, model, config["vocab_size"], missing)
+    runs, outcomes = run_all(args, engines, model, missing)
     results = figures_of.medians(runs)
     facts = report.machine(device=False)
     title = (
-        f"{parameters(config) / 1e6:,.1f} M parameters, float32, {args.threads} cores: requests of {args.input_len} "
-        f"tokens in, {args.output_len} out; median of {args.repeat}"
+        f"{model.name}, {model.parameters / 1e6:,.1f} M parameters, {args.threads} cores: requests of "
+        f"{args.input_len} tokens in, {args.output_len} out; median of {args.repeat}"
     )
     same = agreements(outcomes)
     print(f"{title}\n{report.machine_line(facts)}\n\n{figures_of.results_table(results)}\n")
@@ -265,7 +315,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmark": "compare",
         "machine": facts,
         "settings": {name: vars(args)[name] for name in SETTINGS},
-        "model": config,
+        "model": model.config or {"file": model.path.name},
+        "file_mib": model.path.stat().st_size / 2**20 if model.path.is_file() else None,
         "medians": [{"concurrency": c, "engine": name} | values for (c, name), values in results.items()],
         "ratios": figures_of.ratios(results),
         "agreement": same,

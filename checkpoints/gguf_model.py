@@ -69,18 +69,26 @@ class GGUFTensor(TensorInfo):
         """The whole tensor, quantized where it is stored so in a type that `decode` knows."""
         return self._decode(0, self.shape)
 
+    def read_bytes(self) -> np.ndarray:
+        """The bytes of the whole tensor, uint8 [rows, bytes of a row], the rows in order."""
+        rows = self._bytes(0, self.shape).reshape(self.shape[0], -1)
+        return np.ascontiguousarray(self._in_halves(rows)) if self.head_dim else rows
+
     def _read(self, first: int, count: int) -> np.ndarray:
         row = self.shape[-1]
         value = self._decode(first, (count // row, row) if len(self.shape) > 1 else (count,))
         return (dequantize(value) if isinstance(value, QuantArray) else value).reshape(-1)
 
-    def _decode(self, first: int, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
+    def _bytes(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
         stored = StoredTensor(self.name, self.path, self.type, shape, self.start)
         begin = self.start + first // self.type.size * self.type.nbytes
         data = np.fromfile(self.path, np.uint8, stored.nbytes, offset=begin)
         if data.size != stored.nbytes:
             raise CheckpointError(f"{self.path} ends inside tensor {self.name!r}: it was truncated while being read")
-        value = decode(data, self.type, shape)
+        return data
+
+    def _decode(self, first: int, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
+        value = decode(self._bytes(first, shape), self.type, shape)
         if not self.head_dim:
             return value
         if not isinstance(value, QuantArray):
@@ -110,11 +118,22 @@ class GGUFReader:
 
     def read(self, weight: str, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
         """Any weight of the file, quantized where it is stored so in a type that is kept."""
+        return self._tensor(weight, shape).read_blocks()
+
+    def type_of(self, weight: str) -> str | None:
+        """The name of a weight's type, where there is such a weight."""
+        return self.tensors[weight].type.name if weight in self.tensors else None
+
+    def read_bytes(self, weight: str, shape: tuple[int, ...]) -> np.ndarray:
+        """As it stands in the file: uint8 [rows, bytes of a row], the rows in Hugging Face's order."""
+        return self._tensor(weight, shape).read_bytes()
+
+    def _tensor(self, weight: str, shape: tuple[int, ...]) -> GGUFTensor:
         tensor = self.tensors.get(weight)
         if tensor is None or tensor.shape != tuple(shape):
             has = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
             raise CheckpointError(f"tensor {weight!r} {has}, but the model asks for {list(shape)}")
-        return tensor.read_blocks()
+        return tensor
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from checkpoints.errors import CheckpointError
 from checkpoints.formats import QuantReader
 from checkpoints.int4 import PackedInt4
-from checkpoints.quantized import common_form, dequantize
+from checkpoints.quantized import StoredRows, common_form, dequantize
 from checkpoints.safetensors import TensorInfo
 from pallas_kernels.types import QuantArray
 
@@ -49,10 +49,20 @@ class Piece:
     split: tuple[int, ...] | None = None
 
 
-Placer = Callable[[str, np.ndarray | QuantArray, jax.sharding.Sharding], Any]
+Host = np.ndarray | QuantArray | StoredRows
+Placer = Callable[[str, Any, jax.sharding.Sharding], Any]
 
 
-def on_devices(path: str, host: np.ndarray | QuantArray, sharding: jax.sharding.Sharding) -> Any:
+@runtime_checkable
+class RowReader(Protocol):
+    """A QuantReader that can hand out rows as they stand in the file."""
+
+    def type_of(self, weight: str) -> str | None: ...
+
+    def read_bytes(self, weight: str, shape: tuple[int, ...]) -> np.ndarray: ...
+
+
+def on_devices(path: str, host: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.device_put(host, sharding)
 
 
@@ -64,12 +74,14 @@ def load_weights(
     progress: bool = True,
     reader: QuantReader | None = None,
     place: Placer = on_devices,
+    as_stored: Collection[str] = (),
 ) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
 
-    What `reader` knows comes out quantized; `place` brings a weight that is whole on the host to the devices, given
-    its path and the sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes and types that
-    are no plain floats. Tensors that nothing uses are logged, unless `ignored`.
+    What `reader` knows comes out quantized, as StoredRows where all its types are among `as_stored`. `place` brings a
+    weight that is whole on the host to the devices, given its path and the sharding of the plain one. Raises
+    CheckpointError for missing tensors, wrong shapes and types that are no plain floats. Tensors that nothing uses are
+    logged, unless `ignored`.
     """
     check(tensors, pieces, ignored, reader)
     weights = {}
@@ -77,7 +89,7 @@ def load_weights(
 
     def load(path: str) -> Any:
         target = abstract[path]
-        host = read_weight(pieces[path], tensors, target, reader)
+        host = read_weight(pieces[path], tensors, target, reader, as_stored)
         return jax.block_until_ready(place(path, host, target.sharding))  # then its host copy may go
 
     bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="loading weights", disable=not progress)
@@ -92,9 +104,16 @@ def load_weights(
 
 
 def read_weight(
-    pieces: list[Piece], tensors: Mapping[str, TensorInfo], target: jax.ShapeDtypeStruct, reader: QuantReader | None
-) -> np.ndarray | QuantArray:
-    """One weight on the host: quantized when all its pieces are, and have a form in common."""
+    pieces: list[Piece],
+    tensors: Mapping[str, TensorInfo],
+    target: jax.ShapeDtypeStruct,
+    reader: QuantReader | None,
+    as_stored: Collection[str] = (),
+) -> Host:
+    """One weight on the host: quantized when all its pieces are, and have a form in common; as rows of the file when
+    the types of all are among `as_stored`."""
+    if isinstance(reader, RowReader) and all(reader.type_of(piece.name) in as_stored for piece in pieces):
+        return _rows(pieces, reader, target.shape)
     if reader is None or not any(reader.parts(piece.name) for piece in pieces):
         host = _zeros(target.shape, target.dtype)
         for piece in pieces:
@@ -112,6 +131,16 @@ def read_weight(
     for piece, value in zip(pieces, values, strict=True):
         _put(host, piece, dequantize(value) if isinstance(value, QuantArray) else value)
     return host
+
+
+def _rows(pieces: list[Piece], reader: RowReader, shape: tuple[int, ...]) -> StoredRows:
+    source, parts, first = np.full((shape[0], 1), -1, np.int64), [], 0
+    for piece in pieces:
+        data = reader.read_bytes(piece.name, piece.shape)
+        parts.append((str(reader.type_of(piece.name)), data))
+        _put(source, piece, np.arange(first, first + len(data))[:, None])
+        first += len(data)
+    return StoredRows(parts, source[:, 0], shape[1])
 
 
 def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader) -> np.ndarray | QuantArray:

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from checkpoints.int4 import INT4 as INT4
 from pallas_kernels.types import QuantArray
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A quantized weight [out, in] as rows of the file's own bytes.
+
+    parts: each a type of GGUF's and bytes [rows, bytes of a row].
+    source: int64 [out], which row each is, counted through all parts; -1 is a row of zeros.
+    inputs: numbers in a row.
+    """
+
+    parts: list[tuple[str, np.ndarray]]
+    source: np.ndarray
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.source), self.inputs
 
 
 def expand(values: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:

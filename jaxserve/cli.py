@@ -178,13 +178,15 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--kv-cache-dtype", field="kv_cache_dtype", choices=["auto", "bf16", "fp8", "int8"],
          help="of cached keys and values, fp8 and int8 with scales; auto: that of the computation")  # fmt: skip
     flag("--dtype", field="dtype", choices=["auto", "float32", "bfloat16", "float16"],
-         help="of weights, computation and cache; auto: float32 on CPU, else the checkpoint's 16-bit type")  # fmt: skip
+         help="of weights, computation and cache; auto: float32 on CPU (weights in the checkpoint's 16 bits), else the "
+         "checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",
          help="devices that share each layer")  # fmt: skip
     flag("--attention-backend", field="attention_backend", choices=["auto", *BACKENDS],
          help="kernels for attention; auto: the first that runs here, see `jaxserve kernels`")  # fmt: skip
     flag("--matmul-backend", field="matmul_backend", choices=["auto", *BACKENDS],
-         help="the same for products with quantized weights")  # fmt: skip
+         help="the same for products with quantized weights; auto rounds their inputs to 8 bits on CPU, cpu does "
+         "not")  # fmt: skip
     flag("--quantization", field="quantization", metavar="NAME",
          help="of the weights; auto: as the checkpoint is; int8, int4 or fp8: quantize one in floats while it is "
          "loaded; a format such as awq: insist on it")  # fmt: skip

@@ -26,7 +26,10 @@ class EngineConfig:
       tokenizer: folder, GGUF file or hub id to take the tokenizer from; None is the model's own.
       ignore_config_keys: settings of config.json (or of a GGUF file) that count as absent; for those which are not
         understood and which the operator knows to change nothing.
-      dtype: computation and cache dtype; "auto" is float32 on CPU, else the checkpoint's own 16-bit type.
+      dtype: computation and cache dtype; "auto" is float32 on CPU, else the checkpoint's own 16-bit type. One CPU with
+        kernels computes in float32 whatever is said here, and keeps weights in 16 bits where the checkpoint does;
+        bfloat16 and float16 round all weights to that, and bfloat16 also the inputs of their products, which then take
+        two thirds of the time with many rows (AVX512-BF16).
       load_format: "auto" reads the checkpoint's safetensors; "dummy" fills random weights from the config alone.
       max_model_len: longest prompt + output in tokens; None takes the model's own limit.
       max_num_seqs: most sequences in one step.
@@ -53,7 +56,8 @@ class EngineConfig:
       dequantize: quantized weights become floats as they are loaded: more memory, and plain products; for comparison,
         and on CPU where the memory is there and prompts matter more than decoding.
       attention_backend: the kernels for attention: auto, or one of `pallas_kernels.registry.BACKENDS`.
-      matmul_backend: the same for products with quantized weights.
+      matmul_backend: the same for products with quantized weights. On one CPU auto rounds the inputs of most of them to
+        8 bits, in blocks of 32 with a scale each; "cpu" computes with the values as they are, in float32.
       async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
       decode_steps: most tokens that a decoding sequence draws in one call of the devices, where no prompt is computed
         and nothing waits; 1 to 16. The loop runs on the devices; answers do not depend on it.

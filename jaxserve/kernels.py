@@ -27,6 +27,11 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
     ):
         matmul = MatmulProblem(dtype, codes, 4096, 4096, block)
         yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
+    if device.platform == "cpu":
+        yield ""
+        yield "one CPU with a C++ compiler keeps matrices in panels: floats of 16 bits as they are, GGUF's Q4_0 to Q8_0"
+        yield "and Q4_K to Q6_K in the file's width, int8 and int4 in groups of 64 inputs and more; products with"
+        yield "quantized panels round activations to 8 bits (--matmul-backend cpu: not)"
 
 
 def _backends(name: str, reasons: dict[str, str | None]) -> Iterator[str]:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ops
-from pallas_kernels.cpu_build import KERNELS, load
+from pallas_kernels.cpu_build import ATTENTION, KERNELS, PANELS, load
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,11 @@ FUNCTIONS = {
         "jaxserve_rms_norm": "RmsNorm",
         "jaxserve_rope": "Rope",
         "jaxserve_silu_gate": "SiluGate",
-        "jaxserve_paged_attention": "PagedAttention",
         "jaxserve_untouched": "Untouched",
     },
+    ATTENTION: {"jaxserve_paged_attention": "PagedAttention", "jaxserve_write_kv": "WriteKv"},
     QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul", "jaxserve_int4_of_bytes": "Int4OfBytes"},
+    PANELS: {"jaxserve_panel_matmul": "PanelMatmul", "jaxserve_panel_rows": "PanelRows"},
 }
 
 

@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,9 +22,11 @@ from pathlib import Path
 
 from pallas_kernels.cache_folder import is_ours, open_cache
 
-KERNELS = "cpu_kernels"
+KERNELS, ATTENTION, PANELS = "cpu_kernels", "cpu_attention", "cpu_panel_matmul"
 FOLDER = Path(__file__).parent
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
+# Of the vector instructions that this machine has; Arm's compilers know them by the processor.
+NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+FLAGS = ["-O3", NATIVE, "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 
 
 def load(name: str = KERNELS) -> ctypes.CDLL:
@@ -47,16 +50,26 @@ def possible(name: str = KERNELS) -> bool:
     return cache is not None and is_ours(_library(name, cache))
 
 
-def begin() -> None:
-    """Has `build` run in the background, unless this process will not use the CPU; failures show when it is needed."""
+def lacking() -> str | None:
+    """What keeps the kernels from being built here, and what that costs; None: nothing that can be seen beforehand."""
+    if _compiler() is not None:
+        return None
+    cost = "plain XLA takes the kernels' place, at a fraction of their speed"
+    return f"there is no C++ compiler: no {_compiler_name()!r} (CXX) on the PATH; {cost}. Install g++ or clang"
 
-    def quietly() -> None:
+
+def begin() -> None:
+    """Has what every model needs built in the background, unless this process will not use the CPU; failures show when
+    it is needed."""
+
+    def quietly(name: str) -> None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             if (cache := _cache_folder()) is not None:
-                _build(KERNELS, cache)
+                _build(name, cache)
 
     if "cpu" in os.environ.get("JAX_PLATFORMS", "cpu"):
-        threading.Thread(target=quietly, name="cpu-kernels", daemon=True).start()
+        for name in (KERNELS, ATTENTION, PANELS):
+            threading.Thread(target=quietly, args=(name,), name=name.replace("_", "-"), daemon=True).start()
 
 
 def _build(name: str, folder: Path) -> Path:
@@ -67,10 +80,10 @@ def _build(name: str, folder: Path) -> Path:
         if not is_ours(library):
             compiler = _compiler()
             if compiler is None:
-                raise FileNotFoundError("there is no C++ compiler (CXX)")
+                raise FileNotFoundError(lacking())
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 built = Path(temporary) / "kernels.so"
-                command = [compiler, *FLAGS, f"-I{_headers()}", str(_source(name)), "-o", str(built)]
+                command = [compiler, *_flags(), f"-I{_headers()}", str(_source(name)), "-o", str(built)]
                 # its working folder too: compilers look there where a search path has an empty entry
                 subprocess.run(command, check=True, capture_output=True, text=True, cwd=temporary)
                 built.chmod(0o700)
@@ -97,6 +110,11 @@ def _compiler_name() -> str:
     return os.environ.get("CXX", "c++")
 
 
+def _flags() -> list[str]:
+    """JAXSERVE_CXXFLAGS come last: another -march, say, for the oldest of the machines that share a cache."""
+    return [*FLAGS, *shlex.split(os.environ.get("JAXSERVE_CXXFLAGS", ""))]
+
+
 def _headers() -> Path:
     """Of XLA's foreign function interface; as `jax.ffi.include_dir()`."""
     spec = importlib.util.find_spec("jaxlib")
@@ -110,7 +128,7 @@ def _key(name: str) -> str:
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
     cpu = [line for line in lines if line.startswith(("flags", "Features", "model name"))] or lines
     sources = [path.read_text() for path in (*sorted(FOLDER.glob("cpu_*.h")), _source(name))]
-    key = "\n".join([*sources, _compiler_name(), *FLAGS, importlib.metadata.version("jaxlib"), *cpu])
+    key = "\n".join([*sources, _compiler_name(), *_flags(), importlib.metadata.version("jaxlib"), *cpu])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 

@@ -30,7 +30,7 @@ struct Call {
   XLA_FFI_CallFrame* frame;
 
   const Array& argument(int64_t i) const { return *static_cast<const Array*>(frame->args.args[i]); }
-  const Array& result() const { return *static_cast<const Array*>(frame->rets.rets[0]); }
+  const Array& result(int64_t i = 0) const { return *static_cast<const Array*>(frame->rets.rets[i]); }
 
   // A number that the caller gave by this name.
   template <class T>

@@ -1,41 +1,21 @@
-// What the CPU kernels share: vectors, threads, and products with a transposed panel of a weight; float32.
+// What the CPU's matmuls share: vectors, and products with a transposed panel of a weight; float32.
 //
 // How the work is cut over threads does not touch the results: each sum runs in one fixed order.
 
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <memory>
-#include <thread>
 #include <vector>
 
-#include "cpu_ffi.h"
+#include "cpu_threads.h"
 
 constexpr int kLanes = 8;
 typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
 
 static inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
 static inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-
-// Runs f(0) .. f(count - 1) on the caller and XLA's threads; returns when all are done. A helper that comes late finds
-// nothing left to do, so that nobody ever waits for a thread to be free.
-template <class F>
-static void parallel_for(const Call& call, int64_t count, F f) {
-  struct Progress {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto progress = std::make_shared<Progress>();
-  auto work = [progress, count, f] {
-    for (int64_t i; (i = progress->next.fetch_add(1)) < count; progress->done.fetch_add(1)) f(i);
-  };
-  int64_t helpers = std::min(call.num_threads(), count) - 1;
-  for (int64_t i = 0; i < helpers; i++) call.schedule(work);
-  work();
-  while (progress->done.load() < count) std::this_thread::yield();
-}
 
 static inline float sum(Vec v) {
   v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
@@ -65,7 +45,7 @@ static inline void prefetch(const float* p) {
 
 // Keeps v in a register: GCC would rather load it again at each use, and loads are what a tile has least room for.
 static inline void hold(Vec& v) {
-#ifdef __x86_64__
+#ifdef __AVX__
   asm("" : "+x"(v));
 #endif
 }

@@ -16,7 +16,7 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.quant_matmul import reference as quantized
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
-from pallas_kernels.types import KVPages, QuantArray
+from pallas_kernels.types import KVPages, PanelArray, QuantArray
 
 if TYPE_CHECKING:  # which is imported where a device is tried
     from pallas_kernels.selfcheck import Finding
@@ -86,8 +86,20 @@ def quant_matmul(
     return multiply(x, w, count=count)
 
 
-def embed(table: jax.Array | QuantArray, ids: jax.Array) -> jax.Array:
+def panel_matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.Array:
+    """x float32 [tokens, in] times a weight in panels [out, in], transposed -> float32 [tokens, out]; `count` as in
+    `matmul`. On CPU alone."""
+    from pallas_kernels import cpu_panels  # which needs the functions above
+
+    return cpu_panels.matmul(x, w, count)
+
+
+def embed(table: jax.Array | QuantArray | PanelArray, ids: jax.Array) -> jax.Array:
     """Rows ids int32 [tokens] of table [vocab, hidden]; of a quantized one, in blocks of one row, in float32."""
+    if isinstance(table, PanelArray):
+        from pallas_kernels import cpu_panels
+
+        return cpu_panels.rows(table, ids)
     rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode="clip"), table)
     return quantized.dequantize(rows) if isinstance(rows, QuantArray) else rows
 
@@ -103,6 +115,7 @@ class Ops:
     matmul: Callable[..., jax.Array] = matmul
     split_matmul: Callable[..., jax.Array] | None = None
     quant_matmul: Callable[..., jax.Array] = quant_matmul
+    panel_matmul: Callable[..., jax.Array] = panel_matmul
     rms_norm: Callable[..., jax.Array] = rms_norm
     rope: Callable[..., jax.Array] = rope
     gate: Callable[..., jax.Array] = gate
@@ -110,16 +123,20 @@ class Ops:
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
 
-    def linear(self, x: jax.Array, w: jax.Array | QuantArray, axes: tuple[str | None, str | None]) -> jax.Array:
-        """x [tokens, in] times a weight of either kind; see `matmul` and `quant_matmul`. The result is float32, or as x
-        where it was added up over devices."""
+    def linear(
+        self, x: jax.Array, w: jax.Array | QuantArray | PanelArray, axes: tuple[str | None, str | None]
+    ) -> jax.Array:
+        """x [tokens, in] times a weight of any kind; see `matmul`, `quant_matmul` and `panel_matmul`. The result is
+        float32, or as x where it was added up over devices."""
+        if isinstance(w, PanelArray):
+            return self.panel_matmul(x, w)
         if isinstance(w, QuantArray):
             return self.quant_matmul(x, w, axes)
         return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
     def counting(self, count: jax.Array) -> Ops:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
-        counted = ("matmul", "quant_matmul", "rms_norm", "rope", "gate")
+        counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
         return replace(self, **{name: partial(getattr(self, name), count=count) for name in counted})
 
 

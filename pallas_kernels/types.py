@@ -63,3 +63,19 @@ class QuantArray:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.codes.shape
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["data", "table"], meta_fields=["shape", "arithmetic"])
+@dataclass(frozen=True)
+class PanelArray:
+    """A weight [out, in] as the CPU's kernels read it (`cpu_panels.h`): panels of 16 rows, each in a type of its own.
+
+    data: uint8 [bytes / 64, 64], the panels.
+    table: int32 [panels, 3]: where each begins in data, its type, and the blocks in a record of it.
+    arithmetic: what products with quantized or bfloat16 panels are computed in, of `cpu_panels.ARITHMETIC`.
+    """
+
+    data: Any
+    table: Any
+    shape: tuple[int, int]
+    arithmetic: str = "float32"

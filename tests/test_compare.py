@@ -1,6 +1,8 @@
 """The comparison with other engines: its arithmetic on known timelines, and a run in which the peers are missing."""
 
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,14 +12,15 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import compare
-from peers import figures
-from peers.model import make_model, token_texts, tokens_of
+from peers import figures, files, memory
+from peers.engines import PeerLoad
+from peers.model import SHAPE, SHAPES, make_model, parameters, token_texts, tokens_of
 
 from jaxserve.bench.stats import RequestRecord
 from jaxserve.tokenizer import load_tokenizer
 
 TINY = {
-    **compare.SHAPE,
+    **SHAPE,
     "hidden_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
@@ -73,6 +76,96 @@ def test_a_text_tells_its_tokens(tmp_path):
     ids = np.random.default_rng(0).integers(1, TINY["vocab_size"], 50).tolist()
     assert tokens_of(tokenizer.decode(ids)) == ids
     assert len(token_texts(TINY["vocab_size"])) == tokenizer.vocab_size == TINY["vocab_size"]
+
+
+def test_shapes_are_those_of_the_published_models():
+    """Parameters without those that tied embeddings share, in millions, as the models' own pages round them."""
+    found = {name: round(parameters(shape) / 1e6) for name, shape in SHAPES.items()}
+    assert found == {"100M": 100, "SmolLM2-360M": 362, "Qwen3-0.6B": 596, "Llama-3.2-1B": 1236}
+
+
+def test_a_file_lies_beside_its_model():
+    def load(model):
+        return PeerLoad(Path(model), 1, 1, 1, [], [])
+
+    assert load("/x/Qwen3-0.6B").gguf == Path("/x/Qwen3-0.6B.gguf")
+    assert load("/x/y-Q4_K_M.gguf").gguf == Path("/x/y-Q4_K_M.gguf")
+    assert load("/x/y.gguf").is_file
+    assert not load("/x/Qwen3-0.6B").is_file
+
+
+def test_memory_of_this_process():
+    before = memory.resident(os.getpid())
+    if before is None:
+        pytest.skip("the system does not tell")
+    block = np.ones(32 * memory.MIB, np.uint8)
+    after = memory.resident(os.getpid())
+    assert 30 < after["anonymous_mib"] - before["anonymous_mib"] < 40, block.size
+    assert after["anonymous_mib"] + after["file_mib"] <= after["pss_mib"] + 1
+    assert after["pss_mib"] <= after["rss_mib"]
+    assert after["largest_mib"] <= after["rss_mib"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_file_that_is_written_is_the_model(tmp_path, family):
+    """Every weight of the folder, read back through our own reader, and the run of a server on the file."""
+    from checkpoints.gguf import known_gguf
+
+    architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
+    config = TINY | {"model_type": family, "architectures": [architecture]}
+    model, path = make_model(tmp_path / "tiny", config), tmp_path / "tiny.gguf"
+    files.write_gguf(model, path)
+    assert known_gguf(path).metadata["general.architecture"] == family
+    assert files.vocabulary_size(path) == config["vocab_size"]
+    assert files.parameter_count(path) == parameters(config)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
+def test_a_run_on_a_file(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    files.write_gguf(make_model(tmp_path / "tiny", TINY), path)
+    tokenizer = f"--tokenizer {tmp_path / 'tiny'}"  # ours refuses the file's, which has a merge that makes no token
+    flags = f"{tokenizer} --max-num-seqs 2 --max-num-batched-tokens 32 --kv-pages 64 --max-model-len 64"
+    code = compare.main(
+        [
+            *("--gguf", str(path), "--engines", "jaxserve", "--concurrency", "1", "--requests", "2"),
+            *("--input-len", "8", "--output-len", "4", f"--jaxserve-flags={flags}"),
+            *("--json", str(tmp_path / "results.json")),
+        ]
+    )
+    assert code == 0
+    document = json.loads((tmp_path / "results.json").read_text())
+    (row,) = document["medians"]
+    assert row["output_tokens_per_s"] > 0
+    assert row["pss_mib"] > row["anonymous_mib"] > 50
+    assert document["model"] == {"file": "tiny.gguf"}
+    assert document["file_mib"] == pytest.approx(path.stat().st_size / 2**20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--shape", "no-such"], "must be one of 100M"),
+        (["--gguf", "no-such.gguf"], "there is no"),
+        (["--quantize", "Q8_0"], "needs --llama-quantize"),
+    ],
+)
+def test_flags_that_cannot_be(flags, said, capsys):
+    with pytest.raises(SystemExit):
+        compare.parse(flags)
+    assert said in capsys.readouterr().err
+
+
+def test_a_quantizer_that_fails_is_named(tmp_path, capsys):
+    tool = tmp_path / "llama-quantize"
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / f"{tmp_path.name}.gguf").write_text("newer than the model")
+    make_model(tmp_path / tmp_path.name, TINY)
+    (tmp_path / f"{tmp_path.name}.gguf").touch()
+    flags = ["--shape", str(tmp_path / "config.json"), "--folder", str(tmp_path), "--quantize", "Q8_0"]
+    assert compare.main([*flags, "--llama-quantize", str(tool)]) == 2
+    assert "llama-quantize cannot be run" in capsys.readouterr().err
 
 
 def test_a_run_without_peers(tmp_path, capsys):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from jaxserve.bench.client import Client, run
 from jaxserve.bench.prompts import Prompt
 from jaxserve.bench.serve import Sender, Target, first_model, run_load
 from jaxserve.bench.stats import RequestRecord
+from peers.files import NoFile, write_gguf
+from peers.memory import resident
 from peers.model import tokens_of
 
 HERE = Path(__file__).resolve().parent
@@ -30,10 +33,12 @@ class PeerLoad:
     """What an engine is asked: lists of token ids, `concurrency` at a time (the check alone).
 
     Attributes:
-      model: the folder in Hugging Face format; the same weights as GGUF lie beside it.
+      model: the folder in Hugging Face format, beside which the same weights come to lie as GGUF; or a GGUF file.
       threads: how many an engine may use, where it has to be told.
       output_len, warmup_len, check_len: tokens asked for each of `prompts`, `warmup` and `check`.
       check: prompts whose greedy answers are compared between engines; may be empty.
+      tokenizer: the folder that ours takes it from; None: the model's own. (That of the GGUF files which we write has a
+        merge that makes no token, since an empty list cannot be written: llama.cpp skips it, ours refuses it.)
     """
 
     model: Path
@@ -45,10 +50,16 @@ class PeerLoad:
     check: list[list[int]] = field(default_factory=list)
     warmup_len: int = 16
     check_len: int = 64
+    tokenizer: Path | None = None
 
     @property
     def gguf(self) -> Path:
-        return self.model.with_suffix(".gguf")
+        """The file that llama.cpp reads."""
+        return self.model if self.is_file else self.model.with_name(f"{self.model.name}.gguf")
+
+    @property
+    def is_file(self) -> bool:
+        return self.model.suffix == ".gguf"
 
 
 @dataclass
@@ -59,6 +70,7 @@ class Outcome:
       check: the greedy tokens of each check prompt.
       gaps: how much likelier, in nats, each of those tokens was than the runner-up, where the engine says.
       seconds: from the start of the process to the end of the measurement.
+      memory: what a server held after the load, as `memory.resident` says.
     """
 
     records: list[RequestRecord]
@@ -66,6 +78,7 @@ class Outcome:
     gaps: list[list[float]] = field(default_factory=list)
     versions: str = ""
     seconds: float = 0.0
+    memory: dict[str, float] | None = None
 
 
 class EngineFailed(RuntimeError):  # noqa: N818
@@ -99,19 +112,23 @@ class Jaxserve:
 
     def measure(self, load: PeerLoad) -> Outcome:
         port = startup.free_port()
-        command = entry.command("jaxserve", "serve", str(load.model), "--port", str(port), *self.flags)
-        with _server(command, dict(os.environ), port, "/ready"):
-            return run(_drive(port, load, gaps=True))
+        tokenizer = ["--tokenizer", str(load.tokenizer)] if load.tokenizer else []
+        command = entry.command("jaxserve", "serve", str(load.model), "--port", str(port), *tokenizer, *self.flags)
+        with _server(command, dict(os.environ), port, "/ready") as process:
+            outcome = run(_drive(port, load, gaps=True))
+            outcome.memory = resident(process)
+        return outcome
 
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """llama.cpp's server, one slot for each request under way, float32 throughout."""
+    """llama.cpp's server, one slot for each request under way; its cache in `kv`: f32 as ours, or its own f16."""
 
     server: Path | None
     gguf_python: str | None
     flash: str = "off"
     flags: Sequence[str] = ()
+    kv: str = "f32"
 
     @property
     def name(self) -> str:
@@ -122,14 +139,14 @@ class LlamaCpp:
             return "no path given with --llama-server"
         if not os.access(self.server, os.X_OK):
             return f"{self.server} is no program"
-        if self.gguf_python is None:
-            return "no Python given with --gguf-python to write the model as GGUF"
-        if _run([self.gguf_python, "-c", "import gguf, safetensors"]).returncode:
-            return f"{self.gguf_python} has no gguf and safetensors to write the model"
         return None
 
     def measure(self, load: PeerLoad) -> Outcome:
-        self._write_model(load)
+        if not load.is_file:
+            try:
+                write_gguf(load.model, load.gguf, self.gguf_python or sys.executable)
+            except NoFile as error:
+                raise EngineFailed(str(error)) from None
         port = startup.free_port()
         longest = max(len(p) for p in [*load.prompts, *load.check]) + max(load.output_len, load.check_len)
         slot = -(-longest // 256) * 256 if longest % 256 else longest
@@ -140,31 +157,22 @@ class LlamaCpp:
             "-tb": load.threads,
             "-np": load.concurrency,
             "-c": load.concurrency * slot,
-            "-ctk": "f32",
-            "-ctv": "f32",
+            "-ctk": self.kv,
+            "-ctv": self.kv,
             "-fa": self.flash,
             "--cache-ram": 0,  # nothing is asked twice
         }
         command = [str(self.server), *(str(part) for pair in settings.items() for part in pair), *self.flags]
-        with _server(command, dict(os.environ), port, "/health"):
+        with _server(command, dict(os.environ), port, "/health") as process:
             outcome = run(_drive(port, load, gaps=False))
+            outcome.memory = resident(process)
         outcome.versions = _run([str(self.server), "--version"]).stdout.split("\n")[0]
         return outcome
 
-    def _write_model(self, load: PeerLoad) -> None:
-        config = load.model / "config.json"
-        if load.gguf.is_file() and load.gguf.stat().st_mtime > config.stat().st_mtime:
-            return
-        assert self.gguf_python is not None
-        run = _run([self.gguf_python, str(HERE / "write_gguf.py"), str(load.model), str(load.gguf)])
-        if run.returncode:
-            load.gguf.unlink(missing_ok=True)
-            raise EngineFailed(f"the model could not be written as GGUF: {_end(run.stdout)}")
-
 
 @contextlib.contextmanager
-def _server(command: Sequence[str], env: dict[str, str], port: int, ready: str) -> Iterator[None]:
-    """A server that is ready, and stopped at the end."""
+def _server(command: Sequence[str], env: dict[str, str], port: int, ready: str) -> Iterator[int]:
+    """A server that is ready, and stopped at the end; the number of its process."""
     with startup.server_process(command, env) as (process, log):
         deadline = time.monotonic() + START_SECONDS
         while startup.status(port, ready) != 200:
@@ -173,7 +181,7 @@ def _server(command: Sequence[str], env: dict[str, str], port: int, ready: str) 
             if time.monotonic() > deadline:
                 raise EngineFailed(f"the server was not ready within {START_SECONDS:g} s")
             time.sleep(0.05)
-        yield
+        yield process.pid
 
 
 async def _drive(port: int, load: PeerLoad, *, gaps: bool) -> Outcome:
@@ -239,9 +247,11 @@ class Transformers:
         return f"{self.python} cannot be used: {_end(run.stdout)}" if run.returncode else None
 
     def measure(self, load: PeerLoad) -> Outcome:
+        if load.is_file:
+            raise EngineFailed("it is not given GGUF files")
         with tempfile.TemporaryDirectory() as folder:
             request, result = Path(folder, "load.json"), Path(folder, "result.json")
-            request.write_text(json.dumps(asdict(load) | {"model": str(load.model)}))
+            request.write_text(json.dumps(asdict(load) | {"model": str(load.model), "tokenizer": None}))
             run = _run([str(self.python), str(HERE / "torch_engine.py"), self.kind, str(request), str(result)])
             if run.returncode or not result.is_file():
                 raise EngineFailed(f"the process ended: {_end(run.stdout)}")

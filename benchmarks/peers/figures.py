@@ -11,11 +11,11 @@ import numpy as np
 from jaxserve.bench.report import table
 from jaxserve.bench.stats import RequestRecord, summarize
 
-FIGURES = ("output_tokens_per_s", "decode_tokens_per_s", "ttft_p50_ms", "tpot_p50_ms")
-TITLES = ("output tok/s", "decode tok/s", "TTFT p50 ms", "TPOT p50 ms")
+FIGURES = ("output_tokens_per_s", "decode_tokens_per_s", "ttft_p50_ms", "tpot_p50_ms", "pss_mib", "anonymous_mib")
+TITLES = ("output tok/s", "decode tok/s", "TTFT p50 ms", "TPOT p50 ms", "memory MiB", "of it not file")
 OURS = "jaxserve"
 
-Run = Mapping[str, Any]  # engine, concurrency, repeat, and FIGURES
+Run = Mapping[str, Any]  # engine, concurrency, repeat, and those of FIGURES that there are
 
 
 def figures(records: Sequence[RequestRecord], concurrency: int) -> dict[str, float | None]:
@@ -59,7 +59,7 @@ def medians(runs: Sequence[Run]) -> dict[tuple[int, str], dict[str, float | None
         groups.setdefault((run["concurrency"], run["engine"]), []).append(run)
     result = {}
     for key in sorted(groups, key=lambda key: key[0]):
-        values = {name: [run[name] for run in groups[key] if run[name] is not None] for name in FIGURES}
+        values = {name: [run[name] for run in groups[key] if run.get(name) is not None] for name in FIGURES}
         result[key] = {name: median(each) if each else None for name, each in values.items()}
     return result
 

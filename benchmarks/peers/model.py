@@ -36,6 +36,29 @@ SHAPE: dict[str, Any] = {
 }
 
 
+def _shape(**changes: Any) -> dict[str, Any]:
+    return SHAPE | changes
+
+
+# The shapes of published models, with tied embeddings; by the names that --shape takes.
+SHAPES: dict[str, dict[str, Any]] = {
+    "100M": SHAPE,
+    "SmolLM2-360M": _shape(
+        hidden_size=960, num_hidden_layers=32, num_attention_heads=15, num_key_value_heads=5, intermediate_size=2560,
+        vocab_size=49152, max_position_embeddings=8192, rope_theta=100000.0,
+    ),
+    "Qwen3-0.6B": _shape(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=1024, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=3072, vocab_size=151936,
+        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
+    ),
+    "Llama-3.2-1B": _shape(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
+        vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
+    ),
+}  # fmt: skip
+
+
 def parameters(config: Mapping[str, Any]) -> int:
     """How many numbers the model has."""
     return sum(int(np.prod(shape)) for _, shape in _tensors(config))
@@ -44,7 +67,7 @@ def parameters(config: Mapping[str, Any]) -> int:
 def make_model(folder: Path, config: Mapping[str, Any] = SHAPE) -> Path:
     """Writes the model into `folder`, unless it is there already; returns the folder.
 
-    `config` is a Llama's config.json with tied embeddings, in float32.
+    `config` is a config.json of a Llama or Qwen3 with tied embeddings, in float32.
     """
     text = json.dumps(dict(config), indent=1)
     path = folder / "config.json"
@@ -72,6 +95,9 @@ def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]
         yield f"{layer}.self_attn.k_proj.weight", (keys, hidden)
         yield f"{layer}.self_attn.v_proj.weight", (keys, hidden)
         yield f"{layer}.self_attn.o_proj.weight", (hidden, queries)
+        if config["model_type"] == "qwen3":
+            yield f"{layer}.self_attn.q_norm.weight", (head,)
+            yield f"{layer}.self_attn.k_norm.weight", (head,)
         yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
         yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
         yield f"{layer}.mlp.down_proj.weight", (hidden, inner)

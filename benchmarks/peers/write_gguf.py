@@ -20,6 +20,8 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -44,7 +46,8 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def write(folder: Path, path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "llama")
+    neighbours = config["model_type"] == "llama"  # which rope turns in pairs
+    writer = gguf.GGUFWriter(path, config["model_type"])
     writer.add_name("compare")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(config["max_position_embeddings"])
@@ -61,9 +64,9 @@ def write(folder: Path, path: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     add_tokenizer(writer, folder, config)
     for name, weight in load_file(folder / "model.safetensors").items():
-        if "q_proj" in name:
+        if "q_proj" in name and neighbours:
             weight = interleave(weight, config["num_attention_heads"])
-        elif "k_proj" in name:
+        elif "k_proj" in name and neighbours:
             weight = interleave(weight, config["num_key_value_heads"])
         writer.add_tensor(gguf_name(name), weight)
     writer.write_header_to_file()

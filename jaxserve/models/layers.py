@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops import Ops
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import PanelArray, QuantArray
 
 
 def weight(
@@ -19,11 +19,11 @@ def weight(
 ) -> jax.Array:
     """Declares a parameter with its logical axes (`jaxserve.mesh.RULES`) and returns its value.
 
-    A quantized one stands in the place of a matrix that is declared like any other.
+    A quantized one, or one in panels, stands in the place of a matrix that is declared like any other.
     """
     if module.has_variable("params", name):
         given: Any = module.get_variable("params", name)
-        if isinstance(given, QuantArray):
+        if isinstance(given, QuantArray | PanelArray):
             return cast(jax.Array, given)
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 

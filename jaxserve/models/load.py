@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding
 
 from checkpoints import orbax
@@ -22,8 +22,9 @@ from checkpoints.formats import QuantReader, find_format
 from checkpoints.formats.beside import with_settings
 from checkpoints.gguf_model import open_gguf
 from checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
-from checkpoints.load import Piece, load_weights
+from checkpoints.load import Piece, load_weights, read_weight
 from checkpoints.mistral_native import PARAMS, is_native, open_native, read_params
+from checkpoints.quantized import StoredRows
 from checkpoints.quantized import dequantize as in_floats
 from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
@@ -32,8 +33,10 @@ from jaxserve.mesh import embed_sharded, matmul_sharded, padded_vocab, quant_mat
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
-from jaxserve.models.quantized import SCHEMES, abstract_like, place, splits_evenly
+from jaxserve.models.panels import Packing, is_matrix
+from jaxserve.models.quantized import SCHEMES, abstract_like, place, rounded, splits_evenly
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
+from pallas_kernels import cpu_panels
 from pallas_kernels.ops import checked, checked_matmul, choose_ops, matmul_of, quant_matmul
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
 from pallas_kernels.types import QuantArray
@@ -115,7 +118,10 @@ def read_model(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
 
 
 def compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> Any:
-    """The dtype that weights, activations and cache have: the operator's choice, or what suits the platform."""
+    """The dtype that activations and cache have, and the weights where there are no panels (see `panels`): the
+    operator's choice, or what suits the platform. A CPU with panels computes in float32."""
+    if platform == "cpu" and config.tensor_parallel_size == 1 and cpu_panels.available():
+        return jnp.dtype("float32")
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     if platform == "cpu":
@@ -192,9 +198,10 @@ def load_params(
     dequantize: bool = False,
     progress: bool = True,
     ignored_keys: Collection[str] = (),
+    packing: Packing | None = None,
 ) -> dict[str, Any]:
     """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are,
-    unless `dequantize`; floats by `quantization` where that is one of SCHEMES.
+    unless `dequantize`; floats by `quantization` where that is one of SCHEMES. With a `packing` matrices become panels.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
@@ -203,18 +210,28 @@ def load_params(
     if orbax.is_saved(path):
         if quantization != "auto":
             raise ConfigError(f"{path} is an Orbax checkpoint, which stays as it is; leave out --quantization")
-        return unflatten_dict(_restore(path, abstract), sep="/")
+        restored = _restore(path, abstract)
+        return unflatten_dict(packing.pack_placed(restored, mesh) if packing else restored, sep="/")
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
     scheme = quantization if source.reader is None and quantization in SCHEMES else None
-
-    def put(name: str, host: np.ndarray | QuantArray, sharding: Sharding) -> Any:
-        if dequantize and isinstance(host, QuantArray):
-            host = in_floats(host).astype(decoder.dtype)
-        return place(name, host, sharding, scheme)
-
     pieces, ignored = source.pieces(decoder), source.ignored(decoder)
-    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put)
+    if packing:
+        abstract = packing.stored(abstract, pieces, source.tensors)
+
+    def put(name: str, host: Any, sharding: Sharding) -> Any:
+        if dequantize and isinstance(host, QuantArray):
+            host = in_floats(host).astype(abstract[name].dtype)
+        if scheme:
+            host = rounded(name, host, scheme)
+        if packing and is_matrix(name) and (packed := packing.pack(host, mesh)) is not None:
+            return packed
+        if isinstance(host, StoredRows):  # rows of several types in a panel
+            host = read_weight(pieces[name], source.tensors, abstract[name], source.reader)
+        return place(name, host, sharding)
+
+    as_stored = packing.types if packing and not dequantize else ()
+    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put, as_stored)
     return unflatten_dict(flat, sep="/")
 
 
@@ -233,7 +250,8 @@ def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
-    """Raises ConfigError or CheckpointError, see `load_params`."""
+    """The parameters that an engine runs with. Raises ConfigError or CheckpointError, see `load_params`."""
+    packing = Packing.of(config, mesh)
     if config.load_format != "dummy":
         return load_params(
             decoder,
@@ -243,8 +261,12 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
             dequantize=config.dequantize,
             progress=progress,
             ignored_keys=config.ignore_config_keys,
+            packing=packing,
         )
     scheme = None if config.quantization == "auto" else config.quantization
     if scheme and scheme not in SCHEMES:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
-    return dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
+    params = dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
+    if packing is None:
+        return params
+    return unflatten_dict(packing.pack_placed(flatten_dict(params, sep="/"), mesh, packing.dtype), sep="/")

@@ -31,14 +31,21 @@ SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
 }
 
 
+def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray | QuantArray:
+    """A plain matrix of a layer quantized by one of SCHEMES; other weights as they are."""
+    if not is_quantizable(path) or isinstance(host, QuantArray):
+        return host
+    return rtn(host, Scheme(scheme, _group(host.shape[1]) if scheme == "int4" else None))
+
+
 def place(path: str, host: np.ndarray | QuantArray, sharding: Sharding, scheme: str | None = None) -> Any:
     """Brings a weight to the devices; `sharding` is that of the plain one.
 
-    With a `scheme` a matrix of a layer that is plain is rounded. The blocks of a quantized one become small enough for
-    every device to get whole ones.
+    With a `scheme` it is `rounded` first. The blocks of a quantized one become small enough for every device to get
+    whole ones.
     """
-    if scheme and is_quantizable(path) and not isinstance(host, QuantArray):
-        host = rtn(host, Scheme(scheme, _group(host.shape[1]) if scheme == "int4" else None))
+    if scheme:
+        host = rounded(path, host, scheme)
     if not isinstance(host, QuantArray):
         return jax.device_put(host, sharding)
     host = refine(host, quant_block(host, *_split(sharding)))

@@ -1,10 +1,11 @@
-"""Paged attention on CPU in C++ (`cpu_kernels.cc`), which reads the pages where they lie.
+"""Paged attention on CPU in C++ (`cpu_attention.cc`), which reads the pages where they lie, and the write into them.
 
-Grid: (tiles of up to 16 query tokens of a row, kv_heads), handed to XLA's threads as they come free.
-Traffic: a row's keys and values once per tile, from the window's oldest page on; the scores of a tile stay in a buffer
-  of its thread, small enough for its cache.
-Pipeline: while a page's keys or values are used, those of the next come into the cache. From 40 queries of a head on,
-  keys are transposed, a page at a time, as the matmul does with its weights.
+Grid: tiles of the queries of one row and head, about 64 (16 tokens of a group of 4), handed to XLA's threads as they
+  come free.
+Traffic: a row's keys and values once per tile, from the window's oldest block on, as wide as they are stored: they
+  become float32 in registers. A running softmax over blocks of 64 tokens, whose scores stay in the cache.
+Pipeline: for a few queries, keys and values are fetched 16 tokens ahead, beyond the border of a page too. From 10
+  queries of a head on, keys are transposed, a block at a time, and both products run in strips of 6 queries.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cpu, cpu_build
+from pallas_kernels import cpu, cpu_build, kv_write
+from pallas_kernels.cpu_build import ATTENTION
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
+
+FLOATS = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+CODES = tuple(map(np.dtype, (jnp.int8, jnp.float8_e4m3fn)))  # which have scales
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
     """The reason why it cannot be used, or None."""
     if device.platform != "cpu":
         return "it is for CPUs"
-    if {problem.q_dtype, problem.kv_dtype} != {np.dtype(np.float32)}:
-        return f"it computes in float32, not with {problem.q_dtype} queries and a {problem.kv_dtype} cache"
-    if problem.head_dim % 8:
-        return f"head_dim must be a multiple of 8, not {problem.head_dim}"
-    if problem.softcap or problem.sinks:
-        return "it knows no softcap and no sinks"
-    return None if cpu_build.possible() else "there is no C++ compiler (CXX)"
+    if problem.q_dtype not in FLOATS:
+        return f"queries must be float32, bfloat16 or float16, not {problem.q_dtype}"
+    if problem.kv_dtype not in (CODES if problem.has_scale else FLOATS):
+        return f"it knows no {problem.kv_dtype} cache {'with' if problem.has_scale else 'without'} scales"
+    return None if cpu_build.possible(ATTENTION) else cpu_build.lacking()
 
 
 def paged_attention(
@@ -44,21 +47,42 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
-    **rest: Any,
 ) -> jax.Array:
     """As `reference.paged_attention`."""
-    if not cpu.available():  # the build failed
-        options = {"scale": scale, "window": window, "first_page": first_page, "decode_only": decode_only, **rest}
-        return reference.paged_attention(q, pages, block_tables, q_start, kv_len, num_decodes, **options)
-    call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    if not cpu.available(ATTENTION):  # the build failed
+        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        rest = {"first_page": first_page, "decode_only": decode_only}
+        return reference.paged_attention(q, pages, block_tables, q_start, kv_len, num_decodes, **options, **rest)
+    call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
     return call(
         q,
         pages.data,
-        block_tables + first_page,
+        _or_nothing(pages.scale),
+        block_tables,
         q_start,
         kv_len,
+        jnp.int32(first_page),
+        _or_nothing(sinks),
         scale=np.float32(scale),
         window=np.int64(window or np.iinfo(np.int64).max // 2),
+        softcap=np.float32(softcap or 0),
     )
+
+
+def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
+    """As `kv_write.write_kv`, in place; padding is left out instead of written to the null page."""
+    if k.dtype not in FLOATS or not cpu.available(ATTENTION):
+        return kv_write.write_kv(pages, k, v, slots, first_page)
+    arrays = pages.data, _or_nothing(pages.scale)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    call = jax.ffi.ffi_call("jaxserve_write_kv", shapes, input_output_aliases={0: 0, 1: 1})
+    data, scale = call(*arrays, k, v, slots, jnp.int32(first_page))
+    return KVPages(data, None if pages.scale is None else scale)
+
+
+def _or_nothing(x: Any) -> jax.Array:
+    return jnp.zeros(0, jnp.float32) if x is None else x

@@ -1,6 +1,7 @@
 """A quantized model gives the tokens of the same values in float32, on one device and on several."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
@@ -12,15 +13,24 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.memory import stored_bytes
 from jaxserve.models.quantized import SCHEMES, is_quantizable
 from jaxserve.models.weights import abstract_params
-from pallas_kernels.types import QuantArray
+from pallas_kernels import cpu_panels
+from pallas_kernels.types import PanelArray, QuantArray
 
 CASE = "tp_gqa"
 RNG = np.random.default_rng(11)
 PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (3, 40)]
+EXACT = ("cpu", "auto")  # the backend with products of the values as they are, on one device and on several
 
 
 def is_quantized(x) -> bool:
     return isinstance(x, QuantArray)
+
+
+def floats_of(x) -> np.ndarray:
+    """The values of a weight in any form."""
+    if isinstance(x, PanelArray):
+        return np.asarray(cpu_panels.rows(x, jnp.arange(x.shape[0], dtype=jnp.int32)))
+    return dequantize(jax.tree.map(np.asarray, x)) if is_quantized(x) else np.asarray(x)
 
 
 def tokens_of(engine) -> list[list[int]]:
@@ -39,8 +49,7 @@ def in_floats(engine) -> None:
     runner = engine.runner
     params, plain = flatten_dict(runner.params, sep="/"), {}
     for path, like in abstract_params(runner.model, runner.mesh).items():
-        host = jax.tree.map(np.asarray, params[path])
-        plain[path] = jax.device_put(dequantize(host) if is_quantized(host) else host, like.sharding)
+        plain[path] = jax.device_put(floats_of(params[path]), like.sharding)
     runner._arrays, runner._unbundle = bundle(unflatten_dict(plain, sep="/"))
     runner._executables.clear()
 
@@ -50,7 +59,7 @@ def in_floats(engine) -> None:
 def test_same_tokens_as_in_floats(model_folders, scheme, devices):
     if devices == 8 and scheme != "int4":
         pytest.skip("one scheme is enough there")
-    folder, options = model_folders(CASE), {"load_format": "dummy", "rows": 4}
+    folder, options = model_folders(CASE), {"load_format": "dummy", "rows": 4, "matmul_backend": EXACT[devices > 1]}
     engine = make_engine(folder, quantization=scheme, tensor_parallel_size=devices, **options)
     kernels = [w for w in flatten_dict(engine.runner.params).values() if is_quantized(w)]
     assert len(kernels) == 4 * engine.model.num_layers
@@ -66,12 +75,28 @@ def test_bytes_on_the_device(model_folders):
     """No copy in floats: what the weights take is the sum of their quantized parts."""
     sizes = {}
     for scheme in ("auto", *SCHEMES):
-        engine = make_engine(model_folders(CASE), quantization=scheme, load_format="dummy")
+        engine = make_engine(model_folders(CASE), quantization=scheme, load_format="dummy", matmul_backend="cpu")
         leaves = jax.tree.leaves(engine.runner.params)
         assert engine.runner.weight_bytes == sum(stored_bytes(x) for x in leaves)
         kernels = [x for path, x in flatten_dict(engine.runner.params, sep="/").items() if is_quantizable(path)]
-        sizes[scheme] = sum(stored_bytes(x.codes if is_quantized(x) else x) for x in kernels)
+        sizes[scheme] = sum(stored_bytes(x.codes if is_quantized(x) else getattr(x, "data", x)) for x in kernels)
     assert sizes["auto"] == 4 * sizes["int8"] == 4 * sizes["fp8"] == 8 * sizes["int4"]
+
+
+@pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_integer_products_by_default(model_folders, scheme):
+    """On one CPU x is rounded to 8 bits; likelihoods of the same text stay close to those of the values themselves."""
+
+    def likelihoods(**options) -> np.ndarray:
+        engine = make_engine(model_folders(CASE), quantization=scheme, **options)
+        kinds = {type(w) for path, w in flatten_dict(engine.runner.params, sep="/").items() if is_quantizable(path)}
+        assert kinds == {QuantArray if options else PanelArray}
+        asked = request("0", PROMPTS[1], max_tokens=1, prompt_logprobs=0)
+        return np.array([entry.logprob for entry in generate(engine, asked)[0].prompt_logprobs[1:]])
+
+    found, exact = likelihoods(), likelihoods(matmul_backend="cpu")
+    assert 0 < np.abs(found - exact).max() < 0.1
 
 
 def test_a_matmul_backend_that_cannot_run(model_folders):
@@ -93,7 +118,7 @@ def test_insisting_on_a_quantization_that_is_not_there(model_folders):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_floats_are_rounded_while_they_are_loaded(model_folders, scheme):
     """As `jaxserve quantize --method rtn` does; the tokens are those of the rounded values."""
-    engine = make_engine(model_folders(CASE), quantization=scheme)
+    engine = make_engine(model_folders(CASE), quantization=scheme, matmul_backend="cpu")
     kernels = [x for path, x in flatten_dict(engine.runner.params, sep="/").items() if is_quantizable(path)]
     assert all(is_quantized(w) for w in kernels)
     assert {w.block for w in kernels} == {(1, 128 if scheme == "int4" else w.shape[1]) for w in kernels}
@@ -102,8 +127,8 @@ def test_floats_are_rounded_while_they_are_loaded(model_folders, scheme):
     assert found == tokens_of(engine)
     plain = flatten_dict(make_engine(model_folders(CASE)).runner.params, sep="/")
     for rounded, exact in zip(kernels, (x for path, x in plain.items() if is_quantizable(path)), strict=True):
-        error = np.abs(dequantize(jax.tree.map(np.asarray, rounded)) - np.asarray(exact)).max()
-        assert 0 < error < np.abs(exact).max() * {"int8": 1 / 250, "int4": 1 / 14, "fp8": 1 / 16}[scheme]
+        error = np.abs(floats_of(rounded) - floats_of(exact)).max()
+        assert 0 < error < np.abs(floats_of(exact)).max() * {"int8": 1 / 250, "int4": 1 / 14, "fp8": 1 / 16}[scheme]
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -9,7 +9,8 @@ import tiny_models
 from engines import generate, make_engine, request
 from safetensors.numpy import save_file
 
-from pallas_kernels.types import QuantArray
+from pallas_kernels.cpu_panels import PanelType
+from pallas_kernels.types import PanelArray, QuantArray
 
 CASE, GROUP = "tp_gqa", 32
 RNG = np.random.default_rng(21)
@@ -91,9 +92,12 @@ def test_act_order(folders, devices):
 def test_dequantized_while_loading(folders):
     options = {"dequantize": True, "decode_steps": False}
     assert tokens_of(folders[0], **options) == tokens_of(folders[0], decode_steps=False)
-    leaves = jax.tree.leaves(make_engine(folders[0], **options).runner.params, is_leaf=is_quantized)
+    params = make_engine(folders[0], **options).runner.params
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantArray | PanelArray))
     assert not any(map(is_quantized, leaves))
-    assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
+    panels = [leaf for leaf in leaves if isinstance(leaf, PanelArray)]
+    assert {kind for leaf in panels for kind in np.asarray(leaf.table)[:, 1].tolist()} <= {PanelType.F32}
+    assert {leaf.dtype for leaf in leaves if not isinstance(leaf, PanelArray)} == {np.dtype(np.float32)}
 
 
 def test_what_stays_quantized(folders, request):

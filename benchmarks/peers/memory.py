@@ -1,0 +1,42 @@
+"""What memory a server holds: its process and those that it started, as Linux counts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MIB = 2**20
+FIELDS = {"Rss": "rss_mib", "Pss": "pss_mib", "Pss_Anon": "anonymous_mib", "Pss_File": "file_mib"}
+
+
+def family(process: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [process]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += map(int, _text(children).split())
+    return found
+
+
+def resident(process: int) -> dict[str, float] | None:
+    """MiB that a process and its descendants hold now: `rss_mib`, pages that several map counted for each; `pss_mib`,
+    those counted once, which is `anonymous_mib` and `file_mib` (and a little that is shared); and `largest_mib`, the
+    Rss of the largest of them. None where the system does not tell."""
+    each = [_of_one(process) for process in family(process)]
+    if not any(each):
+        return None
+    total = {name: sum(one.get(field, 0.0) for one in each) for field, name in FIELDS.items()}
+    return total | {"largest_mib": max(one.get("Rss", 0.0) for one in each)}
+
+
+def _of_one(process: int) -> dict[str, float]:
+    lines = _text(Path(f"/proc/{process}/smaps_rollup")).splitlines()[1:]
+    pairs = [line.split(":") for line in lines]
+    return {name: int(value.split()[0]) * 1024 / MIB for name, value in pairs}
+
+
+def _text(path: Path) -> str:
+    """A file of /proc; empty where the process has ended meanwhile."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

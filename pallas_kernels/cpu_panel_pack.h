@@ -1,0 +1,127 @@
+// From rows as files have them to panels. Rows are float32, float16, bfloat16, GGUF's blocks (ggml-common.h), or for
+// grouped types: a byte for each code [in], float32 scales, then float32 shifts [groups].
+
+#pragma once
+
+#include "cpu_panels.h"
+
+// Codes of one row into a record, from its block `first` on, four at a time.
+template <class R>
+static void put_codes(const uint8_t* codes, int64_t inputs, int64_t blocks_of, int64_t row, int64_t first,
+                      uint8_t* record) {
+  const auto add = [](uint8_t* to, uint32_t bits) {
+    uint32_t all;
+    std::memcpy(&all, to, 4);
+    all |= bits;
+    std::memcpy(to, &all, 4);
+  };
+  for (int64_t i = 0; i < inputs; i += 4) {
+    const int64_t block = first + i / kBlock, q = i % kBlock / 4;
+    uint32_t four = 0;
+    std::memcpy(&four, codes + i, std::min<int64_t>(4, inputs - i));
+    uint8_t* to = record + R::kCodes + block * R::kStep + row * 4;
+    if (R::kEight) {
+      std::memcpy(to + q * 64, &four, 4);
+      continue;
+    }
+    add(to + q % 4 * 64, (four & 0x0f0f0f0f) << (q < 4 ? 0 : 4));
+    to = record + R::kCodes + blocks_of * R::kStep + block * 64 * R::kHigh + row * 4;
+    if (R::kHigh == 1) add(to, (four >> 4 & 0x01010101) << q);
+    if (R::kHigh == 2) add(to + q / 4 * 64, (four >> 4 & 0x03030303) << q % 4 * 2);
+  }
+}
+
+// Bytes of a block of 32 in a file: a scale, for some a shift, bits beyond 4, codes.
+template <class R>
+static constexpr int64_t small_bytes() {
+  return R::kCodes / 32 + R::kHigh * 4 + (R::kEight ? 32 : 16);
+}
+
+// GGUF's blocks, which begin at `from`, as codes and scales of one row of a record.
+template <class R>
+static void pack_record(const uint8_t* from, int64_t row, uint8_t* record, int64_t blocks) {
+  uint8_t codes[256];
+  if (R::kBlocks == 2) {
+    for (int64_t b = 0; b < blocks; b++, from += small_bytes<R>()) {
+      const uint8_t* at = from;
+      std::memcpy(record + b * 32 + row * 2, at, 2), at += 2;
+      if (R::kCodes == 128) std::memcpy(record + 64 + b * 32 + row * 2, at, 2), at += 2;
+      uint32_t high = 0;
+      if (R::kHigh) std::memcpy(&high, at, 4), at += 4;
+      for (int i = 0; i < 32; i++)
+        codes[i] = R::kEight ? at[i] ^ 0x80 : (i < 16 ? at[i] & 15 : at[i - 16] >> 4) | (high >> i & 1) << 4;
+      put_codes<R>(codes, kBlock, R::kBlocks, row, b, record);
+    }
+    return;
+  }
+  if (R::kType == kQ6K) {
+    const uint8_t *low = from, *high = from + 128, *scales = from + 192;
+    for (int i = 0; i < 256; i++) {
+      const int half = i / 128, t = i % 128;
+      codes[i] = (low[half * 64 + t % 64] >> (t < 64 ? 0 : 4) & 15) | (high[half * 32 + t % 32] >> t / 32 * 2 & 3) << 4;
+    }
+    std::memcpy(record + row * 2, from + 208, 2);
+    for (int g = 0; g < 16; g++) record[64 + g * kPanelRows + row] = scales[g];
+  } else {
+    const uint8_t *six = from + 4, *high = from + 16, *low = from + (R::kType == kQ5K ? 48 : 16);
+    for (int i = 0; i < 256; i++) {
+      const int group = i / 32;
+      codes[i] = low[group / 2 * 32 + i % 32] >> (group % 2 * 4) & 15;
+      if (R::kType == kQ5K) codes[i] |= (high[i % 32] >> group & 1) << 4;
+    }
+    std::memcpy(record + row * 2, from, 2);
+    std::memcpy(record + 32 + row * 2, from + 2, 2);
+    for (int g = 0; g < 8; g++) {
+      const int scale = g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[g - 4] >> 6 << 4;
+      const int least = g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4;
+      record[64 + g * kPanelRows + row] = scale, record[192 + g * kPanelRows + row] = least;
+    }
+  }
+  put_codes<R>(codes, 256, 8, row, 0, record);
+}
+
+template <class R>
+static void pack_row(const uint8_t* from, int64_t in, int64_t blocks_of, int64_t row, uint8_t* panel) {
+  const int64_t blocks = R::kBlocks ? R::kBlocks : blocks_of, inputs = blocks * kBlock, size = R::bytes(blocks);
+  const int64_t groups = (in + inputs - 1) / inputs;
+  const int64_t bytes = R::kType == kQ4K ? 144 : R::kType == kQ5K ? 176 : R::kType == kQ6K ? 210 : 2 * small_bytes<R>();
+  for (int64_t g = 0; g < groups; g++, panel += size) {
+    const int64_t left = std::min(inputs, in - g * inputs);
+    if (R::kBlocks) {
+      pack_record<R>(from + g * bytes, row, panel, left / kBlock);
+      continue;
+    }
+    std::memcpy(panel + row * 4, from + in + 4 * g, 4);
+    std::memcpy(panel + 64 + row * 4, from + in + 4 * (groups + g), 4);
+    put_codes<R>(from + g * inputs, left, blocks, row, 0, panel);
+  }
+}
+
+// All rows of a panel of floats, of which null ones stay zero; Item holds what one row has of kInputs inputs.
+template <class Item, int kInputs>
+static void pack_floats(const uint8_t* const* rows, int64_t in, uint8_t* panel) {
+  constexpr int64_t kSize = sizeof(Item) / kInputs;
+  for (int64_t k = 0; k < in; k += kInputs, panel += kPanelRows * sizeof(Item))
+    for (int row = 0; row < kPanelRows; row++)
+      if (rows[row]) std::memcpy(panel + row * sizeof(Item), rows[row] + k * kSize, k + kInputs <= in ? sizeof(Item) : kSize);
+}
+
+extern "C" int64_t jaxserve_panel_bytes(int32_t type, int64_t in, int64_t blocks_of) {
+  return panel_bytes(type, in, blocks_of);
+}
+
+// Packs `rows` [panels * 16], of which null ones are left as they are: zero. Panel p is of types[p] and goes to
+// to + offsets[p].
+extern "C" void jaxserve_pack_panels(int64_t panels, int64_t in, int64_t blocks_of, const int32_t* types,
+                                     const int64_t* offsets, const uint8_t* const* rows, uint8_t* to) {
+  for (int64_t p = 0; p < panels; p++, rows += kPanelRows) {
+    uint8_t* panel = to + offsets[p];
+    if (types[p] == kFloat32) pack_floats<uint32_t, 1>(rows, in, panel);
+    if (types[p] == kFloat16) pack_floats<uint16_t, 1>(rows, in, panel);
+    if (types[p] == kBfloat16) pack_floats<uint32_t, 2>(rows, in, panel);
+    with_record(types[p], [&](auto record) {
+      for (int64_t row = 0; row < kPanelRows; row++)
+        if (rows[row]) pack_row<decltype(record)>(rows[row], in, blocks_of, row, panel);
+    });
+  }
+}

@@ -1,0 +1,211 @@
+// Weights as the CPU's products read them: panels of 16 rows, one after the other, each in a type of its own.
+//
+// What the 16 rows have for the same inputs lies side by side, so that a vector of the weight meets one number of x, all
+// sums run in the order of the inputs, and memory is read from front to back. Floats are [in][16] (bfloat16 in pairs of
+// inputs, [in / 2][16][2]). Quantized panels are records of so many blocks of 32 inputs: scales of the 16 rows, then
+// codes in vectors of 16 rows x 4 inputs; what a code has beyond 4 bits lies behind. A value is code * scale + shift, with
+// codes from 0 on.
+
+#pragma once
+
+#include <cstring>
+
+#include "cpu_kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int kWidth = 16;  // rows in a vector
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+constexpr int kPanelRows = 16, kParts = kPanelRows / kWidth;  // a panel is so many columns of kWidth rows
+constexpr int64_t kBlock = 32;                                // inputs of x that share a scale
+
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
+typedef uint8_t Bytes __attribute__((vector_size(4 * kWidth)));
+typedef uint16_t Words __attribute__((vector_size(4 * kWidth)));
+
+template <class V>
+static inline V load(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// Keeps v in a register, as `hold`.
+static inline void keep(Floats& v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__x86_64__)
+  asm("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
+}
+
+static inline float float_of_half(uint16_t half) {  // exact for subnormal numbers too, which XLA's threads flush
+  const int32_t size = half & 0x7fff, subnormal = (size - 0x400) >> 31;  // 0 or -1
+  const float value = __builtin_bit_cast(float, (size << 13) + ((112 - subnormal) << 23)) -
+                      __builtin_bit_cast(float, subnormal & 113 << 23);
+  return half >> 15 ? -value : value;
+}
+
+// kWidth numbers in float32: float16, bytes, signed bytes.
+static inline Floats of_halves(const uint8_t* from) {
+#if defined(__AVX512F__)
+  if constexpr (kWidth == 16) return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16(load<float16x4_t>(from));
+#endif
+  Floats made;
+  for (int i = 0; i < kWidth; i++) {
+    uint16_t half;
+    std::memcpy(&half, from + 2 * i, 2);
+    made[i] = float_of_half(half);
+  }
+  return made;
+}
+
+template <class Byte>
+static inline Floats of_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const __m128i some = load<__m128i>(from);
+  return (Floats)_mm512_cvtepi32_ps(Byte(-1) < 0 ? _mm512_cvtepi8_epi32(some) : _mm512_cvtepu8_epi32(some));
+#elif defined(__AVX2__)
+  const __m128i some = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (Floats)_mm256_cvtepi32_ps(Byte(-1) < 0 ? _mm256_cvtepi8_epi32(some) : _mm256_cvtepu8_epi32(some));
+#else
+  Floats made;
+  for (int i = 0; i < kWidth; i++) made[i] = static_cast<Byte>(from[i]);
+  return made;
+#endif
+}
+
+// sum[i] + the product of the i-th four codes and the four signed bytes of x; codes have 8 bits, or 7 at most.
+template <bool kEight>
+static inline Ints dot_bytes(Ints sum, Bytes codes, int32_t x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+#elif defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m512i w = (__m512i)codes, all = _mm512_set1_epi32(x);
+  if (!kEight)  // pairs of products fit 16 bits
+    return sum + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(w, all), _mm512_set1_epi16(1));
+  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(255)),
+                                         _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8));
+  return sum + (Ints)even + (Ints)_mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(all, 8));
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
+#elif defined(__AVX2__)
+  const __m256i w = (__m256i)codes, all = _mm256_set1_epi32(x);
+  if (!kEight)
+    return sum + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(w, all), _mm256_set1_epi16(1));
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8));
+  return sum + (Ints)even + (Ints)_mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(all, 8));
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t all = vreinterpretq_s8_s32(vdupq_n_s32(x));
+  const uint8x16_t w = (uint8x16_t)codes;
+  if (!kEight) return (Ints)vdotq_s32((int32x4_t)sum, vreinterpretq_s8_u8(w), all);
+  const int8x16_t low = vreinterpretq_s8_u8(vandq_u8(w, vdupq_n_u8(127))), top = vreinterpretq_s8_u8(vshrq_n_u8(w, 7));
+  const int32x4_t high = vdotq_s32(vdupq_n_s32(0), top, all);
+  return (Ints)vaddq_s32(vdotq_s32((int32x4_t)sum, low, all), vshlq_n_s32(high, 7));
+#else
+  for (int i = 0; i < kWidth; i++)
+    for (int j = 0; j < 4; j++) sum[i] += codes[4 * i + j] * static_cast<int8_t>(x >> 8 * j);
+  return sum;
+#endif
+}
+
+enum PanelType : int32_t {
+  kFloat32, kFloat16, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K, kGrouped8, kGrouped4
+};
+
+// Records. kSub: inputs that share a scale; kBlocks: of a record, 0 where the panel says; kCodes: where they begin;
+// kHigh: how many bits beyond 4 lie behind. GGUF's types have its own blocks' numbers, two of 32 in a record.
+template <int type, int bits, int sub, int blocks, int codes_at>
+struct Record {
+  static constexpr int kType = type, kBits = bits, kSub = sub, kBlocks = blocks, kCodes = codes_at;
+  static constexpr int kHigh = bits == 8 ? 0 : bits - 4, kStep = bits == 8 ? 512 : 256;
+  static constexpr bool kEight = bits == 8;
+
+  static int64_t bytes(int64_t blocks_of) { return kCodes + blocks_of * (kStep + 64 * kHigh); }
+
+  // Codes of inputs 4 q to 4 q + 3 of a block, for one part of the panel's rows.
+  static inline Bytes codes(const uint8_t* record, int64_t blocks_of, int64_t block, int q, int part) {
+    const uint8_t* from = record + kCodes + block * kStep + part * 4 * kWidth;
+    if (kEight) return load<Bytes>(from + q * 64);
+    const Words both = load<Words>(from + q % 4 * 64);
+    Words low = (q < 4 ? both : both >> 4) & uint16_t(0x0f0f);
+    if (kHigh) {
+      from = record + kCodes + blocks_of * kStep + block * 64 * kHigh + part * 4 * kWidth;
+      const Words high = load<Words>(from + (kHigh == 2 ? q / 4 * 64 : 0));
+      const int shift = kHigh == 2 ? q % 4 * 2 - 4 : q - 4;
+      low |= (shift < 0 ? high << -shift : high >> shift) & uint16_t(kHigh == 2 ? 0x3030 : 0x1010);
+    }
+    return (Bytes)low;
+  }
+
+  // The numbers of a group of kSub inputs of a record.
+  static inline void scales(const uint8_t* record, int64_t group, int part, Floats& scale, Floats& shift) {
+    const auto half = [&](int64_t at) { return of_halves(record + at + part * 2 * kWidth); };
+    const auto byte = [&](int64_t at) { return record + at + group * kPanelRows + part * kWidth; };
+    if (kType == kQ8_0 || kType == kQ4_0 || kType == kQ5_0) {
+      scale = half(group * 32), shift = scale * (kType == kQ8_0 ? -128.f : kType == kQ4_0 ? -8.f : -16.f);
+    } else if (kType == kQ4_1 || kType == kQ5_1) {
+      scale = half(group * 32), shift = half(64 + group * 32);
+    } else if (kType == kQ6K) {
+      scale = half(0) * of_bytes<int8_t>(byte(64)), shift = scale * -32.f;
+    } else if (kType == kQ4K || kType == kQ5K) {
+      scale = half(0) * of_bytes<uint8_t>(byte(64)), shift = -(half(32) * of_bytes<uint8_t>(byte(192)));
+    } else {
+      scale = load<Floats>(record + part * 4 * kWidth), shift = load<Floats>(record + 64 + part * 4 * kWidth);
+    }
+  }
+};
+using Q8_0 = Record<kQ8_0, 8, 32, 2, 64>;
+using Q4_0 = Record<kQ4_0, 4, 32, 2, 64>;
+using Q4_1 = Record<kQ4_1, 4, 32, 2, 128>;
+using Q5_0 = Record<kQ5_0, 5, 32, 2, 64>;
+using Q5_1 = Record<kQ5_1, 5, 32, 2, 128>;
+using Q4K = Record<kQ4K, 4, 32, 8, 320>;
+using Q5K = Record<kQ5K, 5, 32, 8, 320>;
+using Q6K = Record<kQ6K, 6, 16, 8, 320>;
+using Grouped8 = Record<kGrouped8, 8, 32, 0, 128>;
+using Grouped4 = Record<kGrouped4, 4, 32, 0, 128>;
+
+// f(record type) for a quantized type.
+template <class F>
+static void with_record(int32_t type, F f) {
+  if (type == kQ8_0) f(Q8_0());
+  if (type == kQ4_0) f(Q4_0());
+  if (type == kQ4_1) f(Q4_1());
+  if (type == kQ5_0) f(Q5_0());
+  if (type == kQ5_1) f(Q5_1());
+  if (type == kQ4K) f(Q4K());
+  if (type == kQ5K) f(Q5K());
+  if (type == kQ6K) f(Q6K());
+  if (type == kGrouped8) f(Grouped8());
+  if (type == kGrouped4) f(Grouped4());
+}
+
+// `blocks_of`: blocks of a record where its type does not say.
+static int64_t panel_bytes(int32_t type, int64_t in, int64_t blocks_of) {
+  int64_t size = in * kPanelRows * 4;
+  if (type == kFloat16) size = in * kPanelRows * 2;
+  if (type == kBfloat16) size = (in + 1) / 2 * kPanelRows * 4;
+  with_record(type, [&](auto record) {
+    const int64_t blocks = record.kBlocks ? record.kBlocks : blocks_of, inputs = blocks * kBlock;
+    size = (in + inputs - 1) / inputs * record.bytes(blocks);
+  });
+  return (size + 63) / 64 * 64;
+}

@@ -1,0 +1,155 @@
+"""Weights in panels for the CPU: packing them on the host, products with them, rows of them (`cpu_panel_matmul.cc`).
+
+Grid: pieces of 64 outputs, handed to XLA's threads as they come free; within one, tiles of up to 6 rows of x.
+Traffic: the weight once, in the width of the file; x once per piece, from the cache.
+Pipeline: memory is read from front to back, which the processor's own prefetching follows.
+
+A row's results do not depend on the number of rows, as every sum runs in the order of the inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import cpu, cpu_build
+from pallas_kernels.types import PanelArray, QuantArray
+
+ROWS, BLOCK, UNIT = 16, 32, 64  # of a panel; inputs of x that share a scale; bytes that offsets count in
+
+# What products are computed in.
+#   float32: everything; results are those of the same values in float32, to the bit.
+#   int8: x is rounded to signed bytes in blocks of 32 inputs for quantized panels; sums within a block are exact.
+#   bfloat16: x is rounded to bfloat16 for bfloat16 panels where the processor multiplies such pairs; else float32.
+ARITHMETIC = {"float32": 0, "int8": 1, "bfloat16": 2}
+
+
+class PanelType(IntEnum):
+    """What a panel holds; as in `cpu_panels.h`. Rows of the first ones are packed as they stand in files."""
+
+    F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, GROUPED_8, GROUPED_4 = range(13)
+
+
+FLOATS = {
+    np.dtype(np.float32): PanelType.F32,
+    np.dtype(np.float16): PanelType.F16,
+    np.dtype(ml_dtypes.bfloat16): PanelType.BF16,
+}
+GGUF_TYPES = {kind.name: kind for kind in PanelType if kind.name.startswith("Q")}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a weight in one type: bytes [rows, bytes of a row], contiguous; `blocks` of 32 inputs share a scale where
+    the type is a grouped one."""
+
+    type: PanelType
+    data: np.ndarray
+    blocks: int = 0
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = cpu_build.load(cpu_build.PANELS)
+    library.jaxserve_panel_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
+    library.jaxserve_panel_bytes.restype = ctypes.c_int64
+    library.jaxserve_pack_panels.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
+    library.jaxserve_pack_panels.restype = None
+    return library
+
+
+def available() -> bool:
+    """Whether there are kernels for weights in panels here."""
+    return cpu.available(cpu_build.PANELS)
+
+
+def pack(parts: Sequence[Rows], source: np.ndarray, inputs: int, arithmetic: str) -> PanelArray | None:
+    """A weight [len(source), inputs] on the host of rows of parts: `source` int64 counts through the rows of all parts,
+    -1 is a row of zeros. None where rows of one panel have different types."""
+    out = len(source)
+    types = np.concatenate([np.full(len(part.data), part.type, np.int32) for part in parts])
+    addresses = np.concatenate(
+        [part.data.ctypes.data + np.arange(len(part.data)) * part.data.strides[0] for part in parts]
+    )
+    count = -(-out // ROWS)
+    source = np.pad(source, (0, count * ROWS - out), constant_values=-1).reshape(count, ROWS)
+    found = np.where(source < 0, -1, types[source])
+    kinds = found.max(axis=1)
+    if ((found != kinds[:, None]) & (found >= 0)).any():
+        return None
+    kinds = np.where(kinds < 0, types[0], kinds).astype(np.int32)
+    blocks, library = max(part.blocks for part in parts), _library()
+    known = {kind: library.jaxserve_panel_bytes(int(kind), inputs, blocks) for kind in set(kinds.tolist())}
+    sizes = np.array([known[kind] for kind in kinds.tolist()], np.int64)
+    offsets = np.cumsum(sizes) - sizes
+    data = _aligned(int(sizes.sum()))
+    rows = np.where(source < 0, 0, addresses[source])
+    pointers = (array.ctypes.data for array in (kinds, offsets, rows, data))
+    library.jaxserve_pack_panels(count, inputs, blocks, *pointers)
+    table = np.stack([offsets // UNIT, kinds, np.full(count, blocks)], axis=1).astype(np.int32)
+    return PanelArray(data.reshape(-1, UNIT), table, (out, inputs), arithmetic)
+
+
+def pack_floats(values: np.ndarray, arithmetic: str) -> PanelArray:
+    """A matrix of one of FLOATS."""
+    assert values.ndim == 2
+    values = np.ascontiguousarray(values)
+    packed = pack([Rows(FLOATS[values.dtype], values)], np.arange(len(values)), values.shape[1], arithmetic)
+    assert packed is not None
+    return packed
+
+
+def pack_quantized(w: QuantArray, arithmetic: str) -> PanelArray | None:
+    """A quantized weight of NumPy arrays with codes of 4 or 8 bits; None for what panels have no type for."""
+    codes, (out, inputs) = np.asarray(w.codes), w.shape
+    group = min(w.block[1], inputs)
+    if w.order is not None or codes.dtype.kind == "f" or codes.dtype == ml_dtypes.float8_e4m3fn:
+        return None
+    if group != inputs and group % BLOCK:
+        return None
+    four = codes.dtype == ml_dtypes.int4
+    offset = 8 if four else 128
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        return np.repeat(np.asarray(values).astype(np.float32), w.block[0], axis=0)[:out]
+
+    scale = spread(w.scale)
+    shift = -scale * (offset + (0 if w.zero is None else spread(w.zero)))
+    if w.bias is not None:
+        shift = shift + spread(w.bias)
+    unsigned = (codes.astype(np.int16) + offset).astype(np.uint8)
+    data = np.concatenate([unsigned, scale.view(np.uint8), np.ascontiguousarray(shift).view(np.uint8)], axis=1)
+    kind = PanelType.GROUPED_4 if four else PanelType.GROUPED_8
+    return pack([Rows(kind, data, -(-group // BLOCK))], np.arange(out), inputs, arithmetic)
+
+
+def matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.Array:
+    """As `ops.panel_matmul`."""
+    assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
+    assert available()
+    count = jnp.int32(len(x)) if count is None else count
+    call = jax.ffi.ffi_call("jaxserve_panel_matmul", jax.ShapeDtypeStruct((len(x), w.shape[0]), jnp.float32))
+    arithmetic = np.int64(ARITHMETIC[w.arithmetic])
+    return call(x, w.data, w.table, count, out=np.int64(w.shape[0]), inputs=np.int64(w.shape[1]), arithmetic=arithmetic)
+
+
+def rows(w: PanelArray, ids: jax.Array) -> jax.Array:
+    """Rows ids int32 [n] of a weight in panels -> float32 [n, in]; ids beyond its rows are brought among them."""
+    assert available()
+    call = jax.ffi.ffi_call("jaxserve_panel_rows", jax.ShapeDtypeStruct((len(ids), w.shape[1]), jnp.float32))
+    return call(ids, w.data, w.table, out=np.int64(w.shape[0]), inputs=np.int64(w.shape[1]))
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Zeros at an address that JAX takes as its own array."""
+    raw = np.zeros(size + UNIT, np.uint8)
+    start = -raw.ctypes.data % UNIT
+    return raw[start : start + size]

@@ -1,0 +1,198 @@
+"""Weights in panels on CPU: what they hold is what the file holds, and products with them against float64 NumPy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from checkpoints.formats.gguf_blocks import decode
+from checkpoints.gguf import TYPES
+from checkpoints.quantized import dequantize
+from pallas_kernels import cpu_panels
+from pallas_kernels.cpu_panels import GGUF_TYPES, Rows
+from pallas_kernels.types import PanelArray, QuantArray
+
+pytestmark = pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")
+
+FLOATS = [np.float32, np.float16, ml_dtypes.bfloat16]
+COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 33]
+BLOCK_TYPES = {kind.name: kind for kind in TYPES.values() if kind.name in GGUF_TYPES}
+
+
+def blocks_of(name: str, out: int, inputs: int) -> np.ndarray:
+    """Random blocks of a GGUF type [out, bytes of a row], with scales of moderate size and of both signs."""
+    kind, rng = BLOCK_TYPES[name], np.random.default_rng(inputs)
+    data = rng.integers(0, 256, (out, inputs // kind.size, kind.nbytes), np.uint8)
+    halves = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208]}.get(name, [0, 2])
+    for at in halves:
+        scale = (rng.uniform(0.2, 2, data.shape[:2]) * rng.choice([-1, 1], data.shape[:2]) / 64).astype(np.float16)
+        data[:, :, at : at + 2] = scale[..., None].view(np.uint8)
+    return data.reshape(out, -1)
+
+
+def values_of(name: str, rows: np.ndarray, inputs: int) -> np.ndarray:
+    return dequantize(decode(rows.reshape(-1), BLOCK_TYPES[name], (len(rows), inputs)))
+
+
+def gguf(name: str, out: int, inputs: int, arithmetic: str) -> tuple[PanelArray, np.ndarray]:
+    data = blocks_of(name, out, inputs)
+    packed = cpu_panels.pack([Rows(GGUF_TYPES[name], data)], np.arange(out), inputs, arithmetic)
+    return jax.tree.map(jnp.asarray, packed), values_of(name, data, inputs)
+
+
+def inputs_of(tokens: int, inputs: int) -> np.ndarray:
+    return np.random.default_rng(tokens).standard_normal((tokens, inputs)).astype(np.float32)
+
+
+def check(y, x: np.ndarray, values: np.ndarray, tolerance: float) -> None:
+    """Errors below `tolerance` of the sum of the terms' sizes."""
+    want, sizes = x.astype(np.float64) @ values.T.astype(np.float64), np.abs(x) @ np.abs(values.astype(np.float64)).T
+    error = np.abs(np.asarray(y, np.float64) - want)
+    assert (error <= tolerance * sizes).all(), f"off by {(error / sizes).max():.1e} of the sum of the terms' sizes"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize(("inputs", "out"), [(1, 1), (7, 5), (64, 129), (201, 80), (768, 96)])
+def test_products_with_floats(dtype, inputs, out):
+    values = np.random.default_rng(0).standard_normal((out, inputs)).astype(dtype)
+    w = jax.tree.map(jnp.asarray, cpu_panels.pack_floats(values, "float32"))
+    for tokens in COUNTS:
+        x = inputs_of(tokens, inputs)
+        check(jax.jit(cpu_panels.matmul)(x, w), x, values.astype(np.float32), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 33, 64])
+def test_16_bits_give_the_bits_of_float32(dtype, tokens):
+    values = np.random.default_rng(1).standard_normal((200, 321)).astype(dtype)
+    values[0, :2] = np.array([2.0**-24, -(2.0**-20)]).astype(dtype)  # subnormal numbers of float16
+    short, wide = (
+        jax.tree.map(jnp.asarray, cpu_panels.pack_floats(v, "float32")) for v in (values, values.astype(np.float32))
+    )
+    x = inputs_of(tokens, 321)
+    assert short.data.nbytes < 0.51 * wide.data.nbytes
+    np.testing.assert_array_equal(cpu_panels.matmul(x, short), cpu_panels.matmul(x, wide))
+    ids = jnp.array([0, 7, 199, 1000, -3], jnp.int32)
+    np.testing.assert_array_equal(cpu_panels.rows(short, ids), values.astype(np.float32)[[0, 7, 199, 199, 0]])
+
+
+def test_bfloat16_products():
+    values = np.random.default_rng(2).standard_normal((70, 99)).astype(ml_dtypes.bfloat16)
+    w = jax.tree.map(jnp.asarray, cpu_panels.pack_floats(values, "bfloat16"))
+    for tokens in COUNTS:
+        x = inputs_of(tokens, 99)
+        check(cpu_panels.matmul(x, w), x, values.astype(np.float32), 2**-8)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_panels_hold_what_the_file_holds(name):
+    """To the last bit; in at most 2.5% more bytes than the file."""
+    inputs = 512
+    w, values = gguf(name, 48, inputs, "float32")
+    np.testing.assert_array_equal(cpu_panels.rows(w, jnp.arange(48, dtype=jnp.int32)), values)
+    assert w.data.nbytes <= 1.03 * 48 * inputs * BLOCK_TYPES[name].nbytes / BLOCK_TYPES[name].size
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("inputs", [256, 1280])
+def test_products_with_gguf(name, inputs):
+    for arithmetic, tolerance in (("float32", 2e-6), ("int8", 4e-3)):
+        w, values = gguf(name, 70, inputs, arithmetic)
+        for tokens in COUNTS:
+            x = inputs_of(tokens, inputs)
+            check(jax.jit(cpu_panels.matmul)(x, w), x, values, tolerance)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """x in steps of a 127th of the largest of each 32 inputs."""
+    blocks = x.reshape(len(x), -1, 32).astype(np.float32)
+    peak = np.abs(blocks).max(axis=2, keepdims=True)
+    return (np.rint(blocks * (np.float32(127) / peak)) * (peak / np.float32(127))).reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_integer_products_are_exact_but_for_the_rounding_of_x(name):
+    w, values = gguf(name, 64, 512, "int8")
+    for tokens in (1, 3, 4, 9):
+        x = inputs_of(tokens, 512)
+        check(cpu_panels.matmul(x, w), rounded(x), values, 3e-6)
+
+
+@pytest.mark.parametrize("name", [*BLOCK_TYPES, "bfloat16"])
+@pytest.mark.parametrize("arithmetic", ["float32", "int8", "bfloat16"])
+def test_a_row_s_result_does_not_depend_on_its_neighbours(name, arithmetic):
+    if name == "bfloat16":
+        values = np.random.default_rng(3).standard_normal((112, 1280)).astype(name)
+        w = jax.tree.map(jnp.asarray, cpu_panels.pack_floats(values, arithmetic))
+    else:
+        w, _ = gguf(name, 112, 1280, arithmetic)
+    x = inputs_of(40, 1280)
+    together = np.asarray(cpu_panels.matmul(x, w))
+    for count in (1, 2, 3, 4, 5, 7, 8, 20):
+        np.testing.assert_array_equal(cpu_panels.matmul(x[:count], w), together[:count])
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 20, 1000])
+def test_only_the_rows_that_matter(count):
+    w, values = gguf("Q4_K", 64, 256, "int8")
+    x = inputs_of(20, 256)
+    x[count:] = np.nan
+    y = np.asarray(jax.jit(cpu_panels.matmul)(x, w, jnp.int32(count)))[:count]
+    check(y, x[:count], values, 4e-3)
+
+
+def test_what_is_no_number_stays_none():
+    w, _ = gguf("Q8_0", 32, 64, "int8")
+    x = inputs_of(3, 64)
+    x[0, 40], x[1, 3] = np.nan, np.inf
+    y = np.asarray(cpu_panels.matmul(x, w))
+    assert np.isnan(y[:2]).all()
+    assert np.isfinite(y[2]).all()
+
+
+def test_rows_of_several_types_and_none():
+    """Parts in an order of their own, each panel of one type; a row that nothing goes to is zero."""
+    q4, q6 = blocks_of("Q4_K", 48, 512), blocks_of("Q6_K", 16, 512)
+    source = np.concatenate([np.arange(47, 31, -1), 48 + np.arange(16), np.arange(32), [-1]])
+    values = np.concatenate([values_of("Q4_K", q4, 512), values_of("Q6_K", q6, 512), np.zeros((1, 512), np.float32)])
+    parts = [Rows(GGUF_TYPES["Q4_K"], q4), Rows(GGUF_TYPES["Q6_K"], q6)]
+    packed = cpu_panels.pack(parts, source, 512, "float32")
+    assert packed is not None
+    assert packed.shape == (65, 512)
+    for tokens in (1, 9):
+        x = inputs_of(tokens, 512)
+        check(cpu_panels.matmul(x, jax.tree.map(jnp.asarray, packed)), x, values[source], 2e-6)
+    assert cpu_panels.pack(parts, np.arange(40, 56) - np.arange(16) % 2, 512, "float32") is None
+
+
+@pytest.mark.parametrize("codes", [ml_dtypes.int4, np.int8], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("block", [(1, 32), (1, 128), (1, 200), (4, 64)], ids=str)
+@pytest.mark.parametrize("offsets", [False, True])
+def test_other_quantized_weights(codes, block, offsets):
+    rng, out, inputs = np.random.default_rng(4), 50, 200
+    shape = (-(-out // block[0]), -(-inputs // block[1]))
+    top = 8 if codes == ml_dtypes.int4 else 128
+    w = QuantArray(
+        rng.integers(-top, top, (out, inputs)).astype(np.int8).astype(codes),
+        rng.uniform(0.2, 2, shape).astype(np.float16),
+        rng.integers(-8, 8, shape).astype(np.int8) if offsets else None,
+        rng.standard_normal(shape).astype(np.float16) if offsets else None,
+        block,
+    )
+    packed = cpu_panels.pack_quantized(w, "int8")
+    assert packed is not None
+    for tokens in (1, 3, 8):
+        x = inputs_of(tokens, inputs)
+        values = dequantize(w)
+        check(cpu_panels.matmul(x, jax.tree.map(jnp.asarray, packed)), x, values, 1e-2)
+    np.testing.assert_allclose(
+        cpu_panels.rows(jax.tree.map(jnp.asarray, packed), jnp.arange(out, dtype=jnp.int32)), values, rtol=0, atol=1e-4
+    )
+
+
+def test_what_panels_have_no_type_for():
+    codes, scale = np.zeros((16, 64), np.int8), np.ones((16, 4), np.float32)
+    assert cpu_panels.pack_quantized(QuantArray(codes, scale, block=(1, 16)), "int8") is None
+    floats = codes.astype(ml_dtypes.float8_e4m3fn)
+    assert cpu_panels.pack_quantized(QuantArray(floats, scale[:, :1], block=(1, 64)), "int8") is None
