@@ -37,12 +37,13 @@ from pathlib import Path
 from light import resources, table
 from light.record import RESTART, OutOfTimeError, Record, new, read, write
 
+REHEARSAL = 240.0  # seconds of a stage
 GRACE = 15  # seconds that a process has after its limit to end by itself
 
 
 @dataclass(frozen=True)
 class Stage:
-    """seconds: at most, over all runs; in a rehearsal a tenth, but not less than 60."""
+    """seconds: at most, over all runs; in a rehearsal, which ends by itself, at least REHEARSAL."""
 
     name: str
     seconds: float
@@ -108,7 +109,7 @@ def drive(stage: Stage, out: Path, rehearse: bool, deadline: float) -> None:
         document = read(path) or new(stage.name)
         if document["status"] != "running":
             return
-        allowed = max(stage.seconds / 10, 60.0) if rehearse else stage.seconds
+        allowed = max(stage.seconds, REHEARSAL) if rehearse else stage.seconds
         left, remaining = allowed - document["seconds"], deadline - time.monotonic()
         if remaining < GRACE:
             print(f"{stage.name}: no time is left in this call", flush=True)

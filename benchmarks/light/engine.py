@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -130,14 +130,20 @@ def run(record: Record, *, rehearse: bool, quantization: str, where: Path) -> No
     record.note(bytes_per_s=bandwidth, quantization=quantization)
     watch = Watch(engine)
     generate(engine, watch, 1, load, seed=0)  # as a warm-up
-    for batch, steps in product(load.batches, (config.decode_steps, 1)):
-        key = f"batch {batch}" if steps > 1 else f"batch {batch}, one token a call"
+    usual = engine.pace.steps
+    for batch, single in product(load.batches, (False, True)):
+        key = f"batch {batch}, one token a call" if single else f"batch {batch}"
         if not record.has(key):
-            engine.config = replace(config, decode_steps=steps)
+            engine.pace.steps = _one if single else usual  # type: ignore[method-assign]
             with record.row(key) as row:
-                row |= generate(engine, watch, batch, load, seed=2 * batch + (steps > 1)) | {"batch": batch}
+                row |= generate(engine, watch, batch, load, seed=2 * batch + single) | {"batch": batch}
                 row["floor_ms"] = 1e3 * step_bytes(engine, batch, load) / bandwidth
                 row["of_floor"] = row["floor_ms"] / row["token_ms"]
+
+
+def _one(lengths: Sequence[int], **_: bool) -> int:
+    """Instead of `Pace.steps`: a row draws one token in each call."""
+    return lengths[0]
 
 
 def bytes_per_second(folder: Path) -> float:
