@@ -15,8 +15,9 @@ Stages, each in a process of its own with its own time limit, each leaving DIR/S
   kernels      benchmarks/kernels.py --sizes full, beside cuBLAS, torch's attention and FlashInfer where they import
   peers        transformers' continuous batching on the same shape
 
-A stage whose file says "complete" is skipped, an interrupted one goes on behind its last row. A row that fails is left
-with its traceback, and the next one begins; a process that dies or hangs is started again, twice at the same row.
+A stage whose file says "complete" is skipped (delete the file to run it again), an interrupted one goes on behind its
+last row. A row that fails is left with its traceback, and the next one begins; a process that dies or hangs is started
+again, twice at the same row.
 Needs jax, flax, transformers and their needs; what else the engine imports (msgspec, llguidance) has stand-ins here,
 which are used where it is not installed. Settings of the device are read, never changed. Not yet run on a GPU or TPU.
 """
@@ -181,8 +182,9 @@ def run_stage(name: str, out: Path, *, rehearse: bool, seconds: float) -> int:
             from light import others
 
             (others.run_kernels if name == "kernels" else others.run_peers)(record, rehearse=rehearse)
-    except OutOfTimeError:
-        record.data["reason"] = "the stage's time is used up; the rest is left out"
+    except OutOfTimeError:  # of the stage or of the call, which `drive` knows
+        record.write()
+        return 0
     record.finish()
     return 0
 

@@ -181,6 +181,20 @@ with record.row("b"):
     assert (found["status"], keys_of(found)) == ("complete", ["a", "b"])
 
 
+def test_rows_that_did_not_begin_in_time_are_left_to_the_next_call(tmp_path, monkeypatch):
+    from light import device
+
+    def late(stage, rehearse):
+        with stage.row("a"):
+            pass
+
+    monkeypatch.setattr(device, "run", late)
+    assert first_light.run_stage("device", tmp_path, rehearse=True, seconds=-1) == 0
+    assert read(tmp_path / "device.json")["status"] == "running"
+    assert first_light.run_stage("device", tmp_path, rehearse=True, seconds=10) == 0
+    assert (read(tmp_path / "device.json")["status"], keys(tmp_path / "device.json")) == ("complete", ["a"])
+
+
 def keys_of(document):
     return [row["key"] for row in document["rows"]]
 
