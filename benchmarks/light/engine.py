@@ -157,17 +157,15 @@ def bytes_per_second(folder: Path) -> float:
 def step_bytes(engine: Engine, batch: int, load: Load) -> float:
     """The fewest that a decode step reads, half way through the tokens that are drawn."""
     config, layout = engine.model, engine.runner.layout
-    table = 0 if config.tie_embeddings else largest_table(engine)
+    table = 0 if config.tie_embeddings else table_bytes(engine)
     length = load.cached + load.tokens / 2
     return engine.runner.weight_bytes - table + batch * length * layout.page_bytes / layout.page_size
 
 
-def largest_table(engine: Engine) -> int:
-    """Bytes of the embedding's table: one row is as long as the hidden state, and there is one for each token."""
-    wanted = engine.runner.model.vocab_size if hasattr(engine.runner.model, "vocab_size") else engine.vocab_size
-    shape = wanted, engine.model.hidden_size
-    sizes = [stored_bytes(x) for x in engine.runner._arrays if x.shape == shape]
-    return min(sizes, default=0)
+def table_bytes(engine: Engine) -> int:
+    """Of the embedding's table, in whatever form it is kept."""
+    params = engine.runner._unbundle(engine.runner._arrays)
+    return sum(stored_bytes(x) for x in jax.tree.leaves(params["embed"]["table"]))
 
 
 def generate(engine: Engine, watch: Watch, batch: int, load: Load, seed: int) -> dict[str, Any]:
