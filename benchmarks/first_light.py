@@ -15,8 +15,9 @@ Stages, each in a process of its own with its own time limit, each leaving DIR/S
   kernels      benchmarks/kernels.py --sizes full, beside cuBLAS, torch's attention and FlashInfer where they import
   peers        transformers' continuous batching on the same shape
 
-A stage whose file says "complete" is skipped, an interrupted one goes on behind its last row. A row that fails is left
-with its traceback, and the next one begins; a process that dies or hangs is started again, twice at the same row.
+A stage whose file says "complete" is skipped (delete the file to run it again), an interrupted one goes on behind its
+last row. A row that fails is left with its traceback, and the next one begins; a process that dies or hangs is started
+again, twice at the same row.
 Needs jax, flax, transformers and their needs; what else the engine imports (msgspec, llguidance) has stand-ins here,
 which are used where it is not installed. Settings of the device are read, never changed. Not yet run on a GPU or TPU.
 """
@@ -37,12 +38,13 @@ from pathlib import Path
 from light import resources, table
 from light.record import RESTART, OutOfTimeError, Record, new, read, write
 
+REHEARSAL = 240.0  # seconds of a stage
 GRACE = 15  # seconds that a process has after its limit to end by itself
 
 
 @dataclass(frozen=True)
 class Stage:
-    """seconds: at most, over all runs; in a rehearsal a tenth, but not less than 60."""
+    """seconds: at most, over all runs; in a rehearsal, which ends by itself, at least REHEARSAL."""
 
     name: str
     seconds: float
@@ -108,7 +110,7 @@ def drive(stage: Stage, out: Path, rehearse: bool, deadline: float) -> None:
         document = read(path) or new(stage.name)
         if document["status"] != "running":
             return
-        allowed = max(stage.seconds / 10, 60.0) if rehearse else stage.seconds
+        allowed = max(stage.seconds, REHEARSAL) if rehearse else stage.seconds
         left, remaining = allowed - document["seconds"], deadline - time.monotonic()
         if remaining < GRACE:
             print(f"{stage.name}: no time is left in this call", flush=True)
@@ -137,6 +139,8 @@ def in_process(name: str, out: Path, rehearse: bool, seconds: float) -> tuple[in
     environment = {**os.environ, **(resources.ENVIRONMENT if name == "resources" else {})}
     if name in ("kernels", "peers"):
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # others need memory, too
+    if name.startswith("engine-"):
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # as `jaxserve serve` has it
     with tempfile.TemporaryFile() as errors:
         command += ["--rehearse"] * rehearse
         process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
@@ -178,8 +182,9 @@ def run_stage(name: str, out: Path, *, rehearse: bool, seconds: float) -> int:
             from light import others
 
             (others.run_kernels if name == "kernels" else others.run_peers)(record, rehearse=rehearse)
-    except OutOfTimeError:
-        record.data["reason"] = "the stage's time is used up; the rest is left out"
+    except OutOfTimeError:  # of the stage or of the call, which `drive` knows
+        record.write()
+        return 0
     record.finish()
     return 0
 

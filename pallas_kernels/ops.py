@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -255,14 +256,15 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
     """
     from pallas_kernels.selfcheck import check_matmul
 
-    for problem in problems:
-        chosen = choose("matmul", device, problem, backend)
-        if chosen in ("xla", "cpu"):
-            continue
-        multiply = load("matmul", chosen).quant_matmul
-        if not _is_right("matmul", backend, partial(check_matmul, multiply, problem)):
-            return "xla"
-    return backend
+    chosen = [(problem, choose("matmul", device, problem, backend)) for problem in problems]
+    with ThreadPoolExecutor(4) as pool:  # most of the time goes to compiling
+        checks = [
+            pool.submit(check_matmul, load("matmul", name).quant_matmul, problem)
+            for problem, name in chosen
+            if name not in ("xla", "cpu")
+        ]
+        right = all(_is_right("matmul", backend, check.result) for check in checks)
+    return backend if right else "xla"
 
 
 def _is_right(operation: str, backend: str, check: Callable[[], Iterable[Finding]]) -> bool:

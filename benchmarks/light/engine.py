@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -130,14 +130,20 @@ def run(record: Record, *, rehearse: bool, quantization: str, where: Path) -> No
     record.note(bytes_per_s=bandwidth, quantization=quantization)
     watch = Watch(engine)
     generate(engine, watch, 1, load, seed=0)  # as a warm-up
-    for batch, steps in product(load.batches, (config.decode_steps, 1)):
-        key = f"batch {batch}" if steps > 1 else f"batch {batch}, one token a call"
+    usual = engine.pace.steps
+    for batch, single in product(load.batches, (False, True)):
+        key = f"batch {batch}, one token a call" if single else f"batch {batch}"
         if not record.has(key):
-            engine.config = replace(config, decode_steps=steps)
+            engine.pace.steps = _one if single else usual  # type: ignore[method-assign]
             with record.row(key) as row:
-                row |= generate(engine, watch, batch, load, seed=2 * batch + (steps > 1)) | {"batch": batch}
+                row |= generate(engine, watch, batch, load, seed=2 * batch + single) | {"batch": batch}
                 row["floor_ms"] = 1e3 * step_bytes(engine, batch, load) / bandwidth
                 row["of_floor"] = row["floor_ms"] / row["token_ms"]
+
+
+def _one(lengths: Sequence[int], **_: bool) -> int:
+    """Instead of `Pace.steps`: a row draws one token in each call."""
+    return lengths[0]
 
 
 def bytes_per_second(folder: Path) -> float:
@@ -151,17 +157,15 @@ def bytes_per_second(folder: Path) -> float:
 def step_bytes(engine: Engine, batch: int, load: Load) -> float:
     """The fewest that a decode step reads, half way through the tokens that are drawn."""
     config, layout = engine.model, engine.runner.layout
-    table = 0 if config.tie_embeddings else largest_table(engine)
+    table = 0 if config.tie_embeddings else table_bytes(engine)
     length = load.cached + load.tokens / 2
     return engine.runner.weight_bytes - table + batch * length * layout.page_bytes / layout.page_size
 
 
-def largest_table(engine: Engine) -> int:
-    """Bytes of the embedding's table: one row is as long as the hidden state, and there is one for each token."""
-    wanted = engine.runner.model.vocab_size if hasattr(engine.runner.model, "vocab_size") else engine.vocab_size
-    shape = wanted, engine.model.hidden_size
-    sizes = [stored_bytes(x) for x in engine.runner._arrays if x.shape == shape]
-    return min(sizes, default=0)
+def table_bytes(engine: Engine) -> int:
+    """Of the embedding's table, in whatever form it is kept."""
+    params = engine.runner._unbundle(engine.runner._arrays)
+    return sum(stored_bytes(x) for x in jax.tree.leaves(params["embed"]["table"]))
 
 
 def generate(engine: Engine, watch: Watch, batch: int, load: Load, seed: int) -> dict[str, Any]:

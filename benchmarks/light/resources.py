@@ -142,6 +142,7 @@ def _compile(case: Any, backend: str) -> dict[str, Any]:
         kernels = parse("\n".join([said.read_text(errors="replace"), *assemble(Path(folder))]))
     for kernel in kernels:
         if "dynamic_shared" in kernel and "registers" in kernel:
+            # Warpgroups of 128: one that fetches and one or two that compute in attention, one alone in products.
             threads = 256 if "decode" in kernel["kernel"] else 384 if "prompts" in kernel["kernel"] else 128
             shared = kernel["dynamic_shared"] + kernel["static_shared"]
             kernel["programs"] = programs(kernel["registers"], shared, threads)

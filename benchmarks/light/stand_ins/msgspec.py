@@ -9,18 +9,30 @@ import dataclasses
 import inspect
 import json as _json
 from types import SimpleNamespace
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 
 class ValidationError(ValueError):
     pass
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Meta:
-    """Bounds of a field, which nothing checks here."""
+    """Bounds of a field, which our own types read, and what is said of it."""
 
-    def __init__(self, **bounds: Any) -> None:
-        self.bounds = bounds
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    multiple_of: float | None = None
+    pattern: str | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+    title: str | None = None
+    description: str | None = None
+    examples: Any = None
+    extra_json_schema: Any = None
+    extra: Any = None
 
 
 def field(*, default: Any = dataclasses.MISSING, default_factory: Any = dataclasses.MISSING, name: str | None = None):
@@ -34,6 +46,8 @@ def field(*, default: Any = dataclasses.MISSING, default_factory: Any = dataclas
 class Struct:
     """A dataclass; of the options `frozen` and `kw_only` matter here."""
 
+    __struct_fields__: ClassVar[tuple[str, ...]] = ()
+
     def __init_subclass__(cls, frozen: bool = False, kw_only: bool = False, **_: Any) -> None:
         super().__init_subclass__()
         for name in inspect.get_annotations(cls):
@@ -41,6 +55,7 @@ class Struct:
             if isinstance(default, list | dict | set):
                 setattr(cls, name, dataclasses.field(default_factory=lambda default=default: copy.copy(default)))
         dataclasses.dataclass(frozen=frozen, kw_only=kw_only, eq=True)(cls)
+        cls.__struct_fields__ = tuple(one.name for one in dataclasses.fields(cls))
 
 
 def _fields(struct: Any) -> dict[str, Any]:

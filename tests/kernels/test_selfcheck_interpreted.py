@@ -1,0 +1,69 @@
+"""The kernels of GPUs and TPUs pass the checks of a device, as far as their interpreters can tell: no false alarms."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import kv_write_tpu
+from pallas_kernels.paged_attention import mosaic_gpu, tpu
+from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
+from pallas_kernels.selfcheck import Finding, check_attention, check_matmul, check_write
+from pallas_kernels.selfcheck_cases import Rows
+
+BF16, F16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.int8)
+# A row longer than a block of keys, another of one token; prompts that begin at offsets 2 and 3, one with a past.
+ROWS = Rows((301, 1), ((9, 0), (17, 70)), empty=1)
+hopper = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX's interpreter of Mosaic GPU kernels comes with JAX 0.11.2"
+)
+
+
+def all_right(found: list[Finding]) -> float:
+    assert all(finding.right for finding in found), "\n".join(map(str, found))
+    return max(finding.error for finding in found)
+
+
+@hopper
+@pytest.mark.parametrize(
+    "problem",
+    [AttentionProblem(BF16, BF16, 1, 4, 64, 16), AttentionProblem(F16, INT8, 1, 7, 64, 64, has_scale=True)],
+    ids=["bf16", "int8"],
+)
+def test_hopper_attention(problem):
+    assert mosaic_gpu.why_not(Device("gpu", "NVIDIA H200", (9, 0)), problem) is None
+    attend = partial(mosaic_gpu.paged_attention, interpret=plgpu.InterpretGPUParams())
+    all_right(check_attention(attend, problem, rows=ROWS, variants=("all",), repeats=0))
+
+
+@hopper
+@pytest.mark.parametrize("block", [(1, 256), (1, 64)], ids=["channel", "groups"])
+def test_hopper_products(block):
+    from pallas_kernels.quant_matmul import mosaic_gpu as products
+
+    multiply = partial(products.quant_matmul, interpret=plgpu.InterpretGPUParams())
+    problem = MatmulProblem(BF16, INT8, 64, 256, block, has_zero=block[1] < 256)
+    assert products.why_not(Device("gpu", "NVIDIA H200", (9, 0)), problem) is None
+    worst = all_right(check_matmul(multiply, problem, rows=(1, 17), repeats=0))
+    assert worst < 1e-4, "products of codes are exact, and sums are in float32"
+
+
+def on_tpu(function):
+    """The function in interpret mode. The checks compile in threads, each of which must be told."""
+
+    def interpreted(*args, **options):
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+            return function(*args, **options)
+
+    return interpreted
+
+
+def test_tpu_attention_and_write():
+    problem = AttentionProblem(BF16, BF16, 2, 4, 128, 16)
+    all_right(check_attention(on_tpu(tpu.paged_attention), problem, rows=ROWS, variants=("all",), repeats=0))
+    pltpu.reset_tpu_interpret_mode_state()
+    all_right(check_write(on_tpu(kv_write_tpu.write_kv), problem, repeats=0))
+    pltpu.reset_tpu_interpret_mode_state()

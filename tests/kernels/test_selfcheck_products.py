@@ -1,0 +1,123 @@
+"""The checks of products with quantized weights: right ones pass, and each kind of error is seen."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from test_selfcheck import findings, is_right, now_and_then
+
+from pallas_kernels import ops as operations
+from pallas_kernels.ops import checked_matmul
+from pallas_kernels.quant_matmul import reference as quantized
+from pallas_kernels.registry import BackendError, Device, MatmulProblem
+from pallas_kernels.selfcheck import MATMUL_ROWS, REPEATS, check_grouped, check_matmul, tolerance
+from pallas_kernels.selfcheck_cases import make_weight
+
+F32, BF16, F16 = (np.dtype(name) for name in (np.float32, ml_dtypes.bfloat16, np.float16))
+INT8, INT4, FP8 = (np.dtype(name) for name in (np.int8, ml_dtypes.int4, ml_dtypes.float8_e4m3fn))
+
+MATMULS = {
+    "int8 channel": MatmulProblem(BF16, INT8, 320, 256, (1, 256)),
+    "int4 g128": MatmulProblem(BF16, INT4, 320, 512, (1, 128), has_zero=True),
+    "int4 g32": MatmulProblem(F32, INT4, 96, 256, (1, 32), has_zero=True, has_bias=True),
+    "fp8 blocks": MatmulProblem(F16, FP8, 320, 256, (128, 128)),
+    "fp8 tensor": MatmulProblem(BF16, FP8, 328, 256, (328, 256)),
+}
+WIDE = MatmulProblem(BF16, INT4, 72, 8192, (1, 32), has_zero=True)
+
+
+def rounded_weight(x, w, **_):
+    """Products with a weight in the type of x, and results in that type."""
+    weight = quantized.dequantize(w).astype(x.dtype)
+    return jnp.dot(x, weight.T, precision="highest", preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+@pytest.mark.parametrize("name", MATMULS)
+def test_right_products_pass(name):
+    problem = MATMULS[name]
+    is_right(check_matmul, quantized.quant_matmul, problem, repeats=1)
+    worst = is_right(check_matmul, rounded_weight, problem, repeats=0)
+    assert worst < 0.7 * tolerance(problem.x_dtype, 0.75)
+    is_right(check_grouped, quantized.grouped_quant_matmul, problem, repeats=1)
+
+
+def test_a_large_weight_is_tried_with_fewer_outputs():
+    assert make_weight(replace(WIDE, rows=300), 0).shape == (300, 8192)
+    large = replace(MATMULS["int4 g128"], rows=128_256, inputs=4096, block=(1, 4096))
+    rows, inputs = make_weight(large).shape
+    assert inputs == 4096
+    assert rows % 1024 == 128_256 % 1024
+    assert 12_000 < rows < 17_000
+
+
+def multiply_with(change, x, w, **_):
+    return quantized.quant_matmul(x, change(w))
+
+
+PRODUCTS = {
+    "rows swapped": (MATMULS["int8 channel"], lambda x, w, **_: jnp.roll(quantized.quant_matmul(x, w), 1, axis=0)),
+    "columns swapped": (MATMULS["int8 channel"], lambda x, w, **_: jnp.roll(quantized.quant_matmul(x, w), 1, axis=1)),
+    "one column": (MATMULS["fp8 blocks"], lambda x, w, **_: quantized.quant_matmul(x, w).at[:, 77].multiply(1.05)),
+    "one row": (MATMULS["int8 channel"], lambda x, w, **_: quantized.quant_matmul(x, w).at[0].multiply(1.01)),
+    "one zero point": (
+        MATMULS["int4 g128"],
+        partial(multiply_with, lambda w: replace(w, zero=w.zero.at[5, 1].add(1))),
+    ),
+    "one zero point of many": (WIDE, partial(multiply_with, lambda w: replace(w, zero=w.zero.at[5, 100].add(1)))),
+    "one scale": (
+        MATMULS["fp8 blocks"],
+        partial(multiply_with, lambda w: replace(w, scale=w.scale.at[1, 1].multiply(1.05))),
+    ),
+    "no bias": (MATMULS["int4 g32"], partial(multiply_with, lambda w: replace(w, bias=None))),
+    "NaN": (MATMULS["fp8 tensor"], lambda x, w, **_: quantized.quant_matmul(x, w).at[-1, -1].set(jnp.nan)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_wrong_products_are_seen(name):
+    problem, wrong = PRODUCTS[name]
+    assert findings(check_matmul, wrong, problem, repeats=0)[1]
+
+
+def test_errors_of_one_plan_and_races_are_seen():
+    def only(rows):
+        return lambda x, w, **_: quantized.quant_matmul(x, w) * (1.02 if len(x) == rows else 1.0)
+
+    for count in MATMUL_ROWS:
+        _, wrong = findings(check_matmul, only(count), MATMULS["int8 channel"], repeats=0)
+        assert [f.what for f in wrong] == [f"{count} rows"]
+    flicker = now_and_then(REPEATS)
+    _, wrong = findings(
+        check_matmul, lambda x, w: flicker(quantized.quant_matmul(x, w)), MATMULS["int8 channel"], rows=(17,)
+    )
+    assert "equal calls" in wrong[0].where
+
+
+def test_wrong_experts_are_seen():
+    def shifted(x, w, sizes):
+        return quantized.grouped_quant_matmul(x, w, jnp.roll(sizes, 1))
+
+    def beyond(x, w, sizes):
+        return quantized.grouped_quant_matmul(x, w, sizes.at[-1].add(1))
+
+    for wrong in (shifted, beyond):
+        assert findings(check_grouped, wrong, MATMULS["int4 g128"], repeats=0)[1]
+
+
+def test_a_wrong_product_is_not_used(monkeypatch, caplog):
+    class Wrong:
+        quant_matmul = staticmethod(PRODUCTS["one column"][1])
+
+    problems = [MATMULS["int8 channel"], MATMULS["int4 g128"]]
+    device = Device("gpu", "some GPU", (9, 0))
+    monkeypatch.setattr(operations, "choose", lambda operation, device, problem, backend: "triton")
+    monkeypatch.setattr(operations, "load", lambda operation, backend: Wrong)
+    assert checked_matmul(device, problems, "auto") == "xla"
+    assert "the matmul kernel is wrong on this device: 17 rows: off by" in caplog.text
+    with pytest.raises(BackendError, match="the matmul backend triton is wrong on this device"):
+        checked_matmul(device, problems, "triton")
+    monkeypatch.setattr(operations, "load", lambda operation, backend: quantized)
+    assert checked_matmul(device, problems, "triton") == "triton"
