@@ -38,7 +38,6 @@ from jaxserve.slots import (
 )
 from jaxserve.steps import StepShape
 from jaxserve.types import NO_PENALTY_ROW
-from jaxserve.xla_options import compiler_options
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +253,7 @@ class ModelRunner:
         start = time.perf_counter()
         self.compiling = True
         try:
-            compiled = with_int4_arguments(self.lower(name).compile(compiler_options(self.mesh.devices.flat[0])))
+            compiled = with_int4_arguments(self.lower(name).compile())
         finally:
             self.compiling = False
         seconds = time.perf_counter() - start
