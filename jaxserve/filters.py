@@ -7,9 +7,9 @@ logits. Sums are in a fixed order, without atomics, so that the same row gives t
 
 On accelerators a round settles ROUND_BITS = 4 bits with 15 sums in one kernel, and all rounds are written out. The
 program that XLA makes for an H200 passes 20 times over the logits (8 rounds for top-k, 8 for top-p, which read the
-exponentials beside the logits, and 4 around them) and moves 140 bytes for each logit, sampling included: for 256 rows of
-128,256 tokens 4.6 GB, or 1.1 ms at 4.3 TB/s, where one bit a round took 64 passes and 3.5 ms. This is an estimate from
-the compiled program: it has not been measured. A kernel that keeps its sums in shared memory could do with six passes.
+exponentials beside the logits, and 4 around them) and moves 140 bytes for each logit, sampling included: for 256 rows
+of 128,256 tokens 4.6 GB, or 1.1 ms at 4.3 TB/s, where one bit a round took 64 passes and 3.5 ms. This is an estimate
+from the compiled program: it has not been measured. A kernel with its sums in shared memory could do with six passes.
 """
 
 from __future__ import annotations
