@@ -36,18 +36,20 @@ def from_logits(
     vocab = model.config.vocab_size
     if mesh.size == 1:
         return function(logits[:, :vocab], *rows, shared)
-    count = hidden.shape[0]
-    padding = -count % mesh.shape["tensor"]
+    count, devices = hidden.shape[0], mesh.shape["tensor"]
+    each = -(-count // devices)
 
     def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1), mode="edge") if padding else x
+        return jnp.pad(x, ((0, each * devices - count),) + ((0, 0),) * (x.ndim - 1), mode="edge")
 
     def local(logits: jax.Array, rows: tuple, shared: Any) -> Any:
-        whole = lax.all_to_all(logits, "tensor", split_axis=0, concat_axis=1, tiled=True)
-        return function(whole[:, :vocab], *rows, shared)
+        """Cuts and joins the rows itself: the compiler would share out other parts of the step in the same way."""
+        whole = lax.all_to_all(pad(logits), "tensor", split_axis=0, concat_axis=1, tiled=True)[:, :vocab]
+        first = lax.axis_index("tensor") * each
+        mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(pad(x), first, each), rows)
+        result = function(whole, *mine, shared)
+        return jax.tree.map(lambda x: lax.all_gather(x, "tensor", tiled=True)[:count], result)
 
-    by_row = PartitionSpec("tensor")
-    result = jax.shard_map(
-        local, mesh=mesh, in_specs=(spec(None, "vocab"), by_row, PartitionSpec()), out_specs=by_row, check_vma=False
-    )(pad(logits), jax.tree.map(pad, rows), shared)
-    return jax.tree.map(lambda x: replicate(x[:count], mesh), result)
+    everywhere = PartitionSpec()
+    specs = spec(None, "vocab"), everywhere, everywhere
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)(logits, rows, shared)

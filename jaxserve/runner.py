@@ -38,7 +38,6 @@ from jaxserve.slots import (
 )
 from jaxserve.steps import StepShape
 from jaxserve.types import NO_PENALTY_ROW
-from jaxserve.xla_options import compiler_options
 from pallas_kernels import cpu
 from pallas_kernels.parts import Row, value_of
 
@@ -277,7 +276,7 @@ class ModelRunner:
         start = time.perf_counter()
         self.compiling = True
         try:
-            compiled = with_int4_arguments(self.lower(name).compile(compiler_options(self.mesh.devices.flat[0])))
+            compiled = with_int4_arguments(self.lower(name).compile())
         finally:
             self.compiling = False
         seconds = time.perf_counter() - start

@@ -1,0 +1,116 @@
+"""Steps that never wait for the host, by the programs that the real compilers make for devices that are not here.
+
+XLA:GPU copies the predicate of a conditional, and of a loop whose length it does not know, to the host, which waits for
+it in the middle of a step. Under tensor parallelism the logits are exchanged by rows, 16 bytes at most of anything else
+that is as wide as the vocabulary. With two layers; no kernel runs here.
+"""
+
+import math
+import re
+
+import jax
+import pytest
+from test_steps import make_runner
+
+from jaxserve.programs import LENGTHS, StepProgram
+from jaxserve.sampling import Sampler
+from jaxserve.steps import StepShape
+
+ROWS, VOCAB = 64, 128256
+KINDS = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def text_of(runner, name) -> str:
+    return runner.lower(name).compile().as_text()
+
+
+def host_waits(text: str) -> list[str]:
+    """Instructions of a compiled program at which XLA:GPU has the host wait for a predicate."""
+    open_loops = [line for line in text.splitlines() if re.search(r" while\(", line) and "known_trip_count" not in line]
+    return open_loops + [line for line in text.splitlines() if re.search(r" conditional\(", line)]
+
+
+def sorts(text: str) -> list[str]:
+    """Sorts of whole rows; small ones, as of a few indices, do no harm."""
+    return [line for line in text.splitlines() if re.search(rf"\[[\d,]*{VOCAB}\].* sort\(", line)]
+
+
+def exchanged(text: str) -> list[tuple[str, int, str]]:
+    """(dtype, elements, operation) of each array that devices send to each other."""
+    found = []
+    for line in text.splitlines():
+        if match := re.search(r"= (.*?) (all-gather|all-to-all|all-reduce|reduce-scatter)(?:-start)?\(", line):
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
+                found.append((dtype, math.prod(map(int, filter(None, dims.split(",")))), match[2]))
+    return found
+
+
+def cases():
+    for sampler in (Sampler.GREEDY, Sampler.PLAIN, Sampler.FILTERED):
+        for steps in LENGTHS:
+            usual = steps == 1 or (steps == 8 and sampler is Sampler.FILTERED)
+            yield pytest.param(sampler, steps, marks=[] if usual else [pytest.mark.slow])
+    yield Sampler.FULL, 1
+
+
+@pytest.mark.parametrize(("sampler", "steps"), cases())
+def test_the_host_waits_nowhere_in_a_decode_step_on_a_gpu(sampler, steps, tmp_path):
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
+    shape = StepShape.of(ROWS, ROWS, 16, decode_only=True)
+    text = text_of(runner, StepProgram(shape, sampler, steps, keeps_hidden=False))
+    assert host_waits(text) == []
+    assert sorts(text) == []
+    loops = re.findall(r'known_trip_count":\{"n":"(\d+)"', text)
+    assert loops.count(str(steps)) == (steps > 1), "one loop, of so many tokens"
+
+
+@pytest.mark.parametrize("keeps_hidden", [False, True])
+def test_the_host_waits_nowhere_in_a_mixed_step_on_a_gpu(keeps_hidden, tmp_path):
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
+    shape = StepShape.of(1152, ROWS, 16, decode_only=False)
+    text = text_of(runner, StepProgram(shape, Sampler.FULL, 1, keeps_hidden))
+    assert host_waits(text) == []
+    assert sorts(text) == []
+    results = re.search(r"->\s*\((.*)\) \{", text[text.index("ENTRY") :])[1]
+    assert ("bf16[1152,4096]" in results) is keeps_hidden
+
+
+@pytest.mark.parametrize("name", ["update_tables", ("draw", ROWS), ("score_prompt", 1152), ("count_tokens", 8192)])
+def test_the_host_waits_nowhere_around_the_steps_either(name, tmp_path):
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
+    text = text_of(runner, name)
+    assert host_waits(text) == []
+    assert sorts(text) == []
+
+
+def test_what_is_searched_for_would_be_found(tmp_path):
+    """In the program that decides at run time, which a CPU runs."""
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
+    shape = StepShape.of(ROWS, ROWS, 16, decode_only=True)
+    text = text_of(runner, StepProgram(shape, Sampler.ANY, None, keeps_hidden=False))
+    assert len(host_waits(text)) >= 6
+    assert len(sorts(text)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("target", "backend", "page_size"),
+    [("h200x8", "mosaic_gpu", 16), pytest.param("v5e-8", "mosaic_tpu", 64, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("sampler", [Sampler.FILTERED, Sampler.FULL])
+def test_logits_are_exchanged_by_rows(target, backend, page_size, sampler, tmp_path):
+    """Each of eight devices receives its rows of the logits once, and no other array is nearly as large."""
+    runner, _ = make_runner(tmp_path, target, backend, page_size, 2)
+    shape = StepShape.of(ROWS, ROWS, page_size, decode_only=True)
+    arrays = exchanged(text_of(runner, StepProgram(shape, sampler, 1, keeps_hidden=False)))
+    logits = [(dtype, size) for dtype, size, name in arrays if name == "all-to-all"]
+    assert logits
+    assert sum(size for dtype, size in logits if dtype == "f32") <= 2 * ROWS * VOCAB // 8  # a start names both sides
+    others = [KINDS[dtype] * size for dtype, size, name in arrays if name != "all-to-all"]
+    assert max(others) <= 4 * ROWS * 4096, "activations are the largest that is reduced or gathered"
+    gathered = [size for dtype, size, name in arrays if name == "all-gather" and dtype in ("f32", "bf16")]
+    assert gathered == [], "only tokens and scores are gathered"
