@@ -12,15 +12,20 @@ ROW …), each of them one tile of query rows against some blocks of one row's c
 
   decode    A tile is one token's group of heads, padded to 64 rows: the matrix unit has time to spare, as each cached
             token is read once (the traffic is that of the cache). Long rows are split into several items, so that few
-            rows, or one very long one among many, still fill the GPU; the parts are merged in XLA by their
-            log-sum-exp. Results are float32.
+            rows still fill the GPU; the parts are merged in XLA by their log-sum-exp. Results are float32. How many
+            parts a row may have follows from the shapes of the batch, how many it has from its own length, so that
+            its result does not depend on the other rows, to the last bit. What it costs: programs with nothing to do,
+            and one very long row among many short ones has few parts (with eight KV heads eight up to 32 rows, four
+            up to 64, then two).
   prompts   A tile is 128 query rows: (heads of the group) x (tokens), so that a block of keys serves all heads. XLA
             gathers the queries into tiles and the tiles' results back to tokens. Cached tokens are read once per tile,
             up to the causal diagonal; only blocks on its border are masked.
 
 What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
-Compiled for H200, not yet run on: without register spills worth the name, except for prompts with codes, which at
-head_dim 128 spill some 300 bytes a thread with pages of 16 tokens and 90 with pages of 64. JAX's own causal kernel
+Compiled for H200, not yet run on. With JAX 0.11.2 two programs of decode share a multiprocessor up to head_dim 128, by
+shared memory and by registers, except with softcap (148 registers, where 128 allow two); with JAX 0.10.2 also except
+with codes (138). No register spills worth the name, except for prompts with codes, which at head_dim 128 spill some
+230 to 300 bytes a thread with pages of 16 tokens and 70 with pages of 64. JAX's own causal kernel
 refuses CUDA 12.8 and 12.9, whose ptxas miscompiles it; whether these are affected is unknown.
 """
 
@@ -31,24 +36,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import tuning
-from pallas_kernels.paged_attention.mosaic_gpu_items import (
-    FIRST,
-    LANES,
-    LAST,
-    MIN_BLOCKS,
-    TOKEN,
-    Tile,
-    decode_items,
-    prompt_items,
-)
-from pallas_kernels.paged_attention.mosaic_gpu_kernel import LOG2E, MASKED, launch
+from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
+from pallas_kernels.paged_attention.mosaic_gpu_kernel import LOG2E, launch
+from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
+from pallas_kernels.work_lists import FIRST, LAST, MIN_BLOCKS, TOKEN, Parts, decode_items, prompt_items
 
-PARALLEL = 4 * 132  # items that decode aims at, over all heads: four for each multiprocessor of an H200
+PARALLEL = 4 * 132  # programs of decode where few rows are to fill the device: four for each multiprocessor of an H200
+MOST_PROGRAMS = 2048  # of decode, for the sake of a long row among short ones
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
@@ -109,41 +107,53 @@ def _decode(
     length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     most = -(-block_tables.shape[1] * tile.page_size // tile.block)
     tuned = tuning.lookup("decode", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), rows=rows)
-    spare = min(-(-tuned.get("parallel", PARALLEL) // kv_heads), rows * (-(-most // MIN_BLOCKS) - 1))
-    items, owner = decode_items(length, tile.block, window, spare)
+    parts = min(_most_parts(kv_heads * rows, tuned.get("parallel")), -(-most // MIN_BLOCKS))
+    items, others = decode_items(length, tile.block, window, parts)
     padded = jnp.pad(q[:rows], [(0, 0), (0, 0), (0, heads - group), (0, 0)])
     values, logs = launch(tile, items, block_tables, first_page, padded, pages)
     values, logs = values[:, :, :group], logs[:, :, :group]
 
     logs = jnp.where((items[:, LAST] > items[:, FIRST])[:, None, None], logs, MASKED)
-    return _merge(values, logs, owner, rows, sinks).astype(q.dtype)
+    return _merge(values, logs, others, sinks).astype(q.dtype)
+
+
+def _most_parts(programs: int, parallel: int | None) -> int:
+    """How many parts a row may have, of a batch that takes so many programs (rows x KV heads) where none is split.
+
+    parallel: how many programs to aim at, where that was measured. Parts that no row needs are programs that leave at
+    once, for an estimated 5 ns each, so there are about MOST_PROGRAMS of them, or twice as many as cannot be avoided.
+    """
+    if parallel is not None:
+        return max(parallel // programs, 1)
+    return max(PARALLEL // programs, min(MOST_PROGRAMS // programs, 8), 2)
 
 
 def _codes(pages: KVPages) -> Any:
     return None if pages.scale is None else pages.data.dtype
 
 
-def _merge(values: jax.Array, logs: jax.Array, owner: jax.Array, rows: int, sinks: jax.Array | None) -> jax.Array:
-    """Item r < rows is the first part of row r; a spare one after them is another part of its owner's."""
+def _merge(values: jax.Array, logs: jax.Array, parts: Parts, sinks: jax.Array | None) -> jax.Array:
+    """The parts' values [items, kv_heads, group, head_dim] weighted by their log-sum-exps [items, kv_heads, group]."""
+    rows = len(parts.more)
     values = jnp.where(logs[..., None] > MASKED / 2, values, 0.0)  # what no program wrote may be anything
-    mine = (owner[None] == jnp.arange(rows)[:, None])[:, :, None, None]  # [rows, spare, 1, 1]
-    other = jnp.where(mine, logs[None, rows:], MASKED)  # [rows, spare, kv_heads, group]
+    which = jnp.arange(len(logs) // rows - 1, dtype=jnp.int32)
+    real = which < parts.more[:, None]  # [rows, most - 1]
+    item = jnp.where(real, parts.begin[:, None] + which, 0)
+    other = jnp.where(real[..., None, None], logs[item], MASKED)  # [rows, most - 1, kv_heads, group]
     peak = jnp.maximum(logs[:rows], jnp.max(other, axis=1, initial=MASKED))
     if sinks is not None:
         peak = jnp.maximum(peak, sinks * LOG2E)
     first = jnp.exp2(logs[:rows] - peak)
-    other = jnp.where(mine, jnp.exp2(other - peak[:, None]), 0.0)
+    other = jnp.where(real[..., None, None], jnp.exp2(other - peak[:, None]), 0.0)
     total = first + other.sum(1) + (0.0 if sinks is None else jnp.exp2(sinks * LOG2E - peak))
-    weighted = first[..., None] * values[:rows]
-    if owner.size:
-        weighted += jnp.einsum("rtkg,tkgd->rkgd", other, values[rows:], precision=lax.Precision.HIGHEST)
+    weighted = first[..., None] * values[:rows] + (other[..., None] * values[item]).sum(1)
     return weighted / total[..., None]
 
 
 def _query_tiles(tile: Tile, q: jax.Array, items: jax.Array) -> jax.Array:
     """The queries [items, kv_heads, lanes, head_dim] of each item's tokens, heads of the group outermost.
 
-    A row's first token may be any of the batch, but a copy into swizzled shared memory must begin at a multiple of eight
+    A row's first token may be any of the batch, but a copy into swizzled shared memory begins at a multiple of eight
     rows (see `hopper_rules`), so XLA gathers the tiles beforehand. It costs one pass over the queries, which prompts
     multiply with hundreds of keys each. What lies beyond a row's last token are queries of others, or repeated ones.
     """
@@ -162,7 +172,7 @@ def _prompts(
     block = tuned.get("block") or (128 if head_dim <= 128 else 64)
     tile = Tile(2 * LANES, group, 2 * LANES // group, head_dim, pages.page_size, block,
                 q.dtype, q.dtype, scale, window, softcap, interpret, _codes(pages))  # fmt: skip
-    items, before = prompt_items(tile, tokens, q_start, kv_len, num_decodes)
+    items, before = prompt_items(tile.tokens, block, window, tokens, q_start, kv_len, num_decodes)
     values, logs = launch(tile, items, block_tables, first_page, _query_tiles(tile, q, items), pages)
 
     token = jnp.arange(tokens, dtype=jnp.int32)

@@ -19,20 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu_items import (
-    FIRST,
-    FULL_FIRST,
-    FULL_LAST,
-    LANES,
-    LAST,
-    LENGTH,
-    POSITION,
-    ROW,
-    Tile,
-)
+from pallas_kernels import hopper_rules
+from pallas_kernels.hopper_rules import Span
+from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
+from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.types import KVPages
+from pallas_kernels.work_lists import FIRST, FULL_FIRST, FULL_LAST, LAST, LENGTH, POSITION, ROW
 
-MASKED = -1e30  # finite, so that a row that sees nothing stays finite
 LOG2E = math.log2(math.e)
 
 
@@ -121,12 +114,11 @@ def _kernel(tile: Tile, items, table, first_page, q, data, *refs, kv_smem, **scr
             if not tile.decode:
                 plgpu.set_max_registers(few, action="decrease")
             q_smem, q_full = scratch["q_smem"], scratch["q_full"]
-            if tile.decode:
-                plgpu.copy_gmem_to_smem(q.at[work[ROW], head], q_smem.at[pl.ds(0, tile.heads)], q_full)
-            else:
-                plgpu.copy_gmem_to_smem(q.at[item, head], q_smem, q_full)
+            mine = (work[ROW] if tile.decode else item, head)
+            rows = tile.heads if tile.decode else tile.lanes
+            hopper_rules.fetch(q, mine, q_smem, (Span(0, rows),), q_full, interpret=tile.interpret)
             fetch = _fetch_codes if tile.codes else _fetch
-            fetch(tile, work, head, q.shape[1], (table, first_page[0]), data, *scale, kv_smem=kv_smem, **scratch)
+            fetch(tile, work, head, q.shape[1], (table, first_page), data, *scale, kv_smem=kv_smem, **scratch)
 
         @pl.when(group < tile.groups)
         def _():
@@ -142,9 +134,10 @@ def _pieces(tile, work, table, step):
     places = [(work[FIRST] + step) * tile.block + i * piece for i in range(tile.block // piece)]
     places = [jnp.minimum(place, lax.div(work[LENGTH] - 1, jnp.int32(piece)) * piece) for place in places]
     table, first_page = table
-    pages = [first_page + table[work[ROW], lax.div(place, jnp.int32(tile.page_size))] for place in places]
+    base = first_page[0]  # read anew for each block: to keep it takes a register too many
+    pages = [base + table[work[ROW], lax.div(place, jnp.int32(tile.page_size))] for place in places]
     return [
-        (page, pl.ds(lax.rem(place, jnp.int32(tile.page_size)), piece), pl.ds(i * piece, piece))
+        (page, Span(lax.rem(place, jnp.int32(tile.page_size)), piece, multiple=piece), Span(i * piece, piece))
         for i, (place, page) in enumerate(zip(places, pages, strict=True))
     ]
 
@@ -175,8 +168,9 @@ def _fetch(tile, work, head, kv_heads, table, data, *, kv_smem, full, free, clea
                 plgpu.barrier_wait(full.at[barrier])  # long since: it keeps count of the phases for the last wait
 
             for page, tokens, place in pieces:
-                source = data.at[(page * 2 + half) * kv_heads + head, tokens]
-                plgpu.copy_gmem_to_smem(source, kv_smem.at[slot, half, place], full.at[barrier])
+                window = ((page * 2 + half) * kv_heads + head, tokens)
+                target = kv_smem, (slot, half, place)
+                hopper_rules.fetch(data, window, *target, full.at[barrier], interpret=tile.interpret)
 
     lax.fori_loop(0, steps, fetch, None)
     _drain(full, steps, tile.slots)
@@ -201,23 +195,28 @@ def _fetch_codes(
     def prepare(step):
         """The pieces of a block, and their scales, too short for the copy engine, on their way into registers."""
         pieces = _pieces(tile, work, table, step)
-        rows = [((page * 2 + half) * kv_heads + head, tokens) for half in range(2) for page, tokens, _ in pieces]
-        return pieces, [
-            plgpu.load(scale.at[row], (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) for row in rows
+        rows = [
+            scale.at[(page * 2 + half) * kv_heads + head, pl.ds(tokens.start, tokens.size)]
+            for half in range(2)
+            for page, tokens, _ in pieces
         ]
+        return pieces, [plgpu.load(row, (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) for row in rows]
 
     def copy(step, pieces, scales):
         stage = lax.rem(step, jnp.int32(tile.stages))
         targets = [(half, piece) for half in range(2) for piece in pieces]
         for (half, (page, tokens, place)), values in zip(targets, scales, strict=True):
-            source = data.at[(page * 2 + half) * kv_heads + head, tokens]
-            plgpu.copy_gmem_to_smem(source, codes_smem.at[stage, half, place], arrived.at[stage])
-            scale_smem[stage, half, place] = values
+            window = ((page * 2 + half) * kv_heads + head, tokens)
+            target = codes_smem, (stage, half, place)
+            hopper_rules.fetch(data, window, *target, arrived.at[stage], interpret=tile.interpret)
+            scale_smem[stage, half, pl.ds(place.start, place.size)] = values
 
     def convert(step, _):
         stage, slot = lax.rem(step, jnp.int32(tile.stages)), lax.rem(step, jnp.int32(tile.slots))
-        # Prompts, which have fewer registers here, wait for the scales instead. Beyond the last step: any, unused.
-        following = prepare(step + tile.stages) if tile.decode else None
+        # Prompts, and pages of which eight make a block, wait for the scales instead: there are too few registers, of
+        # which 128 let two programs of decode share a multiprocessor. Beyond the last step: any scales, unused.
+        ahead_of_time = tile.decode and tile.block <= 4 * tile.page_size
+        following = prepare(step + tile.stages) if ahead_of_time else None
         plgpu.barrier_wait(arrived.at[stage])
         for half in range(2):
 
@@ -344,9 +343,9 @@ def _compute(tile, work, item, head, group, values_out, logs_out, kv_smem, out_s
     to[...] = (values / across(total, values.shape)).astype(tile.out_dtype)
     log_smem[lanes] = peak + jnp.log(total) * LOG2E
     plgpu.commit_smem()
-    if tile.decode:
-        plgpu.copy_smem_to_gmem(to.at[pl.ds(0, tile.heads)], values_out.at[item, head])
-    else:
-        plgpu.copy_smem_to_gmem(to, values_out.at[item, head, lanes])
-    plgpu.copy_smem_to_gmem(log_smem.at[lanes], logs_out.at[item, head, lanes])
+    mine = Span(group * LANES, LANES, multiple=LANES)
+    rows = (Span(0, tile.heads),) if tile.decode else (mine,)
+    result = out_smem if tile.decode else q_smem
+    hopper_rules.store(result, rows, values_out, (item, head, *rows), interpret=tile.interpret)
+    hopper_rules.store(log_smem, (mine,), logs_out, (item, head, mine), interpret=tile.interpret)
     plgpu.wait_smem_to_gmem(0)

@@ -21,6 +21,7 @@ with int4, while memory delivers it in about 860 and 430 cycles: expect int4 to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,10 +31,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import tuning
+from pallas_kernels import hopper_rules, tuning
+from pallas_kernels.hopper_rules import Span
 from pallas_kernels.quant_matmul.reference import expand, per_row
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
+from pallas_kernels.work_lists import expert_tiles
 
 PROGRAMS = 264  # that run at once: two on each of 132 multiprocessors
 SLOT_BYTES = 72 << 10  # of shared memory for the slots of a program with few tokens: three fit a multiprocessor
@@ -143,10 +146,10 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *,
     tokens, (experts, out, inputs) = len(x), w.shape
     bits = jax.dtypes.itemsize_bits(w.codes.dtype)
     sizes = plan(-(-tokens // experts), (out, inputs), w.block, bits)
-    items, column = _work_items(group_sizes, tokens, sizes.n)
+    items, column = expert_tiles(group_sizes, tokens, sizes.n)
     steps = sizes.splits * sizes.steps
     splits = _splits(-(-out // sizes.m) * len(items), steps, inputs * bits // (128 * sizes.n))
-    padded = jnp.pad(x, ((0, sizes.n), (0, 0)))
+    padded = jnp.pad(x, ((0, sizes.n + -tokens % 8), (0, 0)))  # whole tiles of eight rows, as copies demand
     sizes = sizes._replace(splits=splits, steps=steps // splits)
     y = _call(sizes, w, padded, len(items), jnp.float32, interpret, items).sum(0)[column]
     owner = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(tokens), side="right")
@@ -158,26 +161,6 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *,
 
         y = y + _constant_part(x, w, multiply)
     return jnp.where((owner < experts)[:, None], y, 0.0)
-
-
-def _work_items(group_sizes: jax.Array, tokens: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """Expert (-1: none) and first token of each tile of n tokens, int32 [items, 2]; the place of each token in them.
-
-    Copies begin at multiples of 8 tokens: an expert's first tile may hold some of the expert's before it.
-    """
-    experts, ends = len(group_sizes), jnp.cumsum(group_sizes)
-    starts = (ends - group_sizes) // 8 * 8
-    tiles = jnp.where(group_sizes > 0, (ends - starts + n - 1) // n, 0)
-    tile_ends = jnp.cumsum(tiles)
-    item = jnp.arange(min(tokens, (tokens + experts * (n + 6)) // n))
-    expert = jnp.searchsorted(tile_ends, item, side="right")
-    owner = jnp.minimum(expert, experts - 1)
-    start = starts[owner] + (item - (tile_ends - tiles)[owner]) * n
-    items = jnp.stack([jnp.where(expert < experts, expert, -1), start], 1).astype(jnp.int32)
-
-    token = jnp.arange(tokens)
-    owner = jnp.minimum(jnp.searchsorted(ends, token, side="right"), experts - 1)
-    return items, (tile_ends - tiles)[owner] * n + token - starts[owner]
 
 
 def _drop_repeated(y: jax.Array, m: int, out: int) -> jax.Array:
@@ -207,7 +190,7 @@ def _call(
     sizes: Plan, w: QuantArray, x: jax.Array, columns: int, dtype, interpret: Any, items: jax.Array | None = None
 ):
     """The kernel: weights [experts, out, in] times `columns` tiles of x [tokens, in], as parts in `dtype` [splits,
-    columns * n, out]. `items` as from `_work_items`; without it tiles follow each other."""
+    columns * n, out]. `items` as from `expert_tiles`; without it tiles follow each other."""
     out = w.shape[1]
     if w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.m):
         w = per_row(w)
@@ -224,7 +207,7 @@ def _call(
 
     def body(w_gmem, x_gmem, *refs, **scratch):
         named = dict(zip(given, refs[:-1], strict=True))
-        _kernel(w_gmem, x_gmem, refs[-1], sizes, w.block, out, **named, **scratch)
+        _kernel(w_gmem, x_gmem, refs[-1], sizes, w.block, out, interpret=interpret, **named, **scratch)
 
     y = plgpu.kernel(
         body,
@@ -261,18 +244,20 @@ def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, scale_gmem, 
 
 
 def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, expert, token, scale_gmem, *,
-          w_smem, x_smem, full, a_smem=None):  # fmt: skip
-    """A tile of outputs for n tokens from `token`."""
+          interpret, w_smem, x_smem, full, a_smem=None):  # fmt: skip
+    """A tile of outputs for n tokens from `token`, a multiple of eight."""
     # The last tile computes some outputs of the one before it again where they do not divide.
     first = jnp.minimum(lax.axis_index("outputs") * sizes.m, out - sizes.m)
-    rows, tokens = pl.ds(first, sizes.m), pl.ds(token, sizes.n)
+    rows = pl.ds(first, sizes.m)
     start = lax.axis_index("split") * sizes.steps
     pieces = range(sizes.k // sizes.group)
 
     def fetch(step):
-        slot, inputs = lax.rem(step, sizes.stages), pl.ds((start + step) * sizes.k, sizes.k)
-        plgpu.copy_gmem_to_smem(w_gmem.at[expert, rows, inputs], w_smem.at[slot], full.at[slot])
-        plgpu.copy_gmem_to_smem(x_gmem.at[tokens, inputs], x_smem.at[slot], full.at[slot])
+        slot, inputs = lax.rem(step, sizes.stages), Span((start + step) * sizes.k, sizes.k, multiple=sizes.k)
+        weights = expert, Span(first, sizes.m, multiple=math.gcd(sizes.m, out)), inputs
+        tokens = Span(token, sizes.n, multiple=8), inputs
+        hopper_rules.fetch(w_gmem, weights, w_smem, (slot,), full.at[slot], interpret=interpret)
+        hopper_rules.fetch(x_gmem, tokens, x_smem, (slot,), full.at[slot], interpret=interpret)
 
     def multiply(acc, slot, piece):
         """acc += codes x^T for one piece of `group` inputs."""

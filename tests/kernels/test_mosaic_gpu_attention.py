@@ -1,5 +1,6 @@
 """The Mosaic GPU attention kernels: interpreted against float64 NumPy, and compiled ahead of time for H200."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 from test_paged_attention import DTYPES, Config, gold, make_batch
 
+from pallas_kernels.hopper_rules import interpreter
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
@@ -44,50 +46,6 @@ def test_refusals_name_the_reason(device, changes, reason):
     assert answer is None if reason is None else reason in answer
 
 
-# --- the list of work items ---
-
-
-@pytest.mark.parametrize(("window", "spare"), [(None, 66), (700, 5), (100, 66), (None, 0)])
-def test_decode_items_cover_each_row_once(window, spare):
-    lengths = [6400, 1, 0, 64, 65, 3000, 0, 128]
-    items = jax.jit(mosaic_gpu.decode_items, static_argnums=(1, 2, 3))
-    items, owner = jax.tree.map(np.asarray, items(jnp.asarray(lengths, jnp.int32), 64, window, spare))
-    assert items.shape == (len(lengths) + spare, 8)
-    for row, length in enumerate(lengths):
-        mine = [items[row], *items[len(lengths) :][owner == row]]
-        blocks = [b for item in mine for b in range(item[mosaic_gpu.FIRST], item[mosaic_gpu.LAST])]
-        oldest = max(length - window, 0) if window else 0
-        assert blocks == list(range(oldest // 64, -(-length // 64))), row
-    unused = items[len(lengths) :][owner == len(lengths)]
-    assert (unused[:, mosaic_gpu.FIRST] == unused[:, mosaic_gpu.LAST]).all()
-
-
-@pytest.mark.parametrize("window", [None, 1, 130])
-def test_only_blocks_that_all_tokens_see_in_full_are_left_unmasked(window):
-    q_len, kv_len = [1, 1, 300, 0, 17, 40], [70, 200, 1000, 30, 17, 257]
-    q_start = jnp.asarray(np.cumsum([0, *q_len]), jnp.int32)
-    tile = mosaic_gpu.Tile(128, 4, 32, 64, 16, 128, None, None, 1.0, window, None, None)
-    items = jax.jit(mosaic_gpu.prompt_items, static_argnums=(0, 1))
-    items, before = items(tile, 400, q_start, jnp.asarray(kv_len, jnp.int32), jnp.int32(2))
-    assert before[-1] == 10 + 1 + 2
-    seen = []
-    for row, token, position, length, first, full_first, full_last, last in np.asarray(items).tolist():
-        if first == last:
-            continue
-        count = min(32, length - position)
-        seen += range(token, token + count)
-        position_of = kv_len[row] - q_len[row] + token - int(q_start[row])
-        assert (position, length) == (position_of, kv_len[row])
-        ranges = [(max(0, p - window + 1) if window else 0, p) for p in range(position, position + count)]
-        for block in range(1000 // 128 + 2):
-            keys = block * 128, block * 128 + 127
-            needed = any(low <= keys[1] and keys[0] <= high for low, high in ranges)
-            full = all(low <= keys[0] and keys[1] <= high for low, high in ranges)
-            assert needed <= (first <= block < last)
-            assert (full_first <= block < full_last) <= full
-    assert sorted(seen) == list(range(2, 359))
-
-
 # --- interpreted ---
 
 
@@ -97,32 +55,39 @@ def short_ring(monkeypatch):
     monkeypatch.setattr(mosaic_gpu.Tile, "stages", 2)
 
 
-def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = False, **options) -> None:
-    """Table entries that no row owns point nowhere; what no row owns, or lies beyond its length, is NaN."""
+def attend(batch, config: Config, tables, kv_len, *, races: bool = False, **options):
+    """What the interpreted kernel makes of a batch; rules that it breaks raise RuleError."""
     if not hasattr(plgpu, "InterpretGPUParams"):
         pytest.skip("JAX's interpreter of Mosaic GPU kernels comes with JAX 0.11.2")
+    with interpreter(detect_races=races) as interpret:
+        out = mosaic_gpu.paged_attention(
+            jnp.asarray(batch.q),
+            KVPages(jnp.asarray(batch.pages), None if batch.scale is None else jnp.asarray(batch.scale)),
+            jnp.asarray(tables),
+            jnp.asarray(batch.q_start(config.rows)),
+            jnp.asarray(kv_len, jnp.int32),
+            jnp.asarray(batch.num_decodes, jnp.int32),
+            scale=config.head_dim**-0.5,
+            window=config.window,
+            softcap=config.softcap,
+            sinks=None if batch.sinks is None else jnp.asarray(batch.sinks),
+            first_page=jnp.int32(config.first_page),
+            interpret=interpret,
+            **options,
+        )
+        assert out.dtype == batch.q.dtype
+        return np.asarray(out).astype(np.float64)
+
+
+def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = False, **options) -> None:
+    """Table entries that no row owns point nowhere; what no row owns, or lies beyond its length, is NaN."""
     config = replace(config, dtype="bfloat16")
     batch = make_batch(config, rows, 0)
     tables = batch.tables.copy()
     for table, length in zip(tables, [*batch.kv_len, *[0] * config.rows], strict=False):
         table[-(-length // config.page_size) :] = 1_000_000
-    out = mosaic_gpu.paged_attention(
-        jnp.asarray(batch.q),
-        KVPages(jnp.asarray(batch.pages), None if batch.scale is None else jnp.asarray(batch.scale)),
-        jnp.asarray(tables),
-        jnp.asarray(batch.q_start(config.rows)),
-        jnp.asarray([*batch.kv_len, *[0] * (config.rows - len(rows))], jnp.int32),
-        jnp.asarray(batch.num_decodes, jnp.int32),
-        scale=config.head_dim**-0.5,
-        window=config.window,
-        softcap=config.softcap,
-        sinks=None if batch.sinks is None else jnp.asarray(batch.sinks),
-        first_page=jnp.int32(config.first_page),
-        interpret=plgpu.InterpretGPUParams(detect_races=races),
-        **options,
-    )
-    assert out.dtype == batch.q.dtype
-    out = np.asarray(out).astype(np.float64)
+    kv_len = [*batch.kv_len, *[0] * (config.rows - len(rows))]
+    out = attend(batch, config, tables, kv_len, races=races, **options)
     assert np.isfinite(out).all(), "padding too must be finite"
     expected = gold(config, batch, config.head_dim**-0.5)
     np.testing.assert_allclose(out[: len(expected)], expected, rtol=4e-3, atol=1e-2)
@@ -137,6 +102,16 @@ def test_decode_with_split_rows():
     # 641 tokens are 11 blocks, in parts of four: parts merge.
     config = Config(group=4, kv_heads=1, tokens=4, rows=4, max_pages=41)
     interpreted(config, [(1, 641), (1, 64), (1, 1)], races=True, decode_only=True)
+
+
+@pytest.mark.usefixtures("short_ring")
+def test_a_decode_row_has_the_same_bits_in_any_company():
+    config = Config(group=4, kv_heads=1, tokens=3, rows=3, max_pages=64, dtype="bfloat16", first_page=7)
+    batch = make_batch(config, [(1, 64), (1, 641), (1, 1000)], 0)
+    among = attend(batch, config, batch.tables, [64, 641, 1000], decode_only=True)
+    alone = attend(batch, config, batch.tables, [0, 641, 0], decode_only=True)
+    np.testing.assert_array_equal(alone[1], among[1])
+    np.testing.assert_allclose(among, gold(config, batch, config.head_dim**-0.5), rtol=4e-3, atol=1e-2)
 
 
 @pytest.mark.usefixtures("short_ring")
@@ -176,6 +151,60 @@ def test_quantized_pages_with_window_softcap_and_sinks():
 def test_mixed_rows_with_quantized_pages():
     config = Config(8, 96, group=7, kv_heads=1, tokens=32, rows=5, max_pages=50, kv_dtype="int8")
     interpreted(config, [(1, 150), (20, 400), (0, 0), (7, 7), (1, 17)])
+
+
+@pytest.mark.usefixtures("short_ring")
+@pytest.mark.parametrize("group", [3, 7, 12])
+def test_prompts_that_begin_anywhere_in_the_batch(group):
+    # Tiles of 42, 18 and 10 tokens, which begin at rows of all remainders of eight.
+    config = Config(64, 64, group=group, kv_heads=1, tokens=91, rows=6, max_pages=5, first_page=3)
+    interpreted(config, [(1, 150), (19, 140), (11, 11), (9, 200), (13, 13), (37, 61)])
+
+
+# --- what the interpreter runs, and what is compiled ---
+
+
+def operations(jaxpr) -> Counter:
+    """How often each primitive occurs in a program and in the programs within it, with the shapes of what it gives."""
+    counts: Counter = Counter()
+    for eqn in jaxpr.eqns:
+        counts[eqn.primitive.name, tuple(str(var.aval) for var in eqn.outvars)] += 1
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                counts += operations(inner)
+    return counts
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_compiled_program_differs_from_the_interpreted_one_in_the_product_with_values_alone(window, kv_dtype):
+    """The interpreter has no operands in registers and no accumulators that begin with a value, so there the
+    probabilities go through shared memory and the product is added. All else is the same program."""
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        pytest.skip("JAX's interpreter of Mosaic GPU kernels comes with JAX 0.11.2")
+    pages = KVPages(jnp.zeros((9, 2, 1, 64, 128), DTYPES[kv_dtype] if kv_dtype else jnp.bfloat16))
+    pages = pages._replace(scale=jnp.zeros(pages.data.shape[:-1]) if kv_dtype else None)
+    arguments = jnp.zeros((64, 1, 4, 128), jnp.bfloat16), pages, jnp.zeros((2, 8), jnp.int32), jnp.zeros(3, jnp.int32)
+    arguments += jnp.zeros(2, jnp.int32), jnp.int32(0)
+    compiled, interpreted = (
+        operations(
+            jax.make_jaxpr(partial(mosaic_gpu.paged_attention, scale=1.0, window=window, interpret=interpret))(
+                *arguments
+            ).jaxpr
+        )
+        for interpret in (None, plgpu.InterpretGPUParams())
+    )
+    assert sum(n for (name, _), n in compiled.items() if name.startswith("wgmma_ref")) == sum(
+        n for (name, _), n in interpreted.items() if name.startswith("wgmma_ref")
+    )
+    only_compiled = {name for name, _ in compiled - interpreted}
+    only_interpreted = {name for name, _ in interpreted - compiled}
+    assert "run_state" in only_compiled
+    assert only_compiled <= {"run_state", "get"}
+    assert {"swap", "commit_smem", "add"} <= only_interpreted
+    allowed = {"swap", "commit_smem", "add", "get", "run_scoped", "wgmma_ref", "wgmma_accumulator_deref_p"}
+    assert only_interpreted <= allowed
 
 
 # --- compiled for H200 ---
