@@ -40,15 +40,6 @@ def step_shapes(
     ]
 
 
-def largest_shapes(shapes: list[StepShape]) -> list[StepShape]:
-    """Of each kind the largest: those that need the most memory."""
-    return [
-        max(some, key=lambda s: s.tokens)
-        for kind in (True, False)
-        if (some := [s for s in shapes if s.decode_only is kind])
-    ]
-
-
 def _powers(first: int, last: int, factor: int) -> Iterable[int]:
     size = first
     while size < last:

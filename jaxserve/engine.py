@@ -6,7 +6,6 @@ import gc
 import logging
 import time
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxserve import memory
 from jaxserve.admission import Admission
-from jaxserve.batch import largest_shapes, pack, split, step_shapes
+from jaxserve.batch import Batch, pack, split, step_shapes
 from jaxserve.beam import Beams
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import CompileCounter, enable_compile_cache
@@ -29,12 +28,15 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, find_files, make_decoder, make_params, read_model, trust_matmul
 from jaxserve.pace import Pace
 from jaxserve.pool import PoolSnapshot, pool_snapshot
+from jaxserve.programs import StepProgram
 from jaxserve.recovery import Recovery
 from jaxserve.runner import ModelRunner
 from jaxserve.running import Notable, StepPlan
+from jaxserve.sampling import Sampler
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
-from jaxserve.slots import encode_slot
+from jaxserve.sizing import Sizing
+from jaxserve.slots import encode_counts, encode_slot
 from jaxserve.stats import EngineStats
 from jaxserve.steps import StepShape
 from jaxserve.structured import Structured
@@ -58,48 +60,72 @@ class Engine:
         model: ModelConfig,
         runner: ModelRunner,
         folders: tuple[Path, Path],
-        max_model_len: int,
         shapes: list[StepShape],
-        budget: memory.Budget,
+        sizing: Sizing,
     ):
         self.config, self.model, self.runner = config, model, runner
-        self.shapes, self.budget = shapes, budget
+        self.shapes, self._sizing = shapes, sizing
         self.model_folder, self.tokenizer_folder = folders
-        self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        layout = runner.layout
         self.dtype = np.dtype(runner.model.dtype).name
+        queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
+        self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
+        self.structured = Structured(self.grammars)
+        self.timeline = Timeline(config.profile_dir)
+        self.counters = EngineStats(step_seconds=self.timeline.seconds)
+        self.programs = CompileCounter()
+        goal = config.latency_goal_ms
+        if goal is None:
+            goal = CPU_LATENCY_GOAL_MS if self._on_cpu else LATENCY_GOAL_MS
+        self.pace = Pace(goal / 1000)
+        self._arrivals = 0
+        self._seeds = np.random.default_rng(config.seed)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Makes the cache, as it is planned, and all that depends on its size. Nobody has asked for anything yet."""
+        config, model, runner = self.config, self.model, self.runner
+        runner.allocate()
+        layout = runner.layout
+        self.max_model_len = self._sizing.longest
         self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
-        on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=memory.max_batched_tokens(config),
-            prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if on_cpu else None),
-            max_model_len=max_model_len,
+            prefill_chunk=config.prefill_chunk or (CPU_PREFILL_CHUNK if self._on_cpu else None),
+            max_model_len=self.max_model_len,
             penalty_rows=runner.penalty_rows,
         )
-        queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
-        self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
-        self.structured = Structured(self.grammars)
         self.beams = Beams(self.scheduler, model.eos_token_ids)
-        self._admission = Admission(config, model, max_model_len, self.scheduler, self.structured, self.beams)
+        self._admission = Admission(config, model, self.max_model_len, self.scheduler, self.structured, self.beams)
         self.flights: deque[Flight] = deque()
         self.recovery = Recovery(self)
-        self.timeline = Timeline(config.profile_dir)
-        self.counters = EngineStats(pages_total=self.blocks.capacity, step_seconds=self.timeline.seconds)
-        self.programs = CompileCounter()
-        goal = config.latency_goal_ms
-        if goal is None:
-            goal = CPU_LATENCY_GOAL_MS if on_cpu else LATENCY_GOAL_MS
-        self.pace = Pace(goal / 1000)
-        self._arrivals = 0
-        self._seeds = np.random.default_rng(config.seed)
+        self.counters.pages_total = self.blocks.capacity
+        log.info(
+            "KV cache: %d pages of %d tokens (%s, %d bytes a token in %s), %d tokens; longest request %d tokens",
+            layout.num_pages, layout.page_size, memory.size(layout.num_pages * layout.page_bytes), layout.token_bytes,
+            layout.dtype, (layout.num_pages - 1) * layout.page_size, self.max_model_len,
+        )  # fmt: skip
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.runner.mesh.devices.flat[0].platform == "cpu"
 
     @classmethod
-    def load(cls, config: EngineConfig, *, devices: list[jax.Device] | None = None, progress: bool = True) -> Engine:
-        """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError."""
+    def load(
+        cls,
+        config: EngineConfig,
+        *,
+        devices: list[jax.Device] | None = None,
+        progress: bool = True,
+        static_steps: bool | None = None,
+    ) -> Engine:
+        """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError.
+
+        `static_steps` has the programs of accelerators on CPU too, or the other way round; see `programs`.
+        """
         start = time.perf_counter()
         enable_compile_cache()
         folder, tokenizer = find_files(config)
@@ -116,49 +142,36 @@ class Engine:
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
         log.info("%s", memory.describe_weights(params))
 
-        runner = ModelRunner(decoder, params, mesh, config.max_num_seqs, memory.penalty_rows(config, model))
+        rows = config.max_num_seqs, memory.penalty_rows(config, model)
+        runner = ModelRunner(decoder, params, mesh, *rows, most_steps=config.decode_steps, static=static_steps)
         tokens = max(memory.max_batched_tokens(config), config.max_num_seqs)
         on_one_cpu = device.platform == "cpu" and mesh.size == 1
         free = on_one_cpu and dtype == kv_dtype == np.float32 and cpu_build.possible()
         shapes = step_shapes(device.platform, config.max_num_seqs, tokens, config.page_size, padding_is_free=free)
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, kv_dtype, device.platform)
 
-        def set_pages(pages: int, max_len: int) -> None:
-            runner.plan(replace(one_page, num_pages=pages), -(-max_len // config.page_size))
-
-        def temporaries(pages: int) -> int:
-            set_pages(pages, longest)
-            return runner.temporaries(largest_shapes(shapes))
-
-        set_pages(1, longest)
+        runner.plan(one_page, -(-longest // config.page_size))
         budget = memory.budget(config, device, mesh.size, runner.weight_bytes, runner.slot_bytes)
-        probe = None if device.platform == "cpu" else temporaries
-        pages, max_len = memory.plan_pages(config, longest, one_page.page_bytes // mesh.size, budget, probe)
-        if (pages, max_len) != (runner.layout.num_pages, longest):
-            set_pages(pages, max_len)
-        runner.allocate()
-        log.info(
-            "KV cache: %d pages of %d tokens (%s, %d bytes a token in %s), %d tokens; longest request %d tokens",
-            pages, config.page_size, memory.size(pages * one_page.page_bytes), one_page.token_bytes, kv_dtype,
-            (pages - 1) * config.page_size, max_len,
-        )  # fmt: skip
-        return cls(config, model, runner, (folder, tokenizer), max_len, shapes, budget)
+        sizing = Sizing(config, runner, one_page, budget, shapes, longest)
+        sizing.begin()
+        return cls(config, model, runner, (folder, tokenizer), shapes, sizing)
 
     def compile(self) -> None:
         """Compiles every executable that serving can need; without it they are compiled as they are met.
 
-        Raises ConfigError when the compiler says that the steps need more memory than is left.
+        Where they need more memory than was kept for them, the cache is made smaller. Raises ConfigError where that
+        cannot be.
         """
         start = time.perf_counter()
         vocabulary = self.grammars.vocabulary
-        self.runner.compile(self.shapes)
+        self.runner.compile(self.runner.names(self.shapes))
         vocabulary.exception()  # waits; what is wrong concerns those alone who bring a grammar
+        if self._sizing.finish(self.shapes):
+            assert not self.has_work
+            self._allocate()
         self.runner.frozen = self.config.forbid_compile
         seconds, hits = time.perf_counter() - start, self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
-        temporaries, cache = self.runner.temporaries(self.shapes), self.runner.cache_bytes
-        log.info("%s", self.budget.describe(temporaries, cache))
-        self.budget.check(temporaries, cache)
         gc.collect()
         gc.freeze()  # what is here stays: the garbage collector need not look at it again while we serve
         often, *rarely = gc.get_threshold()
@@ -274,8 +287,9 @@ class Engine:
 
     def _steps_per_call(self) -> int:
         """How many tokens a row may draw in the next call."""
-        scheduler, most = self.scheduler, self.config.decode_steps if self.shapes[0].decode_only else 1
-        return self.pace.steps(most, watched=scheduler.num_streaming > 0, holds_up=scheduler.holds_up)
+        scheduler, lineup = self.scheduler, self.scheduler.running.lineup
+        lengths = self.runner.programs.lengths(self.shapes, len(lineup.seqs), lineup.sampler)
+        return self.pace.steps(lengths, watched=scheduler.num_streaming > 0, holds_up=scheduler.holds_up)
 
     def dispatch(self, plan: StepPlan) -> Flight:
         """Sends a plan to the devices and returns without waiting for them."""
@@ -286,17 +300,25 @@ class Engine:
         for batch in split(plan.rows, self.shapes):
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])
-            drawn, hidden = self.runner.step(batch.shape, pack(batch, running, updates[:, :room]))
+            drawn, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
             copies, updates = [], updates[:, :0]  # the first batch took them all
             drawn.tokens.copy_to_host_async()
             flight.rows.append(batch.rows)
             flight.drawn.append(drawn)
             flight.later.append(Later.of(batch.rows, running.masked) if running.lineup.any_masked else None)
-            if hidden is not None and batch.rows.scores_prompt.any():
+            if hidden is not None and batch.rows.scores:
                 flight.prompt_scores.append(PromptScores.start(batch.rows, hidden, self.runner))
         self.counters.steps += 1
         self.counters.step_tokens.observe(plan.rows.num_tokens)
         return flight
+
+    def _program(self, batch: Batch) -> StepProgram:
+        """The least program that does what a batch's rows ask for."""
+        rows, running = batch.rows, self.scheduler.running
+        sampler = running.lineup.sampler
+        if rows.seqs is not running.lineup.seqs:  # seldom
+            sampler = Sampler((running.sampler[rows.slot] * (rows.draws > 0)).max())
+        return self.runner.programs.choose(batch.shape, sampler, int(rows.draws.max()), rows.scores)
 
     def _fill_slots(self, placed: list[Sequence]) -> None:
         rows = []
@@ -304,9 +326,10 @@ class Engine:
             stops = tuple(seq.stop_ids)
             rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, seq.prompt_len, seq.penalty_row))
         self.runner.set_slots(rows)
-        for seq in placed:
-            if seq.params.has_penalties:
-                self.runner.count_tokens(seq.penalty_row, seq.tokens, seq.prompt_len)
+        penalized = [seq for seq in placed if seq.params.has_penalties]
+        if penalized:
+            counted = [encode_counts(seq.penalty_row, seq.tokens, seq.prompt_len) for seq in penalized]
+            self.runner.count_tokens(np.concatenate(counted, axis=1))
 
     def wait(self, flight: Flight) -> list[np.ndarray]:
         """A step's tokens, of each of its batches; waits until they are here."""
@@ -324,6 +347,7 @@ class Engine:
             part, notable = self.scheduler.commit(rows, ids[: flight.steps, : len(rows)].T)
             for one in notable:
                 if one.seq.params.use_beam_search:
+                    assert drawn.scores is not None  # `Sampler.of` sees to it, here and below
                     self.beams.take(one, drawn.scores)
                     part.updates.remove(one.update)
                 else:
@@ -333,7 +357,7 @@ class Engine:
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
 
-    def _annotate(self, notable: Notable, scores: jax.Array) -> None:
+    def _annotate(self, notable: Notable, scores: jax.Array | None) -> None:
         """Adds to an update what it has to say beyond its tokens."""
         update, seq, row, is_first = notable
         tokens = update.token_ids
@@ -344,7 +368,7 @@ class Engine:
                 update.stop_token = tokens[-1]
         if seq.matcher is not None and update.finish_reason == "error":
             update.error = f"the grammar failed: {seq.matcher.error}"
-        if (count := seq.params.logprobs) is not None:
+        if (count := seq.params.logprobs) is not None and scores is not None:
             rows = np.asarray(scores)[: len(tokens), row]
             update.logprobs = read_rows(rows, tokens, count)
         if is_first and seq.index == 0:

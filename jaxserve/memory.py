@@ -1,11 +1,11 @@
-"""How the memory of a device is shared out: weights, what a compiled step needs, and the rest for KV pages."""
+"""How the memory of a device is shared out: weights, what the compiled programs need, and the rest for KV pages."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,34 @@ CPU_CACHE_SHARE = 0.5  # of the memory that is free, for the cache on CPU: every
 PENALTY_BYTES = 2**28  # for the token counts of sequences with penalties
 PENALTY_BYTES_PER_TOKEN = 5  # of the vocabulary: an int32 and a bool
 RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
+STEPS_IN_FLIGHT = 2  # whose results are on the device at once: one step runs, of the other the host reads the results
+CODE_ALLOWANCE = 1.25  # code of a program that is not compiled yet, in those of the largest that is
+PAGE_GRID = 128  # numbers of pages between a power of two and the next, on an accelerator
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of one device that compiled programs take, beside weights, slots and pages."""
+
+    temporaries: int = 0  # of the program with the most, while it runs; programs run one after the other
+    results: int = 0  # what steps in flight leave on the device, beyond the cache and the slots that they update
+    code: int = 0  # of all programs, which stay on the device (XLA:GPU counts its machine code, XLA:CPU none)
+
+    @classmethod
+    def of(cls, compiled: Sequence[Any], pending: int = 0) -> Needs:
+        """What programs need by the compiler's own figures (`Compiled.memory_analysis`), and `pending` more, smaller
+        ones that are not compiled yet. Their code is allowed for; what else they need is within the others'."""
+        code = [figures.generated_code_size_in_bytes for figures in compiled]
+        results = [figures.output_size_in_bytes - figures.alias_size_in_bytes for figures in compiled]
+        return cls(
+            max((figures.temp_size_in_bytes for figures in compiled), default=0),
+            STEPS_IN_FLIGHT * max(results, default=0),
+            sum(code) + math.ceil(CODE_ALLOWANCE * pending * max(code, default=0)),
+        )
+
+    @property
+    def total(self) -> int:
+        return self.temporaries + self.results + self.code
 
 
 @dataclass(frozen=True)
@@ -33,27 +61,34 @@ class Budget:
     slots: int
     reserve: int
     most_cache: int | None  # no more than this for pages, whatever is left
+    counts_programs: bool = False  # pages are chosen beside what the programs need; on CPU that is a trifle
 
-    def left(self, temporaries: int) -> int:
-        """For pages, beside the temporaries of the largest compiled step."""
-        left = int(self.total * self.utilization) - self.weights - self.slots - self.reserve - temporaries
+    def left(self, needs: Needs) -> int:
+        """For pages, beside what the programs need."""
+        left = int(self.total * self.utilization) - self.weights - self.slots - self.reserve - needs.total
         return left if self.most_cache is None else min(left, self.most_cache)
 
-    def describe(self, temporaries: int, cache: int) -> str:
+    def holds(self, needs: Needs, cache: int) -> bool:
+        """Whether all of it together is no more than may be used."""
+        used = self.weights + self.slots + needs.total + self.reserve + cache
+        return used <= int(self.total * self.utilization)
+
+    def describe(self, needs: Needs, cache: int) -> str:
         """The arithmetic, in words."""
-        used = self.weights + self.slots + temporaries + self.reserve + cache
+        used = self.weights + self.slots + needs.total + self.reserve + cache
         return (
             f"memory per device: {size(self.total)} x {self.utilization:g} = "
             f"{size(self.total * self.utilization)}; weights {size(self.weights)} + slots {size(self.slots)} + "
-            f"temporaries of the largest step {size(temporaries)} + reserve {size(self.reserve)} + "
+            f"temporaries of the largest step {size(needs.temporaries)} + results of steps in flight "
+            f"{size(needs.results)} + code of all programs {size(needs.code)} + reserve {size(self.reserve)} + "
             f"KV cache {size(cache)} = {size(used)}"
         )
 
-    def check(self, temporaries: int, cache: int) -> None:
+    def check(self, needs: Needs, cache: int) -> None:
         """Raises ConfigError when all of it together is more than may be used."""
-        if self.weights + self.slots + temporaries + self.reserve + cache > self.total * self.utilization:
+        if not self.holds(needs, cache):
             raise ConfigError(
-                f"the model does not fit: {self.describe(temporaries, cache)}. Lower --kv-pages, --max-num-seqs or "
+                f"the model does not fit: {self.describe(needs, cache)}. Lower --kv-pages, --max-num-seqs or "
                 "--max-num-batched-tokens, or raise --memory-utilization"
             )
 
@@ -73,7 +108,7 @@ def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int,
     if device.platform == "gpu":  # the limit is that of JAX's pool, which is itself a fraction of the memory
         pool = float(os.environ.get(POOL_FRACTION, 0.75))
         total, utilization = int(total / pool), min(utilization, pool)
-    return Budget(total or 2**62, utilization, weights, slots, RESERVE_BYTES, None)
+    return Budget(total or 2**62, utilization, weights, slots, RESERVE_BYTES, None, counts_programs=True)
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -101,27 +136,27 @@ def penalty_rows(config: EngineConfig, model: ModelConfig) -> int:
     return min(rows, config.max_num_seqs)
 
 
-def plan_pages(
-    config: EngineConfig, longest: int, page_bytes: int, budget: Budget, temporaries: Callable[[int], int] | None
-) -> tuple[int, int]:
+def fitting_pages(config: EngineConfig, longest: int, page_bytes: int, budget: Budget, needs: Needs) -> int:
+    """Pages of the KV cache that were asked for; else those that fit, as far as they are useful. See `plan_pages`."""
+    if config.kv_pages is not None:
+        return config.kv_pages
+    fitting = max(budget.left(needs), 0) // page_bytes
+    useful = -(-longest // config.page_size) * config.max_num_seqs + 1
+    return min(useful, _on_grid(fitting) if budget.counts_programs else fitting)
+
+
+def plan_pages(config: EngineConfig, longest: int, page_bytes: int, budget: Budget, needs: Needs) -> tuple[int, int]:
     """(pages of the KV cache, longest request in tokens that fits them).
 
     Args:
       longest: of a request, in tokens, as far as the model and the settings go.
       page_bytes: of a page on one device.
-      temporaries: bytes that the largest step needs beside so many pages, as its compiler says. None: they are not
-        asked for before the pages are chosen (on CPU, where compiling costs more than the memory matters).
+      needs: of the compiled programs, on one device.
 
     Raises ConfigError when not even one request fits.
     """
     pages_of_longest = -(-longest // config.page_size)
-    pages = config.kv_pages
-    if pages is None:
-        useful = pages_of_longest * config.max_num_seqs + 1
-        pages = min(useful, max(budget.left(0), 0) // page_bytes)
-        if temporaries is not None and pages > 1:
-            # The temporaries hardly depend on the number of pages, so the second answer is right for the first's.
-            pages = min(useful, max(budget.left(temporaries(pages)), 0) // page_bytes)
+    pages = fitting_pages(config, longest, page_bytes, budget, needs)
     if pages - 1 >= pages_of_longest:
         return pages, longest
     fits = max(pages - 1, 0) * config.page_size
@@ -134,6 +169,13 @@ def plan_pages(
         )
     log.warning("max_model_len lowered from the model's %d to %d tokens, which fit the KV cache", longest, fits)
     return pages, fits
+
+
+def _on_grid(pages: int) -> int:
+    """The next number below that has few significant bits: so the programs that a start finds in the compilation cache
+    are not missed for a few bytes more or less. It costs 0.4% of the cache on average."""
+    step = 1 << max(pages.bit_length() - PAGE_GRID.bit_length(), 0)
+    return pages // step * step
 
 
 def _available_host_bytes() -> int:

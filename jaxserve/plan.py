@@ -50,10 +50,10 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
         budget = memory.budget(config, device, mesh.size, weights, 0)
     else:
         total = target_memory(device)
-        budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None)
-    pages = config.kv_pages or max(budget.left(0), 0) // (layout.page_bytes // mesh.size)
+        budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True)
+    pages = config.kv_pages or max(budget.left(memory.Needs()), 0) // (layout.page_bytes // mesh.size)
     longest = memory.max_model_len(config, model)
-    yield f"{budget.describe(0, pages * layout.page_bytes // mesh.size)}, before the steps' temporaries and slots"
+    yield f"{budget.describe(memory.Needs(), pages * layout.page_bytes // mesh.size)}, before the programs and slots"
     tokens = pages * config.page_size
     yield f"tokens that fit the KV cache: {tokens:,}, or {tokens // longest:,} requests of {longest:,} tokens"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,12 +18,14 @@ from jax.stages import Compiled, Lowered
 
 from jaxserve import steps
 from jaxserve.bundle import bundle
+from jaxserve.config import MAX_STEPS
 from jaxserve.jax_versions import with_int4_arguments
 from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, KVCache, copy_pages
-from jaxserve.memory import stored_bytes
+from jaxserve.memory import Needs, stored_bytes
 from jaxserve.mesh import replicated
 from jaxserve.models.decoder import Decoder
-from jaxserve.sampling import Sampled
+from jaxserve.programs import StepProgram, StepPrograms
+from jaxserve.sampling import Sampled, Sampler
 from jaxserve.slots import (
     SLOT_WORDS,
     SLOTS_PER_CALL,
@@ -35,20 +37,38 @@ from jaxserve.slots import (
     set_slots,
 )
 from jaxserve.steps import StepShape
+from jaxserve.types import NO_PENALTY_ROW
+from jaxserve.xla_options import compiler_options
 from pallas_kernels.parts import Row, value_of
 
 log = logging.getLogger(__name__)
 
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
-TABLE_COPIES = 31  # and rows of it that are copied
+TABLE_COPIES = 32  # and rows of it that are copied
+COUNT_SIZES = (TOKENS_PER_CALL, 16 * TOKENS_PER_CALL)  # tokens that a call of `count_tokens` takes, but for the largest
 
 
 class ModelRunner:
-    """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits."""
+    """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits.
 
-    def __init__(self, model: Decoder, params: Any, mesh: Mesh, num_slots: int, penalty_rows: int):
+    `most_steps`: tokens that a row may draw in one call. `static`: programs are fixed in what the host knows, see
+    `programs`; None: where that pays, which is not on CPU.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        params: Any,
+        mesh: Mesh,
+        num_slots: int,
+        penalty_rows: int,
+        *,
+        most_steps: int = MAX_STEPS,
+        static: bool | None = None,
+    ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self.programs = StepPrograms(static=not self._on_cpu if static is None else static, most=most_steps)
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout
         self.slots: SlotState
@@ -57,6 +77,7 @@ class ModelRunner:
         self.frozen = False  # nothing may be compiled any more
         self.compiling = False
         self._executables: dict[Any, Compiled] = {}
+        self._planned = ""  # the slots' shapes
         self._lock = threading.Lock()
 
     @property
@@ -67,6 +88,7 @@ class ModelRunner:
     def plan(self, layout: CacheLayout, max_pages: int) -> None:
         """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""
         self.layout = layout
+        self.max_len = max_pages * layout.page_size
         config = self.model.config
         self._make_slots = partial(
             create_slots,
@@ -77,10 +99,16 @@ class ModelRunner:
             self.model.dtype,
             self.penalty_rows,
         )
-        self._executables.clear()
+        slots = str(jax.eval_shape(self._make_slots))
+        stale = [name for name in self._executables if slots != self._planned or _takes_cache(name)]
+        for name in stale:
+            del self._executables[name]
+        self._planned = slots
 
     def allocate(self) -> None:
-        """Makes the cache and the slots."""
+        """Makes the cache and the slots, in place of those that there may be."""
+        vars(self).pop("cache", None)  # there may be no room for both
+        vars(self).pop("slots", None)
         self.slots = jax.jit(self._make_slots, out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
 
@@ -105,6 +133,19 @@ class ModelRunner:
         return [few] if self._on_cpu else sorted({few, self.num_slots})
 
     @property
+    def slot_sizes(self) -> list[int]:
+        """Rows of the compiled `set_slots`, so that accelerators fill any number of slots in one call."""
+        few = SLOTS_PER_CALL
+        return [few] if self._on_cpu or self.num_slots <= few else [few, self.num_slots]
+
+    @property
+    def count_sizes(self) -> list[int]:
+        """Tokens of the compiled `count_tokens`: a few, a long prompt's, and as many as fit one call of all others."""
+        if self._on_cpu:
+            return [TOKENS_PER_CALL]
+        return [size for size in COUNT_SIZES if size < self.max_len] + [max(self.max_len, TOKENS_PER_CALL)]
+
+    @property
     def weight_bytes(self) -> int:
         """On each device."""
         return sum(_device_bytes(x) for x in self._arrays)
@@ -121,35 +162,31 @@ class ModelRunner:
 
     # Dispatch
 
-    def step(self, shape: StepShape, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
-        """Runs one step over int32 [shape.words]; see `steps.run_step`."""
-        result = self._get(shape)(self._arrays, self.cache, self.slots, packed)
+    def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
+        """Runs one step over int32 [program.shape.words]; see `steps.run_step`."""
+        result = self._get(program)(self._arrays, self.cache, self.slots, packed)
         self.cache, self.slots = result.cache, result.slots
         return result.drawn, result.hidden
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
         """Writes the sampling parameters of slots; rows as from `encode_slot`."""
-        for at in range(0, len(rows), SLOTS_PER_CALL):
-            some = rows[at : at + SLOTS_PER_CALL]
-            some = some + [padding_slot(self.num_slots)] * (SLOTS_PER_CALL - len(some))
-            self.slots = self._get("set_slots")(self.slots, np.stack(some))
+        for some, size in _calls(len(rows), self.slot_sizes):
+            padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
+            self.slots = self._get(("set_slots", size))(self.slots, np.stack(rows[some] + padding))
 
-    def count_tokens(self, penalty_row: int, tokens: np.ndarray, prompt_len: int) -> None:
-        """Counts a sequence's tokens in its penalty row; the first `prompt_len` are its prompt."""
-        for at in range(0, len(tokens), TOKENS_PER_CALL):
-            some = tokens[at : at + TOKENS_PER_CALL]
-            packed = np.zeros(3 + TOKENS_PER_CALL, np.int32)
-            packed[:3] = penalty_row, len(some), min(max(prompt_len - at, 0), len(some))
-            packed[3 : 3 + len(some)] = some
-            self.slots = self._get("count_tokens")(self.slots, packed)
+    def count_tokens(self, counted: np.ndarray) -> None:
+        """Counts tokens of sequences in their penalty rows, int32 [3, any] as from `encode_counts`."""
+        for some, size in _calls(counted.shape[1], self.count_sizes):
+            packed = np.full((3, size), self.model.config.vocab_size, np.int32)
+            packed[0] = NO_PENALTY_ROW
+            packed[:, : counted[:, some].shape[1]] = counted[:, some]
+            self.slots = self._get(("count_tokens", size))(self.slots, packed)
 
     def draw(self, slots: np.ndarray, positions: np.ndarray, masks: np.ndarray) -> list[Sampled]:
         """Draws the tokens of rows [n] that a step left for later, in calls of `draw_sizes`; see `steps.draw`."""
         drawn = []
-        for at in range(0, len(slots), self.draw_sizes[-1]):
-            some = slice(at, at + self.draw_sizes[-1])
+        for some, size in _calls(len(slots), self.draw_sizes):
             count = len(slots[some])
-            size = next(size for size in self.draw_sizes if size >= count)
             packed = np.zeros((size, 2 + masks.shape[1]), np.int32)
             packed[:, 0] = self.num_slots
             packed[:count, 0], packed[:count, 1], packed[:count, 2:] = slots[some], positions[some], masks[some]
@@ -163,8 +200,9 @@ class ModelRunner:
         calls = [(copies[at : at + TABLE_COPIES], entries[:, :0]) for at in range(0, len(copies), TABLE_COPIES)]
         calls += [([], entries[:, at : at + TABLE_UPDATES]) for at in range(0, entries.shape[1], TABLE_UPDATES)]
         for rows, some in calls:
-            packed_rows, packed = np.zeros((1 + TABLE_COPIES, 2), np.int32), np.zeros((3, TABLE_UPDATES), np.int32)
-            packed_rows[0], packed_rows[1 : 1 + len(rows)] = len(rows), np.reshape(rows, (-1, 2))
+            packed_rows = np.full((TABLE_COPIES, 2), self.num_slots, np.int32)
+            packed = np.zeros((3, TABLE_UPDATES), np.int32)
+            packed_rows[: len(rows)] = np.reshape(rows, (-1, 2))
             packed[0] = self.num_slots
             packed[:, : some.shape[1]] = some
             self.slots = self._get("update_tables")(self.slots, packed_rows, packed)
@@ -193,22 +231,39 @@ class ModelRunner:
     def num_executables(self) -> int:
         return len(self._executables)
 
-    def temporaries(self, names: Iterable[Any]) -> int:
-        """Bytes per device that the largest of these executables needs while it runs, its code included."""
-        figures: list[Any] = [self._get(name).memory_analysis() for name in names]
-        return max(f.temp_size_in_bytes for f in figures) + sum(f.generated_code_size_in_bytes for f in figures)
+    def needs(self, shapes: Sequence[StepShape]) -> Needs:
+        """What all programs of serving with these buckets need, by those of them that are compiled."""
+        names = self.names(shapes)
+        known: list[Any] = [self._executables[name].memory_analysis() for name in names if name in self._executables]
+        return Needs.of(known, pending=len(names) - len(known))
 
-    def compile(self, shapes: Sequence[StepShape], threads: int = 2) -> None:
-        """Compiles all that serving can need: the steps of these buckets and the upkeep around them."""
-        by_size = sorted(shapes, key=lambda s: -s.tokens)
-        others = [("score_prompt", max(shape.tokens for shape in shapes if not shape.decode_only))]
-        others += [("draw", size) for size in self.draw_sizes]
+    def names(self, shapes: Sequence[StepShape]) -> list[Any]:
+        """Of all programs that serving can need: the upkeep first, then the steps of these buckets by size."""
         # First what needs no kernel: on CPU these may still be being built.
-        names = ["set_slots", "count_tokens", "update_tables", "copy_pages", *by_size, *others]
+        upkeep = [*(("set_slots", size) for size in self.slot_sizes), "update_tables", "copy_pages"]
+        upkeep += [("count_tokens", size) for size in self.count_sizes]
+        by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
+        return [*upkeep, *by_size, *self._others(shapes)]
+
+    def largest(self, shapes: Sequence[StepShape]) -> list[Any]:
+        """Those of them that need the most memory: one of each kind."""
+        kinds = [[shape for shape in shapes if shape.decode_only is kind] for kind in (True, False)]
+        steps = [self.programs.largest(max(some, key=lambda shape: shape.tokens)) for some in kinds if some]
+        return [*steps, *self._others(shapes)]
+
+    def _others(self, shapes: Sequence[StepShape]) -> list[Any]:
+        """Programs that multiply with the output head, beside the steps."""
+        most = max(shape.tokens for shape in shapes if not shape.decode_only)
+        return [("score_prompt", most), *(("draw", size) for size in self.draw_sizes)]
+
+    def compile(self, names: Sequence[Any], threads: int = 2) -> None:
+        """Compiles these programs, in this order."""
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 
     def _get(self, name: Any) -> Compiled:
+        if isinstance(name, StepShape):
+            name = self.programs.largest(name)
         found = self._executables.get(name)
         if found is not None:
             return found
@@ -220,7 +275,7 @@ class ModelRunner:
         start = time.perf_counter()
         self.compiling = True
         try:
-            compiled = with_int4_arguments(self.lower(name).compile())
+            compiled = with_int4_arguments(self.lower(name).compile(compiler_options(self.mesh.devices.flat[0])))
         finally:
             self.compiling = False
         seconds = time.perf_counter() - start
@@ -231,7 +286,9 @@ class ModelRunner:
         return compiled
 
     def lower(self, name: Any) -> Lowered:
-        """The program of an executable; needs shapes only."""
+        """The program of an executable; needs shapes only. A bucket stands for its largest program."""
+        if isinstance(name, StepShape):
+            name = self.programs.largest(name)
         function, donated, arguments, results = self._signature(name)
         with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # which tells Pallas the chip
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
@@ -260,13 +317,26 @@ class ModelRunner:
         cache = self.layout.abstract(self.mesh)
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._arrays]
         cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_arrays
-        if isinstance(name, StepShape):
-            step = partial(steps.run_step, model=self.model, shape=name, mesh=self.mesh)
-            results: Any = (everywhere, everywhere, cache_sharding, everywhere)  # of StepResult's fields
-            results = steps.StepResult(*results)
-            return with_params(step), (1, 2), (params, cache, slots, host(name.words)), results
+        if isinstance(name, StepProgram):
+            step = partial(
+                steps.run_step,
+                model=self.model,
+                shape=name.shape,
+                mesh=self.mesh,
+                sampler=name.sampler,
+                steps=name.steps,
+                keeps_hidden=name.keeps_hidden,
+            )
+            fields: Any = (everywhere, everywhere if name.keeps_hidden else None, cache_sharding, everywhere)
+            results = steps.StepResult(*fields)
+            return with_params(step), (1, 2), (params, cache, slots, host(name.shape.words)), results
+        if name[0] == "set_slots":
+            return set_slots, (0,), (slots, host(name[1], SLOT_WORDS)), everywhere
+        if name[0] == "count_tokens":
+            return count_tokens, (0,), (slots, host(3, name[1])), everywhere
         if name[0] == "draw":
-            draw = partial(steps.draw, model=self.model, mesh=self.mesh)
+            sampler = Sampler.FULL if self.programs.static else Sampler.ANY
+            draw = partial(steps.draw, model=self.model, mesh=self.mesh, sampler=sampler)
             packed = host(name[1], 2 + -(-self.model.config.vocab_size // 32))
             return with_params(draw), (1,), (params, slots, packed), everywhere
         if isinstance(name, tuple):
@@ -276,11 +346,9 @@ class ModelRunner:
             score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self._on_cpu)
             return with_params(score), (), (params, hidden, host(1 + 2 * most)), everywhere
         functions: dict[str, tuple[Callable, tuple, Any]] = {
-            "set_slots": (set_slots, (slots, host(SLOTS_PER_CALL, SLOT_WORDS)), everywhere),
-            "count_tokens": (count_tokens, (slots, host(3 + TOKENS_PER_CALL)), everywhere),
             "update_tables": (
                 steps.update_tables,
-                (slots, host(1 + TABLE_COPIES, 2), host(3, TABLE_UPDATES)),
+                (slots, host(TABLE_COPIES, 2), host(3, TABLE_UPDATES)),
                 everywhere,
             ),
             "copy_pages": (
@@ -291,6 +359,19 @@ class ModelRunner:
         }
         function, arguments, results = functions[name]
         return function, (0,), arguments, results
+
+
+def _takes_cache(name: Any) -> bool:
+    """Whether a program's arguments depend on the number of pages: steps do, the upkeep of slots does not."""
+    kind = name[0] if isinstance(name, tuple) else name
+    return not isinstance(kind, str) or kind == "copy_pages"
+
+
+def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:
+    """Cuts `count` items into as few calls as the sizes allow, ascending; each with the least size that will do."""
+    for at in range(0, count, sizes[-1]):
+        some = min(sizes[-1], count - at)
+        yield slice(at, at + some), next(size for size in sizes if size >= some)
 
 
 def _device_bytes(x: jax.Array) -> int:

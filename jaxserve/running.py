@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.config import MAX_STEPS
 from jaxserve.limits import MAX_STOP_TOKENS
+from jaxserve.sampling import Sampler
 from jaxserve.sequence import NO_SLOT, Sequence, Status
 from jaxserve.types import NO_PENALTY_ROW, SequenceUpdate
 
@@ -48,6 +49,11 @@ class Rows:
         if self.only_decodes:
             return self.start + self.draws
         return self.end + np.maximum(self.draws - 1, 0)
+
+    @property
+    def scores(self) -> bool:
+        """Whether some row's hidden states are wanted."""
+        return not self.only_decodes and bool(self.scores_prompt.any())
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +119,7 @@ class Lineup:
     draws_singly: np.ndarray  # bool [sequences]: what it draws next depends on what the host makes of its last token
     any_masked: bool
     any_beams: bool
+    sampler: Sampler  # the least that serves all of them
 
 
 class Running:
@@ -141,6 +148,7 @@ class Running:
         self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
         self.masked = np.zeros(max_num_seqs, bool)  # it draws when its tokens so far are known, see `structured`
         self.beams = np.zeros(max_num_seqs, bool)
+        self.sampler = numbers()  # the least `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
         # What the device has not been told yet: who is new in a slot; rows of the block table to copy from one slot to
@@ -193,6 +201,7 @@ class Running:
                 self.masked[slot] | self.beams[slot],
                 bool(self.masked[slot].any()),
                 bool(self.beams[slot].any()),
+                Sampler(self.sampler[slot].max(initial=Sampler.GREEDY)),
             )
         return self._lineup
 
@@ -221,6 +230,7 @@ class Running:
         if computed % self.page_size:
             self.sharers.add(seq)
         self.masked[slot], self.beams[slot] = seq.params.has_mask, seq.params.use_beam_search
+        self.sampler[slot] = Sampler.of(seq.params)
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.notables.add(seq)
 

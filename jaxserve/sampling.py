@@ -1,37 +1,64 @@
 """From logits to tokens, on the device, inside the step.
 
-Every row follows its own parameters, kept per slot (`jaxserve.slots`). What no row of a batch asks for is skipped at
-run time by `lax.cond`, so options never recompile. Filters find their threshold by bisecting over the bits of a float:
-exact, without a sort, and O(vocabulary) memory traffic per bit. A row draws one random number, and takes the token at
-which the probabilities, summed up, pass it.
+Every row follows its own parameters, kept per slot (`jaxserve.slots`). What no row of a batch asks for is left out: on
+accelerators by a program of its own for each `Sampler`, which the host chooses, because XLA:GPU makes the host wait for
+the predicate of a conditional; on CPU by `lax.cond` at run time, which makes for fewer programs. A row draws one random
+number, and takes the token at which the probabilities, summed up, pass it; so its token is a function of its logits,
+parameters, seed and position, whichever way it is computed.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.filters import EXCLUDED, filter_logits
 from jaxserve.limits import MAX_LOGPROBS
-from jaxserve.slots import RowParams, decode_slots, penalty_rows
+from jaxserve.slots import decode_slots, penalty_rows
+from jaxserve.types import SamplingParams
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
 LANES = 128  # of a TPU's vectors
-EXCLUDED = -1e30  # finite: a row that excludes everything still samples something
+
+
+class Sampler(IntEnum):
+    """What a compiled step can do for its rows. Each does what those before it do, with the same tokens."""
+
+    GREEDY = 0  # the most likely token
+    PLAIN = 1  # draws at a temperature
+    FILTERED = 2  # top-k, top-p and min-p
+    FULL = 3  # penalties, bias, stop tokens that may not come yet, and log-probabilities
+    ANY = 4  # all of it, chosen at run time
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Sampler:
+        """The least that serves a sequence with these parameters. Those with a mask are drawn apart (`steps.draw`)."""
+        if params.has_mask:
+            return cls.GREEDY
+        if params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None:
+            return cls.FULL
+        if params.greedy:
+            return cls.GREEDY
+        return cls.FILTERED if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else cls.PLAIN
 
 
 class Sampled(NamedTuple):
-    """tokens int32 [rows]; the rest is zero unless some row asked for log-probabilities.
+    """tokens int32 [rows]; scores are zero unless some row asked for log-probabilities, and None where a program is
+    not made for them.
 
     `scores` int32 [rows, SCORE_WORDS] packs, as bits, the sampled token's log-probability and rank, then the
     ids and log-probabilities of the most likely tokens: one array, so that the host fetches one buffer.
     """
 
     tokens: jax.Array
-    scores: jax.Array
+    scores: jax.Array | None
 
 
 class TokenCounts(NamedTuple):
@@ -42,7 +69,13 @@ class TokenCounts(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, words: jax.Array, seen: TokenCounts, position: jax.Array, masks: jax.Array | None = None
+    logits: jax.Array,
+    words: jax.Array,
+    seen: TokenCounts,
+    position: jax.Array,
+    masks: jax.Array | None = None,
+    *,
+    sampler: Sampler = Sampler.ANY,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
@@ -52,25 +85,40 @@ def sample(
     `masks`, int32 [rows, words], has a bit for each token: whether it may be drawn.
     """
     raw, params = logits, decode_slots(words)
-    penalized = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
-    logits = lax.cond(jnp.any(penalized), _penalize, lambda x, *_: x, logits, words, seen)
-    biased = (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
-    logits = lax.cond(jnp.any(biased), _add_bias, lambda x, *_: x, logits, words, position)
+    any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
+    if any_ or full:
+        penalized = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+        logits = _where_any(any_, penalized, _penalize, lambda x, *_: x, logits, words, seen)
+        biased = (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
+        logits = _where_any(any_, biased, _add_bias, lambda x, *_: x, logits, words, position)
     if masks is not None:
         bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
         logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
-    tokens = lax.cond(jnp.any(params.temperature > 0), _draw, _greedy, logits, words, position)
-    scores = lax.cond(jnp.any(params.logprobs), score_tokens, _no_scores, raw, tokens)
-    return Sampled(tokens, scores)
+    if sampler is Sampler.GREEDY:
+        return Sampled(_greedy(logits, words, position), None)
+    tokens = _where_any(any_, params.temperature > 0, partial(_draw, sampler=sampler), _greedy, logits, words, position)
+    if not (any_ or full):
+        return Sampled(tokens, None)
+    return Sampled(
+        tokens, _where_any(any_, params.logprobs, partial(score_tokens, sorts=any_), _no_scores, raw, tokens)
+    )
 
 
-def score_tokens(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Packed log-probabilities of `tokens` [rows] and of the most likely tokens; see Sampled.scores."""
+def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwise: Callable, *args: Any) -> Any:
+    """`function` of the arguments; `at_run_time` only where some row wants it."""
+    return lax.cond(jnp.any(wanted), function, otherwise, *args) if at_run_time else function(*args)
+
+
+def score_tokens(logits: jax.Array, tokens: jax.Array, *, sorts: bool) -> jax.Array:
+    """Packed log-probabilities of `tokens` [rows] and of the most likely tokens; see Sampled.scores.
+
+    `sorts` leaves the most likely tokens to `lax.top_k`, which is fast on CPU; XLA:GPU sorts whole rows for it.
+    """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
     rank = jnp.sum(logprobs > chosen, axis=-1, keepdims=True, dtype=jnp.int32) + 1
     count = min(MAX_LOGPROBS, logits.shape[-1])
-    top, ids = lax.top_k(logprobs, count)
+    top, ids = lax.top_k(logprobs, count) if sorts else most_likely(logprobs, count)
     pad = ((0, 0), (0, MAX_LOGPROBS - count))
     top, ids = jnp.pad(top, pad, constant_values=-jnp.inf), jnp.pad(ids, pad, constant_values=-1)
 
@@ -78,6 +126,28 @@ def score_tokens(logits: jax.Array, tokens: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.int32)
 
     return jnp.concatenate([bits(chosen), rank, ids.astype(jnp.int32), bits(top)], axis=-1)
+
+
+def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of float32 x [rows, vocab] and their places, in `lax.top_k`'s order, the first of
+    equals first. One after the other: the largest of the blocks' maxima, then the largest of its block."""
+    blocks = _blocks(x)
+    rows, width = jnp.arange(x.shape[0]), blocks.shape[-1]
+    places = jnp.arange(width)
+
+    def take_one(i: jax.Array, state: tuple) -> tuple:
+        tops, values, ids = state  # ids: -1 where none was taken yet
+        block = jnp.argmax(tops, axis=-1)
+        taken = ((ids - block[:, None] * width)[:, :, None] == places).any(axis=1)
+        left = jnp.where(taken, -jnp.inf, _take(blocks, block))
+        place = jnp.argmax(left, axis=-1)
+        rest = jnp.where(places == place[:, None], -jnp.inf, left).max(axis=-1)
+        found = (block * width + place).astype(jnp.int32)
+        return tops.at[rows, block].set(rest), values.at[:, i].set(left[rows, place]), ids.at[:, i].set(found)
+
+    values, ids = jnp.zeros((len(x), count), x.dtype), jnp.full((len(x), count), -1, jnp.int32)
+    _, values, ids = lax.fori_loop(0, count, take_one, (blocks.max(axis=-1), values, ids))
+    return values, ids
 
 
 def _no_scores(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -125,16 +195,21 @@ def _take(blocks: jax.Array, block: jax.Array) -> jax.Array:
     return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
-def _draw(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
+def _draw(logits: jax.Array, words: jax.Array, position: jax.Array, *, sampler: Sampler) -> jax.Array:
     """Draws from softmax(logits / temperature), filtered; rows at temperature 0 take the most likely token."""
     params = decode_slots(words)
     hot = params.temperature >= 1e-5  # below it logits could overflow, and the result is greedy anyway
     scaled = logits / jnp.where(hot, params.temperature, 1.0)[:, None]
-    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-    scaled = lax.cond(
-        jnp.any(filtered & hot), lambda x, words: _filter(x, decode_slots(words)), lambda x, _: x, scaled, words
-    )
+    if sampler is not Sampler.PLAIN:
+        any_ = sampler is Sampler.ANY
+        filtered = hot & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
+        keep = partial(_filter, unrolled=not any_)
+        scaled = _where_any(any_, filtered, keep, lambda x, _: x, scaled, words)
     return jnp.where(hot, _inverse_cdf(scaled, _uniform(params.seed, position)), _greedy(logits, words, position))
+
+
+def _filter(logits: jax.Array, words: jax.Array, *, unrolled: bool) -> jax.Array:
+    return filter_logits(logits, decode_slots(words), unrolled=unrolled)
 
 
 def _inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -179,44 +254,3 @@ def threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> 
             x1 = x0 ^ (x1 << turn | x1 >> 32 - turn)
         x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
     return x0, x1
-
-
-def _filter(logits: jax.Array, params: RowParams) -> jax.Array:
-    """Top-k, then top-p and min-p over what is left, as in transformers and vLLM. Ties at a threshold all stay.
-
-    Both keep the most likely tokens whose weights reach a sum: top-k counts them, top-p adds up their probabilities. So
-    one loop of two rounds does both, which compiles in half the time.
-    """
-    vocab = logits.shape[1]
-    kth = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab).astype(jnp.float32)
-    peak = logits.max(axis=-1, keepdims=True)
-
-    def keep_most_likely(i, logits):
-        by_mass = i == 1
-        weights = jnp.where(by_mass, jnp.exp(logits - peak), 1.0)
-        least = jnp.where(by_mass, params.top_p * weights.sum(axis=-1), kth)
-        threshold = _largest_threshold(logits, weights, least)
-        keeps_all = by_mass & (params.top_p >= 1)[:, None]
-        return jnp.where((logits >= threshold) | keeps_all, logits, EXCLUDED)
-
-    logits = lax.fori_loop(0, 2, keep_most_likely, logits)
-    return jnp.where(jnp.exp(logits - peak) >= params.min_p[:, None], logits, EXCLUDED)
-
-
-def _largest_threshold(x: jax.Array, weights: jax.Array, least: jax.Array) -> jax.Array:
-    """The largest float32 t [rows, 1] for which the weights of x >= t add up to `least`, or to all that there is.
-
-    Bisects over the 32 bits of the floats, mapped to unsigned integers in the same order.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-    def try_bit(i, found):
-        candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        keep = order >= candidate[:, None]
-        enough = (jnp.sum(jnp.where(keep, weights, 0.0), axis=-1) >= least) | jnp.all(keep, axis=-1)
-        return jnp.where(enough, candidate, found)
-
-    found = lax.fori_loop(0, 32, try_bit, jnp.zeros(x.shape[0], jnp.uint32))
-    back = jnp.where(found >> 31 == 1, found & jnp.uint32((1 << 31) - 1), ~found)
-    return lax.bitcast_convert_type(back, jnp.float32)[:, None]

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 from jaxserve.limits import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
-SLOTS_PER_CALL = 8  # sequences whose parameters one call of `set_slots` writes
-TOKENS_PER_CALL = 512  # tokens that one call of `count_tokens` counts
+SLOTS_PER_CALL = 8  # sequences whose parameters the smallest call of `set_slots` writes
+TOKENS_PER_CALL = 512  # tokens that the smallest call of `count_tokens` counts
 
 
 class RowParams(NamedTuple):
@@ -148,8 +148,7 @@ def decode_slots(rows: jax.Array) -> RowParams:
 
 
 def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
-    """Writes the slots encoded in `rows`, int32 [SLOTS_PER_CALL, SLOT_WORDS]; their penalty rows begin
-    empty."""
+    """Writes the slots encoded in `rows`, int32 [any, SLOT_WORDS]; their penalty rows begin empty."""
     slot, row = rows[:, 0], penalty_rows(rows)
     cleared = jnp.where(row == NO_PENALTY_ROW, state.counts.shape[0], row)  # what lies outside is dropped
     return state._replace(
@@ -161,14 +160,17 @@ def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
 
 
 def count_tokens(state: SlotState, packed: jax.Array) -> SlotState:
-    """Counts tokens for the penalties: packed int32 [3 + TOKENS_PER_CALL] = penalty row, how many, how many of these
-    belong to the prompt, then the tokens."""
-    row, count, prompt, tokens = packed[0], packed[1], packed[2], packed[3:]
-    index = jnp.arange(TOKENS_PER_CALL)
+    """Counts tokens for the penalties: packed int32 [3, any] of (penalty row, token, whether it is in the prompt), as
+    from `encode_counts`; a token beyond the vocabulary counts nowhere."""
+    row, tokens, in_prompt = packed
     vocab = state.counts.shape[1]
-    prompt_tokens = jnp.where(index < prompt, tokens, vocab)
-    output_tokens = jnp.where((index >= prompt) & (index < count), tokens, vocab)
     return state._replace(
-        counts=state.counts.at[row, output_tokens].add(1, mode="drop"),
-        in_prompt=state.in_prompt.at[row, prompt_tokens].set(True, mode="drop"),
+        counts=state.counts.at[row, jnp.where(in_prompt == 0, tokens, vocab)].add(1, mode="drop"),
+        in_prompt=state.in_prompt.at[row, jnp.where(in_prompt == 1, tokens, vocab)].set(True, mode="drop"),
     )
+
+
+def encode_counts(penalty_row: int, tokens: np.ndarray, prompt_len: int) -> np.ndarray:
+    """A sequence's tokens for `count_tokens`, int32 [3, tokens]; the first `prompt_len` are its prompt."""
+    in_prompt = np.arange(len(tokens)) < prompt_len
+    return np.stack([np.full(len(tokens), penalty_row), tokens, in_prompt]).astype(np.int32)

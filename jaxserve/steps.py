@@ -2,7 +2,8 @@
 
 A step advances a ragged batch: rows of decodes first (one token each), then rows of prompt chunks. All that changes
 from step to step arrives in one packed int32 buffer (`StepShape`); what stays is in the slots. A batch of decodes may
-draw several tokens a row in one call: the loop over them runs on the device (`decode_loop`).
+draw several tokens a row in one call: the loop over them runs on the device (`_decode_loop`). `programs` says which
+programs are compiled of this.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config import MAX_STEPS
 from jaxserve.kv_cache import KVCache
-from jaxserve.mesh import sharding, spec
+from jaxserve.logits import from_logits, replicate
+from jaxserve.mesh import spec
 from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
-from jaxserve.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
+from jaxserve.sampling import SCORE_WORDS, Sampled, Sampler, TokenCounts, sample, score_tokens
 from jaxserve.slots import SlotState, decode_slots, penalty_rows
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Heads, Parts
@@ -82,7 +84,7 @@ class StepShape:
 
     @property
     def max_steps(self) -> int:
-        """Tokens that a row can draw in one call."""
+        """Tokens that a row can draw in one call, whatever program is compiled of it."""
         return MAX_STEPS if self.decode_only else 1
 
     @property
@@ -96,7 +98,7 @@ class StepShape:
 
 class StepResult(NamedTuple):
     drawn: Sampled  # tokens [steps, rows], -1 where a row drew none; scores [steps, rows, …]
-    hidden: jax.Array | None  # [tokens, hidden] of a mixed step, for prompt log-probabilities
+    hidden: jax.Array | None  # [tokens, hidden] of a mixed step that keeps them, for prompt log-probabilities
     cache: KVCache
     slots: SlotState
 
@@ -115,9 +117,25 @@ class Batch(NamedTuple):
 
 
 def run_step(
-    params, cache: KVCache, slots: SlotState, packed: jax.Array, *, model: Decoder, shape: StepShape, mesh: Mesh
+    params,
+    cache: KVCache,
+    slots: SlotState,
+    packed: jax.Array,
+    *,
+    model: Decoder,
+    shape: StepShape,
+    mesh: Mesh,
+    sampler: Sampler = Sampler.ANY,
+    steps: int | None = None,
+    keeps_hidden: bool = True,
 ) -> StepResult:
-    """One step over a batch. `cache` and `slots` are donated; the results replace them."""
+    """One step over a batch. `cache` and `slots` are donated; the results replace them.
+
+    sampler: all that the rows need; see `Sampler`.
+    steps: passes of the model over a batch of decodes; None: as many as the buffer says, which makes a loop whose
+      length the compiler does not know.
+    keeps_hidden: a mixed step returns its hidden states.
+    """
     field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
     tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
     slots = slots._replace(block_tables=tables)
@@ -127,16 +145,17 @@ def run_step(
     writes = (q_start[1:] > q_start[:-1]) & going
     later = (draws < 0) & going
     batch = Batch(field["tokens"], q_start, field["kv_len"], slot, field["num_decodes"][0], writes, draws > 0, later)
-    forward = partial(_forward, params, model=model, shape=shape, mesh=mesh)
-    if shape.decode_only:
-        return _decode_loop(forward, cache, slots, batch, draws, field["steps"][0])
+    forward = partial(_forward, params, model=model, shape=shape, mesh=mesh, sampler=sampler)
+    if shape.decode_only and steps != 1:
+        return _decode_loop(forward, cache, slots, batch, draws, field["steps"][0] if steps is None else steps)
     sampled, hidden, cache, slots = forward(cache, slots, batch)
-    tokens = jnp.where(batch.draws, sampled.tokens, -1)
-    return StepResult(Sampled(tokens[None], sampled.scores[None]), replicate(hidden, mesh), cache, slots)
+    sampled = sampled._replace(tokens=jnp.where(batch.draws, sampled.tokens, -1))
+    kept = replicate(hidden, mesh) if keeps_hidden and not shape.decode_only else None
+    return StepResult(jax.tree.map(lambda x: x[None], sampled), kept, cache, slots)
 
 
 def _decode_loop(
-    forward: Callable, cache: KVCache, slots: SlotState, batch: Batch, draws: jax.Array, steps: jax.Array
+    forward: Callable, cache: KVCache, slots: SlotState, batch: Batch, draws: jax.Array, steps: jax.Array | int
 ) -> StepResult:
     """Draws up to `draws` [rows] tokens per row, one after the other; a row ends early with a stop token of its own."""
 
@@ -150,22 +169,30 @@ def _decode_loop(
             draws_later=batch.draws_later & (i == 0),
         )
         sampled, _, cache, slots = forward(cache, slots, now)
-        drawn = Sampled(
-            drawn.tokens.at[i].set(jnp.where(going, sampled.tokens, -1)),
-            drawn.scores.at[i].set(sampled.scores),
-        )
+        sampled = sampled._replace(tokens=jnp.where(going, sampled.tokens, -1))
+        drawn = jax.tree.map(lambda all_of_them, one: all_of_them.at[i].set(one), drawn, sampled)
         return cache, slots, drawn, going & (slots.last_token[batch.slot] >= 0) & (i + 1 < draws)
 
+    sampled, *_ = jax.eval_shape(forward, cache, slots, batch)
+    most = steps if isinstance(steps, int) else MAX_STEPS
     nothing = Sampled(
-        jnp.full((MAX_STEPS, len(draws)), -1, jnp.int32),
-        jnp.zeros((MAX_STEPS, len(draws), SCORE_WORDS), jnp.int32),
+        jnp.full((most, len(draws)), -1, jnp.int32),
+        None if sampled.scores is None else jnp.zeros((most, *sampled.scores.shape), jnp.int32),
     )
     cache, slots, drawn, _ = lax.fori_loop(0, steps, draw, (cache, slots, nothing, draws > 0))
     return StepResult(drawn, None, cache, slots)
 
 
 def _forward(
-    params, cache: KVCache, slots: SlotState, batch: Batch, *, model: Decoder, shape: StepShape, mesh: Mesh
+    params,
+    cache: KVCache,
+    slots: SlotState,
+    batch: Batch,
+    *,
+    model: Decoder,
+    shape: StepShape,
+    mesh: Mesh,
+    sampler: Sampler,
 ) -> tuple[Sampled, jax.Array, KVCache, SlotState]:
     """One pass of the model over a batch: samples a token per row; hidden states [tokens, hidden] beside them."""
     # Which row each token belongs to, and its position in that row's sequence.
@@ -203,45 +230,68 @@ def _forward(
     hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
-    nothing = Sampled(jnp.zeros(shape.rows, jnp.int32), jnp.zeros((shape.rows, SCORE_WORDS), jnp.int32))
-    sampled = lax.cond(
-        jnp.any(batch.draws),
-        lambda: _sample(_logits(head, params, last, mesh), slots, slot, kv_len),
-        lambda: nothing,
-    )
+    sampled = _sample_drawing(head, params, last, batch, slots, sampler, mesh)
     # Rows that draw nothing leave their slot alone: their writes go to the slot that nobody owns.
     nobody = slots.last_token.shape[0] - 1
-    slots = _note(sampled, slots, slot, jnp.where(batch.draws, slot, nobody))
+    slots = _note(sampled, slots, slot, jnp.where(batch.draws, slot, nobody), counts=sampler >= Sampler.FULL)
     slots = slots._replace(hidden=slots.hidden.at[jnp.where(batch.draws_later, slot, nobody)].set(last))
     return sampled, hidden, cache, slots
 
 
-def draw(params, slots: SlotState, packed: jax.Array, *, model: Decoder, mesh: Mesh) -> tuple[Sampled, SlotState]:
+def _sample_drawing(
+    model: Decoder, params, last: jax.Array, batch: Batch, slots: SlotState, sampler: Sampler, mesh: Mesh
+) -> Sampled:
+    """A token for each row, from the hidden states `last` [rows, hidden]; those of rows that draw none mean nothing."""
+
+    def draw() -> Sampled:
+        return _sample(model, params, last, slots, batch.slot, batch.kv_len, None, sampler, mesh)
+
+    if sampler is not Sampler.ANY:
+        return draw()
+    nothing = Sampled(jnp.zeros(len(last), jnp.int32), jnp.zeros((len(last), SCORE_WORDS), jnp.int32))
+    return lax.cond(jnp.any(batch.draws), draw, lambda: nothing)
+
+
+def draw(
+    params, slots: SlotState, packed: jax.Array, *, model: Decoder, mesh: Mesh, sampler: Sampler = Sampler.ANY
+) -> tuple[Sampled, SlotState]:
     """Draws the tokens that steps left for later, from what grammars allow.
 
     packed: int32 [rows, 2 + words]: a slot, the position of the token to draw, and a bit for each token.
     """
     slot, position, masks = packed[:, 0], packed[:, 1], packed[:, 2:]
     model = model.counting(jnp.sum(slot < slots.last_token.shape[0] - 1, dtype=jnp.int32))
-    sampled = _sample(_logits(model, params, slots.hidden[slot], mesh), slots, slot, position, masks)
-    return sampled, _note(sampled, slots, slot, slot)
+    sampled = _sample(model, params, slots.hidden[slot], slots, slot, position, masks, sampler, mesh)
+    return sampled, _note(sampled, slots, slot, slot, counts=True)
 
 
 def _sample(
-    logits: jax.Array, slots: SlotState, slot: jax.Array, position: jax.Array, masks: jax.Array | None = None
+    model: Decoder,
+    params,
+    hidden: jax.Array,
+    slots: SlotState,
+    slot: jax.Array,
+    position: jax.Array,
+    masks: jax.Array | None,
+    sampler: Sampler,
+    mesh: Mesh,
 ) -> Sampled:
+    def of_rows(logits, words, position, masks, seen) -> Sampled:
+        return sample(logits, words, seen, position, masks, sampler=sampler)
+
     seen = TokenCounts(slots.counts, slots.in_prompt)
-    return sample(logits, slots.params[slot], seen, position, masks)
+    return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks), seen, mesh)
 
 
-def _note(sampled: Sampled, slots: SlotState, slot: jax.Array, target: jax.Array) -> SlotState:
-    """Remembers the tokens of rows, whose parameters are those of `slot`, in the slots `target` [rows]."""
+def _note(sampled: Sampled, slots: SlotState, slot: jax.Array, target: jax.Array, *, counts: bool) -> SlotState:
+    """Remembers the tokens of rows, whose parameters are those of `slot`, in the slots `target` [rows]; `counts` them
+    for the penalties, where rows may have some."""
     stopped = jnp.any(sampled.tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
+    slots = slots._replace(last_token=slots.last_token.at[target].set(jnp.where(stopped, -1, sampled.tokens)))
+    if not counts:
+        return slots
     counted = penalty_rows(slots.params[target])
-    return slots._replace(
-        last_token=slots.last_token.at[target].set(jnp.where(stopped, -1, sampled.tokens)),
-        counts=slots.counts.at[counted, sampled.tokens].add(1),
-    )
+    return slots._replace(counts=slots.counts.at[counted, sampled.tokens].add(1))
 
 
 def _layer(
@@ -279,40 +329,33 @@ def score_prompt(
     """
     count, (rows, targets) = packed[0], jnp.split(packed[1:], 2)
 
-    def score(i: jax.Array, scores: jax.Array) -> jax.Array:
+    def score(logits: jax.Array, tokens: jax.Array, _: None) -> jax.Array:
+        return score_tokens(logits, tokens, sorts=on_cpu)
+
+    def score_some(i: jax.Array, scores: jax.Array) -> jax.Array:
         some, tokens = (lax.dynamic_slice_in_dim(x, i * each, each) for x in (rows, targets))
-        logits = _logits(model.counting(jnp.clip(count - i * each, 0, each)), params, hidden[some], mesh)
-        return lax.dynamic_update_slice_in_dim(scores, score_tokens(logits, tokens), i * each, 0)
+        counting = model.counting(jnp.clip(count - i * each, 0, each))
+        new = from_logits(score, counting, params, hidden[some], (tokens,), None, mesh)
+        return lax.dynamic_update_slice_in_dim(scores, new, i * each, 0)
 
     turns = (count + each - 1) // each if on_cpu else len(rows) // each
-    return lax.fori_loop(0, turns, score, jnp.zeros((len(rows), SCORE_WORDS), jnp.int32))
+    return lax.fori_loop(0, turns, score_some, jnp.zeros((len(rows), SCORE_WORDS), jnp.int32))
 
 
 def update_tables(slots: SlotState, copies: jax.Array, entries: jax.Array) -> SlotState:
     """Copies rows of the block table, then writes entries of it: those that found no place in the step.
 
-    copies: int32 [1 + rows, 2]: how many, and that many (source, target) slots, copied one after the other. entries:
-    int32 [3, updates] of (slot, index, page).
+    copies: int32 [rows, 2] of (source, target) slots, copied one after the other. entries: int32 [3, updates] of
+    (slot, index, page). What is left over in both names the slot of nobody.
     """
 
     def copy(i, tables):
-        source, target = copies[1 + i]
+        source, target = copies[i]
         return lax.dynamic_update_index_in_dim(tables, tables[source], target, axis=0)
 
-    tables = lax.fori_loop(0, copies[0, 0], copy, slots.block_tables)
+    tables = lax.fori_loop(0, len(copies), copy, slots.block_tables)
     slot, index, page = entries
     return slots._replace(block_tables=tables.at[slot, index].set(page))
-
-
-def _logits(model: Decoder, params, hidden: jax.Array, mesh: Mesh) -> jax.Array:
-    """hidden [rows, hidden] -> float32 [rows, vocab] on every device; each computes the part of its own weights."""
-    logits = cast(jax.Array, model.apply({"params": params}, hidden, method="logits"))
-    logits = lax.with_sharding_constraint(logits, sharding(mesh, None, "vocab"))
-    return replicate(logits[:, : model.config.vocab_size], mesh)
-
-
-def replicate(x: Any, mesh: Mesh) -> jax.Array:
-    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, PartitionSpec()))
 
 
 def _attention(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from pallas_kernels.parts import Heads, Parts, Row, value_of
 from pallas_kernels.quant_matmul import reference as quantized
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
 from pallas_kernels.types import KVPages, QuantArray
+
+if TYPE_CHECKING:  # which is imported where a device is tried
+    from pallas_kernels.selfcheck import Finding
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +98,13 @@ def embed(table: jax.Array | QuantArray, ids: jax.Array) -> jax.Array:
 class Ops:
     """One implementation of each operation, with the signatures of the plain ones.
 
-    fused: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
+    `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
+    `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
+    given their axes.
     """
 
     matmul: Callable[..., jax.Array] = matmul
+    split_matmul: Callable[..., jax.Array] | None = None
     quant_matmul: Callable[..., jax.Array] = quant_matmul
     rms_norm: Callable[..., jax.Array] = rms_norm
     rope: Callable[..., jax.Array] = rope
@@ -109,8 +115,11 @@ class Ops:
     fused: Any = None
 
     def linear(self, x: jax.Array, w: jax.Array | QuantArray, axes: tuple[str | None, str | None]) -> jax.Array:
-        """x [tokens, in] times a weight of either kind; see `matmul` and `quant_matmul`."""
-        return self.quant_matmul(x, w, axes) if isinstance(w, QuantArray) else self.matmul(x, w)
+        """x [tokens, in] times a weight of either kind; see `matmul` and `quant_matmul`. The result is float32, or as x
+        where it was added up over devices."""
+        if isinstance(w, QuantArray):
+            return self.quant_matmul(x, w, axes)
+        return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
     def product(self, x: jax.Array, w: jax.Array | QuantArray, axes: tuple[str | None, str | None]) -> jax.Array:
         """The same as `Parts.sums` [parts, tokens, out], of which whoever reads them makes the dtype of x."""
@@ -199,16 +208,34 @@ def fused_of(device: Device, dtype: Any) -> Any:
     return None if fused_triton.why_not(device, dtype) else fused_triton
 
 
-def checked(ops: Ops, problem: AttentionProblem, backend: str) -> Ops:
-    """The same, after its attention was compared with plain XLA on the first of this machine's devices.
+def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool = True) -> Ops:
+    """The same, after its attention and its write to the cache were tried on the first of this machine's devices; with
+    windows where the model has some.
 
     A kernel that is wrong there gives way to plain XLA, with a warning; when it was asked for by name, to BackendError.
+    What is plain XLA already is not tried: there would be nothing to take its place.
     """
-    from pallas_kernels.selfcheck import attention_error, tolerance
+    from pallas_kernels.selfcheck import check_attention, check_write
 
-    if _is_right("attention", backend, lambda: attention_error(ops.paged_attention, problem), tolerance(problem)):
+    variants = ("mixed", "decode", "window") if windows else ("mixed", "decode")
+    attend, write = ops.paged_attention, ops.write_kv
+    if attend is not reference.paged_attention and not _is_right(
+        "attention", backend, lambda: check_attention(attend, problem, variants=variants)
+    ):
+        attend = reference.paged_attention
+    if write is not write_kv and not _is_right("write_kv", backend, lambda: check_write(write, problem)):
+        write = write_kv
+    return replace(ops, paged_attention=attend, write_kv=write)
+
+
+def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:
+    """The same, after its fused kernels were tried on the first of this machine's devices; without them, and with a
+    warning, where one is wrong."""
+    from pallas_kernels.selfcheck_fused import check_fused
+
+    if ops.fused is None or _is_right("fused", "auto", lambda: check_fused(ops.fused, problem)):
         return ops
-    return replace(ops, paged_attention=reference.paged_attention, write_kv=write_kv)
+    return replace(ops, fused=None)
 
 
 def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: str) -> str:
@@ -217,25 +244,26 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
 
     Raises BackendError for one asked for by name that cannot do a form, or does it wrong.
     """
-    from pallas_kernels.selfcheck import matmul_error, matmul_tolerance
+    from pallas_kernels.selfcheck import check_matmul
 
     for problem in problems:
         chosen = choose("matmul", device, problem, backend)
         if chosen in ("xla", "cpu"):
             continue
         multiply = load("matmul", chosen).quant_matmul
-        if not _is_right("matmul", backend, partial(matmul_error, multiply, problem), matmul_tolerance(problem)):
+        if not _is_right("matmul", backend, partial(check_matmul, multiply, problem)):
             return "xla"
     return backend
 
 
-def _is_right(operation: str, backend: str, measure: Callable[[], float], allowed: float) -> bool:
-    """Whether a kernel's error is allowed; warns otherwise, or raises BackendError where it was asked for by name."""
+def _is_right(operation: str, backend: str, check: Callable[[], Iterable[Finding]]) -> bool:
+    """Whether all findings are right; warns of the first that is not, or raises BackendError where the kernel was asked
+    for by name."""
     try:
-        error = measure()
-        if error <= allowed:
+        wrong = next((finding for finding in check() if not finding.right), None)
+        if wrong is None:
             return True
-        said = f"differs from plain XLA by {error:.2g} of the largest value, more than {allowed:.2g}"
+        said = f"is wrong on this device: {wrong}"
     except Exception as failure:  # whatever a compiler or a driver may raise
         said = f"does not run: {failure}"
     if backend != "auto":

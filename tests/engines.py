@@ -9,10 +9,12 @@ from jaxserve.steps import StepShape
 from jaxserve.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprob
 
 
-def make_engine(folder, *, tokens: int = 64, rows: int = 4, decode_steps: bool = True, **config) -> Engine:
+def make_engine(
+    folder, *, tokens: int = 64, rows: int = 4, decode_steps: bool = True, static_steps: bool | None = None, **config
+) -> Engine:
     """An engine with two buckets at most, so that it compiles fast: decodes of `rows`, mixed steps of `tokens`."""
     config = {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "kv_pages": 200, **config}
-    engine = Engine.load(EngineConfig(model=str(folder), **config), progress=False)
+    engine = Engine.load(EngineConfig(model=str(folder), **config), progress=False, static_steps=static_steps)
     page_size = engine.config.page_size
     engine.shapes = [StepShape.of(tokens, rows, page_size, decode_only=False)]
     if decode_steps:

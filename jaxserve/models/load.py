@@ -28,13 +28,13 @@ from checkpoints.quantized import dequantize as in_floats
 from checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.kv_cache import has_scale, stored_head_dim
-from jaxserve.mesh import embed_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
+from jaxserve.mesh import embed_sharded, matmul_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
 from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.quantized import SCHEMES, abstract_like, place, splits_evenly
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
-from pallas_kernels.ops import checked, checked_matmul, choose_ops, matmul_of, quant_matmul
+from pallas_kernels.ops import checked, checked_fused, checked_matmul, choose_ops, matmul_of, quant_matmul
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
 from pallas_kernels.types import QuantArray
 
@@ -144,11 +144,12 @@ def make_decoder(
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
-            ops = checked(ops, problem, attention)
+            ops = checked_fused(checked(ops, problem, attention, windows=any(model.windows)), problem)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if mesh.size > 1:
-        ops = dataclasses.replace(ops, embed=partial(embed_sharded, mesh))
+        embed, split_matmul = partial(embed_sharded, mesh, dtype), partial(matmul_sharded, mesh)
+        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul)
     ops = dataclasses.replace(ops, quant_matmul=_quant_matmul(device, mesh, matmul))
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
 

@@ -14,9 +14,9 @@ ROW …), each of them one tile of query rows against some blocks of one row's c
             token is read once (the traffic is that of the cache). Long rows are split into several items, so that few
             rows, or one very long one among many, still fill the GPU; the parts are merged in XLA by their
             log-sum-exp. Results are float32.
-  prompts   A tile is 128 query rows: (heads of the group) x (tokens, a multiple of 8), so that a block of keys serves
-            all heads. Cached tokens are read once per tile, up to the causal diagonal; only blocks on its border are
-            masked. XLA gathers the tiles' results back to tokens.
+  prompts   A tile is 128 query rows: (heads of the group) x (tokens), so that a block of keys serves all heads. XLA
+            gathers the queries into tiles and the tiles' results back to tokens. Cached tokens are read once per tile,
+            up to the causal diagonal; only blocks on its border are masked.
 
 What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
 Compiled for H200, not yet run on: without register spills worth the name, except for prompts with codes, which at
@@ -39,6 +39,7 @@ from pallas_kernels.paged_attention.mosaic_gpu_items import (
     LANES,
     LAST,
     MIN_BLOCKS,
+    TOKEN,
     Tile,
     decode_items,
     prompt_items,
@@ -87,15 +88,18 @@ def paged_attention(
     interpret: Any = None,
 ) -> jax.Array:
     """As `reference.paged_attention`. `interpret`: a plgpu.InterpretGPUParams, to run on CPU."""
-    args = (q, pages, block_tables + first_page, q_start, kv_len, num_decodes)
+    args = (q, pages, block_tables, q_start, kv_len, num_decodes)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "interpret": interpret}
+    options["first_page"] = jnp.asarray(first_page, jnp.int32)
     decoded = _decode(*args, **options)
     rows = decoded.shape[0]
     decoded = jnp.pad(decoded, [(0, q.shape[0] - rows), (0, 0), (0, 0), (0, 0)])
     return decoded if decode_only else _prompts(decoded, *args, **options)
 
 
-def _decode(q, pages, block_tables, q_start, kv_len, num_decodes, *, sinks, interpret, scale, window, softcap):
+def _decode(
+    q, pages, block_tables, q_start, kv_len, num_decodes, *, first_page, sinks, interpret, scale, window, softcap
+):
     """[rows, kv_heads, group, head_dim] as q; row r's query is token r."""
     del q_start
     rows, (_, kv_heads, group, head_dim) = min(block_tables.shape[0], q.shape[0]), q.shape
@@ -108,7 +112,7 @@ def _decode(q, pages, block_tables, q_start, kv_len, num_decodes, *, sinks, inte
     spare = min(-(-tuned.get("parallel", PARALLEL) // kv_heads), rows * (-(-most // MIN_BLOCKS) - 1))
     items, owner = decode_items(length, tile.block, window, spare)
     padded = jnp.pad(q[:rows], [(0, 0), (0, 0), (0, heads - group), (0, 0)])
-    values, logs = launch(tile, items, block_tables, padded, pages)
+    values, logs = launch(tile, items, block_tables, first_page, padded, pages)
     values, logs = values[:, :, :group], logs[:, :, :group]
 
     logs = jnp.where((items[:, LAST] > items[:, FIRST])[:, None, None], logs, MASKED)
@@ -136,16 +140,30 @@ def _merge(values: jax.Array, logs: jax.Array, owner: jax.Array, rows: int, sink
     return weighted / total[..., None]
 
 
-def _prompts(out, q, pages, block_tables, q_start, kv_len, num_decodes, *, sinks, interpret, scale, window, softcap):
+def _query_tiles(tile: Tile, q: jax.Array, items: jax.Array) -> jax.Array:
+    """The queries [items, kv_heads, lanes, head_dim] of each item's tokens, heads of the group outermost.
+
+    A row's first token may be any of the batch, but a copy into swizzled shared memory must begin at a multiple of eight
+    rows (see `hopper_rules`), so XLA gathers the tiles beforehand. It costs one pass over the queries, which prompts
+    multiply with hundreds of keys each. What lies beyond a row's last token are queries of others, or repeated ones.
+    """
+    tokens, kv_heads, group, head_dim = q.shape
+    token = jnp.clip(items[:, TOKEN, None] + jnp.arange(tile.tokens, dtype=jnp.int32), 0, tokens - 1)
+    tiles = q[token].transpose(0, 2, 3, 1, 4).reshape(len(items), kv_heads, group * tile.tokens, head_dim)
+    return jnp.pad(tiles, [(0, 0), (0, 0), (0, tile.lanes - group * tile.tokens), (0, 0)])
+
+
+def _prompts(
+    out, q, pages, block_tables, q_start, kv_len, num_decodes, *, first_page, sinks, interpret, scale, window, softcap
+):
     """`out` with the tokens of the rows from num_decodes on filled in."""
     tokens, kv_heads, group, head_dim = q.shape
     tuned = tuning.lookup("prompts", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), tokens=tokens)
     block = tuned.get("block") or (128 if head_dim <= 128 else 64)
-    tile = Tile(2 * LANES, group, 2 * LANES // group // 8 * 8, head_dim, pages.page_size, block,
+    tile = Tile(2 * LANES, group, 2 * LANES // group, head_dim, pages.page_size, block,
                 q.dtype, q.dtype, scale, window, softcap, interpret, _codes(pages))  # fmt: skip
     items, before = prompt_items(tile, tokens, q_start, kv_len, num_decodes)
-    padded = jnp.pad(q, [(0, max(tile.tokens - tokens, 0)), (0, 0), (0, 0), (0, 0)])
-    values, logs = launch(tile, items, block_tables, padded, pages)
+    values, logs = launch(tile, items, block_tables, first_page, _query_tiles(tile, q, items), pages)
 
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.clip(jnp.searchsorted(q_start, token, side="right") - 1, 0, kv_len.shape[0] - 1)

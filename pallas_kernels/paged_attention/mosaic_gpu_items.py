@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -10,10 +11,14 @@ import jax.numpy as jnp
 
 LANES = 64  # query rows of a warpgroup
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that programs may use
-OVERHEAD = 704  # of them for a program's barriers, alignment and the compiler's scratch
+HALF_SHARED_MEMORY = 113 * 1024  # bytes of each of two programs: 228 KiB less 1 KiB that each reserves, halved
 MIN_BLOCKS = 4  # of a part of a decode row
 
 ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST = range(8)  # columns of the list of items
+
+
+def _padded(size: int) -> int:
+    return -(-size // 1024) * 1024
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,27 @@ class Tile:
         return self.lanes // LANES
 
     @property
+    def room(self) -> int:
+        """Bytes that a program may use. Up to head_dim 128 the registers of two programs of decode fit a multiprocessor,
+        and so shall their shared memory."""
+        return HALF_SHARED_MEMORY if self.decode and self.head_dim <= 128 else SHARED_MEMORY
+
+    @cached_property
     def stages(self) -> int:
-        """Blocks in flight: slots of the ring, or of the ring of codes where there is one; as many as fit."""
-        values = 2 * self.block * self.head_dim
-        per_stage, fixed = values * self.dtype.itemsize, self.lanes * (self.head_dim * self.dtype.itemsize + 4)
+        """Blocks in flight: slots of the ring, or of the ring of codes where there is one; as many as fit, up to six."""
+        return next(stages for stages in range(6, 0, -1) if self.shared_memory(stages) <= self.room)
+
+    def shared_memory(self, stages: int) -> int:
+        """Bytes of a program, as JAX reckons: each array begins at a multiple of 1 KiB, a barrier takes eight bytes."""
+        pair, slots = 2 * self.block * self.head_dim, 1 if self.codes else stages
+        kv = slots * pair * self.dtype.itemsize
+        results = self.lanes * self.head_dim * 4, self.lanes * 4
+        arrays = [self.lanes * self.head_dim * self.dtype.itemsize]  # queries, and the results of prompts
+        arrays += [max(kv, sum(map(_padded, results)))] if self.decode else [kv, results[1]]
         if self.codes:
-            per_stage, fixed = values + 2 * self.block * 4, fixed + self.slots * per_stage + 2048
-        # Up to head_dim 128 the registers of two programs of decode fit a multiprocessor; each also reserves 1 KiB.
-        room = SHARED_MEMORY // 2 - 512 if self.decode and self.head_dim <= 128 else SHARED_MEMORY
-        return min((room - OVERHEAD - fixed) // per_stage, 6)
+            arrays += [stages * pair, stages * 2 * self.block * 4]
+        barriers = 1 + 4 * slots + (stages if self.codes else 1)
+        return sum(map(_padded, arrays)) + 8 * barriers
 
     @property
     def slots(self) -> int:

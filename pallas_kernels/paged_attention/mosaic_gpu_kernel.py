@@ -28,7 +28,6 @@ from pallas_kernels.paged_attention.mosaic_gpu_items import (
     LENGTH,
     POSITION,
     ROW,
-    TOKEN,
     Tile,
 )
 from pallas_kernels.types import KVPages
@@ -38,9 +37,13 @@ LOG2E = math.log2(math.e)
 
 
 def launch(
-    tile: Tile, items: jax.Array, block_tables: jax.Array, q: jax.Array, pages: KVPages
+    tile: Tile, items: jax.Array, block_tables: jax.Array, first_page: jax.Array, q: jax.Array, pages: KVPages
 ) -> tuple[jax.Array, jax.Array]:
-    """Values [items, kv_heads, lanes or heads, head_dim] and log2-sum-exp2 of the scores [items, kv_heads, lanes]."""
+    """Values [items, kv_heads, lanes or heads, head_dim] and log2-sum-exp2 of the scores [items, kv_heads, lanes].
+
+    q: in decode [rows, kv_heads, heads, head_dim], else [items, kv_heads, lanes, head_dim]. first_page: int32 scalar,
+    which is added to what block_tables say.
+    """
     count, kv_heads = items.shape[0], pages.kv_heads
     lanes_out = tile.heads if tile.decode else tile.lanes
     kernel = plgpu.kernel(
@@ -58,13 +61,15 @@ def launch(
         kernel_name="paged_decode" if tile.decode else "paged_prompts",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=128,  # our reductions stay within a warp
+            reduction_scratch_bytes=0,  # our reductions stay within a warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
     # A copy may have 5 dimensions, those of tiles included.
     scale = [] if pages.scale is None else [pages.scale.reshape(-1, tile.page_size)]
-    return kernel(items, block_tables, q, pages.data.reshape(-1, tile.page_size, tile.head_dim), *scale)
+    return kernel(
+        items, block_tables, first_page[None], q, pages.data.reshape(-1, tile.page_size, tile.head_dim), *scale
+    )
 
 
 def _scratch(tile: Tile) -> dict[str, Any]:
@@ -72,14 +77,14 @@ def _scratch(tile: Tile) -> dict[str, Any]:
         return plgpu.SMEM(shape, dtype, transforms=_swizzled(tile.head_dim, jnp.dtype(dtype)))
 
     kv = array(tile.slots, 2, tile.block, tile.head_dim)
+    log = plgpu.SMEM((tile.lanes,), jnp.float32)
     # Results leave when no keys and values are left to come.
-    out = array(tile.lanes, tile.head_dim, dtype=tile.out_dtype)
+    results = array(tile.lanes, tile.head_dim, dtype=tile.out_dtype), log
     pieces = max(tile.block // tile.page_size, 1)
     scratch: dict[str, Any] = {
         "q_smem": array(tile.lanes, tile.head_dim),
-        "kv_smem": plgpu.RefUnion(kv, out) if tile.decode else kv,
-        "log_smem": plgpu.SMEM((tile.lanes,), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=1 if tile.decode else tile.heads),
+        "kv_smem": plgpu.RefUnion(kv, results) if tile.decode else (kv, (None, log)),
+        "q_full": plgpu.Barrier(num_arrivals=1),
         "full": plgpu.Barrier(num_arrivals=1 if tile.codes else pieces, num_barriers=2 * tile.slots),
         "free": plgpu.Barrier(num_arrivals=tile.groups, num_barriers=2 * tile.slots),
     }
@@ -102,11 +107,9 @@ def _swizzled(minor: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.Swiz
     return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def _kernel(tile: Tile, items, table, q, data, *refs, kv_smem, **scratch):
+def _kernel(tile: Tile, items, table, first_page, q, data, *refs, kv_smem, **scratch):
     *scale, values_out, logs_out = refs
-    out_smem = None
-    if tile.decode:
-        kv_smem, out_smem = kv_smem
+    kv_smem, (out_smem, scratch["log_smem"]) = kv_smem
     head, item, group = lax.axis_index("head"), lax.axis_index("item"), lax.axis_index("warpgroup")
     work = [items[item, column] for column in range(8)]
     few, many = (72, 216) if tile.codes else (40, 232)  # registers of those who fetch and those who compute
@@ -117,9 +120,13 @@ def _kernel(tile: Tile, items, table, q, data, *refs, kv_smem, **scratch):
         def _():
             if not tile.decode:
                 plgpu.set_max_registers(few, action="decrease")
-            _fetch_queries(tile, work, head, q, scratch["q_smem"], scratch["q_full"])
+            q_smem, q_full = scratch["q_smem"], scratch["q_full"]
+            if tile.decode:
+                plgpu.copy_gmem_to_smem(q.at[work[ROW], head], q_smem.at[pl.ds(0, tile.heads)], q_full)
+            else:
+                plgpu.copy_gmem_to_smem(q.at[item, head], q_smem, q_full)
             fetch = _fetch_codes if tile.codes else _fetch
-            fetch(tile, work, head, q.shape[1], table, data, *scale, kv_smem=kv_smem, **scratch)
+            fetch(tile, work, head, q.shape[1], (table, first_page[0]), data, *scale, kv_smem=kv_smem, **scratch)
 
         @pl.when(group < tile.groups)
         def _():
@@ -128,22 +135,14 @@ def _kernel(tile: Tile, items, table, q, data, *refs, kv_smem, **scratch):
             _compute(tile, work, item, head, group, values_out, logs_out, kv_smem, out_smem, **scratch)
 
 
-def _fetch_queries(tile, work, head, q, q_smem, q_full):
-    if tile.decode:
-        plgpu.copy_gmem_to_smem(q.at[work[TOKEN], head], q_smem.at[pl.ds(0, tile.heads)], q_full)
-    else:
-        for i in range(tile.heads):
-            lanes = pl.ds(i * tile.tokens, tile.tokens)
-            plgpu.copy_gmem_to_smem(q.at[pl.ds(work[TOKEN], tile.tokens), head, i], q_smem.at[lanes], q_full)
-
-
 def _pieces(tile, work, table, step):
     """Of a block: tuples of page, tokens in it, and place in the block."""
     piece = min(tile.page_size, tile.block)
     # Pages that begin beyond the row's end are not the row's: the last one it has stands in for them.
     places = [(work[FIRST] + step) * tile.block + i * piece for i in range(tile.block // piece)]
     places = [jnp.minimum(place, lax.div(work[LENGTH] - 1, jnp.int32(piece)) * piece) for place in places]
-    pages = [table[work[ROW], lax.div(place, jnp.int32(tile.page_size))] for place in places]
+    table, first_page = table
+    pages = [first_page + table[work[ROW], lax.div(place, jnp.int32(tile.page_size))] for place in places]
     return [
         (page, pl.ds(lax.rem(place, jnp.int32(tile.page_size)), piece), pl.ds(i * piece, piece))
         for i, (place, page) in enumerate(zip(places, pages, strict=True))

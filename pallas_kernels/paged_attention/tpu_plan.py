@@ -9,13 +9,17 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuning
 from pallas_kernels.registry import AttentionProblem
+from pallas_kernels.tpu_dma import LANES, SMEM_BYTES, SMEM_RESERVED, smem_bytes
 
-LANES = 128
 TILE = 128  # most query tokens in a tile of a prompt
 TILE_ELEMENTS = 4096 * LANES  # most float32 elements of a tile's result, all heads
 BLOCK = 512  # cached tokens in a block, where BLOCK_BYTES allows
 BLOCK_BYTES = 2 << 20
 OTHER_VMEM_BYTES = 14 << 20
+UNIT = 128  # most queries whose scores are computed at once; where a tile is larger, its tokens
+UNITS = 4  # units of a prompt that the program treats side by side
+TABLES = 3  # rows of the block tables in SMEM: the one in use, and two on their way
+TABLE_CHUNK = LANES  # entries of a table that are copied at once
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,40 @@ class Plan:
     @property
     def block_tokens(self) -> int:
         return self.block_pages * self.page_size
+
+    @property
+    def unit(self) -> int:
+        """Queries of a head whose scores are asked for at once: some heads of the group, all tokens of the tile."""
+        if self.tile == 1:
+            return self.queries
+        group = self.queries // self.tile
+        return self.tile * max(
+            n for n in range(1, group + 1) if group % n == 0 and n * self.tile <= max(UNIT, self.tile)
+        )
+
+    @property
+    def heads_together(self) -> int:
+        """Heads that the program treats side by side, so that their latencies overlap."""
+        most = 8 if self.tile == 1 else max(1, UNITS * self.unit // self.queries)
+        return max(n for n in range(1, most + 1) if self.kv_heads % n == 0)
+
+    @property
+    def table_entries(self) -> int:
+        """Of a row of the block tables in SMEM."""
+        return _round_up(self.table_width, TABLE_CHUNK)
+
+    def smem_bytes(self, items: int, rows: int) -> int:
+        """What the kernel needs: the items, the rows' bounds, and the tables; an upper estimate."""
+        return smem_bytes(items, items, rows + 1, rows, 1, 1, 1, TABLES * self.table_entries)
+
+    def check_smem(self, items: int, rows: int) -> None:
+        """Raises ValueError where that is more than there is."""
+        need, limit = self.smem_bytes(items, rows), SMEM_BYTES - SMEM_RESERVED
+        if need > limit:
+            raise ValueError(
+                f"{items} items of {rows} rows with tables of {self.table_width} pages need {need} bytes of SMEM, "
+                f"which has {limit}; take larger pages, fewer rows or a shorter context"
+            )
 
     @property
     def compute_dtype(self) -> Any:

@@ -107,6 +107,12 @@ def dequantized_copies(text: str, params: dict) -> list[str]:
     return found
 
 
+def wide_reductions(text: str, hidden: int) -> list[str]:
+    """Reductions over devices, in a compiled program, of float32 arrays with rows of the model's width."""
+    lines = [line.strip()[:200] for line in text.splitlines() if re.search(r" all-reduce(?:-start)?\(", line)]
+    return [line for line in lines if re.search(rf"f32\[\d+,{hidden}\]", line.split(" all-reduce")[0])]
+
+
 def check(runner: ModelRunner, shape: StepShape, layers: int, params: dict) -> None:
     compiled = runner.lower(shape).compile()
     memory, text, devices = compiled.memory_analysis(), compiled.as_text(), runner.mesh.size
@@ -121,6 +127,7 @@ def check(runner: ModelRunner, shape: StepShape, layers: int, params: dict) -> N
         assert 2 * layers <= reductions <= 2 * layers + 8, "two in each layer, a few around them"
         weight = 4096 * 4096 // devices
         assert all(math.prod(map(int, dims.split(","))) < weight for dims in gathered), "a weight is gathered"
+        assert wide_reductions(text, runner.model.config.hidden_size) == []
     else:
         assert not reductions
 

@@ -9,12 +9,13 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.steps import StepShape
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.types import KVPages
 
 PAGES = 997  # collides with no other dimension
 BUCKETS = range(4)
-UPKEEP = ("set_slots", "count_tokens", "update_tables", "copy_pages")
+UPKEEP = (("set_slots", 8), ("count_tokens", 512), "update_tables", "copy_pages")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def engine(make):
 
 
 def compile_as_the_runner_does(runner, name):
+    name = runner.programs.largest(name) if isinstance(name, StepShape) else name
     function, donated, arguments, results = runner._signature(name)
     with jax.default_matmul_precision(runner._precision):
         return jax.jit(function, donate_argnums=donated, out_shardings=results).lower(*arguments).compile()

@@ -587,29 +587,11 @@ def test_tensor_parallelism_that_does_not(text, size, message):
 def plan(model, **options):
     config = EngineConfig(model="x", **options)
     page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 16 * 4
-    pages, length = memory.plan_pages(config, memory.max_model_len(config, model), page_bytes, BUDGET, None)
+    pages, length = memory.plan_pages(config, memory.max_model_len(config, model), page_bytes, BUDGET, memory.Needs())
     return length, pages
 
 
 BUDGET = memory.Budget(total=2**40, utilization=0.9, weights=0, slots=0, reserve=0, most_cache=None)
-
-
-def test_pages_are_what_weights_and_the_compiled_steps_leave():
-    """The steps' temporaries are asked for once, with the pages that there would be without any."""
-    budget = memory.Budget(total=1000, utilization=0.9, weights=300, slots=20, reserve=30, most_cache=None)
-    config, asked = EngineConfig(model="x", page_size=16), []
-
-    def temporaries(pages):
-        asked.append(pages)
-        return 150
-
-    assert memory.plan_pages(config, 32, 10, budget, temporaries) == (40, 32)
-    assert asked == [55]
-    budget.check(150, 400)
-    with pytest.raises(ConfigError, match=r"temporaries of the largest step 151 B .* = 901 B. Lower --kv-pages"):
-        budget.check(151, 400)
-    with pytest.raises(ConfigError, match="but only 0 fit; give more memory"):
-        memory.plan_pages(config, 32, 10, budget, lambda pages: 10**9)
 
 
 def test_the_cache_on_cpu_takes_half_of_what_is_free(monkeypatch):
@@ -617,12 +599,12 @@ def test_the_cache_on_cpu_takes_half_of_what_is_free(monkeypatch):
     monkeypatch.setattr(memory, "_available_host_bytes", lambda: 20 * 2**30)
     budget = memory.budget(EngineConfig(model="x"), jax.devices("cpu")[0], 1, weights=2**30, slots=2**20)
     page_bytes = 16 * 28 * 2 * 8 * 128 * 4  # of Qwen3-0.6B in float32
-    pages, length = memory.plan_pages(EngineConfig(model="x"), 4096, page_bytes, budget, None)
+    pages, length = memory.plan_pages(EngineConfig(model="x"), 4096, page_bytes, budget, memory.Needs())
     assert pages * page_bytes == pytest.approx(10 * 2**30, rel=0.001)
     assert (pages - 1) * 16 // length >= 11
     # No more than all sequences at their longest can use.
     config = EngineConfig(model="x", max_num_seqs=4, max_model_len=1024)
-    assert memory.plan_pages(config, 1024, page_bytes, budget, None) == (4 * 64 + 1, 1024)
+    assert memory.plan_pages(config, 1024, page_bytes, budget, memory.Needs()) == (4 * 64 + 1, 1024)
 
 
 def test_token_counts_of_penalties_are_bounded():
@@ -639,7 +621,7 @@ def test_token_counts_of_penalties_are_bounded():
 
 def test_the_cache_on_cpu_is_bounded():
     budget = memory.Budget(total=2**40, utilization=0.9, weights=0, slots=0, reserve=0, most_cache=100)
-    assert memory.plan_pages(EngineConfig(model="x"), 32, 10, budget, None) == (10, 32)
+    assert memory.plan_pages(EngineConfig(model="x"), 32, 10, budget, memory.Needs()) == (10, 32)
 
 
 def test_length_beyond_the_model_s_own():

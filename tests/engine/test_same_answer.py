@@ -304,5 +304,5 @@ def test_the_loop_takes_no_longer_than_the_host_while_it_keeps_others_waiting(mo
     pace.step_seconds = pace.device_seconds = 0.001
     for host_ms, expected in ((0.5, 1), (3.5, 4), (100, 16)):
         pace.host_seconds = host_ms / 1000
-        assert pace.steps(16, watched=True, holds_up=True) == expected
-    assert pace.steps(16, watched=False, holds_up=False) == 16
+        assert pace.steps(range(1, 17), watched=True, holds_up=True) == expected
+    assert pace.steps(range(1, 17), watched=False, holds_up=False) == 16

@@ -1,5 +1,7 @@
 """Sampling against float64 NumPy: what is kept, what is drawn, and that nobody's neighbours matter."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
+from jaxserve.filters import EXCLUDED, filter_logits
 from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS
 from jaxserve.logprobs import read_scores
-from jaxserve.sampling import EXCLUDED, Sampled, TokenCounts, _filter, _inverse_cdf, sample, score_tokens, threefry
+from jaxserve.sampling import Sampled, TokenCounts, _inverse_cdf, sample, score_tokens, threefry
 from jaxserve.slots import (
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
@@ -18,6 +21,7 @@ from jaxserve.slots import (
     count_tokens,
     create_slots,
     decode_slots,
+    encode_counts,
     encode_slot,
     padding_slot,
     set_slots,
@@ -29,7 +33,7 @@ VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
 
 jit_sample = jax.jit(sample)
-jit_filter = jax.jit(_filter)
+jit_filter = jax.jit(filter_logits, static_argnames="unrolled")
 jit_set_slots = jax.jit(set_slots)
 jit_count_tokens = jax.jit(count_tokens)
 
@@ -125,12 +129,13 @@ def filter_rows(draw_):
     return logits, np.maximum(top_k, 0).astype(np.int32), np.float32(top_p), np.float32(min_p)
 
 
+@pytest.mark.parametrize("unrolled", [False, True])
 @settings(max_examples=60, deadline=None)
-@given(filter_rows())
-def test_filters_keep_exactly_what_they_should(case):
+@given(case=filter_rows())
+def test_filters_keep_exactly_what_they_should(unrolled, case):
     logits, top_k, top_p, min_p = case
     params = row_params(ROWS, top_k=top_k, top_p=top_p, min_p=min_p)
-    filtered = np.asarray(jit_filter(jnp.asarray(logits), params))
+    filtered = np.asarray(jit_filter(jnp.asarray(logits), params, unrolled=unrolled))
     for i, row in enumerate(logits):
         kept = filtered[i] == row
         assert (filtered[i][~kept] == np.float32(EXCLUDED)).all()
@@ -210,9 +215,8 @@ def test_penalties_and_bias(params, seed):
 
 
 def count_buffer(penalty_row: int, tokens: list[int], prompt_len: int) -> jax.Array:
-    packed = np.zeros(3 + TOKENS_PER_CALL, np.int32)
-    packed[:3] = penalty_row, len(tokens), prompt_len
-    packed[3 : 3 + len(tokens)] = tokens
+    packed = np.full((3, TOKENS_PER_CALL), VOCAB, np.int32)
+    packed[:, : len(tokens)] = encode_counts(penalty_row, np.asarray(tokens), prompt_len)
     return jnp.asarray(packed)
 
 
@@ -255,15 +259,18 @@ def test_without_min_tokens_stops_are_free():
 # Log-probabilities
 
 
-@pytest.mark.parametrize("vocab", [1, 5, MAX_LOGPROBS, 500])
-def test_log_probabilities(vocab):
+@pytest.mark.parametrize("sorts", [True, False])
+@pytest.mark.parametrize("vocab", [1, 5, MAX_LOGPROBS, 500, 5000])
+def test_log_probabilities(vocab, sorts):
     rng = np.random.default_rng(vocab)
     logits = (rng.standard_normal((ROWS, vocab)) * 5).astype(np.float32)
     logits[0] = 0  # all equal: every rank is 1
     if vocab > 2:
         logits[1, :2] = logits[1].max() + 1  # a tie at the top
     tokens = rng.integers(0, vocab, ROWS).astype(np.int32)
-    packed = np.asarray(jax.jit(score_tokens)(jnp.asarray(logits), jnp.asarray(tokens)))
+    score = jax.jit(partial(score_tokens, sorts=sorts))
+    packed = np.asarray(score(jnp.asarray(logits), jnp.asarray(tokens)))
+    np.testing.assert_array_equal(packed, jax.jit(partial(score_tokens, sorts=True))(logits, tokens))
     assert packed.shape == (ROWS, 2 + 2 * MAX_LOGPROBS)
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) + exact.max(1, keepdims=True)

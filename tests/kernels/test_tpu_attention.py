@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import kv_write_tpu
 from pallas_kernels.paged_attention import tpu, tpu_plan
 from pallas_kernels.registry import AttentionProblem, Device
+from pallas_kernels.tpu_dma import SMEM_RESERVED, checking
 from pallas_kernels.types import KVPages
 
 NOWHERE = 10**6
@@ -31,7 +32,7 @@ def interpreted(function, *args, **options):
 
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     try:
-        with pltpu.force_tpu_interpret_mode(params):
+        with pltpu.force_tpu_interpret_mode(params), checking():
             result = jax.block_until_ready(function(*args, **options))
     except Exception:
         pltpu.reset_tpu_interpret_mode_state()
@@ -57,10 +58,12 @@ class Config:
     tokens: int = 32
     lengths: tuple = ((1, 37), (1, 16), (0, 0), (5, 20), (0, 0), (20, 47), (1, 17), (0, 0))  # query tokens, cached
     num_decodes: int = 2
+    rows: int = 16  # of the tables, when compiled
+    first_page: int = 0
 
     def __str__(self) -> str:
         names = f"dim{self.head_dim}-group{self.group}x{self.kv_heads}-page{self.page_size}-{self.kv_dtype.__name__}"
-        options = "".join(f"-{name}" for name in ("window", "softcap", "sinks") if getattr(self, name))
+        options = "".join(f"-{name}" for name in ("window", "softcap", "sinks", "first_page") if getattr(self, name))
         return names + options + ("-decode" if self.decode_only else "")
 
     @property
@@ -70,9 +73,10 @@ class Config:
 
 DECODES = ((1, 1), (1, 300), (1, 256), (1, 257), (0, 0))
 LONG = ((1, 300), (3, 140), (0, 0), (2, 2))
+FAR = ((1, 4100), (1, 2060), (0, 0), (17, 2071), (1, 1))
 CONFIGS = [
     Config(),
-    Config(head_dim=80, group=7, kv_heads=2, window=5, sinks=True),
+    Config(head_dim=80, group=7, kv_heads=2, window=5, sinks=True, first_page=5),
     Config(head_dim=64, page_dim=128, group=1, softcap=5.0, q_dtype=ml_dtypes.bfloat16, kv_dtype=ml_dtypes.bfloat16),
     Config(
         head_dim=128,
@@ -86,7 +90,19 @@ CONFIGS = [
         num_decodes=1,
     ),
     Config(head_dim=96, group=3, page_size=32, kv_dtype=ml_dtypes.float8_e4m3fn, width=10, lengths=LONG, num_decodes=0),
-    Config(head_dim=256, group=2, kv_heads=3, width=40, tokens=5, lengths=DECODES, num_decodes=4, sinks=True),
+    Config(
+        head_dim=256,
+        group=2,
+        kv_heads=3,
+        width=40,
+        tokens=5,
+        lengths=DECODES,
+        num_decodes=4,
+        sinks=True,
+        first_page=40,
+    ),
+    Config(head_dim=32, group=1, width=300, tokens=20, lengths=FAR, num_decodes=2),  # tables of three chunks
+    Config(head_dim=32, group=1, width=260, tokens=20, lengths=FAR, num_decodes=2, window=140, first_page=2),
     Config(head_dim=64, group=7, width=40, page_size=64, tokens=9, lengths=DECODES, num_decodes=4, window=130),
     Config(width=1, tokens=3, lengths=((1, 0), (0, 0)), num_decodes=1),
 ]
@@ -102,7 +118,9 @@ class Batch:
         needed = [-(-cached // size) for _, cached in c.lengths]
         dim = c.page_dim or c.head_dim
         free = iter(rng.permutation(np.arange(1, 2 + sum(needed))))
-        data = np.full((2 + sum(needed), *shape, size, dim), np.nan if c.kv_dtype != np.int8 else 99, np.float64)
+        data = np.full(
+            (c.first_page + 2 + sum(needed), *shape, size, dim), np.nan if c.kv_dtype != np.int8 else 99, np.float64
+        )
         scale = np.full(data.shape[:-1], np.nan, np.float32)
         self.tables = np.full((len(c.lengths), c.width), NOWHERE, np.int32)
         self.kv = []
@@ -115,6 +133,7 @@ class Batch:
             for page in range(oldest // size, needed[row]):
                 self.tables[row, page] = chosen = next(free)
                 part = slice(page * size, min((page + 1) * size, cached))
+                chosen += c.first_page
                 data[chosen, :, :, : part.stop - part.start] = kv[:, :, part]
                 if c.has_scale:
                     scale[chosen, :, :, : part.stop - part.start] = factor[:, :, part]
@@ -145,6 +164,7 @@ class Batch:
     def attend(self) -> np.ndarray:
         c = self.config
         options = {"window": c.window, "softcap": c.softcap, "sinks": self.sinks, "decode_only": c.decode_only}
+        options["first_page"] = np.int32(c.first_page)
         arrays = (self.q, self.pages, self.tables, self.q_start, self.kv_len, np.int32(c.num_decodes))
         out = interpreted(tpu.paged_attention, *arrays, scale=c.head_dim**-0.5, **options)
         assert out.dtype == self.q.dtype
@@ -247,19 +267,24 @@ def test_usual_shapes_are_accepted(head_dim, page_size, group):
 
 
 def test_tables_that_do_not_fit_smem_are_refused():
-    def shape(*size, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(size, dtype)
+    """A row of a million pages; one of 1,024 is taken for any number of rows."""
 
-    arrays = (shape(8, 1, 4, 64, dtype=jnp.float32), KVPages(shape(9, 2, 1, 16, 64, dtype=jnp.float32)))
+    def attend(rows, width):
+        def shape(*size, dtype=jnp.int32):
+            return jax.ShapeDtypeStruct(size, dtype)
+
+        arrays = (shape(8, 1, 4, 64, dtype=jnp.float32), KVPages(shape(9, 2, 1, 16, 64, dtype=jnp.float32)))
+        rest = shape(rows, width), shape(rows + 1), shape(rows), shape()
+        jax.eval_shape(lambda *a: tpu.paged_attention(*a, scale=1.0), *arrays, *rest)
+
     with pytest.raises(ValueError, match="SMEM"):
-        jax.eval_shape(
-            lambda *a: tpu.paged_attention(*a, scale=1.0), *arrays, shape(256, 1024), shape(257), shape(256), shape()
-        )
+        attend(1, 10**6)
+    attend(2048, 1024)
 
 
 def compile_for(target: str, config: Config, pages: int = 4001):
     """One layer, the write and the attention, heads split over the devices, for a machine that is not here."""
-    mesh, c, rows = mesh_of(target), config, 16
+    mesh, c, rows = mesh_of(target), config, config.rows
     heads = c.kv_heads * mesh.size
 
     def array(size, dtype, axis=None):
@@ -276,15 +301,17 @@ def compile_for(target: str, config: Config, pages: int = 4001):
         array((c.tokens, heads, c.head_dim), c.q_dtype, 1),
     )
     sinks = array((heads, c.group), jnp.float32, 0) if c.sinks else None
-    integers = [array(size, jnp.int32) for size in ((c.tokens,), (rows, c.width), (rows + 1,), (rows,), ())]
+    integers = [array(size, jnp.int32) for size in ((c.tokens,), (rows, c.width), (rows + 1,), (rows,), (), ())]
 
     def layer(cache, q, k, v, sinks, slots, *rest):
-        cache = tpu.write_kv(cache, k, v, slots)
+        first_page = rest[-1]
+        cache = tpu.write_kv(cache, k, v, slots, first_page)
         options = {"window": c.window, "softcap": c.softcap, "sinks": sinks, "decode_only": c.decode_only}
+        options["first_page"], rest = first_page, rest[:-1]
         return tpu.paged_attention(q, cache, *rest, scale=0.1, **options), cache
 
     by_head, pages_spec = P(None, "tensor"), P(None, None, "tensor")
-    inputs = (pages_spec, by_head, by_head, by_head, P("tensor"), *(P(),) * 5)
+    inputs = (pages_spec, by_head, by_head, by_head, P("tensor"), *(P(),) * 6)
     split = jax.shard_map(layer, mesh=mesh, in_specs=inputs, out_specs=(by_head, pages_spec), check_vma=False)
     with jax.set_mesh(mesh):
         return jax.jit(split, donate_argnums=0).lower(cache, q, kv, kv, sinks, *integers).compile()
@@ -292,6 +319,7 @@ def compile_for(target: str, config: Config, pages: int = 4001):
 
 BF16 = ml_dtypes.bfloat16
 MIXED = {"q_dtype": BF16, "kv_heads": 2, "tokens": 32}
+MANY = {"q_dtype": BF16, "kv_heads": 2, "tokens": 256, "width": 8192, "rows": 256}
 COMPILED = [
     ("v5e-1", Config(head_dim=64, page_dim=128, group=7, kv_dtype=BF16, **MIXED)),
     (
@@ -299,6 +327,9 @@ COMPILED = [
         Config(head_dim=128, page_size=128, kv_dtype=np.int8, has_scale=True, window=99, sinks=True, **MIXED),
     ),
     ("v6e-1", Config(head_dim=256, page_size=64, kv_heads=1, softcap=9.0, lengths=DECODES, num_decodes=4)),
+    # 256 rows of 131,072 tokens in pages of 16
+    ("v5e-4", Config(head_dim=128, kv_dtype=BF16, **MANY)),
+    ("v6e-4", Config(head_dim=128, kv_dtype=BF16, **MANY, lengths=((1, 9),) * 256, num_decodes=256)),
 ]
 
 
@@ -323,3 +354,26 @@ def test_compiles_ahead_of_time_with_the_cache_in_place(target, config):
     assert stats.temp_size_in_bytes < cache_bytes / 20
     assert text.count("tpu_custom_call") >= 2
     assert not re.search(rf"\[{pages},[^ ]* (copy|copy-start|transpose|fusion)\(", text)
+
+
+WIDEST = 78000  # pages in a table that fits by a hair
+
+
+@pytest.mark.usefixtures("no_disk_cache")
+def test_the_estimate_of_smem_is_the_compilers(monkeypatch):
+    """The widest tables that the plan takes compile; of wider ones the compiler counts what the plan does, and less
+    than is kept in reserve beside it."""
+    config = Config(
+        head_dim=128, kv_dtype=BF16, q_dtype=BF16, tokens=16, width=WIDEST, lengths=((1, 9),) * 16, num_decodes=16
+    )
+    compile_for("v5e-1", config)
+    with pytest.raises(ValueError, match="SMEM"):
+        compile_for("v5e-1", replace(config, width=83000))
+    monkeypatch.setattr(tpu_plan, "SMEM_RESERVED", -(1 << 20))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="smem") as refused:
+        compile_for("v5e-1", replace(config, width=87040))
+    beyond = re.search(r"Exceeded smem capacity by ([\d.]+)([BK])", str(refused.value))
+    used = (1 << 20) + float(beyond[1]) * {"B": 1, "K": 1024}[beyond[2]]
+    problem = AttentionProblem(np.dtype(BF16), np.dtype(BF16), 1, 4, 128, 16)
+    plan = tpu_plan.make_plan(problem, 1, 87040, scale=1.0, window=None, softcap=None)
+    assert plan.smem_bytes(16, 16) <= used <= plan.smem_bytes(16, 16) + SMEM_RESERVED

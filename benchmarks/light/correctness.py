@@ -1,0 +1,124 @@
+"""Stage `correctness`: the checks of `pallas_kernels.selfcheck`, at more and larger sizes, for every backend.
+
+Cases come by how many of their settings differ from the usual ones, so that what is left out when time runs short is
+what matters least.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxserve.bench.kernel_shapes import FORMATS, WEIGHTS
+from light.record import Record
+from pallas_kernels import kv_write, selfcheck
+from pallas_kernels.registry import BACKENDS, AttentionProblem, Device, MatmulProblem, explain, load
+from pallas_kernels.selfcheck_cases import DECODES, PROMPTS, STARTUP, Rows
+
+CODES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int4": np.dtype(ml_dtypes.int4)}
+GROUPS = {128: 4, 64: 8, 256: 2, 96: 3, 80: 7, 32: 1}  # query heads of a key-value head, by head_dim
+# So many long rows that none is split, beside those of a start; a long prompt after a long one that was cached.
+LARGE = Rows((8192, *DECODES[1:], *(1000 + 37 * i for i in range(48))), (*PROMPTS, (1025, 3000)))
+SMALL = Rows((300, 1, 16, 65), ((41, 90), (9, 0), (1, 200)))
+# Where the plans of some backend change, and one more than each.
+MATMUL_ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """distance: how many settings are not the usual ones."""
+
+    key: str
+    distance: int
+    check: Callable[[], list[selfcheck.Finding]]
+
+
+def run(record: Record, *, rehearse: bool) -> None:
+    for case in sorted(cases(Device.of(jax.devices()[0]), rehearse), key=lambda case: case.distance):
+        if record.has(case.key):
+            continue
+        with record.row(case.key) as row:
+            findings = case.check()
+            worst = max(findings, key=lambda f: f.error / max(f.allowed, 1e-30))
+            row |= {"error": worst.error, "allowed": worst.allowed, "findings": list(map(str, findings))}
+            if wrong := [finding for finding in findings if not finding.right]:
+                row |= {"status": "wrong", "reason": "; ".join(map(str, wrong))}
+
+
+def cases(device: Device, rehearse: bool) -> Iterator[Case]:
+    for backend in BACKENDS:
+        try:
+            attention, matmul = load("attention", backend), load("matmul", backend)
+        except ImportError:
+            continue  # the stage `device` says why
+        for problem, name, distance in _attention_problems(device.platform, rehearse):
+            if explain("attention", device, problem)[backend] is not None:
+                continue
+            rows = SMALL if rehearse else LARGE if distance == 0 else STARTUP
+            yield Case(f"attention {name}, {backend}", distance, partial(_attend, attention, problem, rows, rehearse))
+            write = getattr(attention, "write_kv", kv_write.write_kv)
+            if write is not kv_write.write_kv or backend == "xla":
+                yield Case(f"write {name}, {backend}", distance, partial(selfcheck.check_write, write, problem))
+        for w, name, distance in _matmul_problems(device.platform, rehearse):
+            if explain("matmul", device, w)[backend] is not None or (backend == "xla" and distance):
+                continue
+            counts: Sequence[int] = selfcheck.MATMUL_ROWS if rehearse or distance > 1 else MATMUL_ROWS
+            check = partial(selfcheck.check_matmul, matmul.quant_matmul, w, rows=counts)
+            yield Case(f"matmul {name}, {backend}", distance, check)
+            if hasattr(matmul, "grouped_quant_matmul"):
+                grouped = partial(selfcheck.check_grouped, matmul.grouped_quant_matmul, w)
+                yield Case(f"matmul by expert {name}, {backend}", distance + 1, grouped)
+
+
+def _attend(module: Any, problem: AttentionProblem, rows: Rows, rehearse: bool) -> list[selfcheck.Finding]:
+    variants = ("mixed", "all") if rehearse else ("mixed", "decode", "window", "all")
+    extras = replace(problem, softcap=True, sinks=True)
+    if module.why_not(Device.of(jax.devices()[0]), extras) is not None:
+        variants = variants[:-1]
+    repeats = 2 if rehearse else selfcheck.REPEATS
+    return selfcheck.check_attention(module.paged_attention, problem, rows=rows, variants=variants, repeats=repeats)
+
+
+def _attention_problems(platform: str, rehearse: bool) -> Iterator[tuple[AttentionProblem, str, int]]:
+    dtypes = ("float32",) if platform == "cpu" else ("bfloat16", "float16", "float32")
+    kinds: tuple[str | None, ...] = (None, "int8", "fp8")
+    sizes: tuple[tuple[int, ...], ...] = ((128, 64, 256, 96, 80, 32), (16, 64, 128, 8, 256))
+    if platform == "tpu":
+        sizes = (sizes[0][:3], (128, 16, 64, 256))
+    if rehearse:
+        kinds, sizes = (None, "int8"), ((64,), (16,))
+    for dtype, kv, head_dim, page in itertools.product(dtypes, kinds, *sizes):
+        usual = (dtypes[0], kinds[0], sizes[0][0], sizes[1][0])
+        distance = sum(a != b for a, b in zip((dtype, kv, head_dim, page), usual, strict=True))
+        q = np.dtype(jnp.dtype(dtype))
+        cached = CODES[kv] if kv else q
+        heads = 4 if distance == 0 and not rehearse else 2
+        problem = AttentionProblem(q, cached, heads, GROUPS[head_dim], head_dim, page, has_scale=kv is not None)
+        yield problem, f"{dtype}, {kv or 'same'} cache, head_dim {head_dim}, pages of {page}", distance
+
+
+def _matmul_problems(platform: str, rehearse: bool) -> Iterator[tuple[MatmulProblem, str, int]]:
+    """All formats on one weight in the first type, the commonest on the others', and all in the second type."""
+    dtypes = ("float32",) if platform == "cpu" else ("bfloat16", "float16")
+    weights = {"8B out": WEIGHTS["8B out"], "8B down": WEIGHTS["8B down"], "8B gate-up": WEIGHTS["8B gate-up"]}
+    if rehearse:
+        weights = {"small": (320, 256)}
+    first = next(iter(weights))
+    usual = ("int4 g128", "int8 channel", "fp8 128x128")
+    for dtype, name, weight in itertools.product(dtypes, FORMATS, weights):
+        codes, block, zero = FORMATS[name]
+        distance = (dtype != dtypes[0]) + (name not in usual) + (weight != first)
+        if rehearse and distance:
+            continue
+        out, inputs = weights[weight]
+        whole = block[0] or out, block[1] or inputs
+        problem = MatmulProblem(np.dtype(jnp.dtype(dtype)), CODES[codes], out, inputs, whole, has_zero=zero)
+        yield problem, f"{weight} {name}, {dtype}", distance

@@ -1,0 +1,84 @@
+"""Stage `device`: what this machine is, and what it can do at best."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from jaxserve.bench import report, timing
+from light.record import Record
+from pallas_kernels.registry import BACKENDS, Device, load
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "jax-triton", "triton", "torch",
+            "flashinfer-python", "transformers", "flax", "numpy", "msgspec", "llguidance")  # fmt: skip
+QUERY = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem",
+         "power.limit", "temperature.gpu", "ecc.mode.current", "mig.mode.current")  # fmt: skip
+
+
+def run(record: Record, *, rehearse: bool) -> None:
+    del rehearse  # it is small anyway
+    device = jax.devices()[0]
+    record.note(**report.machine(device=True), versions=versions(), **nvidia(), **tools(), backends=backends(device))
+    stats = device.memory_stats() or {}
+    record.note(
+        platform_name=Device.of(device).platform,
+        capability=list(Device.of(device).capability or ()),
+        memory_bytes=stats.get("bytes_limit"),
+        cores=getattr(device, "core_count", None),
+        backend_version=str(device.client.platform_version).split("\n")[0],
+    )
+    if not record.has("ceilings"):
+        with record.row("ceilings") as row:
+            row |= timing.ceilings(Device.of(device).platform)
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def backends(device: jax.Device) -> dict[str, str]:
+    """Of each backend, whether its modules can be imported here."""
+    found = {}
+    for name in BACKENDS:
+        for operation in ("attention", "matmul"):
+            try:
+                load(operation, name)
+                found[f"{operation} {name}"] = "imports"
+            except Exception as error:  # whatever a package that half fits may raise
+                found[f"{operation} {name}"] = f"{type(error).__name__}: {error}"[:200]
+    return found
+
+
+def nvidia() -> dict[str, Any]:
+    """What nvidia-smi says; nothing where there is none. It is only asked, and changes no setting."""
+    said = _output("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
+    if said is None:
+        return {}
+    return {"nvidia_smi": dict(zip(QUERY, (x.strip() for x in said.splitlines()[0].split(",")), strict=False))}
+
+
+def tools() -> dict[str, Any]:
+    """The assemblers and disassemblers on the path."""
+    found = {}
+    for name in ("ptxas", "cuobjdump", "nvdisasm", "nvcc", "ncu"):
+        if shutil.which(name):
+            said = (_output(name, "--version") or "").strip().splitlines()
+            found[name] = said[-1] if said else "present"
+    return {"tools": found}
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,219 @@
+"""Stages `engine-*`: an 8B shape with dummy weights in the engine: its start, and decoding beside the floor.
+
+What a step is made of, by the host's clock: the host schedules it and dispatches it while the devices still run the one
+before. `ahead` is how long before the tokens of the step before were here the dispatch of a step returned: the devices
+had it waiting for them, and the host cost nothing. Where it is negative they stood idle, unless the tokens had been
+there for a while when the host asked (`late`: asking took less than 50 µs).
+
+The floor of a decode step is what it must read, weights (the embedding's table aside, of which it reads rows) and the
+cached keys and values, over the bandwidth of a copy on this device.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.bench import timing
+from jaxserve.bench.local import fixed_length, random_ids
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.flight import Flight
+from jaxserve.memory import stored_bytes
+from jaxserve.running import StepPlan
+from jaxserve.types import Request
+from light.record import Record, read
+from pallas_kernels.registry import Device
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
+    "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+SMALL = SHAPE | {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 128, "vocab_size": 256, "torch_dtype": "float32",
+}  # fmt: skip
+LATE = 50e-6  # seconds: tokens that come sooner than that were there already
+
+
+@dataclass(frozen=True)
+class Load:
+    """batches: how many decode together. cached: tokens of each prompt; tokens: that are drawn after the first."""
+
+    batches: tuple[int, ...]
+    cached: int
+    tokens: int
+
+
+LOADS = {False: Load((1, 32, 256), 1024, 128), True: Load((1, 3), 40, 70)}
+
+
+@dataclass
+class Watch:
+    """Times of the engine's calls, by time.perf_counter(). Wraps `dispatch` and `wait` of one engine.
+
+    dispatched: begin and return of each dispatch. arrived: of each step, when the host asked and had its tokens, and
+    how many a row may have drawn.
+    """
+
+    engine: Engine
+    dispatched: list[tuple[float, float]] = field(default_factory=list)
+    arrived: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        dispatch, wait = self.engine.dispatch, self.engine.wait
+
+        def timed_dispatch(plan: StepPlan) -> Flight:
+            began = time.perf_counter()
+            flight = dispatch(plan)
+            self.dispatched.append((began, time.perf_counter()))
+            return flight
+
+        def timed_wait(flight: Flight) -> list[np.ndarray]:
+            asked = time.perf_counter()
+            tokens = wait(flight)
+            self.arrived.append((asked, time.perf_counter(), flight.steps))
+            return tokens
+
+        self.engine.dispatch, self.engine.wait = timed_dispatch, timed_wait  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        self.dispatched.clear()
+        self.arrived.clear()
+
+
+def folder_of(config: dict[str, Any], where: Path) -> Path:
+    """A model folder that has a config and nothing else: weights are dummies, and nobody needs a tokenizer."""
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "config.json").write_text(json.dumps(config))
+    return where
+
+
+def run(record: Record, *, rehearse: bool, quantization: str, where: Path) -> None:
+    load = LOADS[rehearse]
+    if record.has(f"batch {load.batches[-1]}, one token a call"):
+        return
+    config = EngineConfig(
+        model=str(folder_of(SMALL if rehearse else SHAPE, where / "model")),
+        load_format="dummy",
+        quantization=quantization,
+        max_num_seqs=max(load.batches),
+        max_model_len=load.cached + load.tokens + 16,
+        prefix_caching=False,
+        **({"kv_pages": 64, "page_size": 8} if rehearse else {}),  # type: ignore[arg-type]
+    )
+    began = time.perf_counter()
+    with record.row("start" if not record.has("start") else f"start {len(record.data['rows'])}") as row:
+        engine = Engine.load(config)
+        loaded = time.perf_counter()
+        row |= {"load_s": loaded - began, "weight_bytes": engine.runner.weight_bytes}
+        row |= {"kv_pages": engine.runner.layout.num_pages, "page_bytes": engine.runner.layout.page_bytes}
+        engine.compile()
+        row |= {"compile_s": time.perf_counter() - loaded, "executables": engine.runner.num_executables}
+        row |= {"compilations": engine.programs.compilations, "cache_hits": engine.programs.cache_hits}
+        row["cache_bytes"] = engine.runner.cache_bytes
+        ops = engine.runner.model.ops
+        row |= {"attention": ops.paged_attention.__module__, "write_kv": ops.write_kv.__module__}
+    if record.data["rows"][-1]["status"] != "ok":
+        return
+    bandwidth = bytes_per_second(record.path.parent)
+    record.note(bytes_per_s=bandwidth, quantization=quantization)
+    watch = Watch(engine)
+    generate(engine, watch, 1, load, seed=0)  # as a warm-up
+    for batch, steps in product(load.batches, (config.decode_steps, 1)):
+        key = f"batch {batch}" if steps > 1 else f"batch {batch}, one token a call"
+        if not record.has(key):
+            engine.config = replace(config, decode_steps=steps)
+            with record.row(key) as row:
+                row |= generate(engine, watch, batch, load, seed=2 * batch + (steps > 1)) | {"batch": batch}
+                row["floor_ms"] = 1e3 * step_bytes(engine, batch, load) / bandwidth
+                row["of_floor"] = row["floor_ms"] / row["token_ms"]
+
+
+def bytes_per_second(folder: Path) -> float:
+    """Of a copy, as the stage `device` measured it; measured here where that has no figure."""
+    for row in (read(folder / "device.json") or {}).get("rows", []):
+        if "bytes_per_s" in row:
+            return float(row["bytes_per_s"])
+    return timing.ceilings(Device.of(jax.devices()[0]).platform)["bytes_per_s"]
+
+
+def step_bytes(engine: Engine, batch: int, load: Load) -> float:
+    """The fewest that a decode step reads, half way through the tokens that are drawn."""
+    config, layout = engine.model, engine.runner.layout
+    table = 0 if config.tie_embeddings else largest_table(engine)
+    length = load.cached + load.tokens / 2
+    return engine.runner.weight_bytes - table + batch * length * layout.page_bytes / layout.page_size
+
+
+def largest_table(engine: Engine) -> int:
+    """Bytes of the embedding's table: one row is as long as the hidden state, and there is one for each token."""
+    wanted = engine.runner.model.vocab_size if hasattr(engine.runner.model, "vocab_size") else engine.vocab_size
+    shape = wanted, engine.model.hidden_size
+    sizes = [stored_bytes(x) for x in engine.runner._arrays if x.shape == shape]
+    return min(sizes, default=0)
+
+
+def generate(engine: Engine, watch: Watch, batch: int, load: Load, seed: int) -> dict[str, Any]:
+    """Runs prompts together; what the steps after the last first token took."""
+    prompts = random_ids(np.random.default_rng(seed), engine.vocab_size, batch, load.cached)
+    params = fixed_length(load.tokens + 1)
+    for i, ids in enumerate(prompts):
+        engine.add_request(Request(request_id=f"{seed}-{i}", prompt_token_ids=ids, params=params))
+    watch.clear()
+    began, first, drawn = time.perf_counter(), 0, 0
+    while engine.has_work:
+        output = engine.step()
+        count = sum(map(len, output.tokens)) + sum(len(update.token_ids) for update in output.updates)
+        drawn += count
+        if drawn >= batch and not first:
+            first = len(watch.arrived)  # from the next step on all decode
+    ended = time.perf_counter()
+    if drawn != batch * (load.tokens + 1):
+        raise RuntimeError(f"{drawn} tokens came back, not {batch * (load.tokens + 1)}")
+    prompt_s = watch.arrived[first - 1][1] - began
+    return {
+        "prompt_s": prompt_s,
+        "prompt_tokens_per_s": batch * load.cached / prompt_s,
+        "output_tokens_per_s": batch * (load.tokens + 1) / (ended - began),
+        **steady(watch.dispatched, watch.arrived, first),
+    }
+
+
+def steady(
+    dispatched: Sequence[tuple[float, float]], arrived: Sequence[tuple[float, float, int]], first: int
+) -> dict[str, Any]:
+    """Figures of the steps from `first` on but for the last one; a step is dispatched in the order in which it
+    arrives.
+
+    token_ms: of each token. step_ms: between arrivals. steps_per_call: tokens that a row draws in one. dispatch_ms, and
+    ahead_ms as the module says, medians; ahead_least_ms: the smallest. late: share of steps whose tokens were there
+    before.
+    """
+    whole = range(max(first, 1), max(len(arrived) - 1, 2))
+    if len(arrived) < 3 or not len(whole):
+        raise RuntimeError("there are too few steps to be measured")
+    spans = [(arrived[i][1] - arrived[i - 1][1], arrived[i][2]) for i in whole]
+    ahead = [arrived[i - 1][1] - dispatched[i][1] for i in whole]
+    seconds, tokens = sum(s for s, _ in spans), sum(n for _, n in spans)
+    return {
+        "token_ms": 1e3 * seconds / tokens,
+        "tokens_per_s_each": tokens / seconds,
+        "step_ms": 1e3 * float(np.median([s for s, _ in spans])),
+        "steps": len(spans),
+        "steps_per_call": tokens / len(spans),
+        "dispatch_ms": 1e3 * float(np.median([end - begin for begin, end in (dispatched[i] for i in whole)])),
+        "ahead_ms": 1e3 * float(np.median(ahead)),
+        "ahead_least_ms": 1e3 * min(ahead),
+        "late": float(np.mean([arrived[i][1] - arrived[i][0] < LATE for i in whole])),
+    }

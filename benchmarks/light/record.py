@@ -1,0 +1,123 @@
+"""What a stage leaves behind: a JSON file that is whole after every row, and from which a later run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RESTART = 75  # exit code of a stage whose process must not go on, but a new one may
+BROKEN = ("CUDA_ERROR", "CUDNN_STATUS", "illegal memory access", "misaligned address", "launch failure", "device halt")
+TRIES = 2  # of a row at which a process ended
+MOST_TRACEBACK = 4000  # characters, the last ones
+
+
+class OutOfTimeError(Exception):
+    """The stage's time is used up; what is left of it stays undone."""
+
+
+class Record:
+    """One stage's file.
+
+    Attributes:
+      data: stage, status ("running", "complete" or "failed"), seconds (over all runs), facts, rows. Each row has a key,
+        which no other row has, and a status: "ok", "wrong", "failed", "crashed" or "left out".
+      deadline: by time.monotonic(), when no further row may begin.
+    """
+
+    def __init__(self, path: Path, stage: str, seconds: float = math.inf) -> None:
+        self.path = path
+        self.data = read(path) or new(stage)
+        self._began, self._before = time.monotonic(), float(self.data["seconds"])
+        self.deadline = self._began + seconds
+        self.tries: dict[str, int] = self.data.setdefault("tries", {})
+        crashed = self.data.pop("at", None)
+        if crashed is not None and self.tries.get(crashed, 0) >= TRIES:
+            self.add({"key": crashed, "status": "crashed", "reason": "the process ended, or was stopped, at this one"})
+
+    def write(self) -> None:
+        self.data["seconds"] = round(self._before + time.monotonic() - self._began, 2)
+        write(self.path, self.data)
+
+    def has(self, key: str) -> bool:
+        return any(row["key"] == key for row in self.data["rows"])
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.data["rows"].append(dict(row))
+        print(f"  {one_line(row)}", flush=True)
+        self.write()
+
+    def note(self, **facts: Any) -> None:
+        self.data["facts"] |= facts
+        self.write()
+
+    @contextmanager
+    def row(self, key: str) -> Iterator[dict[str, Any]]:
+        """A row to be filled in; what fails inside becomes its traceback, and the stage goes on. Where the device is
+        broken for this process, it ends with RESTART. Raises OutOfTimeError after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTimeError
+        row: dict[str, Any] = {"key": key, "status": "ok"}
+        self.data["at"], self.tries[key] = key, self.tries.get(key, 0) + 1
+        self.write()
+        began = time.monotonic()
+        try:
+            yield row
+        except Exception as error:  # whatever a compiler, a driver or a peer may raise
+            row |= {"status": "failed", "reason": one_line(f"{type(error).__name__}: {error}")[:500]}
+            row["traceback"] = traceback.format_exc()[-MOST_TRACEBACK:]
+        row["seconds"] = round(time.monotonic() - began, 2)
+        del self.data["at"], self.tries[key]
+        self.add(row)
+        if row["status"] == "failed" and any(word in row["traceback"] for word in BROKEN):
+            sys.exit(RESTART)
+
+    def finish(self, status: str = "complete") -> None:
+        self.data.pop("at", None)
+        self.data["status"] = status
+        self.write()
+
+
+def one_line(value: Any) -> str:
+    if isinstance(value, Mapping):
+        shown = {name: x for name, x in value.items() if name not in ("traceback", "findings", "samples_us")}
+        value = ", ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in shown.items())
+    return " ".join(str(value).split())
+
+
+def new(stage: str) -> dict[str, Any]:
+    return {"stage": stage, "status": "running", "seconds": 0.0, "facts": {}, "rows": []}
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """The document; None where there is none that is whole."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "stage" in found else None
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """All of it, or what was there before."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(plain(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def plain(value: Any) -> Any:
+    """As JSON can carry it: infinities as text, NumPy's numbers as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return str(value) if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)) else value

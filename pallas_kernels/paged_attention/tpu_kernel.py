@@ -1,0 +1,332 @@
+"""The body of the TPU's attention kernel: what one item does, and the copies that run ahead of it.
+
+Three things are on their way while a block of cached tokens is computed: the next block's pages, the row of the block
+tables that the next item needs, and the one after that. References are named as in `Scalars` and `Scratch`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention.tpu_plan import LANES, TABLE_CHUNK, TABLES, Plan
+from pallas_kernels.tpu_dma import aligned, copy
+
+MASKED = -1e30  # a score that is not seen
+UNSEEN = -1e20  # largest score of a token that has seen nothing; exp(MASKED - UNSEEN) is 0
+
+
+class Scalars(NamedTuple):
+    """What lies in SMEM from the start, int32: tile and row of each item, their number, the rows' bounds, the page
+    from which the block tables count."""
+
+    tile: Any
+    row: Any
+    count: Any
+    q_start: Any
+    kv_len: Any
+    first_page: Any
+
+
+class Inputs(NamedTuple):
+    """q [kv_heads, queries, head_dim] in VMEM; in HBM the tables [rows, entries] and the pages; the sinks of each query
+    [kv_heads, queries, LANES] in VMEM or None."""
+
+    q: Any
+    tables: Any
+    data: Any
+    data_scale: Any
+    sinks: Any
+
+
+class Scratch(NamedTuple):
+    """What lives over grid steps.
+
+    kv [2 slots, 2, kv_heads, block tokens, head_dim], kv_scale [2 slots, block pages, 2, kv_heads, page_size] or None.
+    values [kv_heads, m, head_dim], peak, total [kv_heads, m, LANES]: the running softmax of a tile's m queries a head.
+    table [TABLES * entries] in SMEM: the row of the block tables for item i is the (i % TABLES)th.
+    turn: the slot that the next block to compute is in.
+    """
+
+    kv: Any
+    kv_scale: Any
+    values: Any
+    peak: Any
+    total: Any
+    table: Any
+    turn: Any
+    arrived: Any
+    table_arrived: Any
+
+    @staticmethod
+    def shapes(plan: Plan) -> Scratch:
+        softmax = (plan.kv_heads, plan.queries)
+        kv_scale = (2, plan.block_pages, 2, plan.kv_heads, plan.page_size)
+        return Scratch(
+            kv=pltpu.VMEM((2, 2, plan.kv_heads, plan.block_tokens, plan.head_dim), plan.kv_dtype),
+            kv_scale=pltpu.VMEM(kv_scale, jnp.float32) if plan.has_scale else None,
+            values=pltpu.VMEM((*softmax, plan.head_dim), jnp.float32),
+            peak=pltpu.VMEM((*softmax, LANES), jnp.float32),
+            total=pltpu.VMEM((*softmax, LANES), jnp.float32),
+            table=pltpu.SMEM((TABLES * plan.table_entries,), jnp.int32),
+            turn=pltpu.SMEM((1,), jnp.int32),
+            arrived=pltpu.SemaphoreType.DMA((2,)),
+            table_arrived=pltpu.SemaphoreType.DMA((TABLES,)),
+        )
+
+
+class Span(NamedTuple):
+    """An item: its row; its tokens [begin, end); what to add to a token for its position; the positions from oldest to
+    newest that any of its tokens sees (newest is -1 where nothing is cached)."""
+
+    item: Any
+    row: Any
+    begin: Any
+    end: Any
+    shift: Any
+    oldest: Any
+    newest: Any
+
+    @staticmethod
+    def of(plan: Plan, scalars: Scalars, item: Any) -> Span:
+        row = scalars.row[item]
+        first = scalars.tile[item] * plan.tile
+        begin = jnp.maximum(scalars.q_start[row], first)
+        end = jnp.minimum(scalars.q_start[row + 1], first + plan.tile)
+        shift = scalars.kv_len[row] - scalars.q_start[row + 1]
+        oldest = jnp.maximum(begin + shift - plan.window + 1, 0) if plan.window else 0
+        return Span(item, row, begin, end, shift, oldest, jnp.maximum(end + shift - 1, -1))
+
+    def units(self, size: int) -> tuple[Any, Any]:
+        """First and last of the units of `size` positions that it sees; the last is the first where it sees none."""
+        return self.oldest // size, jnp.maximum(self.newest, 0) // size
+
+
+def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
+    """One item. Each item has at least one block; the one before it has started that."""
+    scalars, others = Scalars(*refs[: len(Scalars._fields)]), iter(refs[len(Scalars._fields) :])
+    q, tables, data = next(others), next(others), next(others)
+    scale = next(others) if plan.has_scale else None
+    inputs = Inputs(q, tables, data, scale, next(others) if has_sinks else None)
+    out, kv = next(others), next(others)
+    scratch = Scratch(kv, next(others) if plan.has_scale else None, *others)
+
+    item, items = pl.program_id(0), scalars.count[0]
+    span, tile = Span.of(plan, scalars, item), scalars.tile[item]
+    first, last = span.units(plan.block_tokens)
+    pages = partial(_start_pages, plan, scalars, inputs, scratch)
+    table = partial(_each_table_chunk, plan, inputs, scratch)
+
+    @pl.when(item == 0)
+    def first_item():
+        scratch.turn[0] = 0
+        table(span, lambda copy: copy.start())
+
+        @pl.when(items > 1)
+        def second_table():
+            table(Span.of(plan, scalars, 1), lambda copy: copy.start())
+
+        table(span, lambda copy: copy.wait())
+        pages(span, first, 0)
+
+    @pl.when(item + 2 < items)
+    def later_table():
+        table(Span.of(plan, scalars, item + 2), lambda copy: copy.start())
+
+    @pl.when((item == 0) | (scalars.tile[jnp.maximum(item - 1, 0)] != tile))
+    def new_tile():
+        scratch.values[...] = jnp.zeros_like(scratch.values)
+        scratch.peak[...] = jnp.full_like(scratch.peak, UNSEEN) if inputs.sinks is None else inputs.sinks[...]
+        scratch.total[...] = jnp.full_like(scratch.total, 0.0 if inputs.sinks is None else 1.0)
+
+    def step(block, _):
+        slot = scratch.turn[0]
+
+        @pl.when(block < last)
+        def next_block():
+            pages(span, block + 1, 1 - slot)
+
+        @pl.when((block == last) & (item + 1 < items))
+        def next_item():
+            following = Span.of(plan, scalars, item + 1)
+            table(following, lambda copy: copy.wait())
+            pages(following, following.units(plan.block_tokens)[0], 1 - slot)
+
+        _await_pages(plan, scratch, span, block, slot)
+        border = _is_border(plan, span, tile * plan.tile, block * plan.block_tokens)
+        add = partial(_add_block, plan, inputs.q, scratch, span, tile * plan.tile, block * plan.block_tokens, slot)
+        pl.when(border)(partial(add, masked=True))
+        pl.when(jnp.logical_not(border))(partial(add, masked=False))
+        scratch.turn[0] = 1 - slot
+
+    lax.fori_loop(first, last + 1, step, None)
+
+    @pl.when((item + 1 == items) | (scalars.tile[jnp.minimum(item + 1, items - 1)] != tile))
+    def end_of_tile():
+        def finish(head):
+            total = jnp.maximum(scratch.total[head], 1e-30)
+            out[head] = (scratch.values[head] / _across(total, plan.head_dim)).astype(out.dtype)
+
+        together = plan.heads_together
+
+        def some(i, _):
+            for head in range(together):
+                finish(i * together + head)
+
+        lax.fori_loop(0, plan.kv_heads // together, some, None)
+
+
+def _each_table_chunk(plan: Plan, inputs: Inputs, scratch: Scratch, span: Span, act) -> None:
+    """Calls act on the copies of a row's table from HBM to SMEM, as much of it as names pages that the item sees."""
+    place = span.item % TABLES
+    first, last = span.units(plan.page_size * TABLE_CHUNK)
+
+    def one(chunk, _):
+        begin = chunk * TABLE_CHUNK
+        source = inputs.tables.at[span.row, pl.ds(aligned(begin, TABLE_CHUNK), TABLE_CHUNK)]
+        target = scratch.table.at[pl.ds(aligned(place * plan.table_entries + begin, TABLE_CHUNK), TABLE_CHUNK)]
+        act(copy(source, target, scratch.table_arrived.at[place]))
+
+    lax.fori_loop(first, last + 1, one, None)
+
+
+def _pages_of(plan: Plan, span: Span, block: Any) -> tuple[Any, Any]:
+    """The pages [begin, end) of a row that a block of it needs; none where nothing is cached."""
+    first_page = block * plan.block_pages
+    begin = jnp.maximum(span.oldest // plan.page_size, first_page)
+    end = jnp.minimum(span.newest // plan.page_size + 1, first_page + plan.block_pages)
+    return begin, end
+
+
+def _start_pages(plan: Plan, scalars: Scalars, inputs: Inputs, scratch: Scratch, span: Span, block, slot) -> None:
+    """Starts the copies of a block's pages, of which the table has arrived."""
+    table, size = span.item % TABLES * plan.table_entries, plan.page_size
+    first_page, shift = block * plan.block_pages, scalars.first_page[0]
+
+    def one(page, _):
+        index, at = shift + scratch.table[table + page], page - first_page
+        where = pl.ds(aligned(at * size, size), size)
+        copy(inputs.data.at[index], scratch.kv.at[slot, :, :, where], scratch.arrived.at[slot]).start()
+        if plan.has_scale:
+            copy(inputs.data_scale.at[index], scratch.kv_scale.at[slot, at], scratch.arrived.at[slot]).start()
+
+    lax.fori_loop(*_pages_of(plan, span, block), one, None)
+
+
+def _await_pages(plan: Plan, scratch: Scratch, span: Span, block, slot) -> None:
+    """Waits for a block's pages: once for a full block, otherwise once for each power of two in their number."""
+    begin, end = _pages_of(plan, span, block)
+    count, arrived = end - begin, scratch.arrived.at[slot]
+
+    def await_some(pages: int) -> None:
+        where = scratch.kv.at[slot, :, :, pl.ds(0, pages * plan.page_size)]
+        copy(where, where, arrived).wait()
+        if plan.has_scale:
+            scales = scratch.kv_scale.at[slot, pl.ds(0, pages)]
+            copy(scales, scales, arrived).wait()
+
+    @pl.when(count == plan.block_pages)
+    def full():
+        await_some(plan.block_pages)
+
+    @pl.when((count > 0) & (count < plan.block_pages))
+    def border():
+        for bit in range((plan.block_pages - 1).bit_length()):
+            pl.when((count >> bit) % 2 == 1)(partial(await_some, 1 << bit))
+
+
+def _is_border(plan: Plan, span: Span, first_token: Any, first_position: Any) -> Any:
+    """Whether some token of the tile must not see some position of the block."""
+    border = first_position + plan.block_tokens - 1 > span.begin + span.shift
+    if plan.tile > 1:
+        border |= (span.begin > first_token) | (span.end < first_token + plan.tile)
+    if plan.window:
+        border |= first_position <= span.end - 1 + span.shift - plan.window
+    return border
+
+
+def _add_block(
+    plan: Plan, q: Any, scratch: Scratch, span: Span, first_token: Any, first_position: Any, slot: Any, *, masked: bool
+) -> None:
+    """Adds a block of keys and values to the running softmax of all heads; `masked` where some are not to be seen.
+
+    The work is cut into units, some queries of a head. A unit's scores are asked of the matrix unit before the softmax
+    of the unit ahead of it, so that the matrix unit works while the vector unit does.
+    """
+    tokens = plan.block_tokens
+    token = first_token + lax.broadcasted_iota(jnp.int32, (plan.tile, tokens), 0)
+    position = first_position + lax.broadcasted_iota(jnp.int32, (plan.tile, tokens), 1)
+    seen = (token >= span.begin) & (token < span.end) & (position <= token + span.shift)
+    if plan.window:
+        seen &= position > token + span.shift - plan.window
+
+    def filled(shape, axis):
+        """What no copy has filled may be NaN, and NaN * 0 is NaN."""
+        position = first_position + lax.broadcasted_iota(jnp.int32, shape, axis)
+        return (position >= span.oldest) & (position <= span.newest)
+
+    precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
+    dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+    def scores_of(head, rows):
+        k = scratch.kv[slot, 0, head].astype(plan.compute_dtype)
+        return dot(q[head, rows].astype(plan.compute_dtype), k, (((1,), (1,)), ((), ())))
+
+    def update(head, rows, scores):
+        scores *= plan.scale
+        if plan.has_scale:
+            scores *= _scale_row(plan, scratch, slot, 0, head)
+        if plan.softcap:
+            scores = plan.softcap * jnp.tanh(scores / plan.softcap)
+        if masked:
+            scores = _mask(plan, scores, seen)
+        before = scratch.peak[head, rows]
+        peak = jnp.maximum(before, scores.max(1, keepdims=True))
+        keep, p = jnp.exp(before - peak), jnp.exp(scores - _across(peak, tokens))
+        scratch.peak[head, rows] = peak
+        scratch.total[head, rows] = keep * scratch.total[head, rows] + p.sum(1, keepdims=True)
+        v = scratch.kv[slot, 1, head].astype(plan.compute_dtype)
+        if masked:
+            v = jnp.where(filled((tokens, plan.head_dim), 0), v, jnp.zeros_like(v))
+        if plan.has_scale:
+            factor = _scale_row(plan, scratch, slot, 1, head)
+            p *= jnp.where(filled((1, tokens), 1), factor, 0.0) if masked else factor
+        weighted = dot(p.astype(plan.compute_dtype), v, (((1,), (0,)), ((), ())))
+        scratch.values[head, rows] = scratch.values[head, rows] * _across(keep, plan.head_dim) + weighted
+
+    def some(i, _):
+        units = [(i * plan.heads_together + head, pl.ds(row, plan.unit))
+                 for head in range(plan.heads_together) for row in range(0, plan.queries, plan.unit)]  # fmt: skip
+        ahead = scores_of(*units[0])
+        for unit, following in zip(units, [*units[1:], None], strict=True):
+            scores = ahead
+            if following is not None:
+                ahead = scores_of(*following)
+            update(*unit, scores)
+
+    lax.fori_loop(0, plan.kv_heads // plan.heads_together, some, None)
+
+
+def _across(x: jax.Array, width: int) -> jax.Array:
+    """x [queries, LANES], the same in all lanes, as [queries, width]; costs nothing, unlike a broadcast of one lane."""
+    return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)
+
+
+def _mask(plan: Plan, scores: jax.Array, seen: jax.Array) -> jax.Array:
+    """scores [unit, block tokens], by group, then token; seen [tile, block tokens]."""
+    if plan.tile == 1:
+        return jnp.where(seen, scores, MASKED)
+    parts = scores.reshape(-1, plan.tile, plan.block_tokens)
+    return jnp.where(seen[None], parts, MASKED).reshape(scores.shape)
+
+
+def _scale_row(plan: Plan, scratch: Scratch, slot, which: int, head: Any) -> jax.Array:
+    """float32 [1, block tokens]: what a head's keys (which = 0) or values (1) are to be multiplied with."""
+    rows = [scratch.kv_scale[slot, page, which, pl.ds(head, 1)] for page in range(plan.block_pages)]
+    return jnp.concatenate(rows, axis=1)

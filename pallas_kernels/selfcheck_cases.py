@@ -1,0 +1,249 @@
+"""Inputs on which kernels are tried, and the exact answers, both made on the host with NumPy.
+
+The oracle is NumPy in float64, not XLA on the device: XLA's own matmuls round float32 to fewer bits on GPUs (TF32) and
+TPUs (bfloat16) unless told otherwise, and nothing has to be compiled for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.registry import AttentionProblem, MatmulProblem
+from pallas_kernels.types import KVPages, QuantArray
+
+LAYER = 3  # first page of the layer that is looked at; the pages before it belong to other layers
+LOUD = 4.0  # times the other values: those of a row's first and last token, so that none of them is missed in silence
+CODES = 1 << 26  # of a weight, at most: larger ones are tried with fewer outputs
+PERIOD = 257  # rows of a weight after which its codes repeat (its scales do not)
+LENGTHS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest code of a type
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a batch holds.
+
+    decodes: cached tokens of each row of one token, the new one included.
+    prompts: new tokens of each other row, and the tokens that were cached before.
+    empty: rows of padding at the end.
+    """
+
+    decodes: tuple[int, ...]
+    prompts: tuple[tuple[int, int], ...] = ()
+    empty: int = 2
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """New tokens, and cached tokens with the new ones, of each row."""
+        return [(1, n) for n in self.decodes] + [(new, new + before) for new, before in self.prompts]
+
+    @property
+    def tokens(self) -> int:
+        return sum(new for new, _ in self.lengths)
+
+
+# One decode row is longer than any ring of blocks in shared memory (6 x 128 tokens) and than the shortest part that a
+# kernel splits a row into (256 tokens); the others end at, before and behind the ends of pages and blocks. Every prompt
+# is a multiple of 8 and one token more, so that prompts begin at every offset modulo 8. One of them is longer than 700
+# tokens, and one token alone looks back at many, as drafted tokens do.
+DECODES = (2311, 1, 16, 17, 63, 64, 65, 129, 255, 1025)
+PROMPTS = ((705, 131), (9, 0), (41, 500), (137, 3), (25, 64), (1, 1999), (73, 0), (17, 700))
+STARTUP = Rows(DECODES, PROMPTS)
+
+
+class Batch(NamedTuple):
+    """Arguments of `paged_attention`, on the host, with what the oracle needs.
+
+    keys, values: of each row, float64 [cached tokens, kv_heads, head_dim].
+    """
+
+    rows: Rows
+    q: np.ndarray
+    pages: np.ndarray
+    scale: np.ndarray | None
+    tables: np.ndarray
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As `paged_attention` takes them, on the device."""
+        new = [new for new, _ in self.rows.lengths] + [0] * self.rows.empty
+        lengths = [length for _, length in self.rows.lengths] + [0] * self.rows.empty
+        q_start = np.cumsum([0, *new]).astype(np.int32)
+        pages = KVPages(jnp.asarray(self.pages), None if self.scale is None else jnp.asarray(self.scale))
+        arrays = [jnp.asarray(x) for x in (self.tables, q_start, np.asarray(lengths, np.int32))]
+        return jnp.asarray(self.q), pages, *arrays, jnp.int32(len(self.rows.decodes))
+
+
+def make_batch(problem: AttentionProblem, rows: Rows, seed: int = 0) -> Batch:
+    """Normal queries, keys and values. What no row owns is NaN: other layers, the layer's own first page, and the rest
+    of each row's last page; entries of the table beyond a row's pages are stale, and name any page of the layer."""
+    rng, size = np.random.default_rng(seed), problem.page_size
+    needed = [-(-length // size) for _, length in rows.lengths]
+    count = sum(needed) + 1
+    shape = (LAYER + count, 2, problem.kv_heads, size, problem.head_dim)
+    pages = np.full(shape, 77 if problem.kv_dtype == np.int8 else np.nan, problem.kv_dtype)
+    scale = np.full(shape[:-1], np.nan, np.float32) if problem.has_scale else None
+    tables = rng.integers(0, count, (len(needed) + rows.empty, max(needed))).astype(np.int32)
+    owned = 1 + rng.permutation(count - 1).astype(np.int32)
+    keys, values, start = [], [], 0
+    for row, ((_, length), used) in enumerate(zip(rows.lengths, needed, strict=True)):
+        mine = owned[start : start + used]
+        tables[row, :used], start = mine, start + used
+        kv = rng.standard_normal((used * size, 2, problem.kv_heads, problem.head_dim), np.float32)
+        kv[[0, length - 1], 1] *= LOUD
+        codes, own = quantize(kv, problem.kv_dtype) if problem.has_scale else (kv.astype(problem.kv_dtype), None)
+        pages[LAYER + mine] = _paged(codes, size, length, pages.dtype)
+        exact = codes[:length].astype(np.float64)
+        if scale is not None:
+            assert own is not None
+            scale[LAYER + mine] = _paged(own, size, length, scale.dtype)
+            exact *= own[:length, ..., None]
+        keys.append(exact[:, 0])
+        values.append(exact[:, 1])
+    tokens = -(-rows.tokens // 8) * 8  # what the engine's buckets are multiples of
+    q = rng.standard_normal((tokens, problem.kv_heads, problem.group, problem.head_dim), np.float32)
+    return Batch(rows, q.astype(problem.q_dtype), pages, scale, tables, keys, values)
+
+
+def _paged(kv: np.ndarray, size: int, length: int, dtype: np.dtype) -> np.ndarray:
+    """[tokens, 2, kv_heads, ...] -> [pages, 2, kv_heads, size, ...], NaN (77 in int8) from `length` on."""
+    kv = kv.copy()
+    kv[length:] = 77 if dtype == np.int8 else np.nan
+    return np.moveaxis(kv.reshape(-1, size, *kv.shape[1:]), 1, 3)
+
+
+def quantize(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """As `kv_write.quantize`, on the host."""
+    largest = np.float32(LENGTHS[np.dtype(dtype).name])
+    x = x.astype(np.float32)
+    peak = np.abs(x).max(-1)
+    scale = np.where(peak > 0, peak / largest, np.float32(1.0)).astype(np.float32)
+    codes = x / scale[..., None]
+    return (np.round(codes) if dtype == np.int8 else codes).astype(dtype), scale
+
+
+class Options(NamedTuple):
+    """Keyword arguments of `paged_attention`; sinks on the host."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: np.ndarray | None = None
+    decode_only: bool = False
+
+
+def options(problem: AttentionProblem, *, window: bool = False, softcap: bool = False, sinks: bool = False) -> Options:
+    """The window is that of three blocks of 64 tokens and a little; sinks weigh as much as a thousand tokens, and in
+    the next head of a group a hundred, ten, or one."""
+    weights = 7.0 - 2.0 * (np.arange(problem.kv_heads * problem.group, dtype=np.float32) % 4)
+    return Options(
+        problem.head_dim**-0.5,
+        window=200 if window else None,
+        softcap=3.0 if softcap or problem.softcap else None,
+        sinks=weights.reshape(problem.kv_heads, problem.group) if sinks or problem.sinks else None,
+    )
+
+
+def exact_attention(batch: Batch, chosen: Options) -> Iterator[tuple[slice, np.ndarray]]:
+    """The tokens of each row, and their results, float64 [tokens, kv_heads, group, head_dim]."""
+    start = 0
+    for (new, length), keys, values in zip(batch.rows.lengths, batch.keys, batch.values, strict=True):
+        tokens = slice(start, start + new)
+        start += new
+        if chosen.decode_only and new > 1:
+            return
+        newest = np.arange(length - new, length)[:, None]
+        first = 0 if chosen.window is None else max(length - new - chosen.window + 1, 0)
+        position = np.arange(first, length)
+        hidden = position > newest
+        if chosen.window is not None:
+            hidden |= position <= newest - chosen.window
+        q = batch.q[tokens].astype(np.float64) * chosen.scale
+        out = np.empty(q.shape)
+        for head in range(q.shape[1]):
+            scores = np.moveaxis(q[:, head], 1, 0) @ keys[first:, head].T  # [group, tokens, keys]
+            if chosen.softcap is not None:
+                scores = chosen.softcap * np.tanh(scores / chosen.softcap)
+            np.copyto(scores, -np.inf, where=hidden)
+            peak = scores.max(-1, keepdims=True)
+            np.exp(np.subtract(scores, peak, out=scores), out=scores)
+            total = scores.sum(-1)
+            if chosen.sinks is not None:
+                total = total + np.exp(chosen.sinks[head][:, None] - peak[..., 0])
+            out[:, head] = np.moveaxis(scores @ values[first:, head] / total[..., None], 0, 1)
+        yield tokens, out
+
+
+# The write of new keys and values
+
+
+class Write(NamedTuple):
+    """Arguments of `write_kv` on the host: pages and scales before, new keys and values, and slots."""
+
+    pages: np.ndarray
+    scale: np.ndarray | None
+    k: np.ndarray
+    v: np.ndarray
+    slots: np.ndarray
+
+    def arguments(self) -> tuple[Any, ...]:
+        scale = None if self.scale is None else jnp.asarray(self.scale)
+        k, v, slots = (jnp.asarray(x) for x in (self.k, self.v, self.slots))
+        return KVPages(jnp.asarray(self.pages), scale), k, v, slots, jnp.int32(LAYER)
+
+
+def make_write(problem: AttentionProblem) -> Write:
+    """A prompt's run of tokens that begins and ends within pages, single tokens far apart, some of which share a tile
+    of 8, 16 or 32 tokens with others that are kept or written later, and padding among them and at the end. One token
+    is all zeros, which no scale must make NaN."""
+    rng, size = np.random.default_rng(2), problem.page_size
+    pages = 24 + 64 // size
+    shape = (LAYER + pages + 1, 2, problem.kv_heads, size, problem.head_dim)
+    before = rng.standard_normal(shape, np.float32)
+    data, scale = quantize(before, problem.kv_dtype) if problem.has_scale else (before.astype(problem.kv_dtype), None)
+    run = size + 3 + np.arange(61 + size)  # from page 1 on
+    beyond = np.arange((run[-1] // size + 1) * size, pages * size)
+    alone = rng.choice(beyond, min(48, len(beyond) // 2), replace=False)
+    slots = np.concatenate([run, alone[:24], [-1] * 5, alone[24:]])
+    slots = np.concatenate([slots, np.full(8 + -len(slots) % 8, -1)]).astype(np.int32)
+    k, v = rng.standard_normal((2, len(slots), problem.kv_heads, problem.head_dim), np.float32).astype(problem.q_dtype)
+    k[5] = v[5] = 0
+    return Write(data, scale, k, v, slots)
+
+
+# Products with quantized weights
+
+
+def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray:
+    """A weight of the problem's form, with fewer outputs where it has more than CODES codes. Codes take all values of
+    their type (half of int8's and float8's range, as of weights with outliers); scales are float32."""
+    rng, lead = np.random.default_rng(0), (experts,) if experts else ()
+    fewer = CODES // max(experts, 1) // problem.inputs
+    rows = problem.rows if problem.rows <= fewer else max(fewer // 1024 * 1024, 1024) + problem.rows % 1024
+    shape = (rows, problem.inputs)
+    blocks = tuple(-(-size // min(block, size)) for size, block in zip(shape, problem.block, strict=True))
+    base = (*lead, min(rows, PERIOD), problem.inputs)
+    name = problem.codes_dtype.name
+    if name.startswith("float8"):
+        codes = rng.standard_normal(base, np.float32) * 50
+    else:
+        codes = rng.integers(*((-8, 8) if name == "int4" else (-127, 128)), base, np.int8)
+    codes = np.take(codes, np.arange(rows) % base[-2], axis=-2)
+
+    def values(low: float, high: float) -> Any:
+        return jnp.asarray(rng.uniform(low, high, (*lead, *blocks)).astype(np.float32))
+
+    zero = jnp.asarray(rng.integers(-8, 8, (*lead, *blocks), np.int8)) if problem.has_zero else None
+    bias = values(-1.0, 1.0) if problem.has_bias else None
+    return QuantArray(jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias, problem.block)
+
+
+def activations(problem: MatmulProblem, rows: int) -> Any:
+    """Normal x [rows, inputs]."""
+    x = np.random.default_rng(1).standard_normal((rows, problem.inputs), np.float32)
+    return jnp.asarray(x.astype(problem.x_dtype))

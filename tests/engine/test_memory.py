@@ -1,0 +1,187 @@
+"""Start-up on an accelerator: the KV pages that weights, slots and the compiled programs leave room for.
+
+The engine is a real one on CPU; what its device and its compiler report is what a GPU's would.
+"""
+
+import re
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from engines import generate, request
+
+from jaxserve import memory, runner
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.memory import Budget, Needs
+
+MIB = 2**20
+
+
+def figures(temporaries: int = 0, results: int = 0, code: int = 0, cache: int = 10**6) -> SimpleNamespace:
+    """As `Compiled.memory_analysis` has them."""
+    return SimpleNamespace(
+        temp_size_in_bytes=temporaries,
+        output_size_in_bytes=cache + results,
+        alias_size_in_bytes=cache,
+        generated_code_size_in_bytes=code,
+    )
+
+
+class Program:
+    """A compiled program with figures of its own."""
+
+    def __init__(self, compiled, said):
+        self._compiled, self._said = compiled, said
+
+    def __call__(self, *arguments):
+        return self._compiled(*arguments)
+
+    def memory_analysis(self):
+        return self._said
+
+
+@dataclass
+class Gpu:
+    """What the fake device reports: its memory, and of each program that is compiled for it what it needs."""
+
+    total: int = 400 * MIB
+    code: int = 4 * MIB  # of each program
+    temporaries: int = 20 * MIB
+    surprising_code: int = 0  # of the smallest step, in place of `code`
+    compiled: list[str] = field(default_factory=list)
+
+    def budget(self, config, device, devices, weights, slots) -> Budget:
+        return Budget(self.total, config.memory_utilization, weights, slots, 8 * MIB, None, counts_programs=True)
+
+    def program(self, name, compiled):
+        self.compiled.append(str(name))
+        code = self.surprising_code if str(name) == "decode[1]" and self.surprising_code else self.code
+        return Program(compiled, figures(self.temporaries, MIB, code))
+
+
+@pytest.fixture
+def start(monkeypatch, model_folders):
+    """Loads an engine on such a device."""
+
+    def start(gpu: Gpu, **options) -> Engine:
+        compile_one = runner.ModelRunner._compile
+
+        def compile_and_report(self, name):
+            self._executables[name] = program = gpu.program(name, compile_one(self, name))
+            return program
+
+        monkeypatch.setattr(memory, "budget", gpu.budget)
+        monkeypatch.setattr(runner.ModelRunner, "_compile", compile_and_report)
+        defaults = {"max_num_seqs": 2000, "max_num_batched_tokens": 64, "forbid_compile": True}
+        config = EngineConfig(model=str(model_folders("llama3_gqa")), **defaults | options)
+        return Engine.load(config, progress=False)
+
+    return start
+
+
+def used(engine: Engine, gpu: Gpu) -> float:
+    """The share of the memory that may be used which is used, by the figures of all programs."""
+    budget, needs = engine._sizing.budget, engine.runner.needs(engine.shapes)
+    used = budget.weights + budget.slots + budget.reserve + needs.total + engine.runner.cache_bytes
+    assert budget.holds(needs, engine.runner.cache_bytes) == (used <= int(gpu.total * 0.9))
+    return used / (gpu.total * 0.9)
+
+
+def check_serves(engine: Engine) -> None:
+    (completion,) = generate(engine, request("a", [1, 2, 3], max_tokens=4))
+    assert len(completion.token_ids) == 4
+
+
+@pytest.mark.parametrize("code", [0, 60 * MIB // 10])
+@pytest.mark.parametrize("temporaries", [1 * MIB, 150 * MIB])
+def test_pages_are_what_all_programs_leave(start, code, temporaries):
+    """With 60 MiB of code in ten programs, of which only some are compiled before the pages are chosen."""
+    gpu = Gpu(code=code, temporaries=temporaries)
+    engine = start(gpu)
+    pages = engine.runner.layout.num_pages
+    early = len(gpu.compiled)
+    engine.compile()
+    assert engine.runner.layout.num_pages == pages == engine.blocks.capacity + 1
+    assert 0.9 < used(engine, gpu) <= 1
+    assert early < len(gpu.compiled), "some are compiled after the pages were chosen"
+    check_serves(engine)
+
+
+def test_a_good_guess_compiles_nothing_twice(start, monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr("jaxserve.sizing.Sizing._guess", lambda self: Needs(gpu.temporaries, 2 * MIB, 44 * MIB))
+    engine = start(gpu)
+    engine.compile()
+    assert sorted(gpu.compiled) == sorted(set(gpu.compiled))
+    assert 0.95 < used(engine, gpu) <= 1
+
+
+@pytest.mark.parametrize("guess", [0, 10**12])
+def test_a_bad_guess_is_corrected(start, monkeypatch, guess):
+    """And what does not depend on the number of pages is compiled once."""
+    gpu = Gpu()
+    monkeypatch.setattr("jaxserve.sizing.Sizing._guess", lambda self: Needs(guess))
+    engine = start(gpu)
+    engine.compile()
+    assert 0.95 < used(engine, gpu) <= 1
+    twice = {name for name in gpu.compiled if gpu.compiled.count(name) > 1}
+    assert twice == {
+        str(engine.shapes[-1]),
+        str(max((s for s in engine.shapes if s.decode_only), key=lambda s: s.rows)),
+    }
+
+
+def test_programs_that_need_more_than_was_allowed_for_make_the_cache_smaller(start, caplog):
+    gpu = Gpu(surprising_code=60 * MIB)
+    engine = start(gpu)
+    pages = engine.runner.layout.num_pages
+    with caplog.at_level("INFO"):
+        engine.compile()
+    assert engine.runner.layout.num_pages < pages
+    assert engine.blocks.capacity + 1 == engine.counters.pages_total + 1 == engine.runner.layout.num_pages
+    assert f"{engine.runner.layout.num_pages} KV pages, not {pages}" in caplog.text
+    assert 0.95 < used(engine, gpu) <= 1
+    assert gpu.compiled.count("set_slots") == 1
+    check_serves(engine)
+
+
+def test_what_does_not_fit_is_told_in_figures(start):
+    """Pages that were asked for are not made fewer."""
+    gpu = Gpu(surprising_code=60 * MIB)
+    engine = start(gpu, kv_pages=80_000)
+    with pytest.raises(ConfigError, match=r"the model does not fit: memory per device: 400 MiB x 0.9 = 360 MiB") as e:
+        engine.compile()
+    assert re.search(r"temporaries of the largest step 20 MiB \+ results of steps in flight 2 MiB", str(e.value))
+    assert re.search(r"code of all programs \d+ MiB \+ reserve 8 MiB \+ KV cache .*Lower --kv-pages", str(e.value))
+    with pytest.raises(ConfigError, match="but only 0 fit; give more memory"):
+        start(Gpu(temporaries=500 * MIB), max_model_len=64)
+
+
+def test_what_programs_need():
+    """The most temporaries, the results of two steps in flight, and the code of all, with that of those to come."""
+    some = [figures(5, 7, 100), figures(9, 3, 20), figures(0, 0, 0)]
+    assert Needs.of(some) == Needs(temporaries=9, results=14, code=120)
+    assert Needs.of(some, pending=2) == Needs(temporaries=9, results=14, code=120 + 250)
+    assert Needs.of([]).total == 0
+
+
+def test_plans_ask_what_the_check_asks():
+    """Whatever the programs need, the pages that are chosen beside it pass, and a page of the grid more does not."""
+    config = EngineConfig(model="x", page_size=16, max_num_seqs=60_000)
+    budget = Budget(10**9, 0.9, 300, 20, 30, None, counts_programs=True)
+    for needs in (Needs(), Needs(temporaries=1), Needs(10**8, 10**7, 6 * 10**7), Needs(code=899_000_000)):
+        pages, _ = memory.plan_pages(config, 32_000, 10, budget, needs)
+        budget.check(needs, pages * 10)
+        step = 1 << (pages.bit_length() - memory.PAGE_GRID.bit_length())
+        with pytest.raises(ConfigError, match="does not fit"):
+            budget.check(needs, (pages + step) * 10)
+        assert pages * 10 >= 0.99 * budget.left(needs)
+
+
+def test_few_pages_are_all_used():
+    budget = Budget(1000, 0.9, 300, 20, 30, None, counts_programs=True)
+    assert memory.plan_pages(EngineConfig(model="x"), 32, 10, budget, Needs(100, 20, 30)) == (40, 32)
+    budget.check(Needs(100, 20, 30), 400)
+    with pytest.raises(ConfigError, match=r"temporaries of the largest step 101 B .* = 901 B. Lower --kv-pages"):
+        budget.check(Needs(101, 20, 30), 400)
