@@ -111,9 +111,9 @@ def embed(table: jax.Array | QuantArray | PanelArray, ids: jax.Array) -> jax.Arr
 class Ops:
     """One implementation of each operation, with the signatures of the plain ones.
 
+    `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
     `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
     given their axes.
-    fused: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
     """
 
     matmul: Callable[..., jax.Array] = matmul
@@ -246,6 +246,16 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
     if write is not write_kv and not _is_right("write_kv", backend, lambda: check_write(write, problem)):
         write = write_kv
     return replace(ops, paged_attention=attend, write_kv=write)
+
+
+def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:
+    """The same, after its fused kernels were tried on the first of this machine's devices; without them, and with a
+    warning, where one is wrong."""
+    from pallas_kernels.selfcheck_fused import check_fused
+
+    if ops.fused is None or _is_right("fused", "auto", lambda: check_fused(ops.fused, problem)):
+        return ops
+    return replace(ops, fused=None)
 
 
 def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: str) -> str:

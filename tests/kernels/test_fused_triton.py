@@ -18,10 +18,10 @@ import test_triton
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import fused_triton, triton_compat
+from pallas_kernels import fused_triton, selfcheck_fused, triton_compat
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Heads, Parts, Row
-from pallas_kernels.registry import Device
+from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -204,6 +204,39 @@ def test_rotate_and_write_as_the_plain_operations(name):
         assert (np.abs(mine - other) <= np.maximum(step * np.abs(other), step)).all()
         if same:
             assert (mine == other).mean() > 0.97
+
+
+class Spoilt:
+    """The kernels, with a mistake in one of them."""
+
+    def __init__(self, name: str, spoil):
+        self.name, self.spoil = name, spoil
+
+    def __getattr__(self, name: str):
+        right = getattr(fused_triton, name)
+        return (lambda *args: self.spoil(right(*args))) if name == self.name else right
+
+
+@interpreted
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_check_on_a_device(kv):
+    """What a device must pass before it may use them: the kernels do, and mistakes do not."""
+    bf16 = np.dtype("bfloat16")
+    problem = AttentionProblem(bf16, np.dtype(kv), 2, 3, 64, 16, has_scale=kv != "bfloat16")
+    found = list(selfcheck_fused.check_fused(fused_triton, problem))
+    assert len(found) == (8 if kv != "bfloat16" else 7)
+    assert all(finding.right for finding in found), found
+    if kv != "bfloat16":
+        return
+    mistakes = {
+        "queries": Spoilt("rotate_and_write", lambda out: (out[0].at[5, 1, 2].multiply(1.05), out[1])),
+        "keys and values": Spoilt("rotate_and_write", lambda out: (out[0], KVPages(out[1].data.at[2, 1, 0].set(0)))),
+        "pages that nobody wrote": Spoilt("rotate_and_write", lambda out: (out[0], KVPages(out[1].data.at[0].set(0)))),
+        "sum and norm of 2880": Spoilt("add_norm", lambda out: (out[0], out[1].at[36, -1].add(0.2))),
+        "gate of 4096": Spoilt("gate", lambda out: out.at[0, 4095].set(jnp.nan)),
+    }
+    for what, spoilt in mistakes.items():
+        assert what in [f.what for f in selfcheck_fused.check_fused(spoilt, problem) if not f.right]
 
 
 def test_product():

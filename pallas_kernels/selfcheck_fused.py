@@ -1,0 +1,113 @@
+"""The fused kernels against the plain operations in float32, on the device at hand, before they are trusted there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.ops import Ops
+from pallas_kernels.parts import Heads, Parts, Row
+from pallas_kernels.registry import AttentionProblem
+from pallas_kernels.selfcheck import Finding, tolerance
+from pallas_kernels.types import KVPages
+
+TOKENS, PARTS, EPS = 37, 3, 1e-5
+SIZES = (4096, 2880)  # of a token: one a power of two, one not
+EPSILONS = 4.0  # of the activations' type, of a token's largest number: a few roundings, one after the other
+CODES = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}  # error of a code, of its head's largest number
+PAGES, FIRST = 5, 2  # pages of a layer, and those before them
+
+
+def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
+    """Of a module like `fused_triton`: a finding for each operation, with the sizes of heads and pages of `problem`."""
+    dtype, plain = problem.q_dtype, Ops()
+    for size in SIZES:
+        x, y, scale = (
+            _numbers(0, (TOKENS, size), dtype),
+            _parts(1, (TOKENS, size), (size,), dtype),
+            _row(2, size, dtype),
+        )
+        found = jax.jit(lambda *a: fused.add_norm(*a, EPS))(x, y, scale)
+        expected = plain.add_norm(_wide(x), _wide(y), _wide(scale), EPS)
+        yield _compare(f"sum and norm of {size}", found, expected, tolerance(dtype, EPSILONS))
+        gates = _parts(3, (TOKENS, 2 * size), None, dtype)
+        gated = jax.jit(lambda y: fused.gate(y, "silu", dtype))(gates)
+        exact = plain.gated(_wide(gates), "silu", jnp.float32)
+        yield _compare(f"gate of {size}", gated, exact, tolerance(dtype, EPSILONS))
+    heads, pages = _heads(problem), _pages(problem)
+    slots = (
+        jnp.asarray(np.random.default_rng(5).permutation(PAGES * problem.page_size)[:TOKENS], jnp.int32).at[3].set(-1)
+    )
+
+    def run(ops: Any, heads: Heads, dtype: Any) -> tuple[jax.Array, KVPages]:
+        return ops.rotate_and_write(heads, EPS, dtype, pages, slots, jnp.int32(FIRST))
+
+    q, written = jax.jit(lambda heads: run(fused, heads, dtype))(heads)
+    exact, k, v = plain.rotate(_wide(heads), EPS, jnp.float32)
+    yield _compare("queries", q, exact, tolerance(dtype, EPSILONS))
+    yield from _judge_pages(written, pages, np.asarray(slots), np.stack([k, v], 1), dtype)
+
+
+def _judge_pages(
+    written: KVPages, before: KVPages, slots: np.ndarray, new: np.ndarray, dtype: Any
+) -> Iterator[Finding]:
+    """What was written of `new` [tokens, 2, kv_heads, head_dim], and that all the rest is as it was, to the bit."""
+    found, kept = np.asarray(written.data), slots >= 0
+    at = FIRST + slots[kept] // before.page_size, slice(None), slice(None), slots[kept] % before.page_size
+    values = found[at].astype(np.float32)
+    if written.scale is not None:
+        values = values * np.asarray(written.scale)[at][..., None]
+    allowed = tolerance(dtype, EPSILONS) + CODES.get(found.dtype.name, 0.0)
+    yield _compare("keys and values", values, new[kept], allowed)
+    for name, after, was in zip(("pages", "scales"), written, before, strict=True):
+        if after is not None and was is not None:
+            mask = np.ones(was.shape[:4], bool)
+            mask[at] = False
+            same = np.asarray(after)[mask].tobytes() == np.asarray(was)[mask].tobytes()
+            yield Finding(f"{name} that nobody wrote", 0.0 if same else float("inf"), 0.0)
+
+
+def _compare(what: str, found: Any, expected: Any, allowed: float) -> Finding:
+    """The largest difference in a vector of the last axis, over the largest number of that vector."""
+    worst = 0.0
+    for one, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        one, right = np.asarray(one).astype(np.float32), np.asarray(right)
+        error = (np.abs(one - right).max(-1) / np.abs(right).max(-1)).max()
+        worst = max(worst, float(error) if np.isfinite(one).all() else float("inf"))
+    return Finding(what, worst, allowed)
+
+
+def _wide(arrays: Any) -> Any:
+    """The same in float32; what counts rows stays."""
+    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a.astype(jnp.float32), arrays)
+
+
+def _numbers(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32).astype(dtype)
+
+
+def _row(seed: int, size: int, dtype: Any) -> Row:
+    return Row(_numbers(seed, (3, size), dtype), jnp.int32(1))
+
+
+def _parts(seed: int, shape: tuple[int, ...], bias: tuple[int, ...] | None, dtype: Any) -> Parts:
+    return Parts(
+        _numbers(seed, (PARTS, *shape), jnp.float32), None if bias is None else _numbers(seed + 1, bias, dtype)
+    )
+
+
+def _heads(problem: AttentionProblem) -> Heads:
+    shape, dtype = (problem.kv_heads, problem.group + 2, problem.head_dim), problem.q_dtype
+    angles = np.random.default_rng(6).uniform(0, 6, (TOKENS, problem.head_dim // 2)).astype(np.float32)
+    norms = (_row(seed, problem.head_dim, dtype) for seed in (7, 8))
+    return Heads(_parts(9, (TOKENS, *shape), shape, dtype), jnp.cos(angles), jnp.sin(angles), *norms)
+
+
+def _pages(problem: AttentionProblem) -> KVPages:
+    shape = (FIRST + PAGES, 2, problem.kv_heads, problem.page_size)
+    scale = _numbers(11, shape, jnp.float32) if problem.has_scale else None
+    return KVPages(_numbers(10, (*shape, problem.head_dim), jnp.float32).astype(problem.kv_dtype), scale)
