@@ -56,19 +56,22 @@ static void pack_record(const uint8_t* from, int64_t row, uint8_t* record, int64
   }
   if (R::kType == kQ6K) {
     const uint8_t *low = from, *high = from + 128, *scales = from + 192;
-    for (int i = 0; i < 256; i++) {
-      const int half = i / 128, t = i % 128;
-      codes[i] = (low[half * 64 + t % 64] >> (t < 64 ? 0 : 4) & 15) | (high[half * 32 + t % 32] >> t / 32 * 2 & 3) << 4;
+    for (int half = 0; half < 2; half++) {
+      uint8_t* to = codes + 128 * half;
+      for (int i = 0; i < 64; i++) to[i] = low[64 * half + i] & 15, to[64 + i] = low[64 * half + i] >> 4;
+      for (int part = 0; part < 4; part++)
+        for (int i = 0; i < 32; i++) to[32 * part + i] |= (high[32 * half + i] >> 2 * part & 3) << 4;
     }
     std::memcpy(record + row * 2, from + 208, 2);
     for (int g = 0; g < 16; g++) record[64 + g * kPanelRows + row] = scales[g];
   } else {
     const uint8_t *six = from + 4, *high = from + 16, *low = from + (R::kType == kQ5K ? 48 : 16);
-    for (int i = 0; i < 256; i++) {
-      const int group = i / 32;
-      codes[i] = low[group / 2 * 32 + i % 32] >> (group % 2 * 4) & 15;
-      if (R::kType == kQ5K) codes[i] |= (high[i % 32] >> group & 1) << 4;
+    for (int pair = 0; pair < 4; pair++) {
+      uint8_t* to = codes + 64 * pair;
+      for (int i = 0; i < 32; i++) to[i] = low[32 * pair + i] & 15, to[32 + i] = low[32 * pair + i] >> 4;
     }
+    for (int group = 0; R::kType == kQ5K && group < 8; group++)
+      for (int i = 0; i < 32; i++) codes[32 * group + i] |= (high[i] >> group & 1) << 4;
     std::memcpy(record + row * 2, from, 2);
     std::memcpy(record + 32 + row * 2, from + 2, 2);
     for (int g = 0; g < 8; g++) {

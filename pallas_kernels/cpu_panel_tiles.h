@@ -1,0 +1,274 @@
+// Tiles of products with weights in panels: some rows of x times some columns of a panel, in float32, in bfloat16 pairs
+// and in integers; and x rounded for the latter two.
+
+#pragma once
+
+#include "cpu_panels.h"
+
+// Columns that are multiplied at once, and rows x: as many sums as registers hold beside the numbers that pass.
+constexpr int kColumns = kWidth == 8 ? 2 : 4;
+constexpr int kFloatTall = 6;
+constexpr int kIntColumns = kWidth == 4 ? 4 : 2, kIntTall = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 3;
+
+// Heights of tiles, the tallest first: nearly even, from those that there are (1, 2, 3, 4 and 6).
+static int64_t next_height(int64_t left, int64_t tallest) {
+  const int64_t passes = (left + tallest - 1) / tallest, height = (left + passes - 1) / passes;
+  return height == 5 ? 4 : height;
+}
+
+// Calls f(std::integral_constant<int, height>) for tiles of at most `kTallest` rows.
+template <int kTallest, class F>
+static void by_height(int64_t height, F f) {
+  if (height == 1) f(std::integral_constant<int, 1>());
+  if (kTallest >= 2 && height == 2) f(std::integral_constant<int, kTallest >= 2 ? 2 : 1>());
+  if (kTallest >= 3 && height == 3) f(std::integral_constant<int, kTallest >= 3 ? 3 : 1>());
+  if (kTallest >= 4 && height == 4) f(std::integral_constant<int, kTallest >= 4 ? 4 : 1>());
+  if (kTallest >= 6 && height == 6) f(std::integral_constant<int, kTallest >= 6 ? 6 : 1>());
+}
+
+// Floats: how the vectors of one or two inputs come out of a panel.
+
+struct Float32 {
+  static constexpr int kInputs = 1, kType = kFloat32;
+  static constexpr int64_t kBytes = 4 * kPanelRows, kVector = 4 * kWidth;
+  static inline Floats widen(const uint8_t* from, int) { return load<Floats>(from); }
+};
+struct Float16 {
+  static constexpr int kInputs = 1, kType = kFloat16;
+  static constexpr int64_t kBytes = 2 * kPanelRows, kVector = 2 * kWidth;
+  static inline Floats widen(const uint8_t* from, int) { return of_halves(from); }
+};
+struct Bfloat16 {
+  static constexpr int kInputs = 2, kType = kBfloat16;
+  static constexpr int64_t kBytes = 4 * kPanelRows, kVector = 4 * kWidth;
+  static inline Floats widen(const uint8_t* from, int which) {
+    const Ints both = load<Ints>(from);
+    return (Floats)(which ? both & -65536 : both << 16);
+  }
+};
+
+// to[m, c] += x[m, :in] . column c, for M rows x, `row` apart, and C columns of W, of which the kParts of a panel lie
+// side by side; sums [.., kColumns * kWidth].
+template <class W, int M, int C>
+static void float_tile(const float* x, int64_t row, const uint8_t* const* panels, int64_t in, float* to) {
+  Floats sums[M][C];
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < C; c++) sums[m][c] = load<Floats>(to + (m * kColumns + c) * kWidth);
+  const uint8_t* from[C];
+  for (int c = 0; c < C; c++) from[c] = panels[c / kParts] + c % kParts * W::kVector;
+  const auto add = [&](int64_t k, int which) {
+    Floats w[C];
+    for (int c = 0; c < C; c++) keep(w[c] = W::widen(from[c], which));
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < C; c++) sums[m][c] = fused(w[c], x[m * row + k + which] - Floats{}, sums[m][c]);
+  };
+  int64_t k = 0;
+  for (; k + W::kInputs <= in; k += W::kInputs) {
+    for (int which = 0; which < W::kInputs; which++) add(k, which);
+    for (int c = 0; c < C; c++) from[c] += W::kBytes;
+  }
+  if (k < in) add(k, 0);
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &sums[m][c], sizeof sums[m][c]);
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+// The same for bfloat16, with x rounded to it, in pairs [tokens, row]: products of pairs, sums in float32.
+constexpr bool kHasShort = true;
+template <int M, int C>
+static void short_tile(const int32_t* x, int64_t row, const uint8_t* const* panels, int64_t in, float* to) {
+  __m512 sums[M][C];
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < C; c++) sums[m][c] = load<__m512>(to + (m * kColumns + c) * kWidth);
+  for (int64_t k = 0; k < (in + 1) / 2; k++) {
+    __m512i w[C];
+    for (int c = 0; c < C; c++) {
+      w[c] = load<__m512i>(panels[c] + k * 64);
+      asm("" : "+v"(w[c]));
+    }
+    for (int m = 0; m < M; m++) {
+      const __m512i pair = _mm512_set1_epi32(x[m * row + k]);
+      for (int c = 0; c < C; c++) sums[m][c] = _mm512_dpbf16_ps(sums[m][c], (__m512bh)w[c], (__m512bh)pair);
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &sums[m][c], sizeof sums[m][c]);
+}
+#else
+constexpr bool kHasShort = false;
+#endif
+
+// x rounded: to bfloat16 in pairs, and to signed bytes with a scale for each block.
+struct Rounded {
+  int64_t inputs = 0, blocks = 0;       // inputs is a multiple of kBlock
+  std::unique_ptr<int32_t[]> pairs;     // [tokens, inputs / 2]
+  std::unique_ptr<int32_t[]> codes;     // [tokens, inputs / 4], four in each
+  std::unique_ptr<float[]> scale, sum;  // [tokens, blocks]; sum is that of the block's codes, times its scale
+  std::unique_ptr<float[]> half_sum;    // [tokens, 2 * blocks], of each 16 inputs
+
+  void round_pairs(const float* x, int64_t token, int64_t in) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(pairs.get()) + token * inputs;
+    for (int64_t k = 0; k < in; k++) {
+      const uint32_t bits = __builtin_bit_cast(uint32_t, x[k]);
+      const bool is_number = (bits & 0x7fffffff) <= 0x7f800000;
+      to[k] = is_number ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 64;
+    }
+    std::fill(to + in, to + inputs, 0);
+  }
+
+  void round_block(const float* x, int64_t count, int64_t token, int64_t block) {
+    constexpr int kVectors = kBlock / kWidth;
+    constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to whole numbers, which the lowest bits hold
+    float last[kBlock] = {};
+    if (count < kBlock) std::memcpy(last, x, count * sizeof(float)), x = last;
+    Floats v[kVectors], top = {}, all = {};
+    for (int i = 0; i < kVectors; i++) {
+      v[i] = load<Floats>(x + i * kWidth);
+      const Floats size = (Floats)((Ints)v[i] & 0x7fffffff);
+      top = size > top ? size : top;
+      all += v[i] * 0.f;  // zero, or not a number where x is none or infinite, and so is the scale then
+    }
+    float tops[kWidth], poison = 0;
+    std::memcpy(tops, &top, sizeof tops);
+    for (int half = kWidth / 2; half; half /= 2)
+      for (int i = 0; i < half; i++) tops[i] = tops[i + half] > tops[i] ? tops[i + half] : tops[i];
+    for (int i = 0; i < kWidth; i++) poison += all[i];
+    const float peak = tops[0], factor = peak > 1e-30f ? 127.f / peak : 0.f, step = peak / 127.f + poison;
+    int32_t whole[kBlock], halves[2] = {};
+    for (int i = 0; i < kVectors; i++) {
+      const Ints some = (Ints)(v[i] * factor + kMagic) - __builtin_bit_cast(int32_t, kMagic);
+      std::memcpy(whole + i * kWidth, &some, sizeof some);
+    }
+    int8_t* to = reinterpret_cast<int8_t*>(codes.get()) + token * inputs + block * kBlock;
+    for (int i = 0; i < kBlock; i++) to[i] = whole[i];
+    for (int i = 0; i < kBlock / 2; i++) halves[0] += whole[i], halves[1] += whole[kBlock / 2 + i];
+    const int64_t at = token * blocks + block;
+    scale[at] = step, sum[at] = step * (halves[0] + halves[1]);
+    half_sum[2 * at] = step * halves[0], half_sum[2 * at + 1] = step * halves[1];
+  }
+};
+
+// total += (acc * scale of x) * scale + (sum of x) * shift: one group's part of a sum, in one order for all kernels.
+static inline void add_group(Floats& total, Ints acc, float x_scale, float x_sum, const Floats& scale,
+                             const Floats& shift) {
+  total = fused(__builtin_convertvector(acc, Floats) * x_scale, scale, total);
+  total = fused(shift, x_sum - Floats{}, total);
+}
+
+// Sums [M, kColumns * kWidth] of M rows x, from `token` on, with one column of a panel: codes are unpacked in registers.
+template <class R, int M>
+static void int_column(const Rounded& x, int64_t token, const uint8_t* record, int64_t blocks_of, int part, float* to) {
+  constexpr int kSteps = R::kSub / 4;
+  const int32_t* codes = x.codes.get() + token * x.inputs / 4;
+  const float *scales = x.scale.get() + token * x.blocks, *sums = x.sum.get() + token * x.blocks;
+  const float* half_sums = x.half_sum.get() + 2 * token * x.blocks;
+  const int64_t size = R::bytes(blocks_of);
+  Floats totals[M] = {};
+  for (int64_t at = 0; at < x.blocks; record += size)
+    for (int64_t b = 0; b < blocks_of && at < x.blocks; b++, at++)
+#pragma GCC unroll 2
+      for (int sub = 0; sub < kBlock / R::kSub; sub++) {
+        Ints acc[M] = {};
+#pragma GCC unroll 8
+        for (int i = 0; i < kSteps; i++) {
+          const int q = sub * kSteps + i;
+          const Bytes w = R::codes(record, blocks_of, b, q, part);
+          for (int m = 0; m < M; m++)
+            acc[m] = dot_bytes<R::kEight>(acc[m], w, codes[m * x.inputs / 4 + at * 8 + q]);
+        }
+        Floats scale, shift;
+        R::scales(record, R::kBlocks ? b * (kBlock / R::kSub) + sub : 0, part, scale, shift);
+        for (int m = 0; m < M; m++)
+          add_group(totals[m], acc[m], scales[m * x.blocks + at],
+                    R::kSub == 16 ? half_sums[2 * (m * x.blocks + at) + sub] : sums[m * x.blocks + at], scale, shift);
+      }
+  for (int m = 0; m < M; m++) std::memcpy(to + m * kColumns * kWidth, &totals[m], sizeof totals[m]);
+}
+
+// Some blocks of columns, unpacked: codes [column][block][8], scale and shift [column][group].
+constexpr int64_t kChunk = 32;  // blocks
+struct Unpacked {
+  Bytes codes[kIntColumns][kChunk][8];
+  Floats scale[kIntColumns][2 * kChunk], shift[kIntColumns][2 * kChunk];
+};
+
+template <class R>
+static void unpack(const uint8_t* panel, int64_t blocks_of, int64_t first, int64_t end, int part, int column,
+                   Unpacked& to) {
+  constexpr int kGroups = kBlock / R::kSub;
+  const uint8_t* record = panel + first / blocks_of * R::bytes(blocks_of);
+  for (int64_t at = 0, b = first % blocks_of; at < end - first; at++) {
+#pragma GCC unroll 8
+    for (int q = 0; q < 8; q++) to.codes[column][at][q] = R::codes(record, blocks_of, b, q, part);
+    for (int g = 0; g < kGroups; g++) {
+      const int64_t group = at * kGroups + g;
+      R::scales(record, R::kBlocks ? b * kGroups + g : 0, part, to.scale[column][group], to.shift[column][group]);
+    }
+    if (++b == blocks_of) b = 0, record += R::bytes(blocks_of);
+  }
+}
+
+// What is to come into the second-level cache while something else is computed: some pieces of memory, so many lines of
+// each for each block of the tiles.
+struct Ahead {
+  const uint8_t* from[kIntColumns / kParts + 1] = {};
+  int64_t pieces = 0, lines = 0;
+  void fetch() {
+    for (int64_t p = 0; p < pieces; p++, from[p - 1] += 64 * lines)
+      for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from[p] + 64 * i, 0, 2);
+  }
+};
+
+// to[m, c] += the same as `int_column` for blocks that are unpacked, from block `first` of x on.
+template <int M, int C, int kSub, bool kEight>
+static void int_tile(const Rounded& x, int64_t token, const Unpacked& w, int64_t first, int64_t count, Ahead& ahead,
+                     float* to) {
+  constexpr int kSteps = kSub / 4, kGroups = kBlock / kSub;
+  Floats totals[M][C];
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < C; c++) totals[m][c] = load<Floats>(to + (m * kColumns + c) * kWidth);
+  const int32_t* codes = x.codes.get() + token * x.inputs / 4 + first * 8;
+  for (int64_t b = 0; b < count; b++, codes += 8) {
+    ahead.fetch();
+    for (int sub = 0; sub < kGroups; sub++) {
+      Ints acc[M][C] = {};
+#pragma GCC unroll 8
+      for (int i = 0; i < kSteps; i++) {
+        const int q = sub * kSteps + i;
+        for (int m = 0; m < M; m++) {
+          const int32_t four = codes[m * x.inputs / 4 + q];
+          for (int c = 0; c < C; c++) acc[m][c] = dot_bytes<kEight>(acc[m][c], w.codes[c][b][q], four);
+        }
+      }
+      const int64_t group = b * kGroups + sub;
+      for (int m = 0; m < M; m++) {
+        const int64_t at = (token + m) * x.blocks + first + b;
+        const float sum = kSub == 16 ? x.half_sum[2 * at + sub] : x.sum[at];
+        for (int c = 0; c < C; c++)
+          add_group(totals[m][c], acc[m][c], x.scale[at], sum, w.scale[c][group], w.shift[c][group]);
+      }
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &totals[m][c], sizeof totals[m][c]);
+}
+
+// Some columns' inputs in float32, as panels of Float32 [inputs, kPanelRows].
+template <class R>
+static void dequantize(const uint8_t* panel, int64_t blocks_of, int64_t first, int64_t end, float* to) {
+  for (int64_t at = first; at < end; at++)
+    for (int part = 0; part < kParts; part++)
+      for (int q = 0; q < 8; q++) {
+        const uint8_t* record = panel + at / blocks_of * R::bytes(blocks_of);
+        const int64_t b = at % blocks_of, group = R::kBlocks ? b * (kBlock / R::kSub) + q * 4 / R::kSub : 0;
+        const Bytes codes = R::codes(record, blocks_of, b, q, part);
+        Floats scale, shift;
+        R::scales(record, group, part, scale, shift);
+        for (int i = 0; i < 4; i++) {
+          Floats value;
+          for (int row = 0; row < kWidth; row++) value[row] = codes[4 * row + i];
+          value = fused(value, scale, shift);
+          std::memcpy(to + ((at - first) * kBlock + q * 4 + i) * kPanelRows + part * kWidth, &value, sizeof value);
+        }
+      }
+}
