@@ -11,16 +11,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.config import EngineConfig
 from jaxserve.memory import bytes_by_dtype
 from jaxserve.models.config import ModelConfig
+from jaxserve.pace import latency_goal
 from jaxserve.targets import rates
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import PanelArray, QuantArray
 
 BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the datasheet's; an H200 moved 4.3 of 4.8 TB/s, and computed 790 of 989 T
 FLOAT32_SHARE = 1 / 12  # of the 16-bit matmul rate, where float32 means float32
 CALL_SECONDS = 2e-4  # of each call, however small: launches, and the gaps between them; assumed, not measured
 CONTEXT = 2048  # cached tokens that a prompt's token attends to, for its share of the arithmetic
 FEW = 16  # tokens of a step with prompts, at least
+CPU_PREFILL_CHUNK = 32  # a step on CPU takes as long as it has tokens
 FREE = 1.1  # a step that costs so much more than the smallest one counts as no slower
 
 
@@ -69,4 +72,11 @@ class StepCost:
 
 
 def _is_quantized(x: Any) -> bool:
-    return isinstance(x, QuantArray)
+    return isinstance(x, QuantArray | PanelArray)
+
+
+def prefill_chunk(config: EngineConfig, cost: StepCost | None) -> int:
+    """Most tokens of a step with a prompt while others decode. `cost`: of an accelerator's steps."""
+    if config.prefill_chunk is not None:
+        return config.prefill_chunk
+    return CPU_PREFILL_CHUNK if cost is None else cost.chunk(latency_goal(config, on_cpu=False))

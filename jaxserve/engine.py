@@ -19,7 +19,7 @@ from jaxserve.beam import Beams
 from jaxserve.block_manager import BlockManager
 from jaxserve.compile_cache import CompileCounter, enable_compile_cache
 from jaxserve.config import EngineConfig
-from jaxserve.cost import StepCost
+from jaxserve.cost import StepCost, prefill_chunk
 from jaxserve.flight import Flight, Later
 from jaxserve.grammar import MAX_QUEUED, Compiler
 from jaxserve.kv_cache import CacheLayout, cache_dtype
@@ -27,7 +27,7 @@ from jaxserve.logprobs import PromptScores, read_rows
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.load import compute_dtype, find_files, make_decoder, make_params, read_model, trust_matmul
-from jaxserve.pace import Pace
+from jaxserve.pace import Pace, latency_goal
 from jaxserve.pool import PoolSnapshot, pool_snapshot
 from jaxserve.programs import StepProgram
 from jaxserve.recovery import Recovery
@@ -47,22 +47,7 @@ from pallas_kernels import cpu_build
 
 log = logging.getLogger(__name__)
 
-CPU_PREFILL_CHUNK = 32  # there, a step takes as long as it has tokens
 GARBAGE = 50_000  # new objects before the garbage collector looks at them; the lists of a step are thousands
-LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0
-
-
-def latency_goal(config: EngineConfig, *, on_cpu: bool) -> float:
-    """In seconds."""
-    default = CPU_LATENCY_GOAL_MS if on_cpu else LATENCY_GOAL_MS
-    return (default if config.latency_goal_ms is None else config.latency_goal_ms) / 1000
-
-
-def prefill_chunk(config: EngineConfig, cost: StepCost | None) -> int:
-    """Most tokens of a step with a prompt while others decode. `cost`: of an accelerator's steps."""
-    if config.prefill_chunk is not None:
-        return config.prefill_chunk
-    return CPU_PREFILL_CHUNK if cost is None else cost.chunk(latency_goal(config, on_cpu=False))
 
 
 class Engine:

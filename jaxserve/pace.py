@@ -6,6 +6,16 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from jaxserve.config import EngineConfig
+
+LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0
+
+
+def latency_goal(config: EngineConfig, *, on_cpu: bool) -> float:
+    """Seconds that a call may take while a client streams, as the operator says or as suits the device."""
+    default = CPU_LATENCY_GOAL_MS if on_cpu else LATENCY_GOAL_MS
+    return (default if config.latency_goal_ms is None else config.latency_goal_ms) / 1000
+
 
 class Pace:
     """Measures the steps of one engine. `goal`: seconds that a call may take while a client reads along.

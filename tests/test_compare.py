@@ -98,9 +98,9 @@ def test_memory_of_this_process():
     before = memory.resident(os.getpid())
     if before is None:
         pytest.skip("the system does not tell")
-    block = np.ones(32 * memory.MIB, np.uint8)
+    block = np.ones(100 * memory.MIB, np.uint8)  # more than the allocator would take from its heap
     after = memory.resident(os.getpid())
-    assert 30 < after["anonymous_mib"] - before["anonymous_mib"] < 40, block.size
+    assert 95 < after["anonymous_mib"] - before["anonymous_mib"] < 110, block.size
     assert after["anonymous_mib"] + after["file_mib"] <= after["pss_mib"] + 1
     assert after["pss_mib"] <= after["rss_mib"]
     assert after["largest_mib"] <= after["rss_mib"]

@@ -227,7 +227,7 @@ def test_messages_of_another_type(llm, wrong):
 
 def test_stream_adds_up_to_the_whole(llm, answer):
     deltas = list(llm.stream(TEXT, GREEDY))
-    assert len(deltas) > 5
+    assert len(deltas) > 1, "several tokens may come at a time"
     assert "".join(delta.text for delta in deltas) == answer.text
     assert [token for delta in deltas for token in delta.token_ids] == answer.token_ids
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]

@@ -6,6 +6,7 @@ import pytest
 from engines import generate, make_engine, request
 
 from jaxserve.batch import step_shapes
+from jaxserve.cost import StepCost
 from jaxserve.programs import LENGTHS, StepPrograms
 from jaxserve.sampling import Sampler
 from jaxserve.types import Grammar, SamplingParams
@@ -137,7 +138,7 @@ def test_everything_is_compiled_before_the_engine_is_ready(model_folders):
 @pytest.mark.parametrize("most", [1, 2, 3, 16])
 @pytest.mark.parametrize("rows", [1, 5, 100, 256])
 def test_whatever_is_chosen_was_compiled(rows, most):
-    shapes = step_shapes("gpu", rows, 2048, 16)
+    shapes = step_shapes(rows, 2048, 16, cost=StepCost(weights=0.003, token=1e-5), chunk=512)
     programs = StepPrograms(static=True, most=most)
     compiled = programs.all(shapes)
     assert len(set(compiled)) == len(compiled)
@@ -160,7 +161,7 @@ def test_whatever_is_chosen_was_compiled(rows, most):
 
 
 def test_a_cpu_has_one_program_per_bucket():
-    shapes = step_shapes("cpu", 256, 2048, 16)
+    shapes = step_shapes(256, 2048, 16)
     programs = StepPrograms(static=False)
     assert len(programs.all(shapes)) == len(shapes)
     assert {programs.choose(shape, sampler, 1, False) for shape in shapes for sampler in KINDS} == set(
