@@ -20,12 +20,12 @@ SHAPES = {
 }
 # (scheme, step) -> at most so many launches in each layer, and outside the layers.
 BOUNDS = {
-    ("bf16", "decode"): (17.5, 26),
-    ("bf16", "mixed"): (19.5, 51),
-    ("int4", "decode"): (17.5, 26),
-    ("int4", "mixed"): (19.5, 51),
-    ("fp8", "decode"): (17.5, 26),
-    ("fp8", "mixed"): (19.5, 51),
+    ("bf16", "decode"): (13, 27),
+    ("bf16", "mixed"): (15, 52),
+    ("int4", "decode"): (13, 27),
+    ("int4", "mixed"): (15, 52),
+    ("fp8", "decode"): (13, 27),
+    ("fp8", "mixed"): (15, 52),
 }
 
 
