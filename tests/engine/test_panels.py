@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import gguf_files
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
@@ -17,6 +16,7 @@ from pallas_kernels import cpu_panels
 from pallas_kernels.cpu_panels import PanelType
 from pallas_kernels.types import PanelArray, QuantArray
 
+gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")
 
 Kind = gguf_files.Kind
