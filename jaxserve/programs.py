@@ -37,11 +37,6 @@ class StepProgram:
     steps: int | None
     keeps_hidden: bool
 
-    @property
-    def reach(self) -> int:
-        """Tokens that a row may draw."""
-        return (self.steps or MAX_STEPS) if self.shape.decode_only else 1
-
     def __str__(self) -> str:
         steps = f" x {self.steps}" if self.steps and self.steps > 1 else ""
         return f"{self.shape} {self.sampler.name.lower()}{steps}{' with hidden states' if self.keeps_hidden else ''}"

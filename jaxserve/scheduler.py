@@ -37,8 +37,7 @@ class Scheduler:
         prefill_bursts: bool = True,
         penalty_rows: int | None = None,
     ):
-        self.blocks = blocks
-        self._prefixes = Prefixes(blocks)
+        self.blocks, self._prefixes = blocks, Prefixes(blocks)
         self._prefill_chunk, self._prefill_bursts = prefill_chunk, prefill_bursts
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
         self.running = Running(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)

@@ -30,7 +30,6 @@ from pallas_kernels.types import KVPages
 
 FLOATS = ("bfloat16", "float16", "float32")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-LARGEST = 1 << 14  # numbers of a token that a program of `add_norm` holds
 GATE_BLOCK = 1024  # outputs of a program of `gate`
 TILE = 128  # tokens and outputs of a program of a matmul, and the least inputs, that `product` reckons with
 

@@ -17,6 +17,7 @@ pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 import test_triton
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
+from test_triton import INTERPRET, compiled, interpreted
 
 from pallas_kernels import fused_triton, selfcheck_fused, triton_compat
 from pallas_kernels.ops import Ops
@@ -24,9 +25,6 @@ from pallas_kernels.parts import Heads, Parts, Row
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRET, reason="runs in a process of its own, by test_interpreted")
-compiled = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted in this process")
 # Of the largest value: a rounding or two more than the one that the result itself needs.
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 EPS = 1e-5
