@@ -9,7 +9,7 @@ On accelerators a round settles ROUND_BITS = 4 bits with 15 sums in one kernel, 
 program that XLA makes for an H200 passes 20 times over the logits (8 rounds for top-k, 8 for top-p, which read the
 exponentials beside the logits, and 4 around them) and moves 140 bytes for each logit, sampling included: for 256 rows
 of 128,256 tokens 4.6 GB, or 1.1 ms at 4.3 TB/s, where one bit a round took 64 passes and 3.5 ms. This is an estimate
-from the compiled program: it has not been measured. A kernel with its sums in shared memory could do with six passes.
+from the compiled program: it has not been measured. `pallas_kernels.draw_triton` does with one pass or two.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.slots import RowParams
+from pallas_kernels.types import DrawSettings
 
 EXCLUDED = -1e30  # finite: a row that excludes everything still samples something
 ROUND_BITS = 4  # of a threshold that a round settles, where rounds are written out
 
 
-def filter_logits(logits: jax.Array, params: RowParams, *, unrolled: bool = False) -> jax.Array:
+def filter_logits(logits: jax.Array, settings: DrawSettings, *, unrolled: bool = False) -> jax.Array:
     """Top-k, then top-p and min-p over what is left, as in transformers and vLLM; what they drop becomes EXCLUDED.
 
     Ties at a threshold all stay. logits: float32 [rows, vocab]. `unrolled` writes the rounds out, for accelerators;
@@ -34,11 +34,11 @@ def filter_logits(logits: jax.Array, params: RowParams, *, unrolled: bool = Fals
     """
     peak = logits.max(axis=-1)
     keep = keep_unrolled if unrolled else keep_in_loop
-    kept = keep(logits, peak, params) & (jnp.exp(logits - peak[:, None]) >= params.min_p[:, None])
+    kept = keep(logits, peak, settings) & (jnp.exp(logits - peak[:, None]) >= settings.min_p[:, None])
     return jnp.where(kept, logits, EXCLUDED)
 
 
-def keep_in_loop(logits: jax.Array, peak: jax.Array, params: RowParams) -> jax.Array:
+def keep_in_loop(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> jax.Array:
     """What top-k and top-p keep, bool [rows, vocab]; one loop of two rounds does both."""
 
     def narrow(i: jax.Array, least_logit: jax.Array) -> jax.Array:
@@ -46,21 +46,21 @@ def keep_in_loop(logits: jax.Array, peak: jax.Array, params: RowParams) -> jax.A
         left = logits >= least_logit[:, None]
         weights = jnp.where(left, jnp.where(by_mass, jnp.exp(logits - peak[:, None]), 1.0), 0.0)
         total = jnp.sum(weights, axis=-1)
-        least = jnp.where(by_mass, params.top_p * total, _most_kept(params, logits.shape[1]))
+        least = jnp.where(by_mass, settings.top_p * total, _most_kept(settings, logits.shape[1]))
         found = lax.fori_loop(
             0,
             32,
             lambda bit, found: _round(logits, lambda keep: jnp.where(keep, weights, 0.0), least, found, 31 - bit, 1),
             jnp.zeros(logits.shape[0], jnp.uint32),
         )
-        off = by_mass & (params.top_p >= 1)
+        off = by_mass & (settings.top_p >= 1)
         return jnp.where(off, least_logit, jnp.maximum(least_logit, _at_most(found, peak)))
 
     least_logit = lax.fori_loop(0, 2, narrow, jnp.full(logits.shape[0], -jnp.inf))
     return logits >= least_logit[:, None]
 
 
-def keep_unrolled(logits: jax.Array, peak: jax.Array, params: RowParams) -> jax.Array:
+def keep_unrolled(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> jax.Array:
     """The same, with every round written out."""
 
     def threshold(weigh: Callable[[jax.Array], jax.Array], least: jax.Array) -> jax.Array:
@@ -72,15 +72,15 @@ def keep_unrolled(logits: jax.Array, peak: jax.Array, params: RowParams) -> jax.
     def mass(keep: jax.Array) -> jax.Array:
         return jnp.where(keep & (logits >= least_logit[:, None]), jnp.exp(logits - peak[:, None]), 0.0)
 
-    least_logit = threshold(lambda keep: jnp.where(keep, 1.0, 0.0), _most_kept(params, logits.shape[1]))
+    least_logit = threshold(lambda keep: jnp.where(keep, 1.0, 0.0), _most_kept(settings, logits.shape[1]))
     total = jnp.sum(mass(jnp.ones(logits.shape, bool)), axis=-1)
-    by_mass = jnp.where(params.top_p >= 1, -jnp.inf, threshold(mass, params.top_p * total))
+    by_mass = jnp.where(settings.top_p >= 1, -jnp.inf, threshold(mass, settings.top_p * total))
     return logits >= jnp.maximum(least_logit, by_mass)[:, None]
 
 
-def _most_kept(params: RowParams, vocab: int) -> jax.Array:
+def _most_kept(settings: DrawSettings, vocab: int) -> jax.Array:
     """How many tokens [rows] top-k keeps, ties aside; float32, which holds them exactly."""
-    return jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab).astype(jnp.float32)
+    return jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab), vocab).astype(jnp.float32)
 
 
 def _round(

@@ -23,6 +23,7 @@ from jaxserve.filters import EXCLUDED, filter_logits
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.slots import decode_slots, penalty_rows
 from jaxserve.types import SamplingParams
+from pallas_kernels.types import DrawSettings
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
 LANES = 128  # of a TPU's vectors
@@ -76,6 +77,7 @@ def sample(
     masks: jax.Array | None = None,
     *,
     sampler: Sampler = Sampler.ANY,
+    kernel: Callable[..., jax.Array] | None = None,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
@@ -83,6 +85,7 @@ def sample(
     needs, which makes for fewer and smaller programs than a buffer for each field. `position`, int32 [rows], is the
     position that the sampled token will have; with the seed it fixes the randomness.
     `masks`, int32 [rows, words], has a bit for each token: whether it may be drawn.
+    `kernel` draws in one launch, as `Ops.draw`, where the device has one.
     """
     raw, params = logits, decode_slots(words)
     any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
@@ -95,8 +98,9 @@ def sample(
         bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
         logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
     if sampler is Sampler.GREEDY:
-        return Sampled(_greedy(logits, words, position), None)
-    tokens = _where_any(any_, params.temperature > 0, partial(_draw, sampler=sampler), _greedy, logits, words, position)
+        return Sampled(_greedy(logits) if kernel is None else kernel(logits, None), None)
+    draw = partial(_draw, kernel=kernel or partial(draw_plainly, sampler=sampler))
+    tokens = _where_any(any_, params.temperature > 0, draw, lambda x, *_: _greedy(x), logits, words, position)
     if not (any_ or full):
         return Sampled(tokens, None)
     return Sampled(
@@ -175,7 +179,7 @@ def _add_bias(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.A
     return logits.at[rows, jnp.where(ids >= 0, ids, logits.shape[1])].add(bias, mode="drop")  # -1 falls outside
 
 
-def _greedy(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
+def _greedy(logits: jax.Array) -> jax.Array:
     """The most likely token, the first of several; by blocks, since XLA on CPU has no fast argmax of long rows."""
     blocks = _blocks(logits)
     block = jnp.argmax(blocks.max(axis=-1), axis=-1)
@@ -195,21 +199,22 @@ def _take(blocks: jax.Array, block: jax.Array) -> jax.Array:
     return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
-def _draw(logits: jax.Array, words: jax.Array, position: jax.Array, *, sampler: Sampler) -> jax.Array:
-    """Draws from softmax(logits / temperature), filtered; rows at temperature 0 take the most likely token."""
+def _draw(logits: jax.Array, words: jax.Array, position: jax.Array, *, kernel: Callable[..., jax.Array]) -> jax.Array:
     params = decode_slots(words)
-    hot = params.temperature >= 1e-5  # below it logits could overflow, and the result is greedy anyway
-    scaled = logits / jnp.where(hot, params.temperature, 1.0)[:, None]
+    uniform = _uniform(params.seed, position)
+    return kernel(logits, DrawSettings(params.temperature, params.top_k, params.top_p, params.min_p, uniform))
+
+
+def draw_plainly(logits: jax.Array, settings: DrawSettings, *, sampler: Sampler = Sampler.FILTERED) -> jax.Array:
+    """A token int32 [rows] of each row of float32 logits [rows, vocab], in plain XLA."""
+    hot = settings.temperature >= 1e-5
+    scaled = logits / jnp.where(hot, settings.temperature, 1.0)[:, None]
     if sampler is not Sampler.PLAIN:
         any_ = sampler is Sampler.ANY
-        filtered = hot & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
-        keep = partial(_filter, unrolled=not any_)
-        scaled = _where_any(any_, filtered, keep, lambda x, _: x, scaled, words)
-    return jnp.where(hot, _inverse_cdf(scaled, _uniform(params.seed, position)), _greedy(logits, words, position))
-
-
-def _filter(logits: jax.Array, words: jax.Array, *, unrolled: bool) -> jax.Array:
-    return filter_logits(logits, decode_slots(words), unrolled=unrolled)
+        filtered = hot & ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
+        keep = partial(filter_logits, unrolled=not any_)
+        scaled = _where_any(any_, filtered, keep, lambda x, _: x, scaled, settings)
+    return jnp.where(hot, _inverse_cdf(scaled, settings.uniform), _greedy(logits))
 
 
 def _inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:

@@ -111,6 +111,7 @@ def embed(table: jax.Array | QuantArray | PanelArray, ids: jax.Array) -> jax.Arr
 class Ops:
     """One implementation of each operation, with the signatures of the plain ones.
 
+    `draw`: tokens from logits in one launch, as `draw_triton.draw`, or None.
     `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
     `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
     given their axes.
@@ -126,6 +127,7 @@ class Ops:
     embed: Callable[..., jax.Array] = embed
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
+    draw: Callable[..., jax.Array] | None = None
     fused: Any = None
 
     def linear(
@@ -213,19 +215,21 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     ops = Ops(paged_attention=module.paged_attention, write_kv=getattr(module, "write_kv", write_kv))
     if device.platform == "cpu" and not partitioned:
         ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate)
-    return ops if partitioned else replace(ops, fused=fused_of(device, attention.q_dtype))
+    return _with_triton(ops, device, attention.q_dtype, partitioned=partitioned)
 
 
-def fused_of(device: Device, dtype: Any) -> Any:
-    """The module of kernels that do several operations in one launch on `device`, or None."""
+def _with_triton(ops: Ops, device: Device, dtype: Any, *, partitioned: bool) -> Ops:
+    """The same, with the kernels that do several operations in one launch, where `device` can use them."""
     if device.platform != "gpu":
-        return None
+        return ops
     try:
-        from pallas_kernels import fused_triton
+        from pallas_kernels import draw_triton, fused_triton
     except ImportError as error:
         log.warning("%s is not installed, so steps launch more kernels", error.name)
-        return None
-    return None if fused_triton.why_not(device, dtype) else fused_triton
+        return ops
+    if draw_triton.why_not(device) is None:
+        ops = replace(ops, draw=draw_triton.draw)
+    return ops if partitioned or fused_triton.why_not(device, dtype) else replace(ops, fused=fused_triton)
 
 
 def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool = True) -> Ops:
@@ -256,6 +260,17 @@ def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:
     if ops.fused is None or _is_right("fused", "auto", lambda: check_fused(ops.fused, problem)):
         return ops
     return replace(ops, fused=None)
+
+
+def checked_draw(ops: Ops, vocab: int) -> Ops:
+    """The same, after the kernel that draws was tried on rows of so many tokens; without it, and with a warning, where
+    it is wrong."""
+    from pallas_kernels.selfcheck_draw import check_draw
+
+    draw = ops.draw
+    if draw is None or _is_right("draw", "auto", lambda: check_draw(draw, vocab)):
+        return ops
+    return replace(ops, draw=None)
 
 
 def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: str) -> str:

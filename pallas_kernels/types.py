@@ -79,3 +79,20 @@ class PanelArray:
     table: Any
     shape: tuple[int, int]
     arithmetic: str = "float32"
+
+
+class DrawSettings(NamedTuple):
+    """How the token of each row of a batch is drawn, arrays [rows].
+
+    temperature: below 1e-5 the most likely token, the first of several; logits divided by less could overflow.
+    top_k, 0 for all; top_p, min_p: which tokens may be drawn. First those of the k largest
+      logits, ties included; then of these the fewest that have a part p of the probability, ties included; of these the
+      ones with at least a part min_p of the probability of the most likely one.
+    uniform: in (0, 1); the token is the one at which the probabilities of those, summed up, pass it.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    uniform: jax.Array

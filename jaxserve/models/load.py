@@ -37,7 +37,7 @@ from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import SCHEMES, abstract_like, place, rounded, splits_evenly
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels import cpu_panels
-from pallas_kernels.ops import checked, checked_fused, checked_matmul, choose_ops, matmul_of, quant_matmul
+from pallas_kernels.ops import checked, checked_draw, checked_fused, checked_matmul, choose_ops, matmul_of, quant_matmul
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
 from pallas_kernels.types import QuantArray
 
@@ -151,6 +151,7 @@ def make_decoder(
         ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
             ops = checked_fused(checked(ops, problem, attention, windows=any(model.windows)), problem)
+            ops = checked_draw(ops, model.vocab_size)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if mesh.size > 1:

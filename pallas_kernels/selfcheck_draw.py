@@ -1,0 +1,87 @@
+"""The kernel that draws tokens against sorted float64 probabilities, on the device at hand, before it is trusted there.
+
+An error is how far a row's random number lies outside the stretch of the running sum of probabilities that belongs to
+the token it drew; infinite where the token may not be drawn at all. In float32 the sum of a row is right to some 1e-6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.selfcheck import Finding
+from pallas_kernels.types import DrawSettings
+
+ALLOWED = 1e-5
+COLDEST = 1e-5  # temperatures below it are greedy
+REPEATS = 5
+UNIFORM = (2.0**-24, 0.3, 0.77, 1 - 2.0**-24)
+# temperature, top_k, top_p, min_p
+ROWS = (
+    (0.0, 0, 1.0, 0.0),
+    (1e-6, 5, 0.5, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 20, 0.8, 0.0),
+    (0.6, 20, 0.95, 0.05),
+    (1.0, 1, 1.0, 0.0),
+    (1.3, 64, 1.0, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (0.5, 0, 0.999, 0.0),
+    (1.0, 0, 0.0, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (2.0, 1500, 0.99, 0.0),
+    (1.0, 10**6, 1.0, 0.0),
+)
+
+
+def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
+    """Of a function like `draw_triton.draw`: findings for each kind of row, peaked and flat, and for greedy ones."""
+    draw = jax.jit(draw)
+    for spread in (4.0, 0.5):
+        rng = np.random.default_rng(int(10 * spread))
+        logits = (rng.standard_normal((len(ROWS), vocab)) * spread).astype(np.float32)
+        worst = np.zeros(len(ROWS))
+        for uniform in UNIFORM:
+            temperature, top_k, top_p, min_p = (jnp.asarray(column) for column in zip(*ROWS, strict=True))
+            settings = DrawSettings(temperature, top_k, top_p, min_p, jnp.full(len(ROWS), uniform, jnp.float32))
+            tokens = [np.asarray(draw(jnp.asarray(logits), settings)) for _ in range(REPEATS)]
+            same = all((tokens[0] == again).all() for again in tokens)
+            errors = [error(logits[i], *row, uniform, tokens[0][i]) for i, row in enumerate(ROWS)]
+            worst = np.maximum(worst, errors if same else np.inf)
+        for row, found in zip(ROWS, worst, strict=True):
+            yield Finding("draw, spread {}, temperature {}, k {}, p {}, min-p {}".format(spread, *row), found, ALLOWED)
+        greedy = np.asarray(draw(jnp.asarray(logits), None)) == logits.argmax(1)
+        yield Finding(f"greedy, spread {spread}", 0.0 if greedy.all() else np.inf, 0.0)
+
+
+def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Which tokens a row may draw, bool [vocab]."""
+    x = logits.astype(np.float64)
+    relative = np.exp((x - x.max()) / temperature)
+    keep = np.ones(x.shape, bool)
+    if 0 < top_k < len(x):
+        keep &= x >= np.partition(x, -top_k)[-top_k]
+    if top_p < 1:
+        order = np.argsort(-x, kind="stable")
+        up_to = np.cumsum(np.where(keep, relative, 0)[order])
+        enough = np.searchsorted(up_to, top_p * up_to[-1] * (1 - 1e-7)) if top_p > 0 else 0
+        keep &= x >= x[order[min(enough, len(x) - 1)]]
+    return keep & (relative >= min_p)
+
+
+def error(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float, token: int
+) -> float:
+    """How wrong `token` is for a row of logits [vocab]: see above."""
+    if temperature < COLDEST:
+        return 0.0 if token == logits.argmax() else np.inf
+    keep = kept(logits, temperature, top_k, top_p, min_p)
+    if not 0 <= token < len(logits) or not keep[token]:
+        return np.inf
+    weight = np.where(keep, np.exp((logits.astype(np.float64) - logits.max()) / temperature), 0)
+    up_to = np.cumsum(weight) / weight.sum()
+    begin = up_to[token] - weight[token] / weight.sum()
+    return float(max(begin - uniform, uniform - up_to[token], 0))

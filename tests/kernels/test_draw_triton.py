@@ -1,0 +1,161 @@
+"""The Triton kernel that draws tokens: interpreted against float64 NumPy, and compiled ahead of time. As in
+`test_triton`, the interpreted tests run in a process of their own."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+
+import test_triton
+from devices import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
+from test_triton import INTERPRET, compiled, interpreted
+
+from jaxserve.sampling import draw_plainly
+from pallas_kernels import draw_triton, selfcheck_draw, triton_compat
+from pallas_kernels.registry import Device
+from pallas_kernels.types import DrawSettings
+
+
+@compiled
+def test_interpreted():
+    """Runs this file's interpreted tests where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    if INTERPRET:
+        monkeypatch.setattr(triton_compat, "call", test_triton.interpret)
+        with jax.disable_jit(), np.errstate(all="ignore"):
+            yield
+    else:
+        yield
+
+
+@interpreted
+@pytest.mark.parametrize("vocab", [257, 20480, 32003])
+def test_draws_as_the_probabilities_say(vocab, monkeypatch):
+    monkeypatch.setattr(selfcheck_draw, "REPEATS", 1)
+    found = list(selfcheck_draw.check_draw(draw_triton.draw, vocab))
+    assert len(found) == 2 * (len(selfcheck_draw.ROWS) + 1)
+    assert [finding for finding in found if not finding.right] == []
+
+
+MISTAKES = {
+    "none": None,
+    "a neighbour": lambda tokens: tokens.at[3].add(1),
+    "no such token": lambda tokens: tokens.at[0].set(-1),
+    "another of the kept": lambda tokens: tokens.at[7].set(tokens[2]),
+}
+
+
+@compiled
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_check_sees(mistake):
+    """Mistakes in what a device draws; and plain operations have none."""
+
+    def draw(logits, settings):
+        if settings is None:
+            return jnp.argmax(logits, -1).astype(jnp.int32)
+        return spoil(draw_plainly(logits, settings))
+
+    def spoil(tokens):
+        return tokens if mistake == "none" else MISTAKES[mistake](tokens)
+
+    wrong = [finding.what for finding in selfcheck_draw.check_draw(draw, 20480) if not finding.right]
+    assert bool(wrong) == (mistake != "none"), wrong
+
+
+@compiled
+def test_the_check_sees_draws_that_differ(monkeypatch):
+    turns = itertools.count()
+
+    def draw(logits, settings):
+        if settings is None:
+            return jnp.argmax(logits, -1).astype(jnp.int32)
+        flip = jax.experimental.io_callback(lambda: np.int32(next(turns) % 2), jax.ShapeDtypeStruct((), jnp.int32))
+        return draw_plainly(logits, settings._replace(uniform=jnp.where(flip > 0, 0.1, settings.uniform)))
+
+    assert not all(finding.right for finding in selfcheck_draw.check_draw(draw, 2048))
+
+
+def one(logits: np.ndarray, *, temperature=1.0, k=0, p=1.0, least=0.0, uniform=0.5, greedy=False) -> int:
+    settings = DrawSettings(*(jnp.array([x], jnp.float32) for x in (temperature, k, p, least, uniform)))
+    return int(draw_triton.draw(jnp.asarray(logits)[None], None if greedy else settings)[0])
+
+
+@interpreted
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_first_of_the_most_likely(greedy):
+    logits = np.zeros(1000, np.float32)
+    logits[[130, 140, 777]] = 3.0
+    assert one(logits, temperature=0.0, greedy=greedy) == 130
+
+
+@interpreted
+def test_ties_at_a_threshold_stay():
+    logits = np.full(1000, -5.0, np.float32)
+    logits[[3, 300, 600, 900]] = 1.0
+    drawn = {one(logits, k=2, uniform=u) for u in (0.1, 0.4, 0.6, 0.9)}
+    assert drawn == {3, 300, 600, 900}
+    assert {one(logits, p=0.3, uniform=u) for u in (0.1, 0.4, 0.6, 0.9)} == drawn
+
+
+@interpreted
+def test_candidates_that_are_not_copied(monkeypatch):
+    """The same tokens where the rounds pass over the row, and in flat rows, in which all tokens are candidates."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal(20000).astype(np.float32)
+    cases = [{"k": 30, "p": 0.9}, {"p": 0.9}, {"k": 500}, {"temperature": 3.0, "p": 0.7}]
+    points = (0.05, 0.5, 0.95)
+    copied = [one(logits, uniform=u, **case) for case in cases for u in points]
+    monkeypatch.setattr(draw_triton, "CANDIDATES", 16)
+    assert [one(logits, uniform=u, **case) for case in cases for u in points] == copied
+    flat = np.zeros(20000, np.float32)
+    assert one(flat, p=0.5, uniform=0.25) == pytest.approx(5000, abs=1)  # they are all equal, so all stay
+
+
+@interpreted
+def test_what_is_excluded_is_never_drawn():
+    """By masks and penalties: finite, and so much less likely that its weight is 0."""
+    logits = np.full(1000, -1e30, np.float32)
+    logits[[5, 999]] = [0.0, 1.0]
+    for case in ({}, {"k": 10}, {"p": 0.99}, {"least": 1e-6}, {"temperature": 50.0}):
+        assert {one(logits, uniform=u, **case) for u in (1e-7, 0.2, 0.5, 1 - 1e-7)} == {5, 999}
+
+
+def test_devices():
+    assert draw_triton.why_not(Device("gpu", "NVIDIA H200", (9, 0))) is None
+    assert "8.0 or newer" in draw_triton.why_not(Device("gpu", "T4", (7, 5)))
+    assert "NVIDIA" in draw_triton.why_not(Device("tpu", "TPU v5e"))
+
+
+@compiled
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("vocab", [128256, 151936, 50257])
+def test_compiles_for_h200(vocab, greedy):
+    rows, mesh = 256, mesh_of("h200x1")
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    settings = DrawSettings(array(rows), array(rows, dtype=jnp.int32), *[array(rows)] * 3)
+    with jax.set_mesh(mesh):
+        program = jax.jit(draw_triton.draw).lower(array(rows, vocab), None if greedy else settings).compile()
+    assert len(re.findall(" custom-call", program.as_text())) == 1
+    assert program.memory_analysis().temp_size_in_bytes <= rows * (3 * 4 * 2048 + 4 * draw_triton.CANDIDATES) + 2**16
