@@ -22,7 +22,7 @@ from jaxserve.steps import StepShape
 
 LENGTHS = (1, 2, 4, 8)  # tokens that a row may draw in a call, where programs have fixed lengths
 LOOPED_ROWS = 8  # of the largest batch that draws several
-PLAIN_ROWS = 64  # from so many rows on, the passes over the logits that filters take are worth a program without them
+PLAIN_ROWS = 64  # from so many rows on, many passes over the logits for filters are worth a program without them
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ class StepProgram:
 
 class StepPrograms:
     """Chooses programs. `static`: they are fixed in all that the host knows, as accelerators want them. `most`: tokens
-    that a call may draw per row, by the settings."""
+    that a call may draw per row, by the settings. `costly_filters`: they take many passes over the logits, not one or
+    two in a kernel."""
 
-    def __init__(self, *, static: bool, most: int = MAX_STEPS):
-        self.static, self._most = static, most
+    def __init__(self, *, static: bool, most: int = MAX_STEPS, costly_filters: bool = True):
+        self.static, self._most, self._costly_filters = static, most, costly_filters
 
     def all(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """All that `choose` can name for batches in these buckets, the last of which is the largest mixed one."""
@@ -58,7 +59,7 @@ class StepPrograms:
             found += [
                 StepProgram(shape, sampler, steps, keeps_hidden=False)
                 for steps in self._lengths(shape)
-                for sampler in _samplers(shape, steps)
+                for sampler in self._samplers(shape, steps)
             ]
         scoring = [shape for shape in shapes if not shape.decode_only][-1:]  # see `batch.split`
         return found + [StepProgram(shape, Sampler.FULL, 1, keeps_hidden=True) for shape in scoring]
@@ -75,7 +76,7 @@ class StepPrograms:
         if not self.static or scores:
             return self.largest(shape)
         length = next(length for length in self._lengths(shape) if length >= steps)
-        sampler = next(one for one in _samplers(shape, length) if one >= sampler)
+        sampler = next(one for one in self._samplers(shape, length) if one >= sampler)
         return StepProgram(shape, sampler, length, keeps_hidden=False)
 
     def lengths(self, shapes: Sequence[StepShape], rows: int, sampler: Sampler) -> Sequence[int]:
@@ -93,10 +94,9 @@ class StepPrograms:
             return (1,)
         return [length for length in LENGTHS if length <= self._most]
 
-
-def _samplers(shape: StepShape, steps: int) -> list[Sampler]:
-    """Those that are compiled of a bucket for calls of so many tokens, ascending."""
-    found = [Sampler.GREEDY, Sampler.FILTERED]
-    if shape.decode_only and shape.rows >= PLAIN_ROWS:
-        found.insert(1, Sampler.PLAIN)
-    return [*found, Sampler.FULL] if steps == 1 else found
+    def _samplers(self, shape: StepShape, steps: int) -> list[Sampler]:
+        """Those that are compiled of a bucket for calls of so many tokens, ascending."""
+        found = [Sampler.GREEDY, Sampler.FILTERED]
+        if self._costly_filters and shape.decode_only and shape.rows >= PLAIN_ROWS:
+            found.insert(1, Sampler.PLAIN)
+        return [*found, Sampler.FULL] if steps == 1 else found

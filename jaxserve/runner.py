@@ -68,7 +68,8 @@ class ModelRunner:
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self.programs = StepPrograms(static=not self._on_cpu if static is None else static, most=most_steps)
+        static = not self._on_cpu if static is None else static
+        self.programs = StepPrograms(static=static, most=most_steps, costly_filters=model.ops.draw is None)
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout
         self.slots: SlotState

@@ -7,7 +7,7 @@ from engines import generate, make_engine, request
 
 from jaxserve.batch import step_shapes
 from jaxserve.cost import StepCost
-from jaxserve.programs import LENGTHS, StepPrograms
+from jaxserve.programs import LENGTHS, PLAIN_ROWS, StepPrograms
 from jaxserve.sampling import Sampler
 from jaxserve.types import Grammar, SamplingParams
 
@@ -135,12 +135,14 @@ def test_everything_is_compiled_before_the_engine_is_ready(model_folders):
 # Which programs there are
 
 
+@pytest.mark.parametrize("costly", [False, True])
 @pytest.mark.parametrize("most", [1, 2, 3, 16])
 @pytest.mark.parametrize("rows", [1, 5, 100, 256])
-def test_whatever_is_chosen_was_compiled(rows, most):
+def test_whatever_is_chosen_was_compiled(rows, most, costly):
     shapes = step_shapes(rows, 2048, 16, cost=StepCost(weights=0.003, token=1e-5), chunk=512)
-    programs = StepPrograms(static=True, most=most)
+    programs = StepPrograms(static=True, most=most, costly_filters=costly)
     compiled = programs.all(shapes)
+    assert any(program.sampler is Sampler.PLAIN for program in compiled) == (costly and rows >= PLAIN_ROWS)
     assert len(set(compiled)) == len(compiled)
     assert len(compiled) <= 5 * len(shapes) + 3 * 2 * 4 + 1, "as many as the description says, and no more"
     for sampler in list(Sampler)[: Sampler.ANY]:
