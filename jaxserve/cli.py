@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_engine_flags(batch)
 
     kernels = _command(commands, "kernels", run_kernels, "what a device would run, and why not the rest")
-    kernels.add_argument("--target", metavar="NAME", help="a device that is not here, such as h200x1 or v5e-4")
+    kernels.add_argument("--target", metavar="NAME", help="devices that are not here, such as h200x8, a100x1 or v5e-4")
     for name, default, help_ in (("head-dim", 128, "of attention"), ("group", 4, "query heads of a key-value head"),
                                  ("page-size", 16, "tokens per page")):  # fmt: skip
         kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     listing.add_argument("folder", nargs="*", type=Path, help="further folders to look in")
     inspect = _command(about, "inspect", run_inspect, "what a model needs of each device's memory, without loading it")
     _add_model(inspect)
-    inspect.add_argument("--target", metavar="NAME", help="a device that is not here, such as h200x1 or v5e-4")
+    inspect.add_argument("--target", metavar="NAME", help="devices that are not here, such as h200x8, a100x1 or v5e-4")
     _add_engine_flags(inspect)
 
     top = _command(commands, "top", run_top, "watch a server: its queue, batch, pages and latencies")

@@ -12,28 +12,56 @@ from jax.experimental import topologies
 
 from jaxserve.config import ConfigError
 
-# One H200 as XLA's compiler sees it.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+
+class Gpu(NamedTuple):
+    """What XLA's compiler and the memory plan must know of an NVIDIA GPU."""
+
+    kind: str
+    capability: tuple[int, int]
+    cores: int  # multiprocessors
+    threads: int  # of a multiprocessor
+    shared: int  # KiB of shared memory of a multiprocessor, of which a program may use all but one
+    cache: int  # MiB of L2 cache
+    bandwidth: float  # bytes a second
+    clock: float  # GHz
+    memory: int  # bytes that a driver leaves, about
+
+    def config(self) -> str:
+        """As XLA's target_config wants it."""
+        major, minor = self.capability
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024  threads_per_warp: 32
+              shared_memory_per_block: 49152  shared_memory_per_core: {self.shared << 10}
+              shared_memory_per_block_optin: {self.shared - 1 << 10}
+              threads_per_core_limit: {self.threads}  core_count: {self.cores}  fpus_per_core: 128
+              block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+              memory_bandwidth: {self.bandwidth:.0f}  l2_cache_size: {self.cache << 20}
+              clock_rate_ghz: {self.clock}  device_memory_size: {self.memory}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              registers_per_core_limit: 65536  registers_per_block_limit: 65536
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 8 }}
+            runtime_version {{ major: 12 minor: 9 patch: 0 }}
+            device_description_str: "{self.kind}"
+        """
+
+
+# NVIDIA's datasheets and tuning guides, as of late 2026; the memory of all but the H200 is rounded down.
+GPUS = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 164, 40, 2.04e12, 1.41, 79 << 30),
+    "l4": Gpu("NVIDIA L4", (8, 9), 58, 1536, 100, 48, 0.3e12, 2.04, 22 << 30),
+    "l40s": Gpu("NVIDIA L40S", (8, 9), 142, 1536, 100, 96, 0.864e12, 2.52, 44 << 30),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 228, 50, 3.35e12, 1.98, 79 << 30),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 2048, 228, 60, 4.8e12, 1.98, 150_754_820_096),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 2048, 228, 126, 8.0e12, 1.96, 178 << 30),
 }
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-GPUS = {"h200": H200}
 TPUS = {"v5e": {1: "2x2", 4: "2x2", 8: "2x4"}, "v6e": {1: "2x2", 4: "2x2", 8: "2x4"}}  # devices -> topology
 
 
-MEMORY = {"NVIDIA H200": 150_754_820_096, "TPU v5 lite": 16 << 30, "TPU v6 lite": 32 << 30}  # bytes by kind
+# Bytes by kind of device.
+MEMORY = {gpu.kind: gpu.memory for gpu in GPUS.values()} | {"TPU v5 lite": 16 << 30, "TPU v6 lite": 32 << 30}
 
 
 class Rates(NamedTuple):
@@ -81,7 +109,7 @@ def target_devices(name: str) -> list[Any]:
             shape = f"1x1x{count}"
             return list(
                 topologies.get_topology_desc(
-                    platform="cuda", topology_name="", target_config=GPUS[kind], topology=shape
+                    platform="cuda", topology_name="", target_config=GPUS[kind].config(), topology=shape
                 ).devices
             )
         if count in TPUS.get(kind, {}):
