@@ -17,10 +17,11 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from jaxserve import steps
+from jaxserve.block_manager import NULL_PAGE
 from jaxserve.bundle import bundle
 from jaxserve.config import MAX_STEPS
 from jaxserve.jax_versions import with_int4_arguments
-from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, KVCache, copy_pages
+from jaxserve.kv_cache import COPIES, CacheLayout, KVCache, copy_pages
 from jaxserve.memory import Needs, stored_bytes
 from jaxserve.mesh import replicated
 from jaxserve.models.decoder import Decoder
