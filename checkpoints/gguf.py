@@ -82,6 +82,7 @@ _SCALARS = {
     11: "<i8",
     12: "<f8",
 }
+# Tokens that end a turn, whether or not the file names them so (as in llama.cpp).
 _END_TEXTS = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>")
 )

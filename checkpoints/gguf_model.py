@@ -43,7 +43,6 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-# Tokens that end a turn, whether or not the file names them so (as in llama.cpp).
 
 
 @dataclass(frozen=True)

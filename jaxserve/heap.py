@@ -14,8 +14,10 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ \S+ +(/\S*\.so[.
 
 
 def settle() -> None:
-    """After start-up, what it alone needed: Python's garbage, freed memory, and the pages of libraries."""
+    """After start-up, what it alone needed: Python's garbage, freed memory, and the pages of libraries. What is left
+    stays: the garbage collector need not hold up anybody to look at it again."""
     gc.collect()
+    gc.freeze()
     trim()
     leave_libraries()
 

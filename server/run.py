@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import gc
 import logging
 import os
 import resource
@@ -313,7 +312,6 @@ class _Server(uvicorn.Server):
         state.tokenizer = tokenizer
         gguf.forget()
         heap.settle()
-        gc.freeze()  # what is here stays; looking at it again would hold up the event loop
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
     def _tokenizer(self, folder: Path, source: Path) -> Tokenizer:
