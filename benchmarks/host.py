@@ -44,9 +44,11 @@ PROMPT, WARMUP, STEPS = 64, 20, 400
 
 def null_step(params, cache, slots, packed, *, shape, **fixed) -> steps.StepResult:
     """Takes and gives what a step does on CPU, but for scores; the token is a function of the batch, so that nothing is
-    folded away."""
+    folded away, and -1 where a row draws none: in the midst of its prompt."""
     del fixed  # of the program: the model, the mesh, what its sampler can do
-    tokens = jnp.tile(packed[: shape.rows] % 1000 + 7, (shape.max_steps, 1))
+    at, rows = shape.fields["draws"]
+    drawn = jnp.where(packed[at : at + rows] > 0, packed[:rows] % 1000 + 7, -1)
+    tokens = jnp.tile(drawn, (shape.max_steps, 1))
     nothing = jnp.zeros(())
     return steps.StepResult(Sampled(tokens, nothing), None if shape.decode_only else nothing, cache, slots)
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +82,11 @@ _SCALARS = {
     11: "<i8",
     12: "<f8",
 }
+# Tokens that end a turn, whether or not the file names them so (as in llama.cpp).
+_END_TEXTS = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>")
+)
+_CONTROL = 3  # the token type of special tokens
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SMALLEST_ENTRY = 13  # bytes of a metadata entry: a key's length, a type, a value
 _SMALLEST_TENSOR = 32  # bytes of a tensor info: a name's length, a count, one dimension, a type, an offset
@@ -111,6 +116,16 @@ class GGUFFile:
     tensors: dict[str, StoredTensor]
 
 
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end a text or a turn, the file's end-of-sequence token first."""
+    named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    found = []
+    if isinstance(tokens, list) and isinstance(types, np.ndarray):
+        found = [i for i in np.flatnonzero(types[: len(tokens)] == _CONTROL).tolist() if tokens[i] in _END_TEXTS]
+    return list(dict.fromkeys([i for i in named if type(i) is int] + found))
+
+
 def known_gguf(path: Path) -> GGUFFile:
     """As `read_gguf`; the last file that was read is remembered until it changes. A start asks for its config, for its
     weights and for its tokenizer one by one, and a vocabulary takes its time."""
@@ -125,6 +140,11 @@ def known_gguf(path: Path) -> GGUFFile:
 def _remembered(path: Path, version: tuple[int, ...]) -> GGUFFile:
     """`version` tells a file from another that has taken its place."""
     return read_gguf(path)
+
+
+def forget() -> None:
+    """Gives up what `known_gguf` remembers: a large vocabulary takes tens of MiB, and only a start needs it."""
+    _remembered.cache_clear()
 
 
 def read_gguf(path: Path) -> GGUFFile:

@@ -17,7 +17,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats.gguf_blocks import FLOATS, decode, needs_package
-from checkpoints.gguf import BlockType, GGUFFile, StoredTensor, known_gguf
+from checkpoints.gguf import BlockType, GGUFFile, StoredTensor, end_ids, known_gguf
 from checkpoints.int4 import PackedInt4
 from checkpoints.mistral_native import in_halves
 from checkpoints.quantized import dequantize
@@ -43,11 +43,6 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-# Tokens that end a turn, whether or not the file names them so (as in llama.cpp).
-_END_TEXTS = frozenset(
-    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>")
-)
-_CONTROL = 3  # the token type of special tokens
 
 
 @dataclass(frozen=True)
@@ -166,16 +161,6 @@ def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
         log.warning("%s: weights of type %s are dequantized to floats as they are read", path, ", ".join(others))
     description = "GGUF " + ", ".join(sorted(kind.name for kind in kinds))
     return GGUFModel(config, tensors, GGUFReader(tensors, description), file.metadata)
-
-
-def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end a text or a turn, the file's end-of-sequence token first."""
-    named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
-    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    found = []
-    if isinstance(tokens, list) and isinstance(types, np.ndarray):
-        found = [i for i in np.flatnonzero(types[: len(tokens)] == _CONTROL).tolist() if tokens[i] in _END_TEXTS]
-    return list(dict.fromkeys([i for i in named if type(i) is int] + found))
 
 
 class _Keys:

@@ -2,6 +2,8 @@
 
 In a model's folder the checkpoint is the folder `orbax`. Parameters go by path, "layers_0/mlp/down/kernel"; of a
 quantized one there are "layers_0/mlp/down/kernel/block=1x128/codes" and so on.
+
+The package is imported by what reads or writes a checkpoint: it takes 30 MiB and 0.2 s, and few models are such.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from checkpoints.errors import CheckpointError
@@ -32,6 +33,8 @@ def is_saved(folder: Path) -> bool:
 
 def save(folder: Path, params: Mapping[str, Any]) -> None:
     """Writes arrays and QuantArrays by path into a folder that holds no checkpoint yet."""
+    import orbax.checkpoint as ocp
+
     ocp.PyTreeCheckpointer().save((folder / CHECKPOINT).absolute(), unflatten_dict(_arrays(params), sep="/"))
 
 
@@ -62,6 +65,8 @@ def _joined(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe(folder: Path) -> dict[str, Abstract]:
     """Shapes and dtypes of what is saved. Raises CheckpointError when there is nothing that can be read."""
+    import orbax.checkpoint as ocp
+
     try:
         tree = ocp.PyTreeCheckpointer().metadata((folder / CHECKPOINT).absolute()).item_metadata.tree
     except Exception as error:  # Orbax raises many unrelated types
@@ -75,6 +80,8 @@ def restore(folder: Path, abstract: Mapping[str, Abstract], resizable: Collectio
     Rows of `resizable` parameters are left out or filled with zeros where the shape differs. Raises CheckpointError for
     parameters that are missing, left over, of another shape, or quantized otherwise.
     """
+    import orbax.checkpoint as ocp
+
     stored, wanted = _arrays(describe(folder)), _arrays(abstract)
     if differing := sorted(stored.keys() ^ wanted.keys()):
         raise CheckpointError(

@@ -6,12 +6,14 @@ import gc
 import logging
 import time
 from collections import deque
+from concurrent.futures import wait
 from pathlib import Path
 
 import jax
 import msgspec
 import numpy as np
 
+from checkpoints import gguf
 from jaxserve import heap, memory
 from jaxserve.admission import Admission
 from jaxserve.batch import Batch, pack, split, step_shapes
@@ -149,7 +151,6 @@ class Engine:
         sizes = config.max_num_seqs, tokens, config.page_size
         shapes = step_shapes(*sizes, cost=cost, chunk=chunk, padding_is_free=free)
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, kv_dtype, device.platform)
-
         runner.plan(one_page, -(-longest // config.page_size))
         budget = memory.budget(config, device, mesh.size, runner.weight_bytes, runner.slot_bytes)
         sizing = Sizing(config, runner, one_page, budget, shapes, longest)
@@ -163,20 +164,18 @@ class Engine:
         cannot be.
         """
         start = time.perf_counter()
-        vocabulary = self.grammars.vocabulary
+        early = [] if self._cost is None else [self.grammars.vocabulary]  # 60 MiB: on CPU the first grammar has it read
         self.runner.compile(self.runner.names(self.shapes))
-        vocabulary.exception()  # waits; what is wrong concerns those alone who bring a grammar
+        wait(early)  # what is wrong with it concerns those alone who bring a grammar
         if self._sizing.finish(self.shapes):
             assert not self.has_work
             self._allocate()
         self.runner.frozen = self.config.forbid_compile
         seconds, hits = time.perf_counter() - start, self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
-        gc.collect()
-        heap.trim()
-        gc.freeze()  # what is here stays: the garbage collector need not look at it again while we serve
-        often, *rarely = gc.get_threshold()
-        gc.set_threshold(max(often, GARBAGE), *rarely)
+        gguf.forget()
+        heap.settle()
+        gc.set_threshold(max(gc.get_threshold()[0], GARBAGE), *gc.get_threshold()[1:])
 
     # Requests
 
@@ -336,7 +335,8 @@ class Engine:
         """A step's tokens, of each of its batches; waits until they are here."""
         asked = time.perf_counter()
         tokens = flight.tokens()
-        self.timeline.seconds["device"].observe(self.pace.arrived(asked, flight.dispatched, flight.steps))
+        passes = flight.steps if self.runner.programs.static else flight.passes(tokens)
+        self.timeline.seconds["device"].observe(self.pace.arrived(asked, flight.dispatched, passes))
         return tokens
 
     def commit(self, flight: Flight, tokens: list[np.ndarray]) -> StepOutput:
@@ -369,9 +369,9 @@ class Engine:
                 update.stop_token = tokens[-1]
         if seq.matcher is not None and update.finish_reason == "error":
             update.error = f"the grammar failed: {seq.matcher.error}"
-        if (count := seq.params.logprobs) is not None and scores is not None:
-            rows = np.asarray(scores)[: len(tokens), row]
-            update.logprobs = read_rows(rows, tokens, count)
+        if (count := seq.params.logprobs) is not None and tokens:
+            assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"
+            update.logprobs = read_rows(np.asarray(scores)[: len(tokens), row], tokens, count)
         if is_first and seq.index == 0:
             self.counters.prompt_tokens += seq.prompt_len
             update.num_cached_tokens = seq.num_cached or 0

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.logprobs import PromptScores
 from jaxserve.running import Rows
-from jaxserve.sampling import Sampled
+from jaxserve.sampling import SCORE_WORDS, Sampled
 
 
 @dataclass
@@ -35,7 +35,8 @@ class Later:
         count = len(self.index)
         tokens[0, self.index] = np.concatenate([one.tokens for one in self.drawn])[:count]
         if any(self.rows.seqs[i].params.logprobs is not None for i in self.index.tolist()):
-            scores = np.array(scores)
+            # The step's program may have none: its own rows want none.
+            scores = np.zeros((*tokens.shape, SCORE_WORDS), np.int32) if scores is None else np.array(scores)
             scores[0, self.index] = np.concatenate([one.scores for one in self.drawn])[:count]
         return Sampled(tokens, scores)
 
@@ -50,6 +51,10 @@ class Flight:
     prompt_scores: list[PromptScores]
     steps: int  # tokens that a row may have drawn
     dispatched: float  # time.perf_counter()
+
+    def passes(self, tokens: list[np.ndarray]) -> int:
+        """Passes of the model in which some row drew, by what came back: a loop may have ended early."""
+        return max(1, *(int((ids >= 0).any(axis=1).sum()) for ids in tokens))
 
     def tokens(self) -> list[np.ndarray]:
         """Those of each batch, int32 [steps, rows]; waits until they are here."""

@@ -22,6 +22,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
+from jaxserve import heap
 from jaxserve.json_schema import WHITESPACE, without_trivia
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import Grammar, InvalidRequestError, QueueFullError
@@ -183,7 +184,13 @@ def _matcher(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 def read_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     """The bytes of each token; those of tokenizer.json where it is of a kind that llguidance reads."""
-    eos = list(eos_token_ids) or None
+    try:
+        return _read_vocabulary(folder, vocab_size, list(eos_token_ids) or None)
+    finally:
+        heap.trim()  # parsing takes as much again as what stays
+
+
+def _read_vocabulary(folder: Path, vocab_size: int, eos: list[int] | None) -> LLTokenizer:
     file = folder / "tokenizer.json"
     if file.exists():
         try:

@@ -15,7 +15,6 @@ from jaxserve.models.config import ModelConfig
 from pallas_kernels import cpu
 from pallas_kernels.types import KVPages
 
-NULL_PAGE = 0  # owned by nobody: padding tokens write here, and nothing reads it
 COPIES = 16  # page copies per call of `copy_pages`
 
 MOST_LAYERS = 8  # in one array

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from checkpoints import gguf
+from jaxserve import heap
 from jaxserve.config import MAX_STEPS, EngineConfig
 from jaxserve.detokenizer import ChoiceDelta, OutputProcessor
 from jaxserve.engine import Engine
@@ -103,6 +105,16 @@ class LLM:
         # tokens are worth one; until there are so many they are kept.
         self._inboxes: dict[str, tuple[deque[SequenceUpdate], int]] = {}
         self._kept: dict[tuple[str, int], list[int]] = {}
+        self._trimmed = -1  # programs that there were at the last `_trim`
+        gguf.forget()
+        self._trim()
+
+    def _trim(self) -> None:
+        """Gives back what loading, or compiling since the last time, has left behind."""
+        if self._trimmed != (programs := self.engine.runner.num_executables):
+            self._trimmed = programs
+            heap.trim()
+            heap.leave_libraries()
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, with 16 new tokens."""
@@ -129,6 +141,7 @@ class LLM:
         with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not progress) as bar:
             for delta_id, delta in self._run(requests, processors, bar):
                 choices[delta_id, delta.index].extend(delta)
+        self._trim()
         return [
             self._output(r, text, processors[r.request_id], choices) for r, text in zip(requests, texts, strict=True)
         ]

@@ -41,14 +41,15 @@ class Pace:
         """The call ends."""
         self.host_seconds += 0.3 * (time.perf_counter() - self._began - self._waited - self.host_seconds)
 
-    def arrived(self, asked: float, dispatched: float, steps: int) -> float:
-        """The tokens of a call are here, which drew up to `steps` per row. `asked` and `dispatched` say when the host
-        began to wait, and when it sent the call. Returns how long the devices took for it, at most."""
+    def arrived(self, asked: float, dispatched: float, passes: int) -> float:
+        """The tokens of a call are here, for which the model ran `passes` times: as often as the row that drew most has
+        drawn, or the fixed length of the program's loop. `asked` and `dispatched` say when the host began to wait, and
+        when it sent the call. Returns how long the devices took for it, at most."""
         now = time.perf_counter()
         seconds = now - max(dispatched, self._last_arrival)  # it began when the one before ended, or later
-        self.step_seconds += 0.3 * (seconds / steps - self.step_seconds)
+        self.step_seconds += 0.3 * (seconds / passes - self.step_seconds)
         if now - asked > seconds / 10:
-            self.device_seconds += 0.3 * (seconds / steps - self.device_seconds)
+            self.device_seconds += 0.3 * (seconds / passes - self.device_seconds)
         else:  # they had been done for a while, nobody knows how long
             self.device_seconds = 0.8 * min(self.device_seconds, self.step_seconds) + 1e-9
         self._waited += now - asked

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints.load import read_weight
+from checkpoints.load import RowReader, read_weight
 from checkpoints.quantized import StoredRows
 from jaxserve import memory
 from jaxserve.config import EngineConfig
@@ -87,7 +87,7 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         parts = [part for piece in pieces[weight] for part in reader.parts(piece.name)]
         if not parts:
             continue
-        stored = tuple((source.tensors[part].dtype, source.tensors[part].nbytes) for part in parts)
+        stored = tuple(_form(source, part) for part in parts)
         kind = (re.sub(r"^layers_\d+/", "", weight), stored)
         if kind not in known:
             known[kind] = read_weight(pieces[weight], source.tensors, target, reader, as_stored)
@@ -98,6 +98,13 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         elif isinstance(known[kind], QuantArray):
             plain[weight] = abstract_like(known[kind], target.sharding)
     return plain
+
+
+def _form(source: Checkpoint, part: str) -> tuple[Any, ...]:
+    """What the form of a weight follows from: how a tensor of it is stored. GGUF's types are floats by dtype."""
+    tensor, reader = source.tensors[part], source.reader
+    kind = reader.type_of(part) if isinstance(reader, RowReader) else None
+    return kind, tensor.dtype, tensor.shape
 
 
 def _is_weight(x: Any) -> bool:

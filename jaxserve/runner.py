@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +18,12 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from jaxserve import steps
+from jaxserve.block_manager import NULL_PAGE
 from jaxserve.bundle import bundle
 from jaxserve.config import MAX_STEPS
 from jaxserve.jax_versions import with_int4_arguments
-from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, KVCache, copy_pages
-from jaxserve.memory import Needs, stored_bytes
+from jaxserve.kv_cache import COPIES, CacheLayout, KVCache, copy_pages
+from jaxserve.memory import Needs, available_host_bytes, stored_bytes
 from jaxserve.mesh import replicated
 from jaxserve.models.decoder import Decoder
 from jaxserve.programs import StepProgram, StepPrograms
@@ -43,6 +45,9 @@ from pallas_kernels.parts import Row, value_of
 
 log = logging.getLogger(__name__)
 
+CPU_THREADS = 4  # that compile at a time
+MOST_THREADS = 16  # that compile: beyond that Python, which traces one program at a time, cannot keep up
+COMPILE_BYTES = 2**30  # of the host's memory for a program that is being compiled, with room to spare
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
 TABLE_COPIES = 32  # and rows of it that are copied
 COUNT_SIZES = (TOKENS_PER_CALL, 16 * TOKENS_PER_CALL)  # tokens that a call of `count_tokens` takes, but for the largest
@@ -258,9 +263,9 @@ class ModelRunner:
         most = max(shape.tokens for shape in shapes if not shape.decode_only)
         return [("score_prompt", most), *(("draw", size) for size in self.draw_sizes)]
 
-    def compile(self, names: Sequence[Any], threads: int = 2) -> None:
-        """Compiles these programs, in this order."""
-        with ThreadPoolExecutor(threads) as pool:
+    def compile(self, names: Sequence[Any]) -> None:
+        """Compiles these programs, in this order, some at a time."""
+        with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
             list(pool.map(self._get, names))
 
     def _get(self, name: Any) -> Compiled:
@@ -361,6 +366,16 @@ class ModelRunner:
         }
         function, arguments, results = functions[name]
         return function, (0,), arguments, results
+
+
+def compile_threads(programs: int, *, on_cpu: bool) -> int:
+    """How many programs are compiled at a time: as the cores of this process and the free memory allow.
+
+    For a CPU, XLA shares the code of each program out over all cores by itself, so that few at a time keep them busy.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = CPU_THREADS if on_cpu else MOST_THREADS
+    return max(1, min(most, cores, available_host_bytes() // COMPILE_BYTES, programs))
 
 
 def _takes_cache(name: Any) -> bool:

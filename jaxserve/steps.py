@@ -132,8 +132,7 @@ def run_step(
     """One step over a batch. `cache` and `slots` are donated; the results replace them.
 
     sampler: all that the rows need; see `Sampler`.
-    steps: passes of the model over a batch of decodes; None: as many as the buffer says, which makes a loop whose
-      length the compiler does not know.
+    steps: passes of the model over a batch of decodes; None: as many as the buffer says, and rows need.
     keeps_hidden: a mixed step returns its hidden states.
     """
     field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
@@ -179,7 +178,12 @@ def _decode_loop(
         jnp.full((most, len(draws)), -1, jnp.int32),
         None if sampled.scores is None else jnp.zeros((most, *sampled.scores.shape), jnp.int32),
     )
-    cache, slots, drawn, _ = lax.fori_loop(0, steps, draw, (cache, slots, nothing, draws > 0))
+    state: Any = (cache, slots, nothing, draws > 0)
+    if isinstance(steps, int):
+        cache, slots, drawn, _ = lax.fori_loop(0, steps, draw, state)
+    else:  # until no row goes on; rows that draw later need the first pass
+        more = lambda x: (x[0] < steps) & ((x[0] == 0) | jnp.any(x[1][3]))  # noqa: E731
+        _, (cache, slots, drawn, _) = lax.while_loop(more, lambda x: (x[0] + 1, draw(*x)), (0, state))
     return StepResult(drawn, None, cache, slots)
 
 

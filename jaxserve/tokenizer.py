@@ -315,8 +315,7 @@ def _load(folder: Path, source: Path, placeholder: bool) -> Tokenizer:
 def _generation_defaults(model: Path) -> GenerationDefaults:
     if model.suffix != ".gguf":
         return GenerationDefaults.load(model)
-    from checkpoints.gguf import known_gguf
-    from checkpoints.gguf_model import end_ids
+    from checkpoints.gguf import end_ids, known_gguf
     from jaxserve.gguf_tokenizer import recommended_sampling
 
     metadata = known_gguf(model).metadata

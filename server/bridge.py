@@ -11,11 +11,13 @@ import importlib
 import logging
 import queue
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Protocol
 
+from jaxserve import heap
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.pool import PoolSnapshot
 from jaxserve.stats import EngineStats
@@ -330,4 +332,13 @@ def _load(config: EngineConfig, engine_class: str) -> EngineLike:
     module, _, name = engine_class.partition(":")
     engine = getattr(importlib.import_module(module), name).load(config)
     engine.compile()  # before anyone hears Ready: from then on nothing compiles
+    _forget_traces()
     return engine
+
+
+def _forget_traces() -> None:
+    """Has JAX forget what it keeps in case a program is compiled again: this process compiles no more. It takes 17 MiB
+    for a model of 28 layers. Compiled programs that somebody holds stay."""
+    if "jax" in sys.modules:  # engines of tests need none
+        sys.modules["jax"].clear_caches()
+        heap.settle()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import gc
 import logging
 import os
 import resource
@@ -20,8 +19,9 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from checkpoints import gguf
 from checkpoints.hub import local_folder
-from jaxserve import __version__, entry
+from jaxserve import __version__, entry, heap
 from jaxserve.chat_template import read_chat_template
 from jaxserve.config import EngineConfig
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
@@ -310,8 +310,8 @@ class _Server(uvicorn.Server):
             lambda: fingerprint(info, self._settings, __version__, tokenizer.chat_template)
         )
         state.tokenizer = tokenizer
-        gc.collect()
-        gc.freeze()  # what is here stays; looking at it again would hold up the event loop
+        gguf.forget()
+        heap.settle()
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
     def _tokenizer(self, folder: Path, source: Path) -> Tokenizer:

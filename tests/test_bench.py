@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from serving import DEMO, running_server
+from serving import DEMO, ROOT, running_server
 
 from jaxserve.bench.client import Client
 from jaxserve.bench.prompts import Lengths, Vocabulary, prefix_prompts, sharegpt_prompts
@@ -121,3 +124,12 @@ def test_a_run_against_a_server(tmp_path, capsys):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 20_000
     assert "Time to first token" in capsys.readouterr().out
+
+
+def test_host_work_of_few_sequences(tmp_path):
+    """`benchmarks/host.py`, whose prompts are then longer than a step."""
+    path = tmp_path / "host.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "host.py"), "--running", "3", "--json", str(path)]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    figures = json.loads(path.read_text())["3"]
+    assert 0 < figures["schedule"]["p50_us"] < figures["step"]["p50_us"] < 1e6

@@ -10,7 +10,8 @@ from gguf_files import Kind
 from tiny_models import CASES, IM_END
 
 from checkpoints.errors import CheckpointError
-from checkpoints.gguf_model import end_ids, open_gguf
+from checkpoints.gguf import end_ids
+from checkpoints.gguf_model import open_gguf
 from checkpoints.quantized import dequantize
 from checkpoints.safetensors import read_folder
 from jaxserve.models.config import HFConfig

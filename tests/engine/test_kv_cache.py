@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kv_cache import COPIES, NULL_PAGE, CacheLayout, copy_pages
+from jaxserve.block_manager import NULL_PAGE
+from jaxserve.kv_cache import COPIES, CacheLayout, copy_pages
 from jaxserve.mesh import make_mesh
 from pallas_kernels import cpu
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from engines import generate, request
 
@@ -192,6 +193,28 @@ def test_plans_ask_what_the_check_asks():
         with pytest.raises(ConfigError, match="does not fit"):
             budget.check(needs, (pages + step) * 10)
         assert pages * 10 >= 0.99 * budget.left(needs)
+
+
+def test_restarts_on_a_cpu_find_their_programs():
+    """Steps are compiled for a number of pages, and the memory that is free is never the same."""
+    found = set()
+    for free in np.linspace(20, 22, 50):
+        budget = Budget(int(free * 2**30), 0.9, 0, 0, 0, most_cache=int(free * 2**29))
+        pages, _ = memory.plan_pages(EngineConfig(model="x"), 4096, 3_670_016, budget, Needs())
+        assert 0.87 <= pages * 3_670_016 / budget.most_cache <= 1
+        found.add(pages)
+    assert len(found) <= 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "free", "programs", "on_cpu", "expected"),
+    [(64, 256, 75, False, 16), (8, 256, 75, False, 8), (64, 5.5, 75, False, 5), (64, 256, 3, False, 3),
+     (64, 0.5, 75, False, 1), (64, 256, 9, True, 4), (2, 24, 9, True, 2), (1, 24, 9, True, 1)],
+)  # fmt: skip
+def test_programs_that_are_compiled_at_a_time(monkeypatch, cores, free, programs, on_cpu, expected):
+    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    monkeypatch.setattr(runner, "available_host_bytes", lambda: int(free * 2**30))
+    assert runner.compile_threads(programs, on_cpu=on_cpu) == expected
 
 
 def test_few_pages_are_all_used():

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from jaxserve.models.panels import is_matrix
+from jaxserve.plan import abstract_weights
 from pallas_kernels import cpu_panels
 from pallas_kernels.cpu_panels import PanelType
 from pallas_kernels.types import PanelArray, QuantArray
@@ -100,6 +102,31 @@ def test_a_gguf_file_gives_the_bits_of_its_values(kind, tmp_path):
     if kind is mixed:
         assert types_of(matrices(exact)["layers_0/attention/qkv/kernel"]) == {PanelType.Q4_K, PanelType.Q6_K}
         assert types_of(matrices(exact)["embed/table"]) == {PanelType.Q6_K}
+
+
+def test_a_plan_tells_the_form_of_each_weight(tmp_path):
+    """llama-quantize gives a tensor more bits in some layers than in others: equal shapes, other widths."""
+    finer = ("layers.0.", "layers.2.")
+
+    def kind(name: str) -> Kind:
+        return Kind.Q6_K if "v_proj" in name and any(layer in name for layer in finer) else mixed_without_v(name)
+
+    def mixed_without_v(name: str) -> Kind:
+        return Kind.Q4_K if "v_proj" in name else mixed(name)
+
+    path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", kind)
+    engine = load(path)
+    config = engine.config
+    planned = abstract_weights(engine.runner.model, path, engine.runner.mesh, config)
+    loaded = flatten_dict(engine.runner.params, sep="/")
+    assert planned.keys() == loaded.keys()
+
+    def form(x) -> list:
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
+
+    assert {name: form(x) for name, x in planned.items()} == {name: form(x) for name, x in loaded.items()}
+    sizes = {form(loaded[f"layers_{i}/attention/qkv/kernel"])[0] for i in range(3)}
+    assert len(sizes) == 2, "the layers differ"
 
 
 def test_integers_by_default_come_close(tmp_path):

@@ -111,6 +111,7 @@ def test_masks_beams_and_prompt_scores(model_folders):
         request("allowed", PROMPTS[1], max_tokens=9, allowed_token_ids=tuple(range(5, 300)), seed=3, temperature=1.0),
         request("search", PROMPTS[1], use_beam_search=True, n=2, max_tokens=7),
         request("scored", PROMPTS[2], max_tokens=4, prompt_logprobs=2),
+        request("told", PROMPTS[0], max_tokens=9, allowed_token_ids=tuple(range(5, 300)), logprobs=3),
         *requests(Sampler.GREEDY),
     ]
     one, other = (generate(small(model_folders, static=static), *some) for static in (True, False))
@@ -119,6 +120,29 @@ def test_masks_beams_and_prompt_scores(model_folders):
     for mine, theirs in zip(one[2].prompt_logprobs[1:], other[2].prompt_logprobs[1:], strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+    assert [entry.token_id for entry in one[3].logprobs] == one[3].token_ids
+    assert [len(entry.top) for entry in one[3].logprobs] == [3] * 9
+
+
+def test_log_probabilities_beside_rows_that_want_none(model_folders):
+    """A row with a mask draws apart, so that the step's own program may have none: hers come with the draw."""
+    alone = request("told", PROMPTS[0], max_tokens=9, allowed_token_ids=tuple(range(5, 300)), logprobs=3)
+    one, other = (generate(small(model_folders, static=static), alone)[0] for static in (True, False))
+    assert one.token_ids == other.token_ids
+    for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert mine.token_id in range(5, 300)
+
+
+def test_log_probabilities_are_never_left_out(model_folders):
+    """A program without them, chosen by mistake, is found out at once."""
+    engine = small(model_folders, static=True)
+    engine.add_request(request("told", PROMPTS[0], max_tokens=9, logprobs=3))
+    choose = engine.runner.programs.choose
+    engine.runner.programs.choose = lambda shape, sampler, steps, scores: choose(shape, Sampler.GREEDY, steps, scores)
+    while not (output := engine.step()).updates:
+        pass
+    assert output.updates[0].finish_reason == "error"
 
 
 def test_everything_is_compiled_before_the_engine_is_ready(model_folders):
