@@ -49,9 +49,12 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
     if problem.page_size not in (16, 32, 64, 128, 256):
         return f"the page size must be 16, 32, 64, 128 or 256, not {problem.page_size}"
     if jnp.dtype(kv_dtype).itemsize == 1 and problem.page_size < 32:
-        return f"8-bit pages need a page size of at least 32, not {problem.page_size}"
+        return f"8-bit pages need a page size of at least 32, not {problem.page_size}; take --page-size {LANES}"
     if problem.has_scale and problem.page_size < LANES:
-        return f"scales need a page size of at least {LANES}, not {problem.page_size}, because copies move whole tiles"
+        return (
+            f"scales need a page size of at least {LANES}, not {problem.page_size}, because copies move whole tiles; "
+            f"take --page-size {LANES}"
+        )
     limit = VMEM_BYTES.get(device.kind, OTHER_VMEM_BYTES)
     options = {"scale": 1.0, "window": None, "softcap": None}
     need = max(make_plan(problem, tokens, BLOCK, **options).vmem_bytes for tokens in (1, TILE))

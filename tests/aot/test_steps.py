@@ -50,9 +50,9 @@ TARGETS = [
     ("h200x1", "mosaic_gpu", 16),
     ("h200x8", "mosaic_gpu", 16),
     ("h200x1", "triton", 16),
-    ("v5e-4", "mosaic_tpu", 64),
-    ("v5e-8", "mosaic_tpu", 64),
-    ("v6e-4", "mosaic_tpu", 64),
+    ("v5e-4", "mosaic_tpu", 128),
+    ("v5e-8", "mosaic_tpu", 128),
+    ("v6e-4", "mosaic_tpu", 128),
 ]
 
 
@@ -188,6 +188,6 @@ def test_buckets_for_a_budget_that_is_no_multiple_of_8(target, backend, page_siz
 def test_narrow_heads_on_tpu(tmp_path):
     """Heads of 64 numbers, as in Llama 3.2 1B, are stored as 128, so that the cache needs no copy."""
     small = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "vocab_size": 32000}
-    runner, params = make_runner(tmp_path, "v5e-1", "mosaic_tpu", 64, 2, **small)
+    runner, params = make_runner(tmp_path, "v5e-1", "mosaic_tpu", 128, 2, **small)
     assert runner.layout.head_dim == 128
-    check(runner, StepShape.of(16, 16, 64, decode_only=True), 2, params)
+    check(runner, StepShape.of(16, 16, 128, decode_only=True), 2, params)

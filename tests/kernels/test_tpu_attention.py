@@ -250,14 +250,14 @@ REFUSED = [
     (V5E, {"kv_dtype": np.dtype(np.float16)}, "float16"),
     (V5E, {"page_size": 24}, "24"),
     (V5E, {"kv_dtype": np.dtype(np.int8)}, "at least 32"),
-    (V5E, {"kv_dtype": np.dtype(np.int8), "page_size": 32, "has_scale": True}, "at least 128"),
+    (V5E, {"kv_dtype": np.dtype(np.int8), "page_size": 32, "has_scale": True}, "at least 128, .* take --page-size 128"),
     (Device("tpu", "TPU v4"), {"kv_heads": 32, "page_size": 256, "head_dim": 256}, "VMEM"),
 ]
 
 
 @pytest.mark.parametrize(("device", "change", "reason"), REFUSED)
 def test_refusals_name_the_reason(device, change, reason):
-    assert reason in tpu.why_not(device, replace(PROBLEM, **change))
+    assert re.search(reason, tpu.why_not(device, replace(PROBLEM, **change)))
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
