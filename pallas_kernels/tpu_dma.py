@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+TILE_BYTES = 32  # of a tile in the direction of its rows, whatever the dtype
 SMEM_BYTES = 1 << 20
 SMEM_RESERVED = 64 << 10  # for what the compiler keeps there itself: spilled scalars, the grid's own indices
 SMEM_GRANULE = 512  # an array of scalars takes a multiple of so many bytes
