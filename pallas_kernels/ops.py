@@ -265,10 +265,10 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
     if write is not write_kv and not _is_right("write_kv", backend, lambda: check_write(write, problem)):
         write = write_kv
     both = ops.write_and_attend
-    if both is not None:
-        alone = attend is not ops.paged_attention or write is not ops.write_kv  # is then better than with what is wrong
-        if alone or not _is_right("write_and_attend", backend, lambda: check_write_and_attend(both, attend, problem)):
-            both = None
+    if both is not None:  # it shares its code with the two
+        as_before = attend is ops.paged_attention and write is ops.write_kv
+        check = partial(check_write_and_attend, both, attend, problem)
+        both = both if as_before and _is_right("write_and_attend", backend, check) else None
     return replace(ops, paged_attention=attend, write_kv=write, write_and_attend=both)
 
 
