@@ -68,20 +68,31 @@ USUAL = {  # the others run in the slow group
 
 
 def make_runner(
-    folder, target: str, backend: str, page_size: int, layers: int, scheme: str = "bf16", **changes
-) -> ModelRunner:
+    folder,
+    target: str,
+    backend: str,
+    page_size: int,
+    layers: int,
+    scheme: str = "bf16",
+    *,
+    slots: int = 64,
+    context: int = 8192,
+    kv_dtype=jnp.bfloat16,
+    **changes,
+) -> tuple[ModelRunner, dict]:
+    """A runner of the 8B shape with so many layers and `changes` of its config, and its weights' shapes."""
     devices = devices_of(target)
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers} | changes))
     mesh = make_mesh(len(devices), devices)
     model = read_model_config(HFConfig.read(folder))
     backends = {"attention": backend, "matmul": "auto" if scheme == "bf16" else backend}
-    decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, **backends)
+    decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, kv_dtype=kv_dtype, **backends)
     params = abstract_params(decoder, mesh)
     if scheme != "bf16":
         params = quantized_abstract(params, scheme)
-    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, 64, penalty_rows=64)
-    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, jnp.bfloat16, devices[0].platform)
-    runner.plan(layout, 8192 // page_size)
+    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
+    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, kv_dtype, devices[0].platform)
+    runner.plan(layout, context // page_size)
     return runner, params
 
 
