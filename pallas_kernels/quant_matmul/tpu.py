@@ -14,6 +14,7 @@ Dequantization, by `Plan.scaling`:
              MXU pass: x goes in once per group, the other groups' inputs zeroed.
   "weights"  many tokens: codes * scale is computed in float32 and rounded to x's dtype.
   "end"      many tokens and one scale per output: the sum is scaled.
+`tpu_codes.numbers` makes numbers of codes; where these are smaller by a factor, the scales in VMEM are larger by it.
 Zero and bias never touch weights: they add (sums of x over groups) @ (bias - zero * scale), with which sums start.
 
 Compiled for v5e and v6e, interpreted on CPU; not yet run on a TPU.
@@ -30,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.quant_matmul.tpu_codes import numbers
 from pallas_kernels.quant_matmul.tpu_plan import FEW_TOKENS, LANES, TOKENS, Plan, make_plan
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
@@ -266,7 +268,7 @@ def _begin(plan: Plan, side, scales, total) -> None:
     for tile in range(scales.shape[0]):
         first = tile * plan.tile_groups
         count = min(plan.tile_groups, plan.groups - first)
-        scales[tile, :count] = scale[first : first + count]
+        scales[tile, :count] = scale[first : first + count] * plan.factor
         if count < scales.shape[1]:
             scales[tile, count:] = jnp.zeros((scales.shape[1] - count, plan.outs), jnp.float32)
     if not plan.has_offset:
@@ -325,13 +327,13 @@ def _accumulate(plan: Plan, k, x, codes, scales, total) -> None:
 
 def _plain_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
     """Of many tokens: float32 [tokens, outs], not scaled."""
-    weights = _inside(plan, left, codes[...].astype(x.dtype), only=codes.dtype == jnp.float8_e4m3fn)
+    weights = _inside(plan, left, numbers(codes[...], x.dtype), only=codes.dtype == jnp.float8_e4m3fn)
     return _dot(_inside(plan, left, x[...]), weights)
 
 
 def _scaled_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
     """Of many tokens: float32 [tokens, outs]. The MXU spreads scales over inputs, times a matrix of ones and zeros."""
-    weights = _inside(plan, left, codes[...].astype(jnp.float32), only=codes.dtype == jnp.float8_e4m3fn)
+    weights = _inside(plan, left, numbers(codes[...], jnp.float32), only=codes.dtype == jnp.float8_e4m3fn)
     if plan.groups == 1:
         weights *= scales[...].T[:, :1]
     else:
@@ -365,7 +367,7 @@ def _parts(plan: Plan, left, x, codes, scales) -> jax.Array:
     for start in range(0, plan.ins, width):
         stop = min(start + width, plan.ins)
         piece = _inside(plan, left - start, x[:, start:stop])
-        weights = codes[:, start:stop].astype(x.dtype)
+        weights = numbers(codes[:, start:stop], x.dtype)
         weights = _inside(plan, left - start, weights, only=codes.dtype == jnp.float8_e4m3fn)
         first, end = start // plan.group, -(-stop // plan.group)
         if end - first > 1:
