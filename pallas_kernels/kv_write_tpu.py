@@ -11,6 +11,8 @@ flight touch the same tile. A copy to or from HBM moves words of 4 bytes in the 
                               where nothing needs to be read, 4 in bfloat16, 8 in 8 bits. Tiles would be 16, 32, 64.
   some are                    the tile is read, changed and written (a prompt's ends)
 
+In steps the attention kernel writes the decodes itself (`paged_attention/tpu_write.py`), and prompts alone come here.
+
 Scales lie along lanes, 128 of which are the least that a copy moves: those of a page are read, changed and written.
 
 Grid: one step per chunk of sorted tokens, only as many as hold real tokens. A chunk ends its groups and awaits its
