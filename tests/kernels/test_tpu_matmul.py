@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.quant_matmul import tpu
 from pallas_kernels.quant_matmul.tpu_codes import factor, numbers
 from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.tpu_dma import checking
 from pallas_kernels.types import QuantArray
 
 FP8 = jnp.float8_e4m3fn
@@ -144,7 +145,7 @@ def tolerance(plan):
 @pytest.mark.parametrize("case", FEW + MANY, ids=str)
 def test_equals_numpy(case):
     x, w = case.make()
-    with pltpu.force_tpu_interpret_mode(INTERPRET):
+    with pltpu.force_tpu_interpret_mode(INTERPRET), checking():
         got = tpu.quant_matmul(x, w)
     assert got.shape == (case.tokens, case.out)
     assert got.dtype == jnp.float32
