@@ -41,6 +41,7 @@ from jaxserve.bench import report, timing
 from jaxserve.bench.kernel_cases import Case, first_result, largest_error, norm_error
 from jaxserve.bench.kernel_shapes import OPERATIONS, cases
 from jaxserve.compile_cache import enable_compile_cache
+from jaxserve.kv_cache import default_page_size
 from pallas_kernels.registry import BACKENDS, Device
 
 Contestant = Any  # has a name, why_not and prepare, as `peers.kernel_backends.Backend`
@@ -57,7 +58,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="which operations")
     parser.add_argument("--backends", nargs="+", choices=list(COLORS), default=list(COLORS), metavar="NAME",
                         help=f"which of {', '.join(COLORS)}")  # fmt: skip
-    parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="tokens per page of the cache")
+    parser.add_argument("--page-size", type=int, metavar="TOKENS",
+                        help="tokens per page of the cache; None: 128 on TPU, else 16")  # fmt: skip
     limits = ", ".join(f"{seconds} with {sizes} sizes" for sizes, seconds in LIMITS.items())
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"start no case after that; None: {limits}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
@@ -204,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts, platform = machine(), Device.of(jax.devices()[0]).platform
     ceilings = timing.ceilings(platform)
     dtype = "float32" if platform == "cpu" else "bfloat16"
+    args.page_size = args.page_size or default_page_size(platform)
     chosen = [case for case in cases(args.sizes, dtype, args.page_size) if case.part in args.op]
     able, absent = contestants(args.backends)
     for one in able:

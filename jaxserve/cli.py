@@ -18,6 +18,7 @@ from jaxserve.config import POOL_FRACTION, EngineConfig
 from pallas_kernels.registry import BACKENDS
 
 TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
+PAGE_SIZE_HELP = "tokens per page of the cache; None: 128 on TPU, else 16"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,13 +80,13 @@ def make_parser() -> argparse.ArgumentParser:
     kernels = _command(commands, "kernels", run_kernels, "what a device would run, and why not the rest")
     kernels.add_argument("--target", metavar="NAME", help="devices that are not here, such as h200x8, a100x1 or v5e-4")
     for name, default, help_ in (("head-dim", 128, "of attention"), ("group", 4, "query heads of a key-value head"),
-                                 ("page-size", 16, "tokens per page")):  # fmt: skip
+                                 ("page-size", None, PAGE_SIZE_HELP)):  # fmt: skip
         kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
 
     tune = _command(commands, "tune", run_tune, "measure the kernels' block sizes on this device and keep the best")
     tune.add_argument("--op", nargs="+", choices=TUNABLE, default=TUNABLE, help="which operations")
     tune.add_argument("--sizes", choices=["small", "full"], default="full", help="full: those of Llama 3 8B and 70B")
-    tune.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="tokens per page of the cache")
+    tune.add_argument("--page-size", type=int, metavar="TOKENS", help=PAGE_SIZE_HELP)
     tune.add_argument("--out", type=Path, metavar="JSON", help="the table to write; None: in the user's cache folder")
 
     models = _command(commands, "models", run_models, "list the models on this machine, or inspect one")
@@ -175,7 +176,8 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",
          help="size of the KV cache in pages; None: what the memory allows, on CPU at most half of what is "
          "free")  # fmt: skip
-    flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS", help="tokens per KV page")
+    flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS",
+         help="tokens per KV page, in which prompts share their beginnings; None: 128 on TPU, else 16")  # fmt: skip
     flag("--kv-cache-dtype", field="kv_cache_dtype", choices=["auto", "bf16", "fp8", "int8"],
          help="of cached keys and values, fp8 and int8 with scales; auto: that of the computation")  # fmt: skip
     flag("--dtype", field="dtype", choices=["auto", "float32", "bfloat16", "float16"],

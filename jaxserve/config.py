@@ -46,7 +46,8 @@ class EngineConfig:
       max_waiting_tokens: the same in tokens of their prompts; None is no limit.
       scheduling_policy: "fcfs" ignores the priorities of requests; "priority" serves lower ones first, and preempts for
         them.
-      page_size: tokens per KV page.
+      page_size: tokens per KV page: 8, 16, 32, 64, 128 or 256. None is 128 on TPU, whose copies move whole tiles, and
+        16 elsewhere. Prompts share cached beginnings in whole pages, so that larger ones find less of them.
       kv_cache_dtype: of keys and values in the cache; fp8 and int8 with a scale for each head of each token.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
@@ -84,7 +85,7 @@ class EngineConfig:
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    page_size: int = 16
+    page_size: int | None = None
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = "auto"
     kv_pages: int | None = None
     memory_utilization: float = 0.90
@@ -132,7 +133,7 @@ class EngineConfig:
         if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys):
             raise ConfigError(f"ignore_config_keys must be a list of keys, got {keys!r}")
         object.__setattr__(self, "ignore_config_keys", tuple(keys))  # JSON knows no tuples
-        if self.page_size not in (8, 16, 32, 64, 128, 256):
+        if self.page_size not in (None, 8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")

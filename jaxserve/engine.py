@@ -24,7 +24,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.cost import StepCost, prefill_chunk
 from jaxserve.flight import Flight, Later
 from jaxserve.grammar import MAX_QUEUED, Compiler
-from jaxserve.kv_cache import CacheLayout, cache_dtype
+from jaxserve.kv_cache import CacheLayout, cache_dtype, default_page_size
 from jaxserve.logprobs import PromptScores, read_rows
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
@@ -87,7 +87,7 @@ class Engine:
         config, model, runner = self.config, self.model, self.runner
         runner.allocate()
         layout = runner.layout
-        self.max_model_len = self._sizing.longest
+        self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
         self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
         self.scheduler = Scheduler(
             self.blocks,
@@ -131,8 +131,9 @@ class Engine:
         dtype = compute_dtype(config, model, device.platform)
         longest = memory.max_model_len(config, model)
         kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+        page_size = config.page_size or default_page_size(device.platform)
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
-        decoder = make_decoder(model, mesh, dtype, page_size=config.page_size, kv_dtype=kv_dtype, **backends)
+        decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
         params = make_params(decoder, folder, mesh, config, progress=progress)
         decoder = trust_matmul(decoder, params, mesh, config.matmul_backend)
         heap.trim()
@@ -148,10 +149,10 @@ class Engine:
         chunk = prefill_chunk(config, cost)
         on_one_cpu = device.platform == "cpu" and mesh.size == 1
         free = on_one_cpu and dtype == np.float32 and cpu_build.possible()
-        sizes = config.max_num_seqs, tokens, config.page_size
+        sizes = config.max_num_seqs, tokens, page_size
         shapes = step_shapes(*sizes, cost=cost, chunk=chunk, padding_is_free=free)
-        one_page = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, kv_dtype, device.platform)
-        runner.plan(one_page, -(-longest // config.page_size))
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, device.platform)
+        runner.plan(one_page, -(-longest // page_size))
         budget = memory.budget(config, device, mesh.size, runner.weight_bytes, runner.slot_bytes)
         sizing = Sizing(config, runner, one_page, budget, shapes, longest)
         sizing.begin()

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxserve.kv_cache import default_page_size
 from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, explain
 
 
-def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int = 16) -> Iterator[str]:
-    """Lines: per operation and dtype each backend, with what speaks against it."""
+def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int | None = None) -> Iterator[str]:
+    """Lines: per operation and dtype each backend, with what speaks against it. `page_size`: tokens in a page; None:
+    what an engine takes on this device."""
+    page_size = page_size or default_page_size(device.platform)
     dtype = np.dtype(np.float32) if device.platform == "cpu" else np.dtype(jnp.bfloat16)
     fp8, int4 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.int4)
     yield f"{device.kind} ({device.platform}), activations in {dtype}"

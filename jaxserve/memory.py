@@ -137,37 +137,42 @@ def penalty_rows(config: EngineConfig, model: ModelConfig) -> int:
     return min(rows, config.max_num_seqs)
 
 
-def fitting_pages(config: EngineConfig, longest: int, page_bytes: int, budget: Budget, needs: Needs) -> int:
+def fitting_pages(
+    config: EngineConfig, longest: int, page_size: int, page_bytes: int, budget: Budget, needs: Needs
+) -> int:
     """Pages of the KV cache that were asked for; else those that fit, as far as they are useful. See `plan_pages`."""
     if config.kv_pages is not None:
         return config.kv_pages
     fitting = max(budget.left(needs), 0) // page_bytes
-    useful = -(-longest // config.page_size) * config.max_num_seqs + 1
+    useful = -(-longest // page_size) * config.max_num_seqs + 1
     if budget.counts_programs:
         return min(useful, _on_grid(fitting, PAGE_GRID))
     return min(useful, fitting if budget.most_cache is None else _on_grid(fitting, CPU_PAGE_GRID))
 
 
-def plan_pages(config: EngineConfig, longest: int, page_bytes: int, budget: Budget, needs: Needs) -> tuple[int, int]:
+def plan_pages(
+    config: EngineConfig, longest: int, page_size: int, page_bytes: int, budget: Budget, needs: Needs
+) -> tuple[int, int]:
     """(pages of the KV cache, longest request in tokens that fits them).
 
     Args:
       longest: of a request, in tokens, as far as the model and the settings go.
+      page_size: tokens of a page.
       page_bytes: of a page on one device.
       needs: of the compiled programs, on one device.
 
     Raises ConfigError when not even one request fits.
     """
-    pages_of_longest = -(-longest // config.page_size)
-    pages = fitting_pages(config, longest, page_bytes, budget, needs)
+    pages_of_longest = -(-longest // page_size)
+    pages = fitting_pages(config, longest, page_size, page_bytes, budget, needs)
     if pages - 1 >= pages_of_longest:
         return pages, longest
-    fits = max(pages - 1, 0) * config.page_size
-    if config.max_model_len is not None or fits < min(longest, 2 * config.page_size):
+    fits = max(pages - 1, 0) * page_size
+    if config.max_model_len is not None or fits < min(longest, 2 * page_size):
         shorter = f"lower --max-model-len to {fits} or less, or " if fits else ""
         larger = "give more memory" if config.kv_pages is None else "raise --kv-pages, of which one is kept free"
         raise ConfigError(
-            f"a request of max_model_len {longest} tokens needs {pages_of_longest} KV pages of {config.page_size}, "
+            f"a request of max_model_len {longest} tokens needs {pages_of_longest} KV pages of {page_size}, "
             f"but only {max(pages - 1, 0)} fit; {shorter}{larger}"
         )
     log.warning("max_model_len lowered from the model's %d to %d tokens, which fit the KV cache", longest, fits)

@@ -15,7 +15,7 @@ from checkpoints.load import RowReader, read_weight
 from checkpoints.quantized import StoredRows
 from jaxserve import memory
 from jaxserve.config import EngineConfig
-from jaxserve.kv_cache import CacheLayout, cache_dtype
+from jaxserve.kv_cache import CacheLayout, cache_dtype, default_page_size
 from jaxserve.mesh import make_mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
@@ -36,7 +36,8 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     model, mesh = read_model(path, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
     device = mesh.devices.flat[0]
     dtype = compute_dtype(config, model, device.platform)
-    decoder = make_decoder(model, mesh, dtype, page_size=config.page_size)
+    page_size = config.page_size or default_page_size(device.platform)
+    decoder = make_decoder(model, mesh, dtype, page_size=page_size)
     params = abstract_weights(decoder, path, mesh, config)
     yield f"model: {_shape(model)}"
     numbers = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params, is_leaf=_is_weight))
@@ -44,7 +45,7 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     yield f"devices: {mesh.size} x {device.device_kind}, computing in {np.dtype(dtype)}"
     yield memory.describe_weights(params)
     kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
-    layout = CacheLayout.of(model, decoder.kv_heads, 1, config.page_size, kv_dtype, device.platform)
+    layout = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, device.platform)
     per_device = f"{layout.token_bytes // mesh.size:,} a device"
     yield f"KV cache per token: {layout.token_bytes:,} bytes in {kv_dtype}, {per_device}"
     weights = sum(memory.bytes_by_dtype(params).values())
@@ -56,8 +57,9 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     pages = config.kv_pages or max(budget.left(memory.Needs()), 0) // (layout.page_bytes // mesh.size)
     longest = memory.max_model_len(config, model)
     yield f"{budget.describe(memory.Needs(), pages * layout.page_bytes // mesh.size)}, before the programs and slots"
-    tokens = pages * config.page_size
+    tokens = pages * page_size
     yield f"tokens that fit the KV cache: {tokens:,}, or {tokens // longest:,} requests of {longest:,} tokens"
+    yield f"tokens per page: {page_size}"
 
 
 def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Sizing:
         self._plan(guess)
         self._runner.compile(self._runner.largest(self._shapes))
         needs = self._runner.needs(self._shapes)
-        enough = guess * self._config.page_size > self.longest
+        enough = guess * self._one_page.page_size > self.longest
         if not (enough and self._holds(needs) and self._fitting(needs) <= guess * (1 + UNUSED)):
             self._choose(needs)
 
@@ -79,15 +79,17 @@ class Sizing:
 
     def _choose(self, needs: Needs) -> None:
         """Plans the runner for as many pages as these needs leave room for. Raises ConfigError where they are few."""
-        pages, self.longest = memory.plan_pages(self._config, self.longest, self._page_bytes, self.budget, needs)
+        page = self._one_page.page_size, self._page_bytes
+        pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs)
         self._plan(pages)
 
     def _plan(self, pages: int) -> None:
         layout = replace(self._one_page, num_pages=pages)
-        self._runner.plan(layout, -(-self.longest // self._config.page_size))
+        self._runner.plan(layout, -(-self.longest // layout.page_size))
 
     def _fitting(self, needs: Needs) -> int:
-        return memory.fitting_pages(self._config, self.longest, self._page_bytes, self.budget, needs)
+        page = self._one_page.page_size, self._page_bytes
+        return memory.fitting_pages(self._config, self.longest, *page, self.budget, needs)
 
     def _guess(self) -> Needs:
         """By the sizes of the largest arrays in a step."""

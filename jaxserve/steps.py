@@ -26,7 +26,6 @@ from jaxserve.mesh import spec
 from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
 from jaxserve.sampling import SCORE_WORDS, Sampled, Sampler, TokenCounts, sample, score_tokens
 from jaxserve.slots import SlotState, decode_slots, penalty_rows
-from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Heads, Parts
 from pallas_kernels.types import KVPages
 
@@ -308,8 +307,8 @@ def _layer(
     def attend(heads: Heads) -> jax.Array:
         nonlocal pages
         options = {"scale": module.config.head_dim**-0.5, "window": window, "decode_only": decode_only}
-        write = partial(module.ops.rotate_and_write, eps=module.config.norm_eps, dtype=x.dtype)
-        out, pages = _attention(module.ops, write, heads, pages, *where, mesh=mesh, options=options)
+        attend = partial(module.ops.attend, eps=module.config.norm_eps, dtype=x.dtype, **options)
+        out, pages = _attention(attend, heads, pages, *where, mesh=mesh)
         return out
 
     x, y = cast(tuple[jax.Array, Parts], module.apply({"params": params}, x, y, rope, attend))
@@ -363,8 +362,7 @@ def update_tables(slots: SlotState, copies: jax.Array, entries: jax.Array) -> Sl
 
 
 def _attention(
-    ops: Ops,
-    write: Callable[..., tuple[jax.Array, KVPages]],
+    attend: Callable[..., tuple[jax.Array, KVPages]],
     heads: Heads,
     pages: KVPages,
     kv_slot,
@@ -375,14 +373,11 @@ def _attention(
     first_page,
     *,
     mesh: Mesh,
-    options: dict,
 ) -> tuple[jax.Array, KVPages]:
-    """Writes (`Ops.rotate_and_write`) and attends on each device's own heads."""
+    """`Ops.attend` on each device's own heads."""
 
     def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
-        q, pages = write(heads, pages=pages, slots=kv_slot, first_page=first_page)
-        rows = (tables, q_start, kv_len, num_decodes)
-        return ops.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
+        return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)
 
     where = (kv_slot, tables, q_start, kv_len, num_decodes, first_page)
     if mesh.size == 1:

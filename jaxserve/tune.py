@@ -20,6 +20,7 @@ from jaxserve.bench import timing
 from jaxserve.bench.kernel_cases import Case, first_result, largest_error
 from jaxserve.bench.kernel_shapes import cases
 from jaxserve.config import ConfigError
+from jaxserve.kv_cache import default_page_size
 from pallas_kernels import registry, tuning
 from pallas_kernels.registry import Device
 
@@ -82,7 +83,7 @@ def search(case: Case, backend: str, module: ModuleType, measure: Measure = timi
 def tune(
     operations: Sequence[str],
     sizes: str = "small",
-    page_size: int = 16,
+    page_size: int | None = None,
     out: Path | None = None,
     measure: Measure = timing.measure,
 ) -> int:
@@ -91,6 +92,7 @@ def tune(
     Args:
       operations: of the cases; those without sizes to choose are passed over.
       sizes: small or full, see `kernel_shapes`.
+      page_size: tokens in a page; None: what an engine takes on this device.
       out: the table to write; None is the one in the user's folder. What it has of other problems stays.
 
     Returns:
@@ -104,6 +106,7 @@ def tune(
     path = out or _user_table(device.kind)
     table = _table(path, device.kind)
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
+    page_size = page_size or default_page_size(device.platform)
     chosen = [case for case in cases(sizes, dtype, page_size) if case.part in operations]
     work = [(case, *found) for case in chosen for found in backends(case, device)]
     if not work:

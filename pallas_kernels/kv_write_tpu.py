@@ -11,6 +11,8 @@ flight touch the same tile. A copy to or from HBM moves words of 4 bytes in the 
                               where nothing needs to be read, 4 in bfloat16, 8 in 8 bits. Tiles would be 16, 32, 64.
   some are                    the tile is read, changed and written (a prompt's ends)
 
+In steps the attention kernel writes the decodes itself (`paged_attention/tpu_write.py`), and prompts alone come here.
+
 Scales lie along lanes, 128 of which are the least that a copy moves: those of a page are read, changed and written.
 
 Grid: one step per chunk of sorted tokens, only as many as hold real tokens. A chunk ends its groups and awaits its
@@ -31,14 +33,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write import quantize
-from pallas_kernels.tpu_dma import aligned, copy, word_rows
+from pallas_kernels.tpu_dma import TILE_BYTES, aligned, copy, word_rows
 from pallas_kernels.types import KVPages
 
 RING = 8
 AHEAD = 4
 CHUNK = 128  # most tokens in a chunk
 CHUNK_BYTES = 1 << 20
-TILE_BYTES = 32  # of a tile in the direction of the tokens, whatever the dtype
 MAX_TOKENS = 65536  # whose slots and groups still fit SMEM
 
 
@@ -78,17 +79,24 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first
     with 0."""
     if slots.shape[0] > MAX_TOKENS:
         raise ValueError(f"write_kv takes at most {MAX_TOKENS} tokens at once, not {slots.shape[0]}")
-    new = jnp.stack([k, v], axis=1)
+    new, *codes_scale = new_tokens(pages, k, v)
     new_scale = None
     if pages.scale is not None:
-        new, codes_scale = quantize(new, pages.data.dtype)
-        new_scale = _write(
-            pages.scale, codes_scale[..., None], slots, first_page, Plan(pages.page_size, pages.page_size, 0, 0)
-        )
-    new = jnp.pad(new.astype(jnp.float32), ((0, 0),) * 3 + ((0, pages.head_dim - new.shape[-1]),))
+        new_scale = _write(pages.scale, codes_scale[0], slots, first_page, Plan(pages.page_size, pages.page_size, 0, 0))
     dtype = pages.data.dtype
     plan = Plan(pages.page_size, TILE_BYTES // dtype.itemsize, word_rows(dtype), 0)
-    return KVPages(_write(pages.data, new[:, :, :, None], slots, first_page, plan), new_scale)
+    return KVPages(_write(pages.data, new, slots, first_page, plan), new_scale)
+
+
+def new_tokens(pages: KVPages, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """k, v [tokens, kv_heads, head_dim] as the pages take them, in float32, where a row can be addressed by itself:
+    numbers or codes [tokens, 2, kv_heads, 1, the pages' head_dim], and of codes the scales [tokens, 2, kv_heads, 1]."""
+    new, scales = jnp.stack([k, v], axis=1), []
+    if pages.scale is not None:
+        new, scale = quantize(new, pages.data.dtype)
+        scales = [scale[..., None]]
+    new = jnp.pad(new.astype(jnp.float32), ((0, 0),) * 3 + ((0, pages.head_dim - new.shape[-1]),))
+    return [new[:, :, :, None], *scales]
 
 
 def _write(target: jax.Array, new: jax.Array, slots: jax.Array, first_page: jax.Array | int, plan: Plan) -> jax.Array:

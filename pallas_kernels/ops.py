@@ -113,6 +113,7 @@ class Ops:
 
     `draw`: tokens from logits in one launch, as `draw_triton.draw`, or None.
     `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
+    `write_and_attend`, where there is one, takes the place of `write_kv` and `paged_attention`.
     `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
     given their axes.
     """
@@ -127,6 +128,7 @@ class Ops:
     embed: Callable[..., jax.Array] = embed
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
+    write_and_attend: Callable[..., tuple[jax.Array, KVPages]] | None = None
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
 
@@ -183,6 +185,18 @@ class Ops:
         q, k, v = self.rotate(heads, eps, dtype)
         return q, self.write_kv(pages, k, v, slots, first_page)
 
+    def attend(
+        self, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
+        *, eps: float, dtype: Any, **options: Any,
+    ) -> tuple[jax.Array, KVPages]:  # fmt: skip
+        """Writes a layer's new keys and values to the pages, and attends; `rows` and the options are those of
+        `paged_attention`."""
+        if self.write_and_attend is not None:
+            q, k, v = self.rotate(heads, eps, dtype)
+            return self.write_and_attend(q, k, v, pages, slots, *rows, first_page=first_page, **options)
+        q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+        return self.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
+
     def counting(self, count: jax.Array) -> Ops:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
@@ -212,7 +226,11 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     from pallas_kernels import cpu  # which needs the functions above
 
     module = load("attention", choose("attention", device, attention, backend))
-    ops = Ops(paged_attention=module.paged_attention, write_kv=getattr(module, "write_kv", write_kv))
+    ops = Ops(
+        paged_attention=module.paged_attention,
+        write_kv=getattr(module, "write_kv", write_kv),
+        write_and_attend=getattr(module, "write_and_attend", None),
+    )
     if device.platform == "cpu" and not partitioned:
         ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate)
     return _with_triton(ops, device, attention.q_dtype, partitioned=partitioned)
@@ -240,6 +258,7 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
     What is plain XLA already is not tried: there would be nothing to take its place.
     """
     from pallas_kernels.selfcheck import check_attention, check_write
+    from pallas_kernels.selfcheck_fused import check_write_and_attend
 
     variants = ("mixed", "decode", "window") if windows else ("mixed", "decode")
     attend, write = ops.paged_attention, ops.write_kv
@@ -249,7 +268,12 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
         attend = reference.paged_attention
     if write is not write_kv and not _is_right("write_kv", backend, lambda: check_write(write, problem)):
         write = write_kv
-    return replace(ops, paged_attention=attend, write_kv=write)
+    both = ops.write_and_attend
+    if both is not None:  # it shares its code with the two
+        as_before = attend is ops.paged_attention and write is ops.write_kv
+        check = partial(check_write_and_attend, both, attend, problem)
+        both = both if as_before and _is_right("write_and_attend", backend, check) else None
+    return replace(ops, paged_attention=attend, write_kv=write, write_and_attend=both)
 
 
 def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:

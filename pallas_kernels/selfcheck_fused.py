@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Heads, Parts, Row
 from pallas_kernels.registry import AttentionProblem
-from pallas_kernels.selfcheck import Finding, tolerance
+from pallas_kernels.selfcheck import REPEATS, Finding, check_attention, tolerance
+from pallas_kernels.selfcheck_cases import STARTUP, Rows
 from pallas_kernels.types import KVPages
 
 TOKENS, PARTS, EPS = 37, 3, 1e-5
@@ -50,6 +52,55 @@ def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
     exact, k, v = plain.rotate(_wide(heads), EPS, jnp.float32)
     yield _compare("queries", q, exact, tolerance(dtype, EPSILONS))
     yield from _judge_pages(written, pages, np.asarray(slots), np.stack([k, v], 1), dtype)
+
+
+def check_write_and_attend(
+    fused: Callable[..., tuple[jax.Array, KVPages]],
+    attend: Callable[..., jax.Array],
+    problem: AttentionProblem,
+    *,
+    rows: Rows = STARTUP,
+    repeats: int = REPEATS,
+) -> list[Finding]:
+    """Of `write_and_attend` by `fused`, on the decodes of `rows`: what it returns, and what `attend`, which is right,
+    returns from the pages that it leaves. Both are NaN where anything but the new tokens' places has changed."""
+
+    def call(q, pages, tables, q_start, kv_len, num_decodes, *, again: bool, first_page, **options):
+        """`pages` hold the new tokens, which are taken out of them before."""
+        decodes, size = len(tables), pages.page_size
+        newest = jnp.maximum(kv_len - 1, 0)
+        slot = jnp.take_along_axis(tables, (newest // size)[:, None], axis=1)[:, 0] * size + newest % size
+        slots = jnp.where(jnp.arange(decodes) < num_decodes, slot, -1)
+        page = jnp.where(slots < 0, len(pages.data), first_page + slots // size)  # beyond the pages: dropped
+        place = page, slice(None), slice(None), slots % size
+        new = pages.data.at[place].get(mode="clip").astype(jnp.float32)
+        if pages.scale is not None:
+            new *= pages.scale.at[place].get(mode="clip")[..., None]
+        k, v = (jnp.pad(x, ((0, max(len(q) - decodes, 0)), (0, 0), (0, 0)))[: len(q)] for x in (new[:, 0], new[:, 1]))
+        slots = jnp.pad(slots, (0, max(len(q) - decodes, 0)), constant_values=-1)[: len(q)]
+        wiped = jax.tree.map(lambda x: x.at[place].set(77 if x.dtype == jnp.int8 else jnp.nan, mode="drop"), pages)
+        where = (tables, q_start, kv_len, num_decodes)
+        arrays = (q, k.astype(q.dtype), v.astype(q.dtype), wiped, slots, *where)
+        out, after = fused(*arrays, first_page=first_page, **options)
+        if again:
+            out = attend(q, after, *where, first_page=first_page, **options)
+        others = [
+            _bits(x.at[place].set(0, mode="drop").at[first_page].set(0))  # nobody's page, where padding may go
+            for both in zip(jax.tree.leaves(after), jax.tree.leaves(pages), strict=True)
+            for x in both
+        ]
+        same = [(x == y).all() for x, y in zip(others[::2], others[1::2], strict=True)]
+        return jnp.where(jnp.stack(same).all(), out, jnp.nan)
+
+    found = []
+    for again in (False, True):
+        one = partial(call, again=again)
+        found += check_attention(one, problem, rows=Rows(rows.decodes), variants=("decode",), repeats=repeats)
+    return found
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}[x.dtype.itemsize])
 
 
 def _judge_pages(

@@ -14,7 +14,7 @@ and the others while interpreted within `checking`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -26,6 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+TILE_ROWS = 8  # of words of 4 bytes
+TILE_BYTES = 32  # of a tile in the direction of its rows, whatever the dtype
 SMEM_BYTES = 1 << 20
 SMEM_RESERVED = 64 << 10  # for what the compiler keeps there itself: spilled scalars, the grid's own indices
 SMEM_GRANULE = 512  # an array of scalars takes a multiple of so many bytes
@@ -88,6 +90,16 @@ def _check_sizes(ref: Any) -> None:
             raise CopyError(
                 f"a copy takes {ref.shape[axis]} of {whole[axis]} along axis {axis}: no multiple of {multiple}"
             )
+
+
+def block(array: Any, shape: Sequence[int | None], index: Callable[..., Any]) -> pl.BlockSpec:
+    """Blocks of an array that Pallas's own pipeline copies: along each of the last two axes whole tiles or the whole
+    axis. None in the shape is an axis of which a block has one element. Raises CopyError."""
+    for axis, multiple in ((-1, LANES), (-2, TILE_ROWS)):
+        size = shape[axis]
+        if size is not None and size != array.shape[axis] and size % multiple:
+            raise CopyError(f"a block takes {size} of {array.shape[axis]} along axis {axis}: no multiple of {multiple}")
+    return pl.BlockSpec(tuple(shape), index)
 
 
 def smem_bytes(*sizes: int) -> int:

@@ -60,6 +60,7 @@ class EngineLike(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     model_folder: Path
+    page_size: int
 
     @property
     def compiling(self) -> bool: ...
@@ -312,7 +313,7 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         eos_token_ids=tuple(engine.eos_token_ids),
-        page_size=config.page_size,
+        page_size=engine.page_size,
         max_num_seqs=config.max_num_seqs,
         profile_dir=config.profile_dir,
         scheduling_policy=config.scheduling_policy,

@@ -24,7 +24,7 @@ ROWS, TOKENS = 4, 64
 def shared_llm(model_folders):
     llm = LLM(model_folders(CASE), max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, kv_pages=200, max_model_len=256)
     # one bucket for each kind of step, so that little is compiled
-    size = llm.engine.config.page_size
+    size = llm.engine.page_size
     mixed, decode = (StepShape.of(n, ROWS, size, decode_only=n == ROWS) for n in (TOKENS, ROWS))
     llm.engine.shapes = [mixed, decode]
     return llm

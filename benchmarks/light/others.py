@@ -16,13 +16,15 @@ def run_kernels(record: Record, *, rehearse: bool) -> None:
 
     from jaxserve.bench import timing
     from jaxserve.bench.kernel_shapes import cases
+    from jaxserve.kv_cache import default_page_size
     from pallas_kernels.registry import Device
 
     platform = Device.of(jax.devices()[0]).platform
     ceilings = record.data["facts"].get("ceilings") or _ceilings(record) or timing.ceilings(platform)
     able, absent = kernels.contestants(list(kernels.COLORS))
     record.note(ceilings=ceilings, absent=absent)
-    chosen = list(cases("small" if rehearse else "full", "float32" if platform == "cpu" else "bfloat16", 16))
+    sizes, dtype = "small" if rehearse else "full", "float32" if platform == "cpu" else "bfloat16"
+    chosen = list(cases(sizes, dtype, default_page_size(platform)))
     if rehearse:
         chosen = [case for case in chosen if case.part in ("decode", "matmul")][:4]
     for case in chosen:

@@ -12,27 +12,33 @@ Pipeline: blocks of several pages in two VMEM slots; while one block is computed
   of the next item, is on its way, and the tables of the next two items before that. The running softmax (float32)
   lives in VMEM for as long as the tile lasts; rows that share a tile share it too, as a token only ever sees its own
   row's keys. `tpu_kernel.py` is the kernel, `tpu_plan.py` its sizes.
+Write: `write_and_attend` has the decodes' new tokens written by the kernel that attends for them (`tpu_write.py`), so
+  that a decode step launches one kernel a layer; prompts are written before, by `kv_write_tpu`. Bytes written to HBM
+  for each new one: 2 in bfloat16 and 4 in 8 bits, and none are read; 8 KiB for the scales of 8 heads.
 Schedule (bundles that the compiler of v5e packs, jax 0.10.2, bf16, 8 heads of 128, group 4): 1,172 for a prompt's 512
   queries x 512 keys of a head where nothing is masked (its 512 matrix instructions and 512 stores bound it from below),
-  1,282 where something is; 769 for a decode's 8 heads x 512 keys, whose DMA takes about 2,400 cycles.
+  1,282 where something is; 769 for a decode's 8 heads x 512 keys, whose DMA takes about 2,400 cycles. Writing adds 79
+  bundles to a row's last block (76 on v6e), with codes and scales 245 (193).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_write_tpu import write_kv, write_vmem_bytes
+from pallas_kernels.kv_write_tpu import new_tokens, write_kv, write_vmem_bytes
 from pallas_kernels.paged_attention.tpu_kernel import Scalars, Scratch, kernel
 from pallas_kernels.paged_attention.tpu_plan import BLOCK, LANES, OTHER_VMEM_BYTES, TILE, Plan, make_plan
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
 
-__all__ = ["paged_attention", "why_not", "write_kv"]
+__all__ = ["paged_attention", "why_not", "write_and_attend", "write_kv"]
 
 VMEM_BYTES = {"TPU v5 lite": 96 << 20, "TPU v5e": 96 << 20, "TPU v6 lite": 96 << 20, "TPU v6e": 96 << 20}
 
@@ -49,12 +55,15 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
     if problem.page_size not in (16, 32, 64, 128, 256):
         return f"the page size must be 16, 32, 64, 128 or 256, not {problem.page_size}"
     if jnp.dtype(kv_dtype).itemsize == 1 and problem.page_size < 32:
-        return f"8-bit pages need a page size of at least 32, not {problem.page_size}"
+        return f"8-bit pages need a page size of at least 32, not {problem.page_size}; take --page-size {LANES}"
     if problem.has_scale and problem.page_size < LANES:
-        return f"scales need a page size of at least {LANES}, not {problem.page_size}, because copies move whole tiles"
+        return (
+            f"scales need a page size of at least {LANES}, not {problem.page_size}, because copies move whole tiles; "
+            f"take --page-size {LANES}"
+        )
     limit = VMEM_BYTES.get(device.kind, OTHER_VMEM_BYTES)
     options = {"scale": 1.0, "window": None, "softcap": None}
-    need = max(make_plan(problem, tokens, BLOCK, **options).vmem_bytes for tokens in (1, TILE))
+    need = max(make_plan(problem, tokens, BLOCK, **options, writes=tokens == 1).vmem_bytes for tokens in (1, TILE))
     need = max(need, write_vmem_bytes(problem.kv_heads, problem.head_dim))
     if need > limit:
         return f"the kernels need {need >> 20} MiB of VMEM, {device.kind} gives them {limit >> 20}; take smaller pages"
@@ -82,28 +91,95 @@ def paged_attention(
     Pages may be wider than q's head_dim, filled with 0. Where head_dim is not a multiple of 128 they should be, rounded
     up: tiles take that space anyway, and XLA's default layout of narrower pages makes it copy the cache at each call.
     """
-    head_dim = q.shape[-1]
-    q = jnp.pad(q, ((0, 0),) * 3 + ((0, pages.head_dim - head_dim),))
-    tokens, kv_heads, group, _ = q.shape
-    rows, width = block_tables.shape
-    problem = AttentionProblem(
-        q.dtype, pages.data.dtype, kv_heads, group, pages.head_dim, pages.page_size, pages.scale is not None
-    )
     options = {"scale": scale, "window": window, "softcap": softcap}
-    row_arrays = (q_start, kv_len, jnp.asarray(first_page, jnp.int32))
+    batch = _Batch(q, block_tables, q_start, kv_len, num_decodes, sinks, jnp.asarray(first_page, jnp.int32), options)
+    out, _ = _decode(batch, pages)
+    return _whole(batch, out, None if decode_only else _prompts(batch, pages))
 
-    decodes = min(rows, tokens)
-    plan = make_plan(problem, 1, width, **options)
+
+@partial(jax.jit, static_argnames=("scale", "window", "softcap", "decode_only"))
+def write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: KVPages,
+    slots: jax.Array,
+    block_tables: jax.Array,
+    q_start: jax.Array,
+    kv_len: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    first_page: jax.Array | int = 0,
+    decode_only: bool = False,
+) -> tuple[jax.Array, KVPages]:
+    """`write_kv`, then `paged_attention`. Decodes are written by the kernel that attends for them: their slots are the
+    last of their rows, or -1. No two of them may write to one page, nor any row read what another one writes."""
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    batch = _Batch(q, block_tables, q_start, kv_len, num_decodes, sinks, jnp.asarray(first_page, jnp.int32), options)
+    if not decode_only:
+        pages = write_kv(pages, k, v, jnp.where(jnp.arange(len(slots)) < num_decodes, -1, slots), first_page)
+    out, pages = _decode(batch, pages, (k, v, slots))
+    return _whole(batch, out, None if decode_only else _prompts(batch, pages)), pages
+
+
+class _Batch(NamedTuple):
+    """What both functions are given, by the same names."""
+
+    q: jax.Array
+    block_tables: jax.Array
+    q_start: jax.Array
+    kv_len: jax.Array
+    num_decodes: jax.Array
+    sinks: jax.Array | None
+    first_page: jax.Array
+    options: dict[str, Any]
+
+    def plan(self, pages: KVPages, tokens: int, **options: Any) -> Plan:
+        _, kv_heads, group, _ = self.q.shape
+        problem = AttentionProblem(
+            self.q.dtype, pages.data.dtype, kv_heads, group, pages.head_dim, pages.page_size, pages.scale is not None
+        )
+        return make_plan(problem, tokens, self.block_tables.shape[1], **self.options, **options)
+
+    def padded_q(self, pages: KVPages, tokens: int) -> jax.Array:
+        """The queries of so many tokens, as wide as the pages."""
+        return jnp.pad(self.q[:tokens], ((0, 0),) * 3 + ((0, pages.head_dim - self.q.shape[-1]),))
+
+
+def _decode(batch: _Batch, pages: KVPages, write: tuple[jax.Array, ...] | None = None) -> tuple[jax.Array, KVPages]:
+    """Of the first token of each row, as if all rows decoded; garbage for those that do not. `write`: keys, values and
+    slots of all tokens, of which the decodes' are written to the pages."""
+    decodes = min(len(batch.block_tables), len(batch.q))
     item = jnp.arange(decodes, dtype=jnp.int32)
-    out = _attend(plan, q[:decodes], pages, block_tables, sinks, Scalars(item, item, num_decodes, *row_arrays))
-    out = jnp.concatenate([out, jnp.zeros((tokens - decodes, *q.shape[1:]), q.dtype)])
+    plan = batch.plan(pages, 1, writes=write is not None)
+    scalars = Scalars(item, item, batch.num_decodes, batch.q_start, batch.kv_len, batch.first_page)
+    new: list[jax.Array] = []
+    if write is not None:
+        k, v, slots = (x[:decodes] for x in write)
+        scalars, new = scalars._replace(slots=slots), new_tokens(pages, k, v)
+    return _attend(plan, batch.padded_q(pages, decodes), pages, batch.block_tables, batch.sinks, scalars, new)
+
+
+def _prompts(batch: _Batch, pages: KVPages) -> jax.Array:
+    """Of all tokens of prompts; garbage for the others."""
+    tokens = len(batch.q)
+    plan = batch.plan(pages, max(tokens, 2))
+    tile, row, count = _prompt_items(plan.tile, tokens, batch.q_start, batch.num_decodes)
+    scalars = Scalars(tile, row, count, batch.q_start, batch.kv_len, batch.first_page)
+    return _attend(plan, batch.padded_q(pages, tokens), pages, batch.block_tables, batch.sinks, scalars)[0]
+
+
+def _whole(batch: _Batch, decodes: jax.Array, prompts: jax.Array | None) -> jax.Array:
+    """Both kinds of tokens, and 0 for padding, as wide as q."""
+    tokens, head_dim = len(batch.q), batch.q.shape[-1]
     token = jnp.arange(tokens)[:, None, None, None]
-    if decode_only:
-        return jnp.where(token < num_decodes, out, 0)[..., :head_dim]
-    plan = make_plan(problem, max(tokens, 2), width, **options)
-    tile, row, count = _prompt_items(plan.tile, tokens, q_start, num_decodes)
-    prompts = _attend(plan, q, pages, block_tables, sinks, Scalars(tile, row, count, *row_arrays))
-    return jnp.where(token < num_decodes, out, jnp.where(token < q_start[-1], prompts, 0))[..., :head_dim]
+    rest = jnp.zeros((tokens - len(decodes), *decodes.shape[1:]), decodes.dtype)
+    others = 0 if prompts is None else jnp.where(token < batch.q_start[-1], prompts, 0)
+    return jnp.where(token < batch.num_decodes, jnp.concatenate([decodes, rest]), others)[..., :head_dim]
 
 
 def _prompt_items(tile: int, tokens: int, q_start: jax.Array, num_decodes: jax.Array):
@@ -122,9 +198,16 @@ def _prompt_items(tile: int, tokens: int, q_start: jax.Array, num_decodes: jax.A
 
 
 def _attend(
-    plan: Plan, q: jax.Array, pages: KVPages, tables: jax.Array, sinks: jax.Array | None, scalars: Scalars
-) -> jax.Array:
-    """The kernel over the items. q [tokens, kv_heads, group, head_dim]; as q, garbage in tiles without an item."""
+    plan: Plan,
+    q: jax.Array,
+    pages: KVPages,
+    tables: jax.Array,
+    sinks: jax.Array | None,
+    scalars: Scalars,
+    new: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, KVPages]:
+    """The kernel over the items. q [tokens, kv_heads, group, head_dim]; as q, garbage in tiles without an item; and the
+    pages, in which the kernel has written `new` where the plan says so."""
     tokens, kv_heads, group, head_dim = q.shape
     plan.check_smem(scalars.tile.shape[0], tables.shape[0])
     tables = jnp.pad(tables, ((0, 0), (0, plan.table_entries - plan.table_width)))
@@ -151,21 +234,35 @@ def _attend(
         inputs.append(jnp.pad(spread, ((0, 0), (0, padding), (0, 0))))
         specs.append(pl.BlockSpec((kv_heads, plan.queries, LANES), lambda *_: (0, 0, 0)))
 
+    for x in new:
+        inputs.append(x)
+        specs.append(pl.BlockSpec((None, *x.shape[1:]), lambda item, tile, *_, rank=x.ndim: (item, *(0,) * (rank - 1))))
+
     count = jnp.asarray(scalars.count, jnp.int32)
     scalars = scalars._replace(count=count[None], first_page=scalars.first_page[None])
+    in_smem = [x for x in scalars if x is not None]
+    shapes, out_specs, aliases = [jax.ShapeDtypeStruct((tiles, kv_heads, plan.queries, head_dim), q.dtype)], [block], {}
+    if plan.writes:
+        for i, x in enumerate(jax.tree.leaves(pages)):
+            shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+            out_specs.append(hbm)
+            aliases[len(in_smem) + 2 + i] = 1 + i  # the pages come after q and the tables
     call = pl.pallas_call(
         partial(kernel, plan, sinks is not None),
-        out_shape=jax.ShapeDtypeStruct((tiles, kv_heads, plan.queries, head_dim), q.dtype),
+        out_shape=shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=len(in_smem),
             grid=(count,),
             in_specs=specs,
-            out_specs=block,
+            out_specs=out_specs,
             scratch_shapes=[part for part in Scratch.shapes(plan) if part is not None],
         ),
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=plan.vmem_bytes),
         name=f"paged_attention_{'decode' if plan.tile == 1 else 'prompts'}",
     )
-    out = call(*scalars, *inputs)
+    out, *written = call(*in_smem, *inputs)
+    if written:
+        pages = jax.tree.unflatten(jax.tree.structure(pages), written)
     out = out[:, :, : plan.tile * group].reshape(tiles, kv_heads, group, plan.tile, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(tiles * plan.tile, kv_heads, group, head_dim)[:tokens]
+    return out.transpose(0, 3, 1, 2, 4).reshape(tiles * plan.tile, kv_heads, group, head_dim)[:tokens], pages

@@ -1,11 +1,13 @@
 """The body of the TPU's attention kernel: what one item does, and the copies that run ahead of it.
 
 Three things are on their way while a block of cached tokens is computed: the next block's pages, the row of the block
-tables that the next item needs, and the one after that. References are named as in `Scalars` and `Scratch`.
+tables that the next item needs, and the one after that; where items write, also the new token of the last one
+(`tpu_write`). References are named as in `Scalars`, `Refs` and `Scratch`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention import tpu_write
 from pallas_kernels.paged_attention.tpu_plan import LANES, TABLE_CHUNK, TABLES, Plan
 from pallas_kernels.tpu_dma import aligned, copy
 
@@ -24,7 +27,7 @@ UNSEEN = -1e20  # largest score of a token that has seen nothing; exp(MASKED - U
 
 class Scalars(NamedTuple):
     """What lies in SMEM from the start, int32: tile and row of each item, their number, the rows' bounds, the page
-    from which the block tables count."""
+    from which the block tables count; where items write, the slot of each one's new token, -1 where it is not kept."""
 
     tile: Any
     row: Any
@@ -32,17 +35,35 @@ class Scalars(NamedTuple):
     q_start: Any
     kv_len: Any
     first_page: Any
+    slots: Any = None
 
 
-class Inputs(NamedTuple):
+class Refs(NamedTuple):
     """q [kv_heads, queries, head_dim] in VMEM; in HBM the tables [rows, entries] and the pages; the sinks of each query
-    [kv_heads, queries, LANES] in VMEM or None."""
+    [kv_heads, queries, LANES] in VMEM or None. Where items write, `new` and `new_scale` are as `tpu_write` says."""
 
     q: Any
     tables: Any
     data: Any
     data_scale: Any
     sinks: Any
+    new: Any
+    new_scale: Any
+    out: Any
+
+    @classmethod
+    def of(cls, plan: Plan, has_sinks: bool, refs: Iterator[Any]) -> Refs:
+        """From the operands of the call and its results, in their order. Pages that are written come twice, as an
+        operand and as a result, which are one array; only the result is used."""
+        q, tables, data = next(refs), next(refs), next(refs)
+        data_scale = next(refs) if plan.has_scale else None
+        sinks = next(refs) if has_sinks else None
+        new = next(refs) if plan.writes else None
+        new_scale = next(refs) if plan.writes and plan.has_scale else None
+        out = next(refs)
+        if plan.writes:
+            data, data_scale = next(refs), next(refs) if plan.has_scale else None
+        return cls(q, tables, data, data_scale, sinks, new, new_scale, out)
 
 
 class Scratch(NamedTuple):
@@ -63,6 +84,7 @@ class Scratch(NamedTuple):
     turn: Any
     arrived: Any
     table_arrived: Any
+    written: Any
 
     @staticmethod
     def shapes(plan: Plan) -> Scratch:
@@ -78,6 +100,7 @@ class Scratch(NamedTuple):
             turn=pltpu.SMEM((1,), jnp.int32),
             arrived=pltpu.SemaphoreType.DMA((2,)),
             table_arrived=pltpu.SemaphoreType.DMA((TABLES,)),
+            written=pltpu.SemaphoreType.DMA if plan.writes else None,
         )
 
 
@@ -110,12 +133,10 @@ class Span(NamedTuple):
 
 def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
     """One item. Each item has at least one block; the one before it has started that."""
-    scalars, others = Scalars(*refs[: len(Scalars._fields)]), iter(refs[len(Scalars._fields) :])
-    q, tables, data = next(others), next(others), next(others)
-    scale = next(others) if plan.has_scale else None
-    inputs = Inputs(q, tables, data, scale, next(others) if has_sinks else None)
-    out, kv = next(others), next(others)
-    scratch = Scratch(kv, next(others) if plan.has_scale else None, *others)
+    count = len(Scalars._fields) - (not plan.writes)
+    scalars, others = Scalars(*refs[:count]), iter(refs[count:])
+    inputs = Refs.of(plan, has_sinks, others)
+    scratch = Scratch(*(next(others) if part is not None else None for part in Scratch.shapes(plan)))
 
     item, items = pl.program_id(0), scalars.count[0]
     span, tile = Span.of(plan, scalars, item), scalars.tile[item]
@@ -147,6 +168,11 @@ def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
 
     def step(block, _):
         slot = scratch.turn[0]
+        if plan.writes:  # the place that is filled next may hold what is still being written
+
+            @pl.when((block == first) & (item > 0) & (scalars.slots[jnp.maximum(item - 1, 0)] >= 0))
+            def written_before():
+                tpu_write.await_written(plan, inputs, scratch)
 
         @pl.when(block < last)
         def next_block():
@@ -159,6 +185,13 @@ def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
             pages(following, following.units(plan.block_tokens)[0], 1 - slot)
 
         _await_pages(plan, scratch, span, block, slot)
+        if plan.writes:
+
+            @pl.when((block == last) & (scalars.slots[item] >= 0))
+            def write():
+                tpu_write.put(plan, inputs, scratch, span.newest, block, slot)
+                tpu_write.start(plan, inputs, scratch, scalars, span.newest, block, slot, item)
+
         border = _is_border(plan, span, tile * plan.tile, block * plan.block_tokens)
         add = partial(_add_block, plan, inputs.q, scratch, span, tile * plan.tile, block * plan.block_tokens, slot)
         pl.when(border)(partial(add, masked=True))
@@ -166,12 +199,17 @@ def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
         scratch.turn[0] = 1 - slot
 
     lax.fori_loop(first, last + 1, step, None)
+    if plan.writes:
+
+        @pl.when((item + 1 == items) & (scalars.slots[item] >= 0))
+        def written_last():
+            tpu_write.await_written(plan, inputs, scratch)
 
     @pl.when((item + 1 == items) | (scalars.tile[jnp.minimum(item + 1, items - 1)] != tile))
     def end_of_tile():
         def finish(head):
             total = jnp.maximum(scratch.total[head], 1e-30)
-            out[head] = (scratch.values[head] / _across(total, plan.head_dim)).astype(out.dtype)
+            inputs.out[head] = (scratch.values[head] / _across(total, plan.head_dim)).astype(inputs.out.dtype)
 
         together = plan.heads_together
 
@@ -182,7 +220,7 @@ def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
         lax.fori_loop(0, plan.kv_heads // together, some, None)
 
 
-def _each_table_chunk(plan: Plan, inputs: Inputs, scratch: Scratch, span: Span, act) -> None:
+def _each_table_chunk(plan: Plan, inputs: Refs, scratch: Scratch, span: Span, act) -> None:
     """Calls act on the copies of a row's table from HBM to SMEM, as much of it as names pages that the item sees."""
     place = span.item % TABLES
     first, last = span.units(plan.page_size * TABLE_CHUNK)
@@ -204,7 +242,7 @@ def _pages_of(plan: Plan, span: Span, block: Any) -> tuple[Any, Any]:
     return begin, end
 
 
-def _start_pages(plan: Plan, scalars: Scalars, inputs: Inputs, scratch: Scratch, span: Span, block, slot) -> None:
+def _start_pages(plan: Plan, scalars: Scalars, inputs: Refs, scratch: Scratch, span: Span, block, slot) -> None:
     """Starts the copies of a block's pages, of which the table has arrived."""
     table, size = span.item % TABLES * plan.table_entries, plan.page_size
     first_page, shift = block * plan.block_pages, scalars.first_page[0]

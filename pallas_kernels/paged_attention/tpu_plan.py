@@ -39,6 +39,7 @@ class Plan:
     scale: float
     window: int | None
     softcap: float | None
+    writes: bool = False  # each item's new token is written too; of decodes
 
     @property
     def block_tokens(self) -> int:
@@ -67,7 +68,8 @@ class Plan:
 
     def smem_bytes(self, items: int, rows: int) -> int:
         """What the kernel needs: the items, the rows' bounds, and the tables; an upper estimate."""
-        return smem_bytes(items, items, rows + 1, rows, 1, 1, 1, TABLES * self.table_entries)
+        slots = (items,) if self.writes else ()
+        return smem_bytes(items, items, rows + 1, rows, 1, 1, 1, TABLES * self.table_entries, *slots)
 
     def check_smem(self, items: int, rows: int) -> None:
         """Raises ValueError where that is more than there is."""
@@ -92,7 +94,8 @@ class Plan:
         softmax = self.kv_heads * self.queries * (lanes + 3 * LANES) * 4
         blocked = 4 * self.kv_heads * _round_up(self.queries, 16) * lanes * jnp.dtype(self.q_dtype).itemsize
         temporaries = 8 * (self.queries + 2 * lanes) * max(self.block_tokens, LANES) * 4
-        needed = 2 * (block + (scales if self.has_scale else 0)) + softmax + blocked + temporaries
+        new = 2 * 2 * self.kv_heads * 8 * (lanes + LANES) * 4 if self.writes else 0
+        needed = 2 * (block + (scales if self.has_scale else 0)) + softmax + blocked + temporaries + new
         return max(needed + (2 << 20), OTHER_VMEM_BYTES)
 
 

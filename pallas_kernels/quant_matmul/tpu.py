@@ -14,6 +14,7 @@ Dequantization, by `Plan.scaling`:
              MXU pass: x goes in once per group, the other groups' inputs zeroed.
   "weights"  many tokens: codes * scale is computed in float32 and rounded to x's dtype.
   "end"      many tokens and one scale per output: the sum is scaled.
+`tpu_codes.numbers` makes numbers of codes; where these are smaller by a factor, the scales in VMEM are larger by it.
 Zero and bias never touch weights: they add (sums of x over groups) @ (bias - zero * scale), with which sums start.
 
 Compiled for v5e and v6e, interpreted on CPU; not yet run on a TPU.
@@ -30,8 +31,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.quant_matmul.tpu_codes import numbers
 from pallas_kernels.quant_matmul.tpu_plan import FEW_TOKENS, LANES, TOKENS, Plan, make_plan
 from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.tpu_dma import aligned, block
 from pallas_kernels.types import QuantArray
 
 OUTS_STEP = 256  # of a tile that are multiplied at a time, which bounds the size of the program
@@ -70,25 +73,25 @@ def dense_call(x: jax.Array, w: QuantArray, plan: Plan) -> jax.Array:
     x = _kernel_input(x)
     side, sums = _side_inputs(w, plan), _group_sums(x, plan)
     grid = (pl.cdiv(x.shape[0], plan.tokens), pl.cdiv(out, plan.outs), plan.in_tiles)
-    result = pl.pallas_call(
+    result = jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32)
+    return pl.pallas_call(
         partial(_dense_kernel, plan),
         grid=grid,
         in_specs=[
-            pl.BlockSpec((plan.tokens, plan.ins), lambda i, j, k: (i, k)),
-            pl.BlockSpec((plan.outs, plan.ins), lambda i, j, k: (j, k)),
+            block(x, (plan.tokens, plan.ins), lambda i, j, k: (i, k)),
+            block(w.codes, (plan.outs, plan.ins), lambda i, j, k: (j, k)),
             *(_side_spec(array, plan, lambda i, j, k: (0, j)) for array in side),
-            *(pl.BlockSpec((plan.tokens, plan.groups), lambda i, j, k: (i, 0)) for _ in sums),
+            *(block(array, (plan.tokens, plan.groups), lambda i, j, k: (i, 0)) for array in sums),
         ],
-        out_specs=pl.BlockSpec((plan.tokens, plan.outs), lambda i, j, k: (i, j)),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32),
+        out_specs=block(result, (plan.tokens, plan.outs), lambda i, j, k: (i, j)),
+        out_shape=result,
         scratch_shapes=_scratch(plan),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         cost_estimate=_cost(x, w),
         name="quant_matmul",
-    )(x, w.codes, *side, *sums)
-    return result[:tokens]
+    )(x, w.codes, *side, *sums)[:tokens]
 
 
 def _dense_kernel(plan: Plan, x, codes, *refs):
@@ -133,31 +136,31 @@ def grouped_call(x: jax.Array, w: QuantArray, group_sizes: jax.Array, plan: Plan
     def codes_index(j, item, k, expert, tile, start, stop):
         return expert[item], j, step(item, k, start, stop)
 
-    result = pl.pallas_call(
+    result = jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32)
+    return pl.pallas_call(
         partial(_grouped_kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(items),
             grid=(pl.cdiv(out, plan.outs), items[0].shape[0], plan.in_tiles),
             in_specs=[
-                pl.BlockSpec((plan.tokens, plan.ins), x_index),
-                pl.BlockSpec((None, plan.outs, plan.ins), codes_index),
+                block(x, (plan.tokens, plan.ins), x_index),
+                block(w.codes, (None, plan.outs, plan.ins), codes_index),
                 *(_side_spec(array, plan, lambda j, item, k, expert, *_: (expert[item], j)) for array in side),
                 *(
-                    pl.BlockSpec((plan.tokens, plan.groups), lambda j, item, k, _, tile, *__: (tile[item], 0))
-                    for _ in sums
+                    block(array, (plan.tokens, plan.groups), lambda j, item, k, _, tile, *__: (tile[item], 0))
+                    for array in sums
                 ),
             ],
-            out_specs=pl.BlockSpec((plan.tokens, plan.outs), lambda j, item, k, expert, tile, *_: (tile[item], j)),
+            out_specs=block(result, (plan.tokens, plan.outs), lambda j, item, k, expert, tile, *_: (tile[item], j)),
             scratch_shapes=_scratch(plan),
         ),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32),
+        out_shape=result,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         cost_estimate=_cost(x, w),
         name="grouped_quant_matmul",
-    )(*items, x, w.codes, *side, *sums)
-    return result[:tokens]
+    )(*items, x, w.codes, *side, *sums)[:tokens]
 
 
 def _grouped_kernel(plan: Plan, expert, tile, start, stop, x, codes, *refs):
@@ -241,7 +244,7 @@ def _side_spec(array: jax.Array, plan: Plan, index) -> pl.BlockSpec:
         shape, place = (None, None, groups, plan.outs), lambda expert, j: (expert, 0, 0, j)
     else:
         shape, place = (None, None, groups, width), lambda expert, j: (expert, j if tiles > 1 else 0, 0, 0)
-    return pl.BlockSpec(shape, lambda *grid: place(*index(*grid)))
+    return block(array, shape, lambda *grid: place(*index(*grid)))
 
 
 def _scratch(plan: Plan) -> list:
@@ -266,7 +269,7 @@ def _begin(plan: Plan, side, scales, total) -> None:
     for tile in range(scales.shape[0]):
         first = tile * plan.tile_groups
         count = min(plan.tile_groups, plan.groups - first)
-        scales[tile, :count] = scale[first : first + count]
+        scales[tile, :count] = scale[first : first + count] * plan.factor
         if count < scales.shape[1]:
             scales[tile, count:] = jnp.zeros((scales.shape[1] - count, plan.outs), jnp.float32)
     if not plan.has_offset:
@@ -313,7 +316,7 @@ def _accumulate(plan: Plan, k, x, codes, scales, total) -> None:
     step = OUTS_STEP if plan.outs % OUTS_STEP == 0 else plan.outs
 
     def add(n, carry):
-        outs = pl.ds(n * step if isinstance(n, int) else pl.multiple_of(n * step, step), step)
+        outs = pl.ds(aligned(n * step, step), step)
         total[:, outs] += product(plan, left, x, codes.at[outs], scales.at[tile, :, outs])
         return carry
 
@@ -325,13 +328,13 @@ def _accumulate(plan: Plan, k, x, codes, scales, total) -> None:
 
 def _plain_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
     """Of many tokens: float32 [tokens, outs], not scaled."""
-    weights = _inside(plan, left, codes[...].astype(x.dtype), only=codes.dtype == jnp.float8_e4m3fn)
+    weights = _inside(plan, left, numbers(codes[...], x.dtype), only=codes.dtype == jnp.float8_e4m3fn)
     return _dot(_inside(plan, left, x[...]), weights)
 
 
 def _scaled_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
     """Of many tokens: float32 [tokens, outs]. The MXU spreads scales over inputs, times a matrix of ones and zeros."""
-    weights = _inside(plan, left, codes[...].astype(jnp.float32), only=codes.dtype == jnp.float8_e4m3fn)
+    weights = _inside(plan, left, numbers(codes[...], jnp.float32), only=codes.dtype == jnp.float8_e4m3fn)
     if plan.groups == 1:
         weights *= scales[...].T[:, :1]
     else:
@@ -365,7 +368,7 @@ def _parts(plan: Plan, left, x, codes, scales) -> jax.Array:
     for start in range(0, plan.ins, width):
         stop = min(start + width, plan.ins)
         piece = _inside(plan, left - start, x[:, start:stop])
-        weights = codes[:, start:stop].astype(x.dtype)
+        weights = numbers(codes[:, start:stop], x.dtype)
         weights = _inside(plan, left - start, weights, only=codes.dtype == jnp.float8_e4m3fn)
         first, end = start // plan.group, -(-stop // plan.group)
         if end - first > 1:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import tuning
+from pallas_kernels.quant_matmul.tpu_codes import factor
 from pallas_kernels.types import QuantArray
 
 LANES = 128
@@ -24,6 +25,7 @@ class Plan:
 
     tokens, outs, ins: sizes of a tile; in_tiles of them cover `inputs`. rows, group: outputs and inputs that share a
     scale. groups: scales along the inputs. scaling: see the top. rounds: weights are rounded to bfloat16.
+    factor: see `tpu_codes`.
     """
 
     tokens: int
@@ -38,6 +40,7 @@ class Plan:
     has_zero: bool
     has_bias: bool
     rounds: bool
+    factor: float
 
     @property
     def ragged(self) -> bool:
@@ -97,6 +100,7 @@ def make_plan(
         has_zero=w.zero is not None,
         has_bias=w.bias is not None,
         rounds=scaling == "weights" and x_dtype == jnp.bfloat16,
+        factor=factor(w.codes.dtype),
     )
 
 

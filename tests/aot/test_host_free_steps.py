@@ -99,7 +99,7 @@ def test_what_is_searched_for_would_be_found(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "backend", "page_size"),
-    [("h200x8", "mosaic_gpu", 16), pytest.param("v5e-8", "mosaic_tpu", 64, marks=pytest.mark.slow)],
+    [("h200x8", "mosaic_gpu", 16), pytest.param("v5e-8", "mosaic_tpu", 128, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("sampler", [Sampler.FILTERED, Sampler.FULL])
 def test_logits_are_exchanged_by_rows(target, backend, page_size, sampler, tmp_path):

@@ -50,9 +50,9 @@ TARGETS = [
     ("h200x1", "mosaic_gpu", 16),
     ("h200x8", "mosaic_gpu", 16),
     ("h200x1", "triton", 16),
-    ("v5e-4", "mosaic_tpu", 64),
-    ("v5e-8", "mosaic_tpu", 64),
-    ("v6e-4", "mosaic_tpu", 64),
+    ("v5e-4", "mosaic_tpu", 128),
+    ("v5e-8", "mosaic_tpu", 128),
+    ("v6e-4", "mosaic_tpu", 128),
 ]
 
 
@@ -68,20 +68,31 @@ USUAL = {  # the others run in the slow group
 
 
 def make_runner(
-    folder, target: str, backend: str, page_size: int, layers: int, scheme: str = "bf16", **changes
-) -> ModelRunner:
+    folder,
+    target: str,
+    backend: str,
+    page_size: int,
+    layers: int,
+    scheme: str = "bf16",
+    *,
+    slots: int = 64,
+    context: int = 8192,
+    kv_dtype=jnp.bfloat16,
+    **changes,
+) -> tuple[ModelRunner, dict]:
+    """A runner of the 8B shape with so many layers and `changes` of its config, and its weights' shapes."""
     devices = devices_of(target)
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers} | changes))
     mesh = make_mesh(len(devices), devices)
     model = read_model_config(HFConfig.read(folder))
     backends = {"attention": backend, "matmul": "auto" if scheme == "bf16" else backend}
-    decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, **backends)
+    decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, kv_dtype=kv_dtype, **backends)
     params = abstract_params(decoder, mesh)
     if scheme != "bf16":
         params = quantized_abstract(params, scheme)
-    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, 64, penalty_rows=64)
-    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, jnp.bfloat16, devices[0].platform)
-    runner.plan(layout, 8192 // page_size)
+    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
+    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, kv_dtype, devices[0].platform)
+    runner.plan(layout, context // page_size)
     return runner, params
 
 
@@ -188,6 +199,6 @@ def test_buckets_for_a_budget_that_is_no_multiple_of_8(target, backend, page_siz
 def test_narrow_heads_on_tpu(tmp_path):
     """Heads of 64 numbers, as in Llama 3.2 1B, are stored as 128, so that the cache needs no copy."""
     small = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "vocab_size": 32000}
-    runner, params = make_runner(tmp_path, "v5e-1", "mosaic_tpu", 64, 2, **small)
+    runner, params = make_runner(tmp_path, "v5e-1", "mosaic_tpu", 128, 2, **small)
     assert runner.layout.head_dim == 128
-    check(runner, StepShape.of(16, 16, 64, decode_only=True), 2, params)
+    check(runner, StepShape.of(16, 16, 128, decode_only=True), 2, params)

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import generate, make_engine, request
 
 from jaxserve.block_manager import NULL_PAGE
-from jaxserve.kv_cache import COPIES, CacheLayout, copy_pages
+from jaxserve.config import EngineConfig
+from jaxserve.kernels import describe
+from jaxserve.kv_cache import COPIES, CacheLayout, copy_pages, default_page_size
 from jaxserve.mesh import make_mesh
 from pallas_kernels import cpu
+from pallas_kernels.registry import Device
 
 
 @pytest.mark.parametrize(
@@ -49,3 +53,27 @@ def test_pages_are_copied_in_every_layer(dtype):
         expected = before.copy()
         expected[:, [3, 1, 5]] = before[:, [1, 2, 4]]
         np.testing.assert_array_equal(after, expected)
+
+
+def test_pages_of_every_size_give_the_same_answers(model_folders):
+    """Prompts of 140 tokens whose first 138 agree: the second finds as many whole pages of the first as there are."""
+    assert [default_page_size(platform) for platform in ("cpu", "gpu", "tpu")] == [16, 16, 128]
+    assert EngineConfig(model="x").page_size is None
+    answers = []
+    for asked, size, found in ((None, 16, 128), (8, 8, 136), (128, 128, 128), (256, 256, 0)):
+        engine = make_engine(model_folders("llama3_gqa"), page_size=asked, max_model_len=180, kv_pages=60)
+        assert engine.page_size == engine.blocks.page_size == engine.runner.layout.page_size == size
+        start = [7 + i % 50 for i in range(138)]
+        first = generate(engine, request("first", [*start, 3, 4], max_tokens=8))
+        second = generate(engine, request("second", [*start, 5, 6], max_tokens=8))
+        assert second[0].num_cached == found
+        answers.append((first[0].token_ids, second[0].token_ids))
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_eight_bit_caches_run_on_tpus_with_the_default_pages():
+    tpu = Device("tpu", "TPU v5 lite")
+    assert [line for line in describe(tpu) if "cache" in line and "pages of 128 tokens" in line]
+    assert not [line for line in describe(tpu) if "mosaic_tpu" in line and "can run" not in line and "used" not in line]
+    small = [line for line in describe(tpu, page_size=16) if "mosaic_tpu" in line and "take --page-size 128" in line]
+    assert len(small) == 2, "of int8 and of fp8"

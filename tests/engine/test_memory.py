@@ -187,7 +187,7 @@ def test_plans_ask_what_the_check_asks():
     config = EngineConfig(model="x", page_size=16, max_num_seqs=60_000)
     budget = Budget(10**9, 0.9, 300, 20, 30, None, counts_programs=True)
     for needs in (Needs(), Needs(temporaries=1), Needs(10**8, 10**7, 6 * 10**7), Needs(code=899_000_000)):
-        pages, _ = memory.plan_pages(config, 32_000, 10, budget, needs)
+        pages, _ = memory.plan_pages(config, 32_000, 16, 10, budget, needs)
         budget.check(needs, pages * 10)
         step = 1 << (pages.bit_length() - memory.PAGE_GRID.bit_length())
         with pytest.raises(ConfigError, match="does not fit"):
@@ -219,7 +219,7 @@ def test_programs_that_are_compiled_at_a_time(monkeypatch, cores, free, programs
 
 def test_few_pages_are_all_used():
     budget = Budget(1000, 0.9, 300, 20, 30, None, counts_programs=True)
-    assert memory.plan_pages(EngineConfig(model="x"), 32, 10, budget, Needs(100, 20, 30)) == (40, 32)
+    assert memory.plan_pages(EngineConfig(model="x"), 32, 16, 10, budget, Needs(100, 20, 30)) == (40, 32)
     budget.check(Needs(100, 20, 30), 400)
     with pytest.raises(ConfigError, match=r"temporaries of the largest step 101 B .* = 901 B. Lower --kv-pages"):
         budget.check(Needs(101, 20, 30), 400)

@@ -587,7 +587,8 @@ def test_tensor_parallelism_that_does_not(text, size, message):
 def plan(model, **options):
     config = EngineConfig(model="x", **options)
     page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 16 * 4
-    pages, length = memory.plan_pages(config, memory.max_model_len(config, model), page_bytes, BUDGET, memory.Needs())
+    longest = memory.max_model_len(config, model)
+    pages, length = memory.plan_pages(config, longest, 16, page_bytes, BUDGET, memory.Needs())
     return length, pages
 
 
@@ -599,12 +600,12 @@ def test_the_cache_on_cpu_takes_half_of_what_is_free(monkeypatch):
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 20 * 2**30)
     budget = memory.budget(EngineConfig(model="x"), jax.devices("cpu")[0], 1, weights=2**30, slots=2**20)
     page_bytes = 16 * 28 * 2 * 8 * 128 * 4  # of Qwen3-0.6B in float32
-    pages, length = memory.plan_pages(EngineConfig(model="x"), 4096, page_bytes, budget, memory.Needs())
+    pages, length = memory.plan_pages(EngineConfig(model="x"), 4096, 16, page_bytes, budget, memory.Needs())
     assert 8.75 * 2**30 <= pages * page_bytes <= 10 * 2**30  # the number of pages is a round one
     assert (pages - 1) * 16 // length >= 10
     # No more than all sequences at their longest can use.
     config = EngineConfig(model="x", max_num_seqs=4, max_model_len=1024)
-    assert memory.plan_pages(config, 1024, page_bytes, budget, memory.Needs()) == (4 * 64 + 1, 1024)
+    assert memory.plan_pages(config, 1024, 16, page_bytes, budget, memory.Needs()) == (4 * 64 + 1, 1024)
 
 
 def test_token_counts_of_penalties_are_bounded():
@@ -621,7 +622,7 @@ def test_token_counts_of_penalties_are_bounded():
 
 def test_the_cache_on_cpu_is_bounded():
     budget = memory.Budget(total=2**40, utilization=0.9, weights=0, slots=0, reserve=0, most_cache=100)
-    assert memory.plan_pages(EngineConfig(model="x"), 32, 10, budget, memory.Needs()) == (10, 32)
+    assert memory.plan_pages(EngineConfig(model="x"), 32, 16, 10, budget, memory.Needs()) == (10, 32)
 
 
 def test_length_beyond_the_model_s_own():

@@ -21,6 +21,7 @@ from pallas_kernels.selfcheck import (
     tolerance,
 )
 from pallas_kernels.selfcheck_cases import LAYER, STARTUP, Rows, make_batch
+from pallas_kernels.selfcheck_fused import check_write_and_attend
 
 F32, BF16, F16 = (np.dtype(name) for name in (np.float32, ml_dtypes.bfloat16, np.float16))
 INT8, INT4, FP8 = (np.dtype(name) for name in (np.int8, ml_dtypes.int4, ml_dtypes.float8_e4m3fn))
@@ -115,6 +116,29 @@ def test_another_implementation_passes():
     if cpu.why_not(Device("cpu", "cpu"), problem):
         pytest.skip("no C++ compiler")
     assert 0 < is_right(check_attention, cpu.paged_attention, problem) < tolerance(F32) / 5
+
+
+# --- writes within attention ---
+
+
+def both(q, k, v, pages, slots, *rows, first_page, late=False, shift=0, extra=0, **options):
+    """`write_and_attend` in plain XLA; `late`: written after it was needed; `shift`: to other slots; `extra`: one more
+    place is written."""
+    moved = jnp.where(slots < 0, -1, slots + shift)
+    after = kv_write.write_kv(pages, k, v, moved, first_page)
+    if extra:
+        after = after._replace(data=after.data.at[LAYER + 1, 0, 0, 0, 0].set(extra))
+    return reference.paged_attention(q, pages if late else after, *rows, first_page=first_page, **options), after
+
+
+@pytest.mark.parametrize("problem", [LLAMA, CODES, replace(CODES, kv_dtype=FP8)])
+def test_writes_within_attention_are_checked(problem):
+    # Rounding k and v to 16 bits before they become codes again costs up to one code.
+    check = partial(check_write_and_attend, attend=reference.paged_attention, problem=problem, repeats=0)
+    few = Rows((300, 16, 65, 129))
+    is_right(check, both, rows=few)
+    for wrong in ({"late": True}, {"shift": 1}, {"extra": 7}):
+        assert findings(check, partial(both, **wrong), rows=few)[1], wrong
 
 
 # --- attention that is wrong ---

@@ -13,6 +13,7 @@ from pallas_kernels.paged_attention import mosaic_gpu, tpu
 from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
 from pallas_kernels.selfcheck import Finding, check_attention, check_matmul, check_write
 from pallas_kernels.selfcheck_cases import Rows
+from pallas_kernels.selfcheck_fused import check_write_and_attend
 
 BF16, F16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.int8)
 # A row longer than a block of keys, another of one token; prompts that begin at offsets 2 and 3, one with a past.
@@ -66,4 +67,12 @@ def test_tpu_attention_and_write():
     all_right(check_attention(on_tpu(tpu.paged_attention), problem, rows=ROWS, variants=("all",), repeats=0))
     pltpu.reset_tpu_interpret_mode_state()
     all_right(check_write(on_tpu(kv_write_tpu.write_kv), problem, repeats=0))
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("kv", [None, INT8], ids=["bf16", "int8"])
+def test_tpu_write_within_attention(kv):
+    problem = AttentionProblem(BF16, kv or BF16, 2, 4, 128, 128, has_scale=kv is not None)
+    fused, attend = on_tpu(tpu.write_and_attend), on_tpu(tpu.paged_attention)
+    all_right(check_write_and_attend(fused, attend, problem, rows=Rows((301, 1, 128, 129)), repeats=0))
     pltpu.reset_tpu_interpret_mode_state()

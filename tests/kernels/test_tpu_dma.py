@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_dma import CopyError, aligned, checking, copy, smem_bytes, word_rows
+from pallas_kernels.tpu_dma import CopyError, aligned, block, checking, copy, smem_bytes, word_rows
 
 
 def copy_rows(x, start, *, size=8, multiple=8):
@@ -62,6 +62,16 @@ def test_known_offsets_and_sizes_are_checked_while_tracing():
     call = pl.pallas_call(kernel, out_shape=shape, scratch_shapes=[pltpu.SemaphoreType.DMA])
     with pytest.raises(CopyError, match=r"a copy of float32\(8, 64\) to float32\(8, 128\)"):
         call(X[:8])
+
+
+def test_blocks_are_whole_tiles_or_whole_axes():
+    array = jax.ShapeDtypeStruct((3, 20, 384), jnp.int8)
+    for shape in ((None, 20, 384), (1, 8, 256), (None, 16, 128)):
+        assert block(array, shape, lambda *_: (0, 0, 0)).block_shape == shape
+    with pytest.raises(CopyError, match="takes 12 of 20 along axis -2: no multiple of 8"):
+        block(array, (None, 12, 128), lambda *_: (0, 0, 0))
+    with pytest.raises(CopyError, match="takes 192 of 384 along axis -1: no multiple of 128"):
+        block(array, (None, 8, 192), lambda *_: (0, 0, 0))
 
 
 def test_rows_of_a_word_and_sizes_in_smem():

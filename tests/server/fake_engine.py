@@ -32,6 +32,7 @@ class ParrotEngine:
         self.vocab_size = json.loads(path.read_text())["vocab_size"] if path.is_file() else 1000
         self.max_model_len = config.max_model_len or 256
         self.eos_token_ids = (0, 2)
+        self.page_size = config.page_size or 16
         self._config = config
         self._running: dict[tuple[str, int], tuple[Request, int]] = {}
         self._paused: set[str] = set()
@@ -255,7 +256,7 @@ class HashingEngine(ParrotEngine):
     def add_request(self, request: Request) -> None:
         expected = b""
         if len(request.prompt_token_ids) >= LONG_PROMPT:
-            expected = hash_pages(request.prompt_token_ids, request.cache_salt, self._config.page_size)
+            expected = hash_pages(request.prompt_token_ids, request.cache_salt, self.page_size)
         if request.page_hashes != expected:
             raise InvalidRequestError("these are not the hashes of the prompt's pages", "prompt")
         super().add_request(request)

@@ -1,0 +1,62 @@
+"""The write of a decode's new token to the cache, by the TPU's attention kernel, which holds its block in VMEM anyway.
+
+The new token of an item takes its place in the block that has just arrived, where attention finds it, and the word of
+4 bytes that it shares with its neighbours goes back to the token's page: nothing is read for it, and 1 byte is written
+for each new one in float32, 2 in 16 bits, 4 in 8 bits. Scales lie along lanes: those of a page's tokens, of all heads,
+keys and values, go back. A page that a row writes to is that row's alone, so no other item reads or writes it.
+
+`new` is float32 [2, kv_heads, 1, head_dim], in which a row can be placed without shuffles: keys and values, or their
+codes; `new_scale` is float32 [2, kv_heads, 1].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.paged_attention.tpu_plan import TABLES, Plan
+from pallas_kernels.tpu_dma import TILE_BYTES, aligned, copy, word_rows
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.tpu_kernel import Refs, Scalars, Scratch
+
+
+def put(plan: Plan, refs: Refs, scratch: Scratch, position: Any, block: Any, slot: Any) -> None:
+    """Puts the new token at its position into the block in VMEM."""
+    at = position - block * plan.block_tokens
+    rows = TILE_BYTES // jnp.dtype(plan.kv_dtype).itemsize
+    place = pl.ds(aligned(at // rows * rows, rows), rows)
+    before = scratch.kv[slot, :, :, place]
+    here = lax.broadcasted_iota(jnp.int32, before.shape, 2) == at % rows
+    # Selected in float32, where it is exact for all dtypes: narrow ones lack masks on some chips.
+    scratch.kv[slot, :, :, place] = jnp.where(here, refs.new[...], before.astype(jnp.float32)).astype(plan.kv_dtype)
+    if plan.has_scale:
+        page = at // plan.page_size
+        scales = scratch.kv_scale[slot, page]
+        here = lax.broadcasted_iota(jnp.int32, scales.shape, 2) == at % plan.page_size
+        scratch.kv_scale[slot, page] = jnp.where(here, refs.new_scale[...], scales)
+
+
+def start(
+    plan: Plan, refs: Refs, scratch: Scratch, scalars: Scalars, position: Any, block: Any, slot: Any, item: Any
+) -> None:
+    """Starts the copies of what `put` changed to the token's page."""
+    at, entry = position - block * plan.block_tokens, position // plan.page_size
+    page = scalars.first_page[0] + scratch.table[item % TABLES * plan.table_entries + entry]
+    word = word_rows(plan.kv_dtype)
+    source = scratch.kv.at[slot, :, :, pl.ds(aligned(at // word * word, word), word)]
+    target = refs.data.at[page, :, :, pl.ds(aligned(position % plan.page_size // word * word, word), word)]
+    copy(source, target, scratch.written).start()
+    if plan.has_scale:
+        copy(scratch.kv_scale.at[slot, at // plan.page_size], refs.data_scale.at[page], scratch.written).start()
+
+
+def await_written(plan: Plan, refs: Refs, scratch: Scratch) -> None:
+    """Waits for the copies that the last `start` began."""
+    word = pl.ds(0, word_rows(plan.kv_dtype))
+    copy(scratch.kv.at[0, :, :, word], refs.data.at[0, :, :, word], scratch.written).wait()
+    if plan.has_scale:
+        copy(scratch.kv_scale.at[0, 0], refs.data_scale.at[0], scratch.written).wait()
