@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mosaic_resources import assembled_kernels, programs, traced_kernels
 
 from pallas_kernels.hopper_rules import RuleError, Span, fetch, interpreter, store
-from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_kernel
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_kernel
 from pallas_kernels.quant_matmul import mosaic_gpu as matmul
 from pallas_kernels.types import KVPages, QuantArray
 
@@ -150,18 +150,22 @@ def test_shared_memory_of_attention(head_dim, codes):
 def test_tiles_reckon_as_jax_does(monkeypatch):
     """And have at least two blocks in flight, in decode three for the sizes that most models have."""
     tiles = []
-    launch = mosaic_gpu_kernel.launch
+    launch, scratch = mosaic_gpu_kernel.launch, mosaic_gpu_decode._scratch
     monkeypatch.setattr(mosaic_gpu, "launch", lambda tile, *rest: tiles.append(tile) or launch(tile, *rest))
-    for head_dim in (32, 80, 96, 128, 192, 256):
+    monkeypatch.setattr(mosaic_gpu_decode, "_scratch", lambda tile: tiles.append(tile) or scratch(tile))
+    for head_dim in (32, 64, 80, 96, 128, 192, 256):
         for codes in (None, jnp.int8):
-            tiles.clear()
-            arguments = attention_arguments(head_dim, 16, codes)
-            kernels = traced_kernels(partial(mosaic_gpu.paged_attention.__wrapped__, scale=1.0), *arguments)
-            for tile in tiles:
-                kernel = kernels["paged_decode" if tile.decode else "paged_prompts"]
-                assert tile.shared_memory(tile.stages) == kernel.shared_memory
-                assert tile.stages >= (3 if tile.decode and head_dim <= 128 else 2)
-            assert len(tiles) == 2
+            for group in (4, 7):
+                tiles.clear()
+                arguments = attention_arguments(head_dim, 16, codes, group)
+                kernels = traced_kernels(partial(mosaic_gpu.paged_attention.__wrapped__, scale=1.0), *arguments)
+                for tile in tiles:
+                    decode = isinstance(tile, mosaic_gpu_decode.DecodeTile) or tile.decode
+                    kernel = kernels["paged_decode" if decode else "paged_prompts"]
+                    blocks = tile.slots if isinstance(tile, mosaic_gpu_decode.DecodeTile) else tile.stages
+                    assert tile.shared_memory(blocks) == kernel.shared_memory
+                    assert blocks >= (3 if decode and head_dim <= 128 else 2)
+                assert len(tiles) == 2
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 1024])

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_paged_attention import DTYPES, Config, gold, make_batch
 
 from pallas_kernels.hopper_rules import interpreter
-from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
 
@@ -97,27 +97,55 @@ def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = Fa
         assert not get_races().races_found
 
 
-@pytest.mark.usefixtures("short_ring")
-def test_decode_with_split_rows():
-    # 641 tokens are 11 blocks, in parts of four: parts merge.
-    config = Config(group=4, kv_heads=1, tokens=4, rows=4, max_pages=41)
-    interpreted(config, [(1, 641), (1, 64), (1, 1)], races=True, decode_only=True)
+@pytest.fixture
+def one_program(monkeypatch):
+    """All items in one program: its ring goes on across rows. The race detector knows no atomic additions, and takes
+    what programs tell each other for races."""
+    monkeypatch.setattr(mosaic_gpu_decode.DecodeTile, "slots", 2)
+    monkeypatch.setattr(mosaic_gpu_decode, "programs_of", lambda tile, pairs: 1)
 
 
-@pytest.mark.usefixtures("short_ring")
-def test_a_decode_row_has_the_same_bits_in_any_company():
-    config = Config(group=4, kv_heads=1, tokens=3, rows=3, max_pages=64, dtype="bfloat16", first_page=7)
+SPLIT = [(1, 641), (1, 64), (1, 1)]  # 641 tokens are 11 blocks, in three parts of four
+
+
+@pytest.mark.usefixtures("one_program")
+@pytest.mark.parametrize("group", [1, 4, 7])  # the queries of 7 heads begin anywhere, and are 16 with their neighbours
+def test_decode_by_one_program(group):
+    config = Config(group=group, kv_heads=2 if group < 7 else 1, tokens=8, rows=4, max_pages=41)
+    interpreted(config, SPLIT, races=True, decode_only=True)
+
+
+@pytest.mark.parametrize("config", [
+    Config(group=4, kv_heads=2, tokens=4, rows=4, max_pages=41),
+    Config(64, 64, group=8, kv_heads=3, tokens=4, rows=4, max_pages=11, softcap=3.0, sinks=True, first_page=7),
+    Config(256, 256, group=12, kv_heads=2, tokens=4, rows=4, max_pages=3, window=300),
+    Config(8, 192, group=3, kv_heads=1, tokens=4, rows=4, max_pages=81, sinks=True),  # too few queries: padded
+], ids=str)  # fmt: skip
+def test_decode_by_many_programs(config):
+    interpreted(config, SPLIT, decode_only=True)
+
+
+def test_a_decode_row_has_the_same_bits_in_any_company_and_bucket(monkeypatch):
+    config = Config(group=4, kv_heads=1, tokens=8, rows=3, max_pages=64, dtype="bfloat16", first_page=7)
     batch = make_batch(config, [(1, 64), (1, 641), (1, 1000)], 0)
     among = attend(batch, config, batch.tables, [64, 641, 1000], decode_only=True)
+    np.testing.assert_allclose(among[:3], gold(config, batch, config.head_dim**-0.5), rtol=4e-3, atol=1e-2)
     alone = attend(batch, config, batch.tables, [0, 641, 0], decode_only=True)
     np.testing.assert_array_equal(alone[1], among[1])
-    np.testing.assert_allclose(among, gold(config, batch, config.head_dim**-0.5), rtol=4e-3, atol=1e-2)
+    # In a batch of eight rows, whose table is wider, dealt to two programs: the merge is another's.
+    monkeypatch.setattr(mosaic_gpu_decode, "programs_of", lambda tile, pairs: 2)
+    wide = np.zeros((8, 2 * config.max_pages), np.int32)
+    wide[:3, : config.max_pages] = batch.tables
+    larger = replace(config, rows=8)
+    bucket = attend(batch, larger, wide, [64, 641, 1000, 0, 0, 0, 0, 0], decode_only=True)
+    np.testing.assert_array_equal(bucket[:3], among[:3])
 
 
 @pytest.mark.usefixtures("short_ring")
-def test_decode_with_window_softcap_and_sinks():
-    config = Config(64, 80, group=7, kv_heads=2, tokens=3, rows=3, max_pages=5, window=70, softcap=3.0, sinks=True)
-    interpreted(config, [(1, 300), (1, 50)], decode_only=True)
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_decode_of_other_head_dims(kv_dtype):
+    config = Config(64, 80, group=7, kv_heads=2, tokens=3, rows=3, max_pages=9, window=270, softcap=3.0, sinks=True)
+    interpreted(replace(config, kv_dtype=kv_dtype), [(1, 550), (1, 50)], decode_only=True)
 
 
 @pytest.mark.usefixtures("short_ring")

@@ -1,0 +1,358 @@
+"""The Hopper decode kernel: see `mosaic_gpu_decode`, which launches it, for what it computes and how."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels import hopper_rules
+from pallas_kernels.hopper_rules import Span
+from pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
+from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.work_lists import BEGIN, FIRST, LAST, LENGTH, PARTS, ROW
+
+LOG2E = math.log2(math.e)
+WGMMA = plgpu.Layout.WGMMA
+COLUMN = WGMMA.reduce(0)  # of arrays [columns]: what each warp has a copy of
+
+
+class Arrays(NamedTuple):
+    """The arrays in global memory. pair: an item and a KV head, item * kv_heads + head; rows of q and out: heads."""
+
+    items: Any  # int32 [items, 8]
+    spans: Any  # int32 [programs + 1]
+    table: Any  # int32 [rows, pages of a row]
+    first_page: Any  # int32 [1]
+    counters: Any  # int32 [rows * kv_heads], zeros before and after
+    q: Any  # [heads of all rows, head_dim]
+    sinks: Any  # float32 [heads of all rows] times log2(e), or None
+    data: Any  # [pages * 2 * kv_heads, page_size, head_dim]
+    out: Any  # [heads of all rows, head_dim]
+    values: Any  # float32 [pairs, head_dim, columns], of items that are parts of a row
+    sums: Any  # float32 [pairs, 2, columns]: the peak, and the sum of the probabilities
+
+
+class Work(NamedTuple):
+    """An item for one head, int32 scalars: as the columns of work_lists."""
+
+    row: Any
+    length: Any
+    first: Any
+    begin: Any
+    parts: Any
+    last: Any
+    head: Any
+
+
+def kernel(tile: DecodeTile, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:
+    """names: which of Arrays the refs are."""
+    arrays = Arrays(**dict.fromkeys(Arrays._fields) | dict(zip(names, refs, strict=True)))
+    program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
+    start, end = arrays.spans[program], arrays.spans[program + 1]
+
+    @pl.when(end > start)
+    def _():
+        @pl.when(group == 1)
+        def fetch():
+            _fetch(tile, arrays, start, end, **scratch)
+
+        @pl.when(group == 0)
+        def compute():
+            _compute(tile, arrays, start, end, **scratch)
+
+
+def _work(tile: DecodeTile, arrays: Arrays, pair: Any) -> Work:
+    item = lax.div(pair, jnp.int32(tile.kv_heads))
+    row, length, first, begin, parts, last = (
+        arrays.items[item, column] for column in (ROW, LENGTH, FIRST, BEGIN, PARTS, LAST)
+    )
+    return Work(row, length, first, begin, parts, last, lax.rem(pair, jnp.int32(tile.kv_heads)))
+
+
+def _queries(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:
+    """The first of the rows of q that are copied for an item, a multiple of 8; and which of them is the group's first.
+
+    heads: rows of q."""
+    mine = (work.row * tile.kv_heads + work.head) * tile.stride
+    start = jnp.minimum(lax.div(mine, jnp.int32(8)) * 8, heads - tile.columns)
+    return start, mine - start
+
+
+# The warpgroup that fetches
+
+
+def _fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, free, **_):
+    """Queries into two places in turn, and block after block into the next free slot, item after item."""
+
+    def fetch_item(pair, done):
+        work, turn = _work(tile, arrays, pair), lax.rem(pair - start, jnp.int32(2))
+
+        @pl.when(pair - start >= 2)
+        def await_place():
+            plgpu.barrier_wait(q_free.at[turn])
+
+        top, _ = _queries(tile, work, arrays.q.shape[0])
+        window = (Span(top, tile.columns, multiple=8),)
+        hopper_rules.fetch(arrays.q, window, q_smem, (turn,), q_full.at[turn], interpret=tile.interpret)
+
+        def fetch_block(block, done):
+            slot = lax.rem(done, jnp.int32(tile.slots))
+            pieces = _pieces(tile, arrays, work, block)
+            for half in range(2):
+                barrier = 2 * slot + half
+
+                @pl.when(done >= tile.slots)
+                def await_slot(barrier=barrier):
+                    plgpu.barrier_wait(free.at[barrier])
+
+                for page, tokens, place in pieces:
+                    window = ((page * 2 + half) * tile.kv_heads + work.head, tokens)
+                    target = kv_smem, (slot, half, place)
+                    hopper_rules.fetch(arrays.data, window, *target, full.at[barrier], interpret=tile.interpret)
+            return done + 1
+
+        return lax.fori_loop(work.first, work.last, fetch_block, done)
+
+    done = lax.fori_loop(start, end, fetch_item, jnp.int32(0))
+    _drain(free, done, tile.slots, 2)
+    _drain(q_free, end - start, 2, 1)
+
+
+def _pieces(tile, arrays, work, block):
+    """Of a block: tuples of page, tokens in it, and place in the block."""
+    piece = min(tile.page_size, tile.block)
+    # Pages that begin beyond the row's end are not the row's: the last one it has stands in for them.
+    places = [block * tile.block + i * piece for i in range(tile.block // piece)]
+    places = [jnp.minimum(place, lax.div(work.length - 1, jnp.int32(piece)) * piece) for place in places]
+    base = arrays.first_page[0]
+    pages = [base + arrays.table[work.row, lax.div(place, jnp.int32(tile.page_size))] for place in places]
+    return [
+        (page, Span(lax.rem(place, jnp.int32(tile.page_size)), piece, multiple=piece), Span(i * piece, piece))
+        for i, (place, page) in enumerate(zip(places, pages, strict=True))
+    ]
+
+
+def _drain(barrier, steps, slots, each):
+    """Waits for what is left in a ring of slots, `each` barriers to a slot."""
+
+    def wait(step, _):
+        for i in range(each):
+            plgpu.barrier_wait(barrier.at[each * lax.rem(step, jnp.int32(slots)) + i])
+
+    lax.fori_loop(jnp.maximum(steps - slots, 0), steps, wait, None)
+
+
+# The warpgroup that computes
+
+
+class State(NamedTuple):
+    """Of the softmax over the keys that were seen so far."""
+
+    values: Any  # float32 [head_dim, columns], relative to exp2(peak)
+    peak: Any  # float32 [columns]
+    total: Any  # float32 [block, columns], or [columns] at the end: sums of probabilities relative to exp2(peak)
+
+
+def _across(x: jax.Array, rows: int) -> jax.Array:
+    """[columns] as [rows, columns]."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
+
+
+def _start(tile: DecodeTile, rows: int) -> State:
+    def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    total = full((rows, tile.columns), 0.0, WGMMA) if rows else full((tile.columns,), 0.0, COLUMN)
+    return State(full((tile.head_dim, tile.columns), 0.0, WGMMA), full((tile.columns,), MASKED, COLUMN), total)
+
+
+def _multiply(a: Any, b: Any) -> jax.Array:
+    def accumulate(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _compute(tile, arrays, start, end, *, q_smem, q_full, q_free, **scratch):
+    def compute_item(pair, carry):
+        done, *columns = carry
+        work, turn = Work(*columns), lax.rem(pair - start, jnp.int32(2))
+        following = _work(tile, arrays, jnp.minimum(pair + 1, end - 1))  # long before it is needed
+        plgpu.barrier_wait(q_full.at[turn])
+        step = partial(_step, tile, work, done - work.first, q_smem.at[turn], **scratch)
+        state = State(*lax.fori_loop(work.first, work.last, step, tuple(_start(tile, tile.block))))
+        plgpu.barrier_arrive(q_free.at[turn])
+        state = state._replace(total=state.total.sum(axis=0))
+
+        @pl.when(work.parts == 1)
+        def whole():
+            _finish(tile, arrays, work, state, **scratch)
+
+        @pl.when(work.parts > 1)
+        def part():
+            arrays.values.at[pair][...] = state.values
+            arrays.sums.at[pair, 0][...] = state.peak
+            arrays.sums.at[pair, 1][...] = state.total
+            counter = arrays.counters.at[pl.ds(work.row * tile.kv_heads + work.head, 1)]
+            before = _arrive(tile, counter, **scratch)
+
+            @pl.when(before == work.parts - 1)
+            def last():
+                counter[0] = jnp.int32(0)
+                _finish(tile, arrays, work, _merge(tile, arrays, work), **scratch)
+
+        return done + work.last - work.first, *following
+
+    lax.fori_loop(start, end, compute_item, (jnp.int32(0), *_work(tile, arrays, start)))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, **_):
+    """A block of keys and values. q: [columns, head_dim]; block + offset: how many the program had before."""
+    values, peak, total = state
+    slot = lax.rem(block + offset, jnp.int32(tile.slots))
+    plgpu.barrier_wait(full.at[2 * slot])
+    scores = _multiply(kv_smem.at[slot, 0], plgpu.transpose_ref(q, (1, 0)))
+    plgpu.barrier_arrive(free.at[2 * slot])
+    if tile.softcap:
+        tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0
+        scores = tanh * (tile.softcap * LOG2E)  # the approximate tanh of the hardware has 11 bits
+    else:
+        scores = scores * (tile.scale * LOG2E)
+    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA) + block * tile.block
+    seen = key < work.length
+    if tile.window:
+        seen &= key >= work.length - tile.window
+    scores = jnp.where(seen, scores, MASKED)
+    # The first block of an item has a key that counts: what an item gathers is never of masked keys alone.
+    higher = jnp.maximum(peak, scores.max(axis=0))
+    keep = jnp.exp2(peak - higher)
+    p = jnp.exp2(scores - _across(higher, tile.block))
+    total = total * _across(keep, tile.block) + p
+    p_mine = plgpu.transpose_ref(p_smem.at[0], (1, 0))
+    p_mine[...] = plgpu.layout_cast(p.astype(tile.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(full.at[2 * slot + 1])
+
+    @pl.when((block + 1) * tile.block > work.length)
+    def clear():
+        _clear_values(tile, kv_smem.at[slot, 1], work.length - block * tile.block)
+
+    values = values * _across(keep, tile.head_dim)
+    v = plgpu.transpose_ref(kv_smem.at[slot, 1], (1, 0))
+    if tile.interpret:  # knows no accumulators that begin with a value
+        values = values + _multiply(v, p_mine)
+    else:
+        values = pl.run_state(lambda acc: plgpu.wgmma(acc, v, p_mine))(plgpu.ACC.init(values))
+    plgpu.barrier_arrive(free.at[2 * slot + 1])
+    return values, higher, total
+
+
+def _clear_values(tile, v_smem, valid):
+    """Zeros from row `valid` on, whose values may be NaN: a probability of 0 times NaN would be NaN."""
+    width = 64
+    row = plgpu.broadcasted_iota(jnp.int32, (tile.block, width), 0, layout=WGMMA)
+    for left in range(0, tile.head_dim, width):
+        part = v_smem.at[:, pl.ds(left, width)]
+        part[...] = jnp.where(row < valid, plgpu.load(part, (), layout=WGMMA), 0)
+    plgpu.commit_smem()
+
+
+def _arrive(tile, counter, *, arrived_smem, **_):
+    """Adds one to the counter, a ref of one int32 in global memory, and returns what it was.
+
+    Whoever finds it at one less than the row's parts may read what all of them have written before. Why (PTX ISA 8.x,
+    section 8, "Memory Consistency Model"): each thread's writes come before its `fence.acq_rel.gpu`, then before
+    `bar.sync`, which synchronizes the threads of the warpgroup (8.9.3 and 9.7.13.1); the atomic addition of thread 0
+    follows in program order, so that fence and addition are a release pattern (8.8), at the scope of the GPU, of all
+    that happened before (causality order is transitive, 8.9.5). Additions to one counter are morally strong and read
+    from each other, so that the last one observes them all; with the fence after it, it is an acquire pattern, and the
+    second `bar.sync` and each thread's own fence carry that on to the threads that read. Plain loads after it may not
+    return what was there before; the fence also drops what the multiprocessor's first cache holds. Partial results are
+    written and read by ordinary instructions alone, not by the copy engine, so that no proxy fence is needed.
+    """
+    if tile.interpret:  # which runs one program after the other
+        before = counter[0]
+        counter[0] = before + 1
+        return before
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def add(_, counter_ref, arrived_ref):
+        def ptx(text: str, *arguments: ir.Value, constraints: str = "") -> None:
+            clobbers = ",".join(filter(None, [constraints, "~{memory}"]))
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), list(arguments), text, clobbers, has_side_effects=True)
+
+        ptx("fence.acq_rel.gpu;")
+        mosaic.warpgroup_barrier()
+        ptx(
+            "{ .reg .pred p; .reg .u32 t, old;"
+            " mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
+            " @p atom.acq_rel.gpu.global.add.u32 old, [$0], 1;"
+            " @p st.shared.u32 [$1], old; }",
+            mosaic.memref_ptr(counter_ref),
+            mosaic.memref_ptr(arrived_ref),
+            constraints="l,r",
+        )
+        mosaic.warpgroup_barrier()
+        ptx("fence.acq_rel.gpu;")
+
+    add(counter, arrived_smem)
+    return arrived_smem[0]
+
+
+def _merge(tile, arrays, work) -> State:
+    """The parts of a row for one head, in the order of the row, several at a time: each time takes a trip to memory."""
+    count = max(512 // tile.head_dim, 1)
+
+    def merge(step, state):
+        values, peak, total = state
+        which = [step * count + i for i in range(count)]
+        pairs = [(work.begin + jnp.minimum(i, work.parts - 1)) * tile.kv_heads + work.head for i in which]
+        load = partial(plgpu.load, optimized=False)
+        parts = [load(arrays.values.at[pair], (), layout=WGMMA) for pair in pairs]
+        peaks = [load(arrays.sums.at[pair, 0], (), layout=COLUMN) for pair in pairs]
+        totals = [load(arrays.sums.at[pair, 1], (), layout=COLUMN) for pair in pairs]
+        higher = peak
+        for other in peaks:  # beyond the last part there is that one again
+            higher = jnp.maximum(higher, other)
+        keep = jnp.exp2(peak - higher)
+        values, total = values * _across(keep, tile.head_dim), total * keep
+        for i, part, one, its_total in zip(which, parts, peaks, totals, strict=True):
+            weight = jnp.exp2(one - higher) * jnp.where(i < work.parts, 1.0, 0.0)
+            values = values + part * _across(weight, tile.head_dim)
+            total = total + its_total * weight
+        return values, higher, total
+
+    steps = lax.div(work.parts + count - 1, jnp.int32(count))
+    return State(*lax.fori_loop(0, steps, merge, tuple(_start(tile, 0))))
+
+
+def _finish(tile, arrays, work, state, *, out_smem, **_):
+    """The values of the group's heads, divided by their sums, into `out`."""
+    values, peak, total = state
+    start, offset = _queries(tile, work, arrays.q.shape[0])
+    if arrays.sinks is not None:
+        sink = plgpu.load(arrays.sinks.at[pl.ds(start, tile.columns)], (), layout=COLUMN, optimized=False)
+        higher = jnp.maximum(peak, sink)
+        keep = jnp.exp2(peak - higher)
+        total, values = total * keep + jnp.exp2(sink - higher), values * _across(keep, tile.head_dim)
+    result = values * _across(1.0 / jnp.maximum(total, 1e-30), tile.head_dim)  # of a row without tokens: zeros
+    result = plgpu.layout_cast(result.astype(tile.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the results before
+    plgpu.transpose_ref(out_smem.at[0], (1, 0))[...] = result
+    plgpu.commit_smem()
+    place = 0, Span(offset, tile.group, multiple=math.gcd(tile.group, 8))
+    mine = (work.row * tile.kv_heads + work.head) * tile.group
+    window = (Span(mine, tile.group, multiple=tile.group),)
+    hopper_rules.store(out_smem, place, arrays.out, window, interpret=tile.interpret)
