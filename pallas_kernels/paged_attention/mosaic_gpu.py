@@ -103,7 +103,7 @@ def _decode(
     del q_start
     rows, (_, kv_heads, group, head_dim) = min(block_tables.shape[0], q.shape[0]), q.shape
     tuned = tuning.lookup("decode", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), rows=rows)
-    if head_dim % 64 == 0 and pages.scale is None:
+    if head_dim % 64 == 0:
         return mosaic_gpu_decode.decode(
             q, pages, block_tables, kv_len, num_decodes, rows=rows, first_page=first_page,
             parallel=tuned.get("parallel"), scale=scale, window=window, softcap=softcap, sinks=sinks,

@@ -79,7 +79,10 @@ def decode(
     """
     _, kv_heads, group, head_dim = q.shape
     stride, q = _queries(q, rows)
-    tile = DecodeTile(kv_heads, group, stride, head_dim, pages.page_size, q.dtype, scale, window, softcap, interpret)
+    codes = None if pages.scale is None else pages.data.dtype
+    tile = DecodeTile(
+        kv_heads, group, stride, head_dim, pages.page_size, q.dtype, scale, window, softcap, interpret, codes
+    )
     length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     most = most_parts(tile, rows, block_tables.shape[1], parallel)
     work = decode_items(length, tile.block, window, most)
@@ -96,6 +99,8 @@ def decode(
         # A copy may have 5 dimensions, those of tiles included.
         "data": pages.data.reshape(-1, tile.page_size, head_dim),
     }
+    if pages.scale is not None:
+        arrays["scale"] = pages.scale.reshape(-1, tile.page_size)
     if sinks is not None:
         arrays["sinks"] = _per_row(tile, sinks.astype(jnp.float32) * LOG2E, q.shape[0])
     pairs = rows * most * kv_heads if most > 1 else 1
@@ -157,19 +162,30 @@ def _per_row(tile: DecodeTile, sinks: jax.Array, heads: int) -> jax.Array:
 
 
 def _scratch(tile: DecodeTile) -> dict[str, Any]:
-    swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    def array(*shape: int, dtype: Any = tile.dtype) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=_swizzled(shape[-1], jnp.dtype(dtype)))
 
-    def array(*shape: int) -> Any:
-        return plgpu.SMEM(shape, tile.dtype, transforms=swizzled)
-
-    return {
+    pieces = max(tile.block // tile.page_size, 1)
+    scratch = {
         "q_smem": array(2, tile.columns, tile.head_dim),
-        "kv_smem": array(tile.slots, 2, tile.block, tile.head_dim),
+        "kv_smem": array(tile.slots, 2, tile.block, tile.head_dim, dtype=tile.codes or tile.dtype),
         "p_smem": array(1, tile.columns, tile.block),
         "out_smem": plgpu.SMEM((1, tile.columns, tile.head_dim), tile.dtype),
         "arrived_smem": plgpu.SMEM((1,), jnp.int32),
         "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=2),
-        "full": plgpu.Barrier(num_arrivals=max(tile.block // tile.page_size, 1), num_barriers=2 * tile.slots),
+        "full": plgpu.Barrier(num_arrivals=pieces + (1 if tile.codes else 0), num_barriers=2 * tile.slots),
         "free": plgpu.Barrier(num_arrivals=1, num_barriers=2 * tile.slots),
     }
+    if tile.codes:
+        scratch["scale_smem"] = plgpu.SMEM((tile.slots, 2, tile.block), jnp.float32)
+        scratch["v_smem"] = array(1, tile.block, tile.head_dim)
+        if tile.interpret:  # the interpreter wants both operands of a matmul in shared memory
+            scratch["k_smem"] = array(1, tile.block, tile.head_dim)
+    return scratch
+
+
+def _swizzled(minor: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """The widest swizzle that rows of `minor` elements, a multiple of 64, allow."""
+    swizzle = next(bytes_ for bytes_ in (128, 64) if minor * dtype.itemsize % bytes_ == 0)
+    return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)

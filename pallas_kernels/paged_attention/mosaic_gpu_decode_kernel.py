@@ -37,6 +37,7 @@ class Arrays(NamedTuple):
     q: Any  # [heads of all rows, head_dim]
     sinks: Any  # float32 [heads of all rows] times log2(e), or None
     data: Any  # [pages * 2 * kv_heads, page_size, head_dim]
+    scale: Any  # float32 [pages * 2 * kv_heads, page_size], or None
     out: Any  # [heads of all rows, head_dim]
     values: Any  # float32 [pairs, head_dim, columns], of items that are parts of a row
     sums: Any  # float32 [pairs, 2, columns]: the peak, and the sum of the probabilities
@@ -91,7 +92,7 @@ def _queries(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:
 # The warpgroup that fetches
 
 
-def _fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, free, **_):
+def _fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, free, scale_smem=None, **_):
     """Queries into two places in turn, and block after block into the next free slot, item after item."""
 
     def fetch_item(pair, done):
@@ -105,9 +106,11 @@ def _fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, f
         window = (Span(top, tile.columns, multiple=8),)
         hopper_rules.fetch(arrays.q, window, q_smem, (turn,), q_full.at[turn], interpret=tile.interpret)
 
-        def fetch_block(block, done):
+        def fetch_block(block, carry):
+            done, *scales = carry
             slot = lax.rem(done, jnp.int32(tile.slots))
             pieces = _pieces(tile, arrays, work, block)
+            following = _scales(tile, arrays, work, block + 1)  # on their way while this block is waited for
             for half in range(2):
                 barrier = 2 * slot + half
 
@@ -119,13 +122,34 @@ def _fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, f
                     window = ((page * 2 + half) * tile.kv_heads + work.head, tokens)
                     target = kv_smem, (slot, half, place)
                     hopper_rules.fetch(arrays.data, window, *target, full.at[barrier], interpret=tile.interpret)
-            return done + 1
+                if tile.codes:
+                    for (*_, place), values in zip(pieces, scales[half * len(pieces) :], strict=False):
+                        scale_smem[slot, half, pl.ds(place.start, place.size)] = values
+                    plgpu.barrier_arrive(full.at[barrier])
+            return done + 1, *following
 
-        return lax.fori_loop(work.first, work.last, fetch_block, done)
+        return lax.fori_loop(work.first, work.last, fetch_block, (done, *_scales(tile, arrays, work, work.first)))[0]
 
     done = lax.fori_loop(start, end, fetch_item, jnp.int32(0))
     _drain(free, done, tile.slots, 2)
     _drain(q_free, end - start, 2, 1)
+
+
+def _scales(tile, arrays, work, block):
+    """Of a block of codes: the scales of the pieces of keys, then of values, which are too short for the copy engine.
+
+    Beyond the row's end they are those of its last piece. The table of a row without tokens may point nowhere: there
+    they are any page's."""
+    if not tile.codes:
+        return ()
+    pieces = _pieces(tile, arrays, work, block)
+    planes = [jnp.where(work.length > 0, page, 0) * 2 * tile.kv_heads + work.head for page, *_ in pieces]
+    rows = [
+        arrays.scale.at[plane + half * tile.kv_heads, pl.ds(tokens.start, tokens.size)]
+        for half in range(2)
+        for plane, (_, tokens, _) in zip(planes, pieces, strict=True)
+    ]
+    return tuple(plgpu.load(row, (), layout=COLUMN, optimized=False) for row in rows)
 
 
 def _pieces(tile, arrays, work, block):
@@ -176,12 +200,25 @@ def _start(tile: DecodeTile, rows: int) -> State:
     return State(full((tile.head_dim, tile.columns), 0.0, WGMMA), full((tile.columns,), MASKED, COLUMN), total)
 
 
-def _multiply(a: Any, b: Any) -> jax.Array:
+def _multiply(a: Any, b: Any, values: jax.Array | None = None) -> jax.Array:
+    """a @ b, added to values; b and, where it is a ref, a are in shared memory. Values are for what is compiled."""
+    if values is not None:
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(values))
+
     def accumulate(acc):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
     return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _numbers(tile: DecodeTile, codes: Any) -> jax.Array:
+    """Codes in shared memory as numbers of the queries' type, exactly."""
+    values = plgpu.load(codes, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    if tile.codes != jnp.int8:
+        values = values.astype(jnp.float16)
+        values = values if tile.dtype == jnp.float16 else values.astype(jnp.float32)
+    return values.astype(tile.dtype)
 
 
 def _compute(tile, arrays, start, end, *, q_smem, q_full, q_free, **scratch):
@@ -218,12 +255,13 @@ def _compute(tile, arrays, start, end, *, q_smem, q_full, q_free, **scratch):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, **_):
+def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, scale_smem=None, v_smem=None, **rest):
     """A block of keys and values. q: [columns, head_dim]; block + offset: how many the program had before."""
     values, peak, total = state
     slot = lax.rem(block + offset, jnp.int32(tile.slots))
     plgpu.barrier_wait(full.at[2 * slot])
-    scores = _multiply(kv_smem.at[slot, 0], plgpu.transpose_ref(q, (1, 0)))
+    k_scale = scale_smem.at[slot, 0] if tile.codes else None
+    scores = _scores(tile, kv_smem.at[slot, 0], k_scale, q, **rest)
     plgpu.barrier_arrive(free.at[2 * slot])
     if tile.softcap:
         tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0
@@ -240,23 +278,57 @@ def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, *
     keep = jnp.exp2(peak - higher)
     p = jnp.exp2(scores - _across(higher, tile.block))
     total = total * _across(keep, tile.block) + p
+    plgpu.barrier_wait(full.at[2 * slot + 1])
+    v = kv_smem.at[slot, 1]
+    if tile.codes:
+        scale = plgpu.load(scale_smem.at[slot, 1], (), layout=WGMMA.reduce(1), optimized=False)
+        p = jnp.where(seen, p * lax.broadcast_in_dim(scale, p.shape, (0,)), 0.0)
+        _convert_values(tile, v, v_smem.at[0], work.length - block * tile.block)
+        v = v_smem.at[0]
+    else:
+
+        @pl.when((block + 1) * tile.block > work.length)
+        def clear():
+            _clear_values(tile, v, work.length - block * tile.block)
+
     p_mine = plgpu.transpose_ref(p_smem.at[0], (1, 0))
     p_mine[...] = plgpu.layout_cast(p.astype(tile.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
-    plgpu.barrier_wait(full.at[2 * slot + 1])
-
-    @pl.when((block + 1) * tile.block > work.length)
-    def clear():
-        _clear_values(tile, kv_smem.at[slot, 1], work.length - block * tile.block)
-
-    values = values * _across(keep, tile.head_dim)
-    v = plgpu.transpose_ref(kv_smem.at[slot, 1], (1, 0))
+    if tile.codes:
+        plgpu.barrier_arrive(free.at[2 * slot + 1])
+    values, v = values * _across(keep, tile.head_dim), plgpu.transpose_ref(v, (1, 0))
     if tile.interpret:  # knows no accumulators that begin with a value
         values = values + _multiply(v, p_mine)
     else:
-        values = pl.run_state(lambda acc: plgpu.wgmma(acc, v, p_mine))(plgpu.ACC.init(values))
-    plgpu.barrier_arrive(free.at[2 * slot + 1])
+        values = _multiply(v, p_mine, values)
+    if not tile.codes:
+        plgpu.barrier_arrive(free.at[2 * slot + 1])
     return values, higher, total
+
+
+def _scores(tile, k, scale, q, *, k_smem=None, **_):
+    """[block, columns]: K Q^T. Codes become numbers in registers; their scales are applied to the products."""
+    q = plgpu.transpose_ref(q, (1, 0))
+    if not tile.codes:
+        return _multiply(k, q)
+    numbers = _numbers(tile, k)
+    if tile.interpret:  # knows no operands in registers
+        k_smem[0] = numbers
+        plgpu.commit_smem()
+        scores = _multiply(k_smem.at[0], q)
+    else:
+        scores = _multiply(plgpu.layout_cast(numbers, WGMMA), q)
+    scale = plgpu.load(scale, (), layout=WGMMA.reduce(1), optimized=False)
+    return scores * lax.broadcast_in_dim(scale, scores.shape, (0,))
+
+
+def _convert_values(tile, codes, to, valid):
+    """Codes as numbers, and zeros from row `valid` on. In pieces, for want of registers. Not committed yet."""
+    width = min(codes.shape[1], 128 if codes.shape[1] % 128 == 0 else 64)
+    row = plgpu.broadcasted_iota(jnp.int32, (tile.block, width), 0, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    for left in range(0, tile.head_dim, width):
+        part = pl.ds(0, tile.block), pl.ds(left, width)
+        to[part] = jnp.where(row < valid, _numbers(tile, codes.at[part]), 0)
 
 
 def _clear_values(tile, v_smem, valid):

@@ -24,6 +24,7 @@ class DecodeTile:
     window: int | None
     softcap: float | None
     interpret: Any
+    codes: Any = None  # dtype of a cache with scales; None: keys and values are as the queries
 
     block: ClassVar[int] = 64  # cached tokens of a step: the rows of the matrix unit's tile
     scratch: ClassVar[int] = 1024  # bytes in which warps exchange the peaks of their keys
@@ -47,6 +48,8 @@ class DecodeTile:
     def shared_memory(self, slots: int) -> int:
         """Bytes of a program, as JAX reckons: each array begins at a multiple of 1 KiB, a barrier takes eight bytes."""
         size = self.dtype.itemsize
-        queries, results = 2 * self.columns * self.head_dim * size, self.columns * self.head_dim * size
-        arrays = [queries, slots * 2 * self.block * self.head_dim * size, self.columns * self.block * size, results, 4]
-        return sum(-(-array // 1024) * 1024 for array in arrays) + self.scratch + 8 * (4 + 4 * slots)
+        one = self.block * self.head_dim  # numbers of a block of keys, or of values
+        arrays = [2 * self.columns * self.head_dim * size, self.columns * self.head_dim * size]  # queries, results
+        arrays += [self.columns * self.block * size, 4, self.scratch]
+        arrays += [slots * 2 * one, slots * 2 * self.block * 4, one * size] if self.codes else [slots * 2 * one * size]
+        return sum(-(-array // 1024) * 1024 for array in arrays) + 8 * (4 + 4 * slots)

@@ -161,11 +161,19 @@ def test_a_prompt_with_a_window_and_sinks():
     interpreted(config, [(50, 420)], races=True)
 
 
-@pytest.mark.usefixtures("short_ring")
+@pytest.mark.usefixtures("one_program")
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_decode_with_quantized_pages(kv_dtype):
-    config = Config(group=4, kv_heads=1, tokens=4, rows=4, max_pages=41, kv_dtype=kv_dtype)
-    interpreted(config, [(1, 641), (1, 64), (1, 1)], races=True, decode_only=True)
+def test_decode_with_quantized_pages_by_one_program(kv_dtype):
+    config = Config(group=4, kv_heads=2, tokens=4, rows=4, max_pages=41, kv_dtype=kv_dtype)
+    interpreted(config, SPLIT, races=True, decode_only=True)
+
+
+@pytest.mark.parametrize("config", [
+    Config(8, 64, group=7, kv_heads=2, tokens=4, rows=4, max_pages=81, softcap=3.0, sinks=True, kv_dtype="int8"),
+    Config(256, 192, group=4, kv_heads=1, tokens=6, rows=4, max_pages=3, window=300, kv_dtype="fp8"),
+], ids=str)  # fmt: skip
+def test_decode_with_quantized_pages_by_many_programs(config):
+    interpreted(config, SPLIT, decode_only=True)
 
 
 @pytest.mark.usefixtures("short_ring")
@@ -206,9 +214,10 @@ def operations(jaxpr) -> Counter:
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_compiled_program_differs_from_the_interpreted_one_in_the_product_with_values_alone(window, kv_dtype):
+def test_the_compiled_program_differs_from_the_interpreted_one_in_operands_of_products_and_one_addition_alone(window, kv_dtype):
     """The interpreter has no operands in registers and no accumulators that begin with a value, so there the
-    probabilities go through shared memory and the product is added. All else is the same program."""
+    probabilities go through shared memory and the product is added; and it has no atomic addition. All else is the same
+    program."""
     if not hasattr(plgpu, "InterpretGPUParams"):
         pytest.skip("JAX's interpreter of Mosaic GPU kernels comes with JAX 0.11.2")
     pages = KVPages(jnp.zeros((9, 2, 1, 64, 128), DTYPES[kv_dtype] if kv_dtype else jnp.bfloat16))
@@ -228,8 +237,9 @@ def test_the_compiled_program_differs_from_the_interpreted_one_in_the_product_wi
     )
     only_compiled = {name for name, _ in compiled - interpreted}
     only_interpreted = {name for name, _ in interpreted - compiled}
-    assert "run_state" in only_compiled
-    assert only_compiled <= {"run_state", "get"}
+    assert {"run_state", "inline_mgpu_p"} <= only_compiled  # the latter: what the parts of a row are counted by
+    assert only_compiled <= {"run_state", "inline_mgpu_p", "get", "layout_cast"}
+    assert sum(n for (name, _), n in compiled.items() if name == "inline_mgpu_p") == 1
     assert {"swap", "commit_smem", "add"} <= only_interpreted
     allowed = {"swap", "commit_smem", "add", "get", "run_scoped", "wgmma_ref", "wgmma_accumulator_deref_p"}
     assert only_interpreted <= allowed
