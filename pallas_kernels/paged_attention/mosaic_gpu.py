@@ -10,13 +10,13 @@ ROW …), each of them one tile of query rows against some blocks of one row's c
             of values in each slot); the others compute scores = Q K^T and values += P V with wgmma, a running softmax
             in float32 between them, P in registers. Codes go through a ring of their own, and the fetcher converts them
 
-  decode    A tile is one token's group of heads, padded to 64 rows: the matrix unit has time to spare, as each cached
-            token is read once (the traffic is that of the cache). Long rows are split into several items, so that few
-            rows still fill the GPU; the parts are merged in XLA by their log-sum-exp. Results are float32. How many
-            parts a row may have follows from the shapes of the batch, how many it has from its own length, so that
-            its result does not depend on the other rows, to the last bit. What it costs: programs with nothing to do,
-            and one very long row among many short ones has few parts (with eight KV heads eight up to 32 rows, four
-            up to 64, then two).
+  decode    is `mosaic_gpu_decode`'s where head_dim is a multiple of 64. For others, a tile is one token's group of
+            heads, padded to 64 rows: the matrix unit has time to spare, as each cached token is read once (the traffic
+            is that of the cache). Long rows are split into several items, so that few rows still fill the GPU; the
+            parts are merged in XLA by their log-sum-exp. Results are float32. How many parts a row may have follows
+            from the shapes of the batch, how many it has from its own length, so that its result does not depend on the
+            other rows, to the last bit. What it costs: programs with nothing to do, and one very long row among many
+            short ones has few parts (with eight KV heads eight up to 32 rows, four up to 64, then two).
   prompts   A tile is 128 query rows: (heads of the group) x (tokens), so that a block of keys serves all heads. XLA
             gathers the queries into tiles and the tiles' results back to tokens. Cached tokens are read once per tile,
             up to the causal diagonal; only blocks on its border are masked.

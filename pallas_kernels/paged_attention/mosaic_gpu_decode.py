@@ -3,9 +3,9 @@ run on. For head_dim 64, 128, 192 and 256; `mosaic_gpu` has another kernel for t
 
 The traffic is that of the cache, as each cached token is read once; all else is arranged so that it never waits:
 
-  items     A row's cached tokens are cut into parts of whole blocks (`work_lists.decode_items`), by the row's own length
-            and by shapes that all batches of a model share, so that its result does not depend on the other rows, nor
-            on how many there is room for, to the last bit. An item is a part of a row for one KV head.
+  items     A row's cached tokens are cut into parts of whole blocks (`work_lists.decode_items`), by its own length and
+            by shapes that all batches of a model share, so that its result does not depend on the other rows, nor on
+            how many there is room for, to the last bit. An item is a part of a row for one KV head.
   programs  Two for each multiprocessor up to head_dim 128, else one. XLA makes the list of items once a step, and deals
             it to the programs by blocks (`work_lists.equal_spans`). A program walks through its span with two
             warpgroups: one fetches (TMA), one computes. Their ring of blocks goes on across items, so that the next
@@ -15,6 +15,10 @@ The traffic is that of the cache, as each cached token is read once; all else is
             were padding. The peak over the keys of a block crosses the four warps through shared memory; each thread
             carries sums along for keys of its own, which meet at the end of an item. P goes through shared memory,
             1 KiB, because the matrix unit takes its second operand from there alone.
+  codes     Keys become numbers of the queries' type in registers, the first operand. Values, whose rows are the columns
+            of that operand, go through shared memory as numbers. Scales are applied in float32, those of keys to the
+            scores, those of values to the probabilities. The fetcher reads them, too short for its engine, a block
+            ahead of time.
   queries   are copied as they are: eight of them or more, from a multiple of eight on (see `hopper_rules`), with the
             group's somewhere among them. What is computed for the others is not stored. Only where the batch's queries
             are not a multiple of eight in number, or too few, does XLA pad them.
@@ -27,8 +31,8 @@ The traffic is that of the cache, as each cached token is read once; all else is
 Estimates for an H200, before any measurement: Llama-3-8B's shapes (8 KV heads of 128, groups of 4, bfloat16), copies at
 4.3 TB/s. Assumed: 0.6 us for a dependent read of memory; a beginning of 1.8 us in which nothing arrives (span, item,
 table, each read before the next; a launch itself is not counted); an end of 3 us (last products, partial results and
-fence, addition, merge, store); 70 GB/s into one multiprocessor at most; 0.7 us for a block's products and softmax in one
-program, so that two programs compute at three times the rate at which a multiprocessor's share of the blocks arrives.
+fence, addition, merge, store); 70 GB/s into one multiprocessor at most; 0.7 us for a block's products and softmax in
+one program, so that two programs compute at three times the rate at which a multiprocessor's blocks arrive.
 
   64 rows x 4,096   1,074 MB, 250 us at a copy's rate. 8,192 items of four blocks each, 31 or 32 for a program: 97%; 6%
                     more traffic to L2 beside it. 262 us: 95%.

@@ -214,7 +214,7 @@ def operations(jaxpr) -> Counter:
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_compiled_program_differs_from_the_interpreted_one_in_operands_of_products_and_one_addition_alone(window, kv_dtype):
+def test_the_compiled_program_differs_from_the_interpreted_one_in_operands_and_one_addition_alone(window, kv_dtype):
     """The interpreter has no operands in registers and no accumulators that begin with a value, so there the
     probabilities go through shared memory and the product is added; and it has no atomic addition. All else is the same
     program."""
