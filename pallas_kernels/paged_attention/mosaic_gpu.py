@@ -22,10 +22,10 @@ ROW …), each of them one tile of query rows against some blocks of one row's c
             up to the causal diagonal; only blocks on its border are masked.
 
 What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
-Compiled for H200, not yet run on. With JAX 0.11.2 two programs of decode share a multiprocessor up to head_dim 128, by
-shared memory and by registers, except with softcap (148 registers, where 128 allow two); with JAX 0.10.2 also except
-with codes (138). No register spills worth the name, except for prompts with codes, which at head_dim 128 spill some
-230 to 300 bytes a thread with pages of 16 tokens and 70 with pages of 64. JAX's own causal kernel
+Compiled for H200, not yet run on. With JAX 0.11.2 two programs of this decode share a multiprocessor up to head_dim
+128, by shared memory and by registers, except with softcap (148 registers, where 128 allow two); with JAX 0.10.2 also
+except with codes (138). No register spills worth the name, except for prompts with codes, which at head_dim 128 spill
+some 230 to 300 bytes a thread with pages of 16 tokens and 70 with pages of 64. JAX's own causal kernel
 refuses CUDA 12.8 and 12.9, whose ptxas miscompiles it; whether these are affected is unknown.
 """
 

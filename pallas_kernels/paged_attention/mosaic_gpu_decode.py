@@ -145,9 +145,9 @@ def most_parts(tile: DecodeTile, rows: int, pages: int, parallel: int | None = N
     of 128 and groups of 4, beyond 512 rows.
     """
     blocks = -(-pages * tile.page_size // tile.block)
-    most = min((parallel or MULTIPROCESSORS) // tile.kv_heads, MOST_PARTS, -(-blocks // MIN_BLOCKS))
-    room = WORKSPACE // (rows * tile.kv_heads * tile.head_dim * tile.columns * 4)
-    return max(min(max(most, 4 if blocks >= 4 * MIN_BLOCKS else 1), room), 1)
+    wanted = max(parallel // tile.kv_heads, 1) if parallel else max(MULTIPROCESSORS // tile.kv_heads, 4)
+    room = max(WORKSPACE // (rows * tile.kv_heads * tile.head_dim * tile.columns * 4), 1)
+    return min(wanted, MOST_PARTS, -(-blocks // MIN_BLOCKS), room)
 
 
 def _queries(q: jax.Array, rows: int) -> tuple[int, jax.Array]:

@@ -248,7 +248,7 @@ def _arrive(tile, counter, *, arrived_smem, **_):
 
 def _merge(tile, arrays, work) -> State:
     """The parts of a row for one head, in the order of the row, several at a time: each time takes a trip to memory."""
-    count = max(512 // tile.head_dim, 1)
+    count = max(min(4096 // (tile.head_dim * tile.columns), 4), 1)  # of registers, 128 let two programs run together
 
     def merge(step, state):
         values, peak, total = state

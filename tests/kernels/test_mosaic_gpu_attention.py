@@ -17,6 +17,7 @@ from pallas_kernels.hopper_rules import interpreter
 from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
+from pallas_kernels.work_lists import decode_items
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0))
 PROBLEM = AttentionProblem(np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16), 8, 4, 128, 16)
@@ -139,6 +140,24 @@ def test_a_decode_row_has_the_same_bits_in_any_company_and_bucket(monkeypatch):
     larger = replace(config, rows=8)
     bucket = attend(batch, larger, wide, [64, 641, 1000, 0, 0, 0, 0, 0], decode_only=True)
     np.testing.assert_array_equal(bucket[:3], among[:3])
+
+
+def test_parts_of_a_row_are_as_many_in_every_bucket():
+    """Up to 512 rows of Llama-3-8B's shape; the workspace of partial results is bounded."""
+
+    def most(rows, pages, kv_heads=8, **options):
+        tile = mosaic_gpu_decode.DecodeTile(kv_heads, 4, 4, 128, 16, np.dtype(jnp.bfloat16), 1.0, None, None, None)
+        return mosaic_gpu_decode.most_parts(tile, rows, pages, **options)
+
+    assert {most(rows, 8192) for rows in (1, 8, 64, 256, 512)} == {16}
+    assert most(2048, 8192) * 2048 * 8 * 128 * 8 * 4 <= mosaic_gpu_decode.WORKSPACE
+    assert (most(1, 16), most(1, 128), most(1, 8192, parallel=264)) == (1, 8, 32)
+    # The parts of a row do not depend on the table's width either: a row that fits has as many in a wider one.
+    for pages, kv_heads in ((16, 8), (48, 40), (300, 8), (1024, 1)):
+        lengths = jnp.arange(1, pages * 16, 37)
+        parts = [decode_items(lengths, 64, None, most(1, width, kv_heads)).parts for width in (pages, 8192)]
+        np.testing.assert_array_equal(*parts)
+    assert [most(1, 8192, kv_heads) for kv_heads in (1, 4, 32)] == [32, 32, 4]
 
 
 @pytest.mark.usefixtures("short_ring")
