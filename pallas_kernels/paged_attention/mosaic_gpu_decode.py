@@ -21,12 +21,15 @@ The traffic is that of the cache, as each cached token is read once; all else is
             ahead of time.
   queries   are copied as they are: eight of them or more, from a multiple of eight on (see `hopper_rules`), with the
             group's somewhere among them. What is computed for the others is not stored. Only where the batch's queries
-            are not a multiple of eight in number, or too few, does XLA pad them.
+            are not a multiple of eight in number, or too few, or some sizes of groups meet codes, does XLA pad them.
   merge     Where a row is in one part, its result is stored at once, in the queries' type. Parts of other rows are
             written to global memory in float32; the program that comes last of a row and head (`_arrive`) reads them
             again, in the order of the row, and stores the result, whose bits do not depend on which program that was.
             What it costs: 8 KiB of traffic for each part (a block has 32 KiB), which the L2 cache should hold, and a
             workspace of 4 KiB for each part that any row might have (17 MB for 32 rows, 134 MB for 256).
+
+Registers with both JAX versions: 88 to 127 (head_dim up to 128, softcap, sinks, window, groups of up to 16), with codes
+128, none spilled, so that two programs share a multiprocessor. With codes and groups of more than 8 it is 155, and one.
 
 Estimates for an H200, before any measurement: Llama-3-8B's shapes (8 KV heads of 128, groups of 4, bfloat16), copies at
 4.3 TB/s. Assumed: 0.6 us for a dependent read of memory; a beginning of 1.8 us in which nothing arrives (span, item,
@@ -82,8 +85,8 @@ def decode(
     parallel: how many programs a long row should keep busy, where that was measured.
     """
     _, kv_heads, group, head_dim = q.shape
-    stride, q = _queries(q, rows)
     codes = None if pages.scale is None else pages.data.dtype
+    stride, q = _queries(q, rows, codes)
     tile = DecodeTile(
         kv_heads, group, stride, head_dim, pages.page_size, q.dtype, scale, window, softcap, interpret, codes
     )
@@ -150,10 +153,14 @@ def most_parts(tile: DecodeTile, rows: int, pages: int, parallel: int | None = N
     return min(wanted, MOST_PARTS, -(-blocks // MIN_BLOCKS), room)
 
 
-def _queries(q: jax.Array, rows: int) -> tuple[int, jax.Array]:
-    """q as [heads of all rows, head_dim], and how many rows of it lie between the queries of two KV heads."""
+def _queries(q: jax.Array, rows: int, codes: Any) -> tuple[int, jax.Array]:
+    """q as [heads of all rows, head_dim], and how many rows of it lie between the queries of two KV heads.
+
+    With codes, 16 columns take registers for one program on a multiprocessor: groups of 3, 5, 6 and 7 are padded to 8.
+    """
     tokens, kv_heads, group, head_dim = q.shape
-    if tokens * kv_heads * group % 8 == 0 and tokens * kv_heads * group >= 24:
+    heads = tokens * kv_heads * group
+    if heads % 8 == 0 and heads >= 24 and (codes is None or group > 8 or 8 % group == 0):
         return group, q.reshape(-1, head_dim)
     stride = -(-group // 8) * 8
     return stride, jnp.pad(q[:rows], [(0, 0), (0, 0), (0, stride - group), (0, 0)]).reshape(-1, head_dim)

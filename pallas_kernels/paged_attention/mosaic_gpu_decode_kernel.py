@@ -207,15 +207,17 @@ def _clear_values(tile, v_smem, valid):
 def _arrive(tile, counter, *, arrived_smem, **_):
     """Adds one to the counter, a ref of one int32 in global memory, and returns what it was.
 
-    Whoever finds it at one less than the row's parts may read what all of them have written before. Why (PTX ISA 8.x,
-    section 8, "Memory Consistency Model"): each thread's writes come before its `fence.acq_rel.gpu`, then before
-    `bar.sync`, which synchronizes the threads of the warpgroup (8.9.3 and 9.7.13.1); the atomic addition of thread 0
-    follows in program order, so that fence and addition are a release pattern (8.8), at the scope of the GPU, of all
-    that happened before (causality order is transitive, 8.9.5). Additions to one counter are morally strong and read
-    from each other, so that the last one observes them all; with the fence after it, it is an acquire pattern, and the
-    second `bar.sync` and each thread's own fence carry that on to the threads that read. Plain loads after it may not
-    return what was there before; the fence also drops what the multiprocessor's first cache holds. Partial results are
-    written and read by ordinary instructions alone, not by the copy engine, so that no proxy fence is needed.
+    Whoever finds it at one less than the row's parts may read what all of them have written before. Why, in the terms
+    of PTX's memory consistency model (PTX ISA, section 8): a thread's writes come before its `fence.acq_rel.gpu` and
+    then before `bar.sync`, which synchronizes the warpgroup's threads. The atomic addition by thread 0 follows, so that
+    fence and addition are a release pattern (8.8) at the scope of the GPU for all that happened before: causality order
+    is transitive. Additions to one counter are morally strong, and each reads what the one before it wrote, so that the
+    last observes all of them; with the fence after it, it is an acquire pattern, which the second `bar.sync` and each
+    thread's own fence carry on to the threads that read. Reads after it may not return what was there before; the fence
+    also drops what the multiprocessor's first cache holds. Partial results are written and read by ordinary
+    instructions alone, not by the copy engine, so that no proxy fence is needed. The compiler moves no access across
+    assembly that says it clobbers memory. The counter goes back to zero with an ordinary store: nobody else looks at it
+    before the next launch, which begins after this one has ended.
     """
     if tile.interpret:  # which runs one program after the other
         before = counter[0]
