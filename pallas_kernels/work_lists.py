@@ -19,40 +19,67 @@ import jax.numpy as jnp
 MIN_BLOCKS = 4  # of a part of a decode row
 
 ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST = range(8)
+BEGIN, PARTS = FULL_FIRST, FULL_LAST  # in the items of decode, all of whose blocks are masked
 
 
-class Parts(NamedTuple):
-    """Which items are a decode row's: item r, and items begin[r] … begin[r] + more[r]."""
+class DecodeItems(NamedTuple):
+    """The items of decode rows: of each row one after the other, from begin[row] on. What follows the last is empty."""
 
+    items: jax.Array  # int32 [rows * most, 8]
     begin: jax.Array  # int32 [rows]
-    more: jax.Array  # int32 [rows]
+    parts: jax.Array  # int32 [rows], from 1 to most
 
 
-def decode_items(length: jax.Array, block: int, window: int | None, most: int) -> tuple[jax.Array, Parts]:
-    """The items [rows * most, 8] of rows with `length` cached tokens and one query token, a row in up to `most` parts.
+def decode_items(length: jax.Array, block: int, window: int | None, most: int) -> DecodeItems:
+    """The items of rows with `length` cached tokens and one query token each, a row in up to `most` parts.
 
-    A row's parts depend on its own length alone, whatever else is in the batch, and so do the bits of its result. What
-    this costs: there are rows * most items, though most of them may turn out to be empty, and no row is in more parts
-    than `most`, even where the others are so short that they leave the device idle.
+    A row's parts depend on its own length alone, whatever else is in the batch and however many rows it has room for,
+    and so do the bits of its result. What this costs: short rows are split even where there are enough of them to fill
+    the device, and no row is in more parts than `most`, even where the others are so short that they leave it idle.
+    A row without tokens has one item without blocks. FULL_FIRST's column holds the row's first item, FULL_LAST's its
+    number of parts: BEGIN and PARTS.
     """
     rows = length.shape[0]
     first = jnp.maximum(length - window, 0) // block if window else jnp.zeros_like(length)
     last = (length + block - 1) // block
     count = last - first
-    parts = jnp.clip((count + MIN_BLOCKS - 1) // MIN_BLOCKS, 1, most)
-    part = jnp.maximum((count + parts - 1) // parts, 1)
-    more = jnp.maximum((count + part - 1) // part - 1, 0)
-    ends = jnp.cumsum(more)
-    index = jnp.arange(rows * (most - 1), dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-    row = jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), jnp.minimum(owner, rows - 1)])
-    which = jnp.concatenate([jnp.zeros(rows, jnp.int32), index - (ends - more)[row[rows:]] + 1])
-    begin = first[row] + which * part[row]
-    end = jnp.minimum(begin + part[row], last[row])
-    end = jnp.where(jnp.concatenate([jnp.ones(rows, bool), owner < rows]), end, begin)
-    columns = {ROW: row, TOKEN: row, POSITION: length[row] - 1, LENGTH: length[row], FIRST: begin, LAST: end}
-    columns |= {FULL_FIRST: end, FULL_LAST: end}  # all blocks are masked: it costs nothing beside the traffic
-    return jnp.stack([columns[i] for i in range(8)], axis=1).astype(jnp.int32), Parts(rows + ends - more, more)
+    wanted = jnp.clip((count + MIN_BLOCKS - 1) // MIN_BLOCKS, 1, most)
+    part = jnp.maximum((count + wanted - 1) // wanted, 1)
+    parts = jnp.maximum((count + part - 1) // part, 1)
+    ends = jnp.cumsum(parts)
+    begin = ends - parts
+    index = jnp.arange(rows * most, dtype=jnp.int32)
+    # The row of an item: how many rows end before it.
+    row = jnp.minimum((index[:, None] >= ends).sum(1, dtype=jnp.int32), rows - 1)
+    start = jnp.minimum(first[row] + (index - begin[row]) * part[row], last[row])
+    end = jnp.minimum(start + part[row], last[row])
+    columns = {ROW: row, TOKEN: row, POSITION: length[row] - 1, LENGTH: length[row], FIRST: start, LAST: end}
+    columns |= {BEGIN: begin[row], PARTS: parts[row]}
+    items = jnp.stack([columns[i] for i in range(8)], axis=1).astype(jnp.int32)
+    return DecodeItems(items, begin.astype(jnp.int32), parts.astype(jnp.int32))
+
+
+def equal_spans(work: DecodeItems, heads: int, programs: int) -> jax.Array:
+    """Int32 [programs + 1]: program p takes pairs spans[p] … spans[p + 1] of the list of (item, head), heads innermost.
+
+    Pairs are dealt by what they cost, in blocks: their own and one for the beginning and the end of an item. An item
+    is not divided, so that a program's share exceeds the average by less than the largest item. XLA makes the list.
+    """
+    cost = work.items[:, LAST] - work.items[:, FIRST] + 1
+    index = jnp.arange(len(cost), dtype=jnp.int32)
+    used = work.begin[-1] + work.parts[-1]
+    cost = jnp.where(index < used, cost, 0)
+    before = jnp.cumsum(cost) - cost  # of one head
+    total = before[-1] + cost[-1]
+    # total * heads * program may exceed 32 bits: shares are rounded down, and the last program takes the rest.
+    share, rest = total * heads // programs, total * heads % programs
+    program = jnp.arange(programs, dtype=jnp.int32)
+    target = program * share + jnp.minimum(program, rest)
+    item = jnp.maximum((target[:, None] >= before * heads).sum(1, dtype=jnp.int32) - 1, 0)
+    item = jnp.minimum(item, used - 1)
+    head = -(-(target - before[item] * heads) // cost[item])
+    spans = item * heads + jnp.minimum(head, heads)
+    return jnp.append(spans, used * heads).astype(jnp.int32)
 
 
 def prompt_items(

@@ -10,22 +10,22 @@ ROW …), each of them one tile of query rows against some blocks of one row's c
             of values in each slot); the others compute scores = Q K^T and values += P V with wgmma, a running softmax
             in float32 between them, P in registers. Codes go through a ring of their own, and the fetcher converts them
 
-  decode    A tile is one token's group of heads, padded to 64 rows: the matrix unit has time to spare, as each cached
-            token is read once (the traffic is that of the cache). Long rows are split into several items, so that few
-            rows still fill the GPU; the parts are merged in XLA by their log-sum-exp. Results are float32. How many
-            parts a row may have follows from the shapes of the batch, how many it has from its own length, so that
-            its result does not depend on the other rows, to the last bit. What it costs: programs with nothing to do,
-            and one very long row among many short ones has few parts (with eight KV heads eight up to 32 rows, four
-            up to 64, then two).
+  decode    is `mosaic_gpu_decode`'s where head_dim is a multiple of 64. For others, a tile is one token's group of
+            heads, padded to 64 rows: the matrix unit has time to spare, as each cached token is read once (the traffic
+            is that of the cache). Long rows are split into several items, so that few rows still fill the GPU; the
+            parts are merged in XLA by their log-sum-exp. Results are float32. How many parts a row may have follows
+            from the shapes of the batch, how many it has from its own length, so that its result does not depend on the
+            other rows, to the last bit. What it costs: programs with nothing to do, and one very long row among many
+            short ones has few parts (with eight KV heads eight up to 32 rows, four up to 64, then two).
   prompts   A tile is 128 query rows: (heads of the group) x (tokens), so that a block of keys serves all heads. XLA
             gathers the queries into tiles and the tiles' results back to tokens. Cached tokens are read once per tile,
             up to the causal diagonal; only blocks on its border are masked.
 
 What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
-Compiled for H200, not yet run on. With JAX 0.11.2 two programs of decode share a multiprocessor up to head_dim 128, by
-shared memory and by registers, except with softcap (148 registers, where 128 allow two); with JAX 0.10.2 also except
-with codes (138). No register spills worth the name, except for prompts with codes, which at head_dim 128 spill some
-230 to 300 bytes a thread with pages of 16 tokens and 70 with pages of 64. JAX's own causal kernel
+Compiled for H200, not yet run on. With JAX 0.11.2 two programs of this decode share a multiprocessor up to head_dim
+128, by shared memory and by registers, except with softcap (148 registers, where 128 allow two); with JAX 0.10.2 also
+except with codes (138). No register spills worth the name, except for prompts with codes, which at head_dim 128 spill
+some 230 to 300 bytes a thread with pages of 16 tokens and 70 with pages of 64. JAX's own causal kernel
 refuses CUDA 12.8 and 12.9, whose ptxas miscompiles it; whether these are affected is unknown.
 """
 
@@ -38,12 +38,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.paged_attention import mosaic_gpu_decode
 from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
 from pallas_kernels.paged_attention.mosaic_gpu_kernel import LOG2E, launch
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import FIRST, LAST, MIN_BLOCKS, TOKEN, Parts, decode_items, prompt_items
+from pallas_kernels.work_lists import FIRST, LAST, MIN_BLOCKS, TOKEN, DecodeItems, decode_items, prompt_items
 
 PARALLEL = 4 * 132  # programs of decode where few rows are to fill the device: four for each multiprocessor of an H200
 MOST_PROGRAMS = 2048  # of decode, for the sake of a long row among short ones
@@ -101,20 +102,23 @@ def _decode(
     """[rows, kv_heads, group, head_dim] as q; row r's query is token r."""
     del q_start
     rows, (_, kv_heads, group, head_dim) = min(block_tables.shape[0], q.shape[0]), q.shape
+    tuned = tuning.lookup("decode", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), rows=rows)
+    if head_dim % 64 == 0:
+        return mosaic_gpu_decode.decode(
+            q, pages, block_tables, kv_len, num_decodes, rows=rows, first_page=first_page,
+            parallel=tuned.get("parallel"), scale=scale, window=window, softcap=softcap, sinks=sinks,
+            interpret=interpret,
+        )  # fmt: skip
     heads = -(-group // 8) * 8
     tile = Tile(LANES, heads, 1, head_dim, pages.page_size, 64, q.dtype, jnp.dtype(jnp.float32),
                 scale, window, softcap, interpret, _codes(pages))  # fmt: skip
     length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     most = -(-block_tables.shape[1] * tile.page_size // tile.block)
-    tuned = tuning.lookup("decode", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), rows=rows)
-    parts = min(_most_parts(kv_heads * rows, tuned.get("parallel")), -(-most // MIN_BLOCKS))
-    items, others = decode_items(length, tile.block, window, parts)
+    most = min(_most_parts(kv_heads * rows, tuned.get("parallel")), -(-most // MIN_BLOCKS))
+    work = decode_items(length, tile.block, window, most)
     padded = jnp.pad(q[:rows], [(0, 0), (0, 0), (0, heads - group), (0, 0)])
-    values, logs = launch(tile, items, block_tables, first_page, padded, pages)
-    values, logs = values[:, :, :group], logs[:, :, :group]
-
-    logs = jnp.where((items[:, LAST] > items[:, FIRST])[:, None, None], logs, MASKED)
-    return _merge(values, logs, others, sinks).astype(q.dtype)
+    values, logs = launch(tile, work.items, block_tables, first_page, padded, pages)
+    return _merge(values[:, :, :group], logs[:, :, :group], work, sinks).astype(q.dtype)
 
 
 def _most_parts(programs: int, parallel: int | None) -> int:
@@ -132,22 +136,23 @@ def _codes(pages: KVPages) -> Any:
     return None if pages.scale is None else pages.data.dtype
 
 
-def _merge(values: jax.Array, logs: jax.Array, parts: Parts, sinks: jax.Array | None) -> jax.Array:
-    """The parts' values [items, kv_heads, group, head_dim] weighted by their log-sum-exps [items, kv_heads, group]."""
-    rows = len(parts.more)
-    values = jnp.where(logs[..., None] > MASKED / 2, values, 0.0)  # what no program wrote may be anything
-    which = jnp.arange(len(logs) // rows - 1, dtype=jnp.int32)
-    real = which < parts.more[:, None]  # [rows, most - 1]
-    item = jnp.where(real, parts.begin[:, None] + which, 0)
-    other = jnp.where(real[..., None, None], logs[item], MASKED)  # [rows, most - 1, kv_heads, group]
-    peak = jnp.maximum(logs[:rows], jnp.max(other, axis=1, initial=MASKED))
+def _merge(values: jax.Array, logs: jax.Array, work: DecodeItems, sinks: jax.Array | None) -> jax.Array:
+    """The parts' values [items, kv_heads, group, head_dim] weighted by their log-sum-exps [items, kv_heads, group].
+
+    What no program wrote, and rows without tokens leave unwritten, may be anything. Rows without tokens get zeros.
+    """
+    which = jnp.arange(len(logs) // len(work.parts), dtype=jnp.int32)
+    written = work.items[:, LAST] > work.items[:, FIRST]
+    item = work.begin[:, None] + jnp.minimum(which, work.parts[:, None] - 1)  # [rows, most]
+    real = ((which < work.parts[:, None]) & written[item])[..., None, None]
+    logs = jnp.where(real, logs[item], MASKED)  # [rows, most, kv_heads, group]
+    peak = jnp.max(logs, axis=1)
     if sinks is not None:
         peak = jnp.maximum(peak, sinks * LOG2E)
-    first = jnp.exp2(logs[:rows] - peak)
-    other = jnp.where(real[..., None, None], jnp.exp2(other - peak[:, None]), 0.0)
-    total = first + other.sum(1) + (0.0 if sinks is None else jnp.exp2(sinks * LOG2E - peak))
-    weighted = first[..., None] * values[:rows] + (other[..., None] * values[item]).sum(1)
-    return weighted / total[..., None]
+    weights = jnp.where(real, jnp.exp2(logs - peak[:, None]), 0.0)
+    total = weights.sum(1) + (0.0 if sinks is None else jnp.exp2(sinks * LOG2E - peak))
+    weighted = (weights[..., None] * jnp.where(real[..., None], values[item], 0.0)).sum(1)
+    return weighted / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _query_tiles(tile: Tile, q: jax.Array, items: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mosaic_resources import assembled_kernels, programs, traced_kernels
 
 from pallas_kernels.hopper_rules import RuleError, Span, fetch, interpreter, store
-from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_kernel
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_kernel
 from pallas_kernels.quant_matmul import mosaic_gpu as matmul
 from pallas_kernels.types import KVPages, QuantArray
 
@@ -150,18 +150,22 @@ def test_shared_memory_of_attention(head_dim, codes):
 def test_tiles_reckon_as_jax_does(monkeypatch):
     """And have at least two blocks in flight, in decode three for the sizes that most models have."""
     tiles = []
-    launch = mosaic_gpu_kernel.launch
+    launch, scratch = mosaic_gpu_kernel.launch, mosaic_gpu_decode._scratch
     monkeypatch.setattr(mosaic_gpu, "launch", lambda tile, *rest: tiles.append(tile) or launch(tile, *rest))
-    for head_dim in (32, 80, 96, 128, 192, 256):
+    monkeypatch.setattr(mosaic_gpu_decode, "_scratch", lambda tile: tiles.append(tile) or scratch(tile))
+    for head_dim in (32, 64, 80, 96, 128, 192, 256):
         for codes in (None, jnp.int8):
-            tiles.clear()
-            arguments = attention_arguments(head_dim, 16, codes)
-            kernels = traced_kernels(partial(mosaic_gpu.paged_attention.__wrapped__, scale=1.0), *arguments)
-            for tile in tiles:
-                kernel = kernels["paged_decode" if tile.decode else "paged_prompts"]
-                assert tile.shared_memory(tile.stages) == kernel.shared_memory
-                assert tile.stages >= (3 if tile.decode and head_dim <= 128 else 2)
-            assert len(tiles) == 2
+            for group in (4, 7):
+                tiles.clear()
+                arguments = attention_arguments(head_dim, 16, codes, group)
+                kernels = traced_kernels(partial(mosaic_gpu.paged_attention.__wrapped__, scale=1.0), *arguments)
+                for tile in tiles:
+                    decode = isinstance(tile, mosaic_gpu_decode.DecodeTile) or tile.decode
+                    kernel = kernels["paged_decode" if decode else "paged_prompts"]
+                    blocks = tile.slots if isinstance(tile, mosaic_gpu_decode.DecodeTile) else tile.stages
+                    assert tile.shared_memory(blocks) == kernel.shared_memory
+                    assert blocks >= (3 if decode and head_dim <= 128 else 2)
+                assert len(tiles) == 2
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 1024])
@@ -192,8 +196,32 @@ def test_registers_of_attention(head_dim, codes, decode_spills, prompt_spills, m
     kernels = traced_kernels(attend, *arguments)
     found = assembled_kernels("".join(capfd.readouterr()))
     assert found.keys() == {"paged_decode", "paged_prompts"}
-    two = head_dim <= 128 and (codes is None or jax.__version_info__ >= (0, 11))  # 138 registers with older ones
-    assert programs(kernels["paged_decode"], found["paged_decode"].registers) >= (2 if two else 1)
+    two = 2 if head_dim <= 128 else 1
+    assert programs(kernels["paged_decode"], found["paged_decode"].registers) >= two
     assert programs(kernels["paged_prompts"], found["paged_prompts"].registers) >= 1
     assert found["paged_decode"].spilled <= decode_spills
     assert found["paged_prompts"].spilled <= prompt_spills
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "codes", "page_size", "group", "options"),
+    [
+        (64, None, 16, 8, {}),
+        (64, jnp.float8_e4m3fn, 16, 8, {"window": 128}),
+        (128, None, 16, 7, {"softcap": 30.0}),
+        (128, jnp.float8_e4m3fn, 64, 4, {"softcap": 30.0}),
+    ],
+    ids=str,
+)
+def test_registers_of_decode(head_dim, codes, page_size, group, options, monkeypatch, capfd):
+    """Two programs share a multiprocessor, and spill nothing, with what models have beside plain attention."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mesh = mesh_of("h200x1")
+    arguments = attention_arguments(head_dim, page_size, codes, group, NamedSharding(mesh, PartitionSpec()))
+    attend = jax.jit(partial(mosaic_gpu.paged_attention, scale=1.0, decode_only=True, **options))
+    with jax.set_mesh(mesh):
+        attend.lower(*arguments).compile()
+    kernel = traced_kernels(attend, *arguments)["paged_decode"]
+    found = assembled_kernels("".join(capfd.readouterr()))["paged_decode"]
+    assert programs(kernel, found.registers) >= 2
+    assert found.spilled == 0

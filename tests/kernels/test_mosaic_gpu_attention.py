@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_paged_attention import DTYPES, Config, gold, make_batch
 
 from pallas_kernels.hopper_rules import interpreter
-from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
+from pallas_kernels.work_lists import decode_items
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0))
 PROBLEM = AttentionProblem(np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16), 8, 4, 128, 16)
@@ -97,27 +98,73 @@ def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = Fa
         assert not get_races().races_found
 
 
-@pytest.mark.usefixtures("short_ring")
-def test_decode_with_split_rows():
-    # 641 tokens are 11 blocks, in parts of four: parts merge.
-    config = Config(group=4, kv_heads=1, tokens=4, rows=4, max_pages=41)
-    interpreted(config, [(1, 641), (1, 64), (1, 1)], races=True, decode_only=True)
+@pytest.fixture
+def one_program(monkeypatch):
+    """All items in one program: its ring goes on across rows. The race detector knows no atomic additions, and takes
+    what programs tell each other for races."""
+    monkeypatch.setattr(mosaic_gpu_decode.DecodeTile, "slots", 2)
+    monkeypatch.setattr(mosaic_gpu_decode, "programs_of", lambda tile, pairs: 1)
 
 
-@pytest.mark.usefixtures("short_ring")
-def test_a_decode_row_has_the_same_bits_in_any_company():
-    config = Config(group=4, kv_heads=1, tokens=3, rows=3, max_pages=64, dtype="bfloat16", first_page=7)
+SPLIT = [(1, 641), (1, 64), (1, 1)]  # 641 tokens are 11 blocks, in three parts of four
+
+
+@pytest.mark.usefixtures("one_program")
+@pytest.mark.parametrize("group", [1, 4, 7])  # the queries of 7 heads begin anywhere, and are 16 with their neighbours
+def test_decode_by_one_program(group):
+    config = Config(group=group, kv_heads=2 if group < 7 else 1, tokens=8, rows=4, max_pages=41)
+    interpreted(config, SPLIT, races=True, decode_only=True)
+
+
+@pytest.mark.parametrize("config", [
+    Config(group=4, kv_heads=2, tokens=4, rows=4, max_pages=41),
+    Config(64, 64, group=8, kv_heads=3, tokens=4, rows=4, max_pages=11, softcap=3.0, sinks=True, first_page=7),
+    Config(256, 256, group=12, kv_heads=2, tokens=4, rows=4, max_pages=3, window=300),
+    Config(8, 192, group=3, kv_heads=1, tokens=4, rows=4, max_pages=81, sinks=True),  # too few queries: padded
+], ids=str)  # fmt: skip
+def test_decode_by_many_programs(config):
+    interpreted(config, SPLIT, decode_only=True)
+
+
+def test_a_decode_row_has_the_same_bits_in_any_company_and_bucket(monkeypatch):
+    config = Config(group=4, kv_heads=1, tokens=8, rows=3, max_pages=64, dtype="bfloat16", first_page=7)
     batch = make_batch(config, [(1, 64), (1, 641), (1, 1000)], 0)
     among = attend(batch, config, batch.tables, [64, 641, 1000], decode_only=True)
+    np.testing.assert_allclose(among[:3], gold(config, batch, config.head_dim**-0.5), rtol=4e-3, atol=1e-2)
     alone = attend(batch, config, batch.tables, [0, 641, 0], decode_only=True)
     np.testing.assert_array_equal(alone[1], among[1])
-    np.testing.assert_allclose(among, gold(config, batch, config.head_dim**-0.5), rtol=4e-3, atol=1e-2)
+    # In a batch of eight rows, whose table is wider, dealt to two programs: the merge is another's.
+    monkeypatch.setattr(mosaic_gpu_decode, "programs_of", lambda tile, pairs: 2)
+    wide = np.zeros((8, 2 * config.max_pages), np.int32)
+    wide[:3, : config.max_pages] = batch.tables
+    larger = replace(config, rows=8)
+    bucket = attend(batch, larger, wide, [64, 641, 1000, 0, 0, 0, 0, 0], decode_only=True)
+    np.testing.assert_array_equal(bucket[:3], among[:3])
+
+
+def test_parts_of_a_row_are_as_many_in_every_bucket():
+    """Up to 512 rows of Llama-3-8B's shape; the workspace of partial results is bounded."""
+
+    def most(rows, pages, kv_heads=8, **options):
+        tile = mosaic_gpu_decode.DecodeTile(kv_heads, 4, 4, 128, 16, np.dtype(jnp.bfloat16), 1.0, None, None, None)
+        return mosaic_gpu_decode.most_parts(tile, rows, pages, **options)
+
+    assert {most(rows, 8192) for rows in (1, 8, 64, 256, 512)} == {16}
+    assert most(2048, 8192) * 2048 * 8 * 128 * 8 * 4 <= mosaic_gpu_decode.WORKSPACE
+    assert (most(1, 16), most(1, 128), most(1, 8192, parallel=264)) == (1, 8, 32)
+    # The parts of a row do not depend on the table's width either: a row that fits has as many in a wider one.
+    for pages, kv_heads in ((16, 8), (48, 40), (300, 8), (1024, 1)):
+        lengths = jnp.arange(1, pages * 16, 37)
+        parts = [decode_items(lengths, 64, None, most(1, width, kv_heads)).parts for width in (pages, 8192)]
+        np.testing.assert_array_equal(*parts)
+    assert [most(1, 8192, kv_heads) for kv_heads in (1, 4, 32)] == [32, 32, 4]
 
 
 @pytest.mark.usefixtures("short_ring")
-def test_decode_with_window_softcap_and_sinks():
-    config = Config(64, 80, group=7, kv_heads=2, tokens=3, rows=3, max_pages=5, window=70, softcap=3.0, sinks=True)
-    interpreted(config, [(1, 300), (1, 50)], decode_only=True)
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_decode_of_other_head_dims(kv_dtype):
+    config = Config(64, 80, group=7, kv_heads=2, tokens=3, rows=3, max_pages=9, window=270, softcap=3.0, sinks=True)
+    interpreted(replace(config, kv_dtype=kv_dtype), [(1, 550), (1, 50)], decode_only=True)
 
 
 @pytest.mark.usefixtures("short_ring")
@@ -133,11 +180,19 @@ def test_a_prompt_with_a_window_and_sinks():
     interpreted(config, [(50, 420)], races=True)
 
 
-@pytest.mark.usefixtures("short_ring")
+@pytest.mark.usefixtures("one_program")
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_decode_with_quantized_pages(kv_dtype):
-    config = Config(group=4, kv_heads=1, tokens=4, rows=4, max_pages=41, kv_dtype=kv_dtype)
-    interpreted(config, [(1, 641), (1, 64), (1, 1)], races=True, decode_only=True)
+def test_decode_with_quantized_pages_by_one_program(kv_dtype):
+    config = Config(group=4, kv_heads=2, tokens=4, rows=4, max_pages=41, kv_dtype=kv_dtype)
+    interpreted(config, SPLIT, races=True, decode_only=True)
+
+
+@pytest.mark.parametrize("config", [
+    Config(8, 64, group=7, kv_heads=2, tokens=4, rows=4, max_pages=81, softcap=3.0, sinks=True, kv_dtype="int8"),
+    Config(256, 192, group=4, kv_heads=1, tokens=6, rows=4, max_pages=3, window=300, kv_dtype="fp8"),
+], ids=str)  # fmt: skip
+def test_decode_with_quantized_pages_by_many_programs(config):
+    interpreted(config, SPLIT, decode_only=True)
 
 
 @pytest.mark.usefixtures("short_ring")
@@ -178,9 +233,10 @@ def operations(jaxpr) -> Counter:
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_compiled_program_differs_from_the_interpreted_one_in_the_product_with_values_alone(window, kv_dtype):
+def test_the_compiled_program_differs_from_the_interpreted_one_in_operands_and_one_addition_alone(window, kv_dtype):
     """The interpreter has no operands in registers and no accumulators that begin with a value, so there the
-    probabilities go through shared memory and the product is added. All else is the same program."""
+    probabilities go through shared memory and the product is added; and it has no atomic addition. All else is the same
+    program."""
     if not hasattr(plgpu, "InterpretGPUParams"):
         pytest.skip("JAX's interpreter of Mosaic GPU kernels comes with JAX 0.11.2")
     pages = KVPages(jnp.zeros((9, 2, 1, 64, 128), DTYPES[kv_dtype] if kv_dtype else jnp.bfloat16))
@@ -200,8 +256,9 @@ def test_the_compiled_program_differs_from_the_interpreted_one_in_the_product_wi
     )
     only_compiled = {name for name, _ in compiled - interpreted}
     only_interpreted = {name for name, _ in interpreted - compiled}
-    assert "run_state" in only_compiled
-    assert only_compiled <= {"run_state", "get"}
+    assert {"run_state", "inline_mgpu_p"} <= only_compiled  # the latter: what the parts of a row are counted by
+    assert only_compiled <= {"run_state", "inline_mgpu_p", "get", "layout_cast"}
+    assert sum(n for (name, _), n in compiled.items() if name == "inline_mgpu_p") == 1
     assert {"swap", "commit_smem", "add"} <= only_interpreted
     allowed = {"swap", "commit_smem", "add", "get", "run_scoped", "wgmma_ref", "wgmma_accumulator_deref_p"}
     assert only_interpreted <= allowed

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kv_write_tpu
-from pallas_kernels.paged_attention import mosaic_gpu, tpu
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode_kernel, tpu
 from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
 from pallas_kernels.selfcheck import Finding, check_attention, check_matmul, check_write
 from pallas_kernels.selfcheck_cases import Rows
@@ -38,6 +38,35 @@ def test_hopper_attention(problem):
     assert mosaic_gpu.why_not(Device("gpu", "NVIDIA H200", (9, 0)), problem) is None
     attend = partial(mosaic_gpu.paged_attention, interpret=plgpu.InterpretGPUParams())
     all_right(check_attention(attend, problem, rows=ROWS, variants=("all",), repeats=0))
+
+
+def without_the_last_part(merge, tile, arrays, work):
+    """As the last of a row's parts came too late."""
+    return merge(tile, arrays, work._replace(parts=work.parts - 1))
+
+
+def of_another_head(merge, tile, arrays, work):
+    return merge(tile, arrays, work._replace(head=1 - work.head))
+
+
+def one_too_early(arrive, *args, **scratch):
+    """As if an addition had been counted twice: of three programs the second finds itself the last of a row."""
+    return arrive(*args, **scratch) + 1
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [("_merge", without_the_last_part), ("_merge", of_another_head), ("_arrive", one_too_early)],
+)
+def test_wrong_merges_of_hopper_decode_are_seen(function, wrong, monkeypatch):
+    right = getattr(mosaic_gpu_decode_kernel, function)
+    monkeypatch.setattr(mosaic_gpu_decode_kernel, function, partial(wrong, right))
+    attend = partial(mosaic_gpu.paged_attention.__wrapped__, interpret=plgpu.InterpretGPUParams())
+    problem = AttentionProblem(BF16, BF16, 2, 4, 64, 16)
+    found = check_attention(attend, problem, rows=Rows((641, 1)), variants=("decode",), repeats=0)
+    assert [finding.what for finding in found if not finding.right] == ["decode rows"]
+    assert "row 0 of 641" in found[0].where or found[0].error == float("inf")
 
 
 @hopper

@@ -1,5 +1,7 @@
 """Lists of work: each token and each block is in one item, and a row's items depend on the row alone."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,39 +13,67 @@ from pallas_kernels.work_lists import FIRST, LAST
 
 def decode(lengths, window, most):
     items = jax.jit(work_lists.decode_items, static_argnums=(1, 2, 3))
-    items, parts = jax.tree.map(np.asarray, items(jnp.asarray(lengths, jnp.int32), 64, window, most))
-    assert items.shape == (len(lengths) * most, 8)
-    return items, parts
+    work = jax.tree.map(np.asarray, items(jnp.asarray(lengths, jnp.int32), 64, window, most))
+    assert work.items.shape == (len(lengths) * most, 8)
+    return work
 
 
-def items_of(row, items, parts):
-    return [items[row], *items[parts.begin[row] : parts.begin[row] + parts.more[row]]]
+def items_of(row, work):
+    return work.items[work.begin[row] : work.begin[row] + work.parts[row]]
+
+
+LENGTHS = [6400, 1, 0, 64, 65, 3000, 0, 128, 1_100]
 
 
 @pytest.mark.parametrize(("window", "most"), [(None, 9), (700, 2), (100, 9), (None, 1), (None, 30)])
 def test_decode_items_cover_each_row_once(window, most):
-    lengths = [6400, 1, 0, 64, 65, 3000, 0, 128, 1_100]
-    items, parts = decode(lengths, window, most)
-    used = len(lengths) + parts.more.sum()
-    for row, length in enumerate(lengths):
-        mine = items_of(row, items, parts)
-        assert all(item[work_lists.ROW] == row for item in mine)
+    work = decode(LENGTHS, window, most)
+    assert work.begin.tolist() == np.cumsum([0, *work.parts[:-1]]).tolist()
+    for row, length in enumerate(LENGTHS):
+        mine = items_of(row, work)
+        assert (mine[:, work_lists.ROW] == row).all()
+        assert (mine[:, work_lists.BEGIN] == work.begin[row]).all()
+        assert (mine[:, work_lists.PARTS] == len(mine)).all()
         blocks = [b for item in mine for b in range(item[FIRST], item[LAST])]
         oldest = max(length - window, 0) if window else 0
         assert blocks == list(range(oldest // 64, -(-length // 64))), row
-        assert len(mine) <= most
+        assert 1 <= len(mine) <= most
         assert len(mine) == 1 or all(item[LAST] > item[FIRST] for item in mine)
-    assert (items[used:, FIRST] == items[used:, LAST]).all()
+    unused = work.items[work.parts.sum() :]
+    assert (unused[:, FIRST] == unused[:, LAST]).all()
 
 
 @pytest.mark.parametrize("length", [1, 64, 300, 1_100, 6_400])
 def test_a_decode_row_has_the_same_parts_in_any_company(length):
     spans = []
-    for others in ([0, 0, 0], [1, 6400, 64], [100_000] * 3):
-        items, parts = decode([others[0], length, *others[1:]], None, 9)
-        spans.append([(item[FIRST], item[LAST]) for item in items_of(1, items, parts)])
-    assert spans[0] == spans[1] == spans[2]
+    for others in ([0, 0, 0], [1, 6400, 64], [100_000] * 3, [5] * 30):
+        mine = items_of(1, decode([others[0], length, *others[1:]], None, 9))
+        spans.append([(item[FIRST], item[LAST]) for item in mine])
+    assert spans[0] == spans[1] == spans[2] == spans[3]
     assert len(spans[0]) == min(-(-length // 64) // 4 + (-(-length // 64) % 4 > 0), 9) or length == 6_400
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [0], [1], [0, 0, 0], [1024] * 16, [128_000, *[1] * 63], [33_000] * 3])
+@pytest.mark.parametrize(("heads", "programs"), [(8, 264), (1, 7), (3, 1)])
+def test_equal_spans_deal_each_item_and_head_once(lengths, heads, programs):
+    work = decode(lengths, None, 16)
+    spans = np.asarray(jax.jit(work_lists.equal_spans, static_argnums=(1, 2))(work, heads, programs))
+    pairs = int(work.parts.sum()) * heads
+    assert spans.shape == (programs + 1,)
+    assert (spans[0], spans[-1]) == (0, pairs)
+    assert (np.diff(spans) >= 0).all()
+    costs = np.repeat(work.items[:, LAST] - work.items[:, FIRST] + 1, heads)[:pairs]
+    shares = [costs[a:b].sum() for a, b in pairwise(spans)]
+    assert max(shares) <= costs.sum() / programs + costs.max()
+    if lengths == [1024] * 16 and programs == 264:
+        assert np.mean(shares) / max(shares) > 0.96
+
+
+def test_spans_of_the_longest_batches_do_not_overflow():
+    work = decode([131_072] * 2_000, None, 16)
+    spans = np.asarray(work_lists.equal_spans(work, 32, 264))
+    assert (np.diff(spans) > 0).all()
+    assert spans[-1] == 2_000 * 16 * 32
 
 
 @pytest.mark.parametrize("window", [None, 1, 130])

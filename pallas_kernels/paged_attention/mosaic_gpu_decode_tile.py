@@ -1,0 +1,55 @@
+"""The sizes of the Hopper decode kernel, and what they take of a multiprocessor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from pallas_kernels.paged_attention.mosaic_gpu_items import HALF_SHARED_MEMORY, SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """The static side of a launch of decode: see `mosaic_gpu_decode`."""
+
+    kv_heads: int
+    group: int  # query heads of a KV head
+    stride: int  # rows of q from one KV head's queries to the next one's
+    head_dim: int  # a multiple of 64
+    page_size: int
+    dtype: Any
+    scale: float
+    window: int | None
+    softcap: float | None
+    interpret: Any
+    codes: Any = None  # dtype of a cache with scales; None: keys and values are as the queries
+
+    block: ClassVar[int] = 64  # cached tokens of a step: the rows of the matrix unit's tile
+    scratch: ClassVar[int] = 1024  # bytes in which warps exchange the peaks of their keys
+
+    @property
+    def columns(self) -> int:
+        """Rows of q that are copied for an item: they begin at a multiple of eight, the group's queries anywhere."""
+        return -(-(self.group + 8 - math.gcd(self.stride, 8)) // 8) * 8
+
+    @property
+    def programs(self) -> int:
+        """That share a multiprocessor: two, up to the head_dim that leaves each room for three blocks."""
+        return 2 if self.head_dim <= 128 else 1
+
+    @cached_property
+    def slots(self) -> int:
+        """Blocks of keys and values in flight, at most six."""
+        room = HALF_SHARED_MEMORY if self.programs == 2 else SHARED_MEMORY
+        return next(slots for slots in range(6, 0, -1) if self.shared_memory(slots) <= room)
+
+    def shared_memory(self, slots: int) -> int:
+        """Bytes of a program, as JAX reckons: each array begins at a multiple of 1 KiB, a barrier takes eight bytes."""
+        size = self.dtype.itemsize
+        one = self.block * self.head_dim  # numbers of a block of keys, or of values
+        arrays = [2 * self.columns * self.head_dim * size, self.columns * self.head_dim * size]  # queries, results
+        arrays += [self.columns * self.block * size, 4, self.scratch]
+        arrays += [slots * 2 * one, slots * 2 * self.block * 4, one * size] if self.codes else [slots * 2 * one * size]
+        return sum(-(-array // 1024) * 1024 for array in arrays) + 8 * (4 + 4 * slots)
