@@ -16,6 +16,7 @@ time. With `--repeat` the engines take turns, and medians are quoted.
   decode tok/s   the same over those times in which all requests were between their first and last token
   TTFT, TPOT     time to the first token, and per token after it
   memory         what a server's processes hold after the load, shared pages once; and how much of it is no file's
+  peak           the most that each of these processes has held since it began, added up
 
 The peers, each in its own environment, outside of this one:
 

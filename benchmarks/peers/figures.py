@@ -11,8 +11,16 @@ import numpy as np
 from jaxserve.bench.report import table
 from jaxserve.bench.stats import RequestRecord, summarize
 
-FIGURES = ("output_tokens_per_s", "decode_tokens_per_s", "ttft_p50_ms", "tpot_p50_ms", "pss_mib", "anonymous_mib")
-TITLES = ("output tok/s", "decode tok/s", "TTFT p50 ms", "TPOT p50 ms", "memory MiB", "of it not file")
+FIGURES = (
+    "output_tokens_per_s",
+    "decode_tokens_per_s",
+    "ttft_p50_ms",
+    "tpot_p50_ms",
+    "pss_mib",
+    "anonymous_mib",
+    "peak_mib",
+)
+TITLES = ("output tok/s", "decode tok/s", "TTFT p50 ms", "TPOT p50 ms", "memory MiB", "of it not file", "peak MiB")
 OURS = "jaxserve"
 
 Run = Mapping[str, Any]  # engine, concurrency, repeat, and those of FIGURES that there are
