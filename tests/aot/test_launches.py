@@ -21,11 +21,11 @@ SHAPES = {
 # (scheme, step) -> at most so many launches in each layer, and outside the layers.
 BOUNDS = {
     ("bf16", "decode"): (13, 27),
-    ("bf16", "mixed"): (15, 52),
+    ("bf16", "mixed"): (15, 46),
     ("int4", "decode"): (13, 27),
-    ("int4", "mixed"): (15, 52),
+    ("int4", "mixed"): (15, 46),
     ("fp8", "decode"): (13, 27),
-    ("fp8", "mixed"): (15, 52),
+    ("fp8", "mixed"): (15, 46),
 }
 
 
