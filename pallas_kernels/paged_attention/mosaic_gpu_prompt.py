@@ -51,7 +51,8 @@ from pallas_kernels.work_lists import FIRST, LAST, TOKEN, Tiles, prompt_items
 
 PROGRAMS = 1088  # that parts of rows may take, eight for each of 132 multiprocessors and a few more
 MOST_PARTS = 32
-MOST_PARTS_OF_TOKENS = 16384  # the tokens of a batch times the parts that a row may have
+MOST_PARTS_OF_TOKENS = 4096  # the tokens of a batch times the parts that a row may have, for what XLA writes out
+UNROLLED = 8  # parts that are summed in one fusion
 
 
 def prompts(
@@ -137,6 +138,14 @@ def _merged(most, items, item, slot, parts, places, results, of_head) -> jax.Arr
     weights = jnp.exp2(logs - peak[:, None])  # [tokens, most, kv_heads, shares, heads]
     total = weights.sum(axis=1) + (0.0 if of_head is None else jnp.exp2(of_head - peak))
     weights = weights / total[:, None]
-    values = places(jnp.clip(slot[:, None] + part, 0, len(results[2]) - 1), results[2])
-    values = jnp.where(real[..., None, None, None, None], values, 0.0)
-    return (weights[..., None] * values).sum(axis=1)
+
+    def values(which: jax.Array, real: jax.Array) -> jax.Array:
+        found = places(jnp.clip(which, 0, len(results[2]) - 1), results[2])
+        return jnp.where(real[..., None, None, None, None], found, 0.0)
+
+    if most > UNROLLED:  # XLA writes the products out before it sums them
+        return (weights[..., None] * values(slot[:, None] + part, real)).sum(axis=1)
+    merged = weights[:, 0, ..., None] * values(slot, real[:, 0])
+    for i in range(1, most):
+        merged += weights[:, i, ..., None] * values(slot + i, real[:, i])
+    return merged

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_paged_attention import DTYPES, Config, gold, make_batch
 
 from pallas_kernels.hopper_rules import interpreter
-from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_prompt
 from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
@@ -164,9 +164,10 @@ def test_prompts_that_begin_anywhere_in_the_batch(group):
 
 
 @pytest.mark.usefixtures("short_ring")
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_few_tokens_over_a_long_context_are_split(kv_dtype):
-    # 11 blocks in two parts, and 8, of which the second tile's tokens see all.
+@pytest.mark.parametrize(("kv_dtype", "most"), [(None, 32), ("int8", 4)])
+def test_few_tokens_over_a_long_context_are_split(kv_dtype, most, monkeypatch):
+    # 11 blocks in two parts, and 8, of which the second tile's tokens see all. Both ways to sum parts.
+    monkeypatch.setattr(mosaic_gpu_prompt, "MOST_PARTS", most)
     config = Config(group=4, kv_heads=1, tokens=48, rows=3, max_pages=88, sinks=True, kv_dtype=kv_dtype)
     interpreted(config, [(1, 30), (5, 1_400), (33, 1_030)], races=True)
 
