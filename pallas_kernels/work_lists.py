@@ -1,12 +1,16 @@
 """Lists of work that XLA makes of a batch, for kernels whose programs take an item each.
 
-An item of attention is some query tokens of one row against some blocks of its cached tokens, int32 in eight columns:
+An item of attention is some query tokens of one row against some blocks of its cached tokens, int32 in columns:
 
   ROW                     of the block tables
   TOKEN, POSITION         the first query token: its place in the batch, and in the row
   LENGTH                  the row's cached tokens
   FIRST, LAST             blocks FIRST … LAST of the row are the item's; where they are equal there is nothing to do
   FULL_FIRST, FULL_LAST   of these blocks, those of which all query tokens see all keys
+
+Items of prompts have a ninth:
+
+  SLOT                    where the result goes, if others have the same query tokens; or -1
 """
 
 from __future__ import annotations
@@ -16,9 +20,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MIN_BLOCKS = 4  # of a part of a decode row
+MIN_BLOCKS = 4  # of a part of a row
 
-ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST = range(8)
+ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST, SLOT = range(9)
 BEGIN, PARTS = FULL_FIRST, FULL_LAST  # in the items of decode, all of whose blocks are masked
 
 
@@ -82,40 +86,86 @@ def equal_spans(work: DecodeItems, heads: int, programs: int) -> jax.Array:
     return jnp.append(spans, used * heads).astype(jnp.int32)
 
 
+class Tiles(NamedTuple):
+    """Which items are a prompt row's: from before[r] on, counted from the end of the list, parts[r] to each tile."""
+
+    origin: jax.Array  # int32 [rows]: the token at which its first tile begins
+    before: jax.Array  # int32 [rows + 1]: items of the rows before it
+    parts: jax.Array  # int32 [rows]
+    slots: jax.Array  # int32 [rows]: parts of the rows before it that are in more than one
+
+    def of_tokens(self, tile: int, row: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of tokens of prompt rows: the item of the first part (part i's is i before it), its slot, number of parts."""
+        parts = self.parts[row]
+        first = (token - self.origin[row]) // tile * parts
+        return self.before[-1] - 1 - self.before[row] - first, self.slots[row] + first, parts
+
+
 def prompt_items(
     tile: int,
     block: int,
     window: int | None,
     tokens: int,
+    most: int,
     q_start: jax.Array,
     kv_len: jax.Array,
     num_decodes: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The items [count, 8] of up to `tile` query tokens of rows from num_decodes on, and the tiles before each row.
+) -> tuple[jax.Array, Tiles]:
+    """The items [count, 9] of up to `tile` query tokens of rows from num_decodes on. The last tiles of rows come first:
+    they have most to do.
 
-    `tokens` is the number of query tokens that the batch has room for. The last tiles of rows come first: they have
-    most to do.
+    tile, tokens: multiples of 8, tile <= tokens; `tokens` is what the batch has room for. Tiles begin at multiples of
+    eight tokens, as copies of queries must, so that a row's first tile may begin with tokens of the row before it, and
+    none reaches beyond the batch: TOKEN and POSITION are of the tile's first token, whosesoever it is.
+
+    A row's blocks are shared out to up to `most` items, its tiles multiplied with its parts. How many parts there are,
+    and at which blocks they end, follows from its own lengths alone, so that its bits do not depend on the others (that
+    a tile begins elsewhere among them only adds or removes keys that a token does not see, whose weight is zero). Items
+    of rows in more than one part have a SLOT of their own, others -1.
     """
     rows = kv_len.shape[0]
-    q_len = q_start[1:] - q_start[:-1]
-    tiles = jnp.where(jnp.arange(rows) >= num_decodes, (q_len + tile - 1) // tile, 0)
-    before = jnp.concatenate([jnp.zeros(1, tiles.dtype), jnp.cumsum(tiles)])
-    index = before[-1] - 1 - jnp.arange(min(tokens, tokens // tile + rows), dtype=jnp.int32)
-    row = jnp.clip(jnp.searchsorted(before, index, side="right") - 1, 0, rows - 1)
-    offset = (index - before[row]) * tile
+    q_len = jnp.where(jnp.arange(rows) >= num_decodes, q_start[1:] - q_start[:-1], 0)
+    origin = q_start[:-1] // 8 * 8
+    tiles = jnp.where(q_len > 0, (q_start[1:] - origin + tile - 1) // tile, 0)
+    row_first = jnp.maximum(kv_len - q_len - window + 1, 0) // block if window else jnp.zeros_like(kv_len)
+    blocks = (kv_len + block - 1) // block - row_first
+    parts = jnp.minimum(most // ((q_len + tile + 6) // tile), blocks // MIN_BLOCKS)  # of tiles as many as it may have
+    parts = jnp.where(q_len > 0, jnp.maximum(parts, 1), 1)
+
+    def before(count: jax.Array) -> jax.Array:
+        return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count, dtype=jnp.int32)])
+
+    ends, slots = before(tiles * parts), before(jnp.where(parts > 1, tiles * parts, 0))[:-1]
+    index = ends[-1] - 1 - jnp.arange(prompt_item_count(tile, tokens, rows, most), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32) - 1
+    row = jnp.clip(row, 0, rows - 1)
+    local = index - ends[row]
+    start = origin[row] + local // parts[row] * tile
+    token = jnp.minimum(start, tokens - tile)
     length = kv_len[row]
-    oldest = length - q_len[row] + offset
-    newest = jnp.minimum(oldest + tile, length) - 1
-    last = jnp.where(index >= 0, newest // block + 1, 0)
+    past = length - q_start[row + 1]  # from places in the batch to positions in the row
+    oldest = jnp.maximum(start, q_start[row]) + past
+    newest = jnp.minimum(start + tile, q_start[row + 1]) - 1 + past
+    part = local % parts[row]
+    begin, end = (row_first[row] + at * blocks[row] // parts[row] for at in (part, part + 1))
+    last = jnp.where(index >= 0, jnp.minimum(newest // block + 1, end), 0)
     if window:
-        first = jnp.minimum(jnp.maximum(oldest - window + 1, 0) // block, last)
+        first = jnp.maximum(jnp.maximum(oldest - window + 1, 0) // block, begin)
         full_first = jnp.maximum(newest - window + block, 0) // block
     else:
-        first = full_first = jnp.zeros_like(last)
-    full_first = jnp.minimum(full_first, last)
+        first = full_first = begin
+    first = jnp.minimum(first, last)
+    full_first = jnp.clip(full_first, first, last)
     full_last = jnp.clip((oldest + 1) // block, full_first, last)
-    columns = [row, q_start[row] + offset, oldest, length, first, full_first, full_last, last]
-    return jnp.stack(columns, axis=1).astype(jnp.int32), before
+    slot = jnp.where((parts[row] > 1) & (index >= 0), slots[row] + local, -1)
+    columns = [row, token, token + past, length, first, full_first, full_last, last, slot]
+    return jnp.stack(columns, axis=1).astype(jnp.int32), Tiles(origin, ends, parts, slots)
+
+
+def prompt_item_count(tile: int, tokens: int, rows: int, most: int) -> int:
+    """The most items that `prompt_items` can need."""
+    rows = min(rows, tokens)
+    return min(tokens, (tokens + rows * (tile + 6)) // tile) + rows * (most - 1)
 
 
 def expert_tiles(group_sizes: jax.Array, tokens: int, n: int) -> tuple[jax.Array, jax.Array]:

@@ -1,32 +1,28 @@
 """Paged attention for Hopper GPUs (compute capability 9.0) in Pallas Mosaic GPU. Compiled for, not yet run on.
 
-One kernel, launched once for decode rows and once for prompts. XLA makes a list of work items from the batch (columns:
-ROW …), each of them one tile of query rows against some blocks of one row's cached tokens:
+Prompts have a kernel of their own, see `mosaic_gpu_prompt`, and so has decode where head_dim is a multiple of 64, see
+`mosaic_gpu_decode`. For other decode rows XLA makes a list of work items from the batch (columns: ROW …), each of them
+one token's query heads against some blocks of its row's cached tokens:
 
   grid      (kv_heads, items); items beyond those that the batch needs leave at once
-  threads   one warpgroup that fetches, and one (decode) or two (prompts) that compute 64 query rows each
+  threads   one warpgroup that fetches, and one that computes 64 query rows
   pipeline  the fetcher reads page numbers from the block table and copies a block of keys and values, several pages
             or a part of one, into a ring of shared memory slots (TMA; barriers `full` and `free`, one of keys and one
-            of values in each slot); the others compute scores = Q K^T and values += P V with wgmma, a running softmax
+            of values in each slot); the other computes scores = Q K^T and values += P V with wgmma, a running softmax
             in float32 between them, P in registers. Codes go through a ring of their own, and the fetcher converts them
 
-  decode    is `mosaic_gpu_decode`'s where head_dim is a multiple of 64. For others, a tile is one token's group of
-            heads, padded to 64 rows: the matrix unit has time to spare, as each cached token is read once (the traffic
-            is that of the cache). Long rows are split into several items, so that few rows still fill the GPU; the
-            parts are merged in XLA by their log-sum-exp. Results are float32. How many parts a row may have follows
-            from the shapes of the batch, how many it has from its own length, so that its result does not depend on the
-            other rows, to the last bit. What it costs: programs with nothing to do, and one very long row among many
-            short ones has few parts (with eight KV heads eight up to 32 rows, four up to 64, then two).
-  prompts   A tile is 128 query rows: (heads of the group) x (tokens), so that a block of keys serves all heads. XLA
-            gathers the queries into tiles and the tiles' results back to tokens. Cached tokens are read once per tile,
-            up to the causal diagonal; only blocks on its border are masked.
+  parts     A token's group of heads is padded to 64 rows: the matrix unit has time to spare, as each cached
+            token is read once (the traffic is that of the cache). Long rows are split into several items, so that few
+            rows still fill the GPU; the parts are merged in XLA by their log-sum-exp. Results are float32. How many
+            parts a row may have follows from the shapes of the batch, how many it has from its own length, so that
+            its result does not depend on the other rows, to the last bit. What it costs: programs with nothing to do,
+            and one very long row among many short ones has few parts (with eight KV heads eight up to 32 rows, four
+            up to 64, then two).
 
 What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
-Compiled for H200, not yet run on. With JAX 0.11.2 two programs of this decode share a multiprocessor up to head_dim
-128, by shared memory and by registers, except with softcap (148 registers, where 128 allow two); with JAX 0.10.2 also
-except with codes (138). No register spills worth the name, except for prompts with codes, which at head_dim 128 spill
-some 230 to 300 bytes a thread with pages of 16 tokens and 70 with pages of 64. JAX's own causal kernel
-refuses CUDA 12.8 and 12.9, whose ptxas miscompiles it; whether these are affected is unknown.
+Compiled for H200, not yet run on. With JAX 0.11.2 two programs of decode share a multiprocessor up to head_dim 128, by
+shared memory and by registers, except with softcap (148 registers, where 128 allow two); with JAX 0.10.2 also except
+with codes (138). No register spills worth the name.
 """
 
 from __future__ import annotations
@@ -41,10 +37,11 @@ from pallas_kernels import tuning
 from pallas_kernels.paged_attention import mosaic_gpu_decode
 from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
 from pallas_kernels.paged_attention.mosaic_gpu_kernel import LOG2E, launch
+from pallas_kernels.paged_attention.mosaic_gpu_prompt import prompts
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import FIRST, LAST, MIN_BLOCKS, TOKEN, DecodeItems, decode_items, prompt_items
+from pallas_kernels.work_lists import FIRST, LAST, MIN_BLOCKS, DecodeItems, decode_items
 
 PARALLEL = 4 * 132  # programs of decode where few rows are to fill the device: four for each multiprocessor of an H200
 MOST_PROGRAMS = 2048  # of decode, for the sake of a long row among short ones
@@ -93,7 +90,7 @@ def paged_attention(
     decoded = _decode(*args, **options)
     rows = decoded.shape[0]
     decoded = jnp.pad(decoded, [(0, q.shape[0] - rows), (0, 0), (0, 0), (0, 0)])
-    return decoded if decode_only else _prompts(decoded, *args, **options)
+    return decoded if decode_only else prompts(decoded, *args, **options)
 
 
 def _decode(
@@ -153,42 +150,3 @@ def _merge(values: jax.Array, logs: jax.Array, work: DecodeItems, sinks: jax.Arr
     total = weights.sum(1) + (0.0 if sinks is None else jnp.exp2(sinks * LOG2E - peak))
     weighted = (weights[..., None] * jnp.where(real[..., None], values[item], 0.0)).sum(1)
     return weighted / jnp.where(total > 0, total, 1.0)[..., None]
-
-
-def _query_tiles(tile: Tile, q: jax.Array, items: jax.Array) -> jax.Array:
-    """The queries [items, kv_heads, lanes, head_dim] of each item's tokens, heads of the group outermost.
-
-    A row's first token may be any of the batch, but a copy into swizzled shared memory begins at a multiple of eight
-    rows (see `hopper_rules`), so XLA gathers the tiles beforehand. It costs one pass over the queries, which prompts
-    multiply with hundreds of keys each. What lies beyond a row's last token are queries of others, or repeated ones.
-    """
-    tokens, kv_heads, group, head_dim = q.shape
-    token = jnp.clip(items[:, TOKEN, None] + jnp.arange(tile.tokens, dtype=jnp.int32), 0, tokens - 1)
-    tiles = q[token].transpose(0, 2, 3, 1, 4).reshape(len(items), kv_heads, group * tile.tokens, head_dim)
-    return jnp.pad(tiles, [(0, 0), (0, 0), (0, tile.lanes - group * tile.tokens), (0, 0)])
-
-
-def _prompts(
-    out, q, pages, block_tables, q_start, kv_len, num_decodes, *, first_page, sinks, interpret, scale, window, softcap
-):
-    """`out` with the tokens of the rows from num_decodes on filled in."""
-    tokens, kv_heads, group, head_dim = q.shape
-    tuned = tuning.lookup("prompts", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), tokens=tokens)
-    block = tuned.get("block") or (128 if head_dim <= 128 else 64)
-    tile = Tile(2 * LANES, group, 2 * LANES // group, head_dim, pages.page_size, block,
-                q.dtype, q.dtype, scale, window, softcap, interpret, _codes(pages))  # fmt: skip
-    items, before = prompt_items(tile.tokens, block, window, tokens, q_start, kv_len, num_decodes)
-    values, logs = launch(tile, items, block_tables, first_page, _query_tiles(tile, q, items), pages)
-
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.clip(jnp.searchsorted(q_start, token, side="right") - 1, 0, kv_len.shape[0] - 1)
-    offset = token - q_start[row]
-    item = jnp.clip(before[-1] - 1 - before[row] - offset // tile.tokens, 0, items.shape[0] - 1)
-    shape = (items.shape[0], kv_heads, group, tile.tokens)
-    used = group * tile.tokens
-    chosen = values[:, :, :used].reshape(*shape, head_dim)[item, :, :, offset % tile.tokens]
-    if sinks is not None:
-        log = logs[:, :, :used].reshape(shape)[item, :, :, offset % tile.tokens]
-        chosen = (chosen.astype(jnp.float32) * jax.nn.sigmoid(log / LOG2E - sinks)[..., None]).astype(q.dtype)
-    theirs = (row >= num_decodes) & (token < q_start[-1])
-    return jnp.where(theirs[:, None, None, None], chosen, out)

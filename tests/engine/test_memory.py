@@ -200,7 +200,7 @@ def test_restarts_on_a_cpu_find_their_programs():
     found = set()
     for free in np.linspace(20, 22, 50):
         budget = Budget(int(free * 2**30), 0.9, 0, 0, 0, most_cache=int(free * 2**29))
-        pages, _ = memory.plan_pages(EngineConfig(model="x"), 4096, 3_670_016, budget, Needs())
+        pages, _ = memory.plan_pages(EngineConfig(model="x"), 4096, 16, 3_670_016, budget, Needs())
         assert 0.87 <= pages * 3_670_016 / budget.most_cache <= 1
         found.add(pages)
     assert len(found) <= 2

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_paged_attention import DTYPES, Config, gold, make_batch
 
 from pallas_kernels.hopper_rules import interpreter
-from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_prompt
+from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
 from pallas_kernels.work_lists import decode_items
@@ -54,6 +55,7 @@ def test_refusals_name_the_reason(device, changes, reason):
 def short_ring(monkeypatch):
     """Two slots, so that a few blocks go round the ring."""
     monkeypatch.setattr(mosaic_gpu.Tile, "stages", 2)
+    monkeypatch.setattr(PromptTile, "stages", 2)
 
 
 def attend(batch, config: Config, tables, kv_len, *, races: bool = False, **options):
@@ -216,6 +218,30 @@ def test_prompts_that_begin_anywhere_in_the_batch(group):
     interpreted(config, [(1, 150), (19, 140), (11, 11), (9, 200), (13, 13), (37, 61)])
 
 
+@pytest.mark.usefixtures("short_ring")
+@pytest.mark.parametrize(("kv_dtype", "most"), [(None, 32), ("int8", 4)])
+def test_few_tokens_over_a_long_context_are_split(kv_dtype, most, monkeypatch):
+    # 11 blocks in two parts, and 8, of which the second tile's tokens see all. Both ways to sum parts.
+    monkeypatch.setattr(mosaic_gpu_prompt, "MOST_PARTS", most)
+    config = Config(group=4, kv_heads=1, tokens=48, rows=3, max_pages=88, sinks=True, kv_dtype=kv_dtype)
+    interpreted(config, [(1, 30), (5, 1_400), (33, 1_030)], races=True)
+
+
+@pytest.mark.usefixtures("short_ring")
+def test_a_prompt_has_the_same_bits_wherever_it_begins_in_the_batch():
+    config = Config(group=3, kv_heads=1, tokens=56, rows=2, max_pages=72, dtype="bfloat16")
+    rows = [(11, 40), (9, 1_100)]
+    batch = make_batch(config, rows, 0)
+    there = attend(batch, config, batch.tables, batch.kv_len)
+    np.testing.assert_allclose(there[:20], gold(config, batch, config.head_dim**-0.5), rtol=4e-3, atol=1e-2)
+    for first in (0, 3, 24):  # the second row alone, after a first one of `first` tokens
+        moved = replace(batch, q=np.roll(batch.q, first - 11, axis=0), q_len=[first, 9]) if first else None
+        if moved is None:
+            moved = replace(batch, q=np.roll(batch.q, -11, axis=0), q_len=[0, 9])
+        here = attend(moved, config, batch.tables, [first, 1_100])
+        np.testing.assert_array_equal(here[first : first + 9], there[11:20])
+
+
 # --- what the interpreter runs, and what is compiled ---
 
 
@@ -257,8 +283,10 @@ def test_the_compiled_program_differs_from_the_interpreted_one_in_operands_and_o
     only_compiled = {name for name, _ in compiled - interpreted}
     only_interpreted = {name for name, _ in interpreted - compiled}
     assert {"run_state", "inline_mgpu_p"} <= only_compiled  # the latter: what the parts of a row are counted by
-    assert only_compiled <= {"run_state", "inline_mgpu_p", "get", "layout_cast"}
+    assert only_compiled <= {"run_state", "inline_mgpu_p", "get", "layout_cast", "wgmma_accumulator_store_p"}
     assert sum(n for (name, _), n in compiled.items() if name == "inline_mgpu_p") == 1
+    stores = sum(n for (name, _), n in compiled.items() if name == "wgmma_accumulator_store_p")
+    assert stores == (4 if window else 3), "one for each loop of prompts, and one for the last block"
     assert {"swap", "commit_smem", "add"} <= only_interpreted
     allowed = {"swap", "commit_smem", "add", "get", "run_scoped", "wgmma_ref", "wgmma_accumulator_deref_p"}
     assert only_interpreted <= allowed

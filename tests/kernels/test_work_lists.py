@@ -76,29 +76,72 @@ def test_spans_of_the_longest_batches_do_not_overflow():
     assert spans[-1] == 2_000 * 16 * 32
 
 
-@pytest.mark.parametrize("window", [None, 1, 130])
-def test_only_blocks_that_all_tokens_see_in_full_are_left_unmasked(window):
-    q_len, kv_len = [1, 1, 300, 0, 17, 40], [70, 200, 1000, 30, 17, 257]
-    q_start = jnp.asarray(np.cumsum([0, *q_len]), jnp.int32)
-    items = jax.jit(work_lists.prompt_items, static_argnums=(0, 1, 2, 3))
-    items, before = items(32, 128, window, 400, q_start, jnp.asarray(kv_len, jnp.int32), jnp.int32(2))
-    assert before[-1] == 10 + 1 + 2
-    seen = []
-    for row, token, position, length, first, full_first, full_last, last in np.asarray(items).tolist():
-        if first == last:
-            continue
-        count = min(32, length - position)
-        seen += range(token, token + count)
-        position_of = kv_len[row] - q_len[row] + token - int(q_start[row])
-        assert (position, length) == (position_of, kv_len[row])
-        ranges = [(max(0, p - window + 1) if window else 0, p) for p in range(position, position + count)]
-        for block in range(1000 // 128 + 2):
-            keys = block * 128, block * 128 + 127
-            needed = any(low <= keys[1] and keys[0] <= high for low, high in ranges)
-            full = all(low <= keys[0] and keys[1] <= high for low, high in ranges)
-            assert needed <= (first <= block < last)
-            assert (full_first <= block < full_last) <= full
-    assert sorted(seen) == list(range(2, 359))
+@pytest.mark.parametrize("most", [1, 2, 9, 64])
+@pytest.mark.parametrize("window", [None, 1, 130, 5000])
+def test_prompt_items_hold_each_token_and_block_once_and_unmasked_blocks_are_seen_in_full(window, most):
+    q_len, kv_len = [1, 1, 300, 0, 17, 40, 5], [70, 200, 1000, 30, 17, 257, 9000]
+    q_start = np.cumsum([0, *q_len])
+    items = jax.jit(work_lists.prompt_items, static_argnums=(0, 1, 2, 3, 4))
+    starts, lengths = jnp.asarray(q_start, jnp.int32), jnp.asarray(kv_len, jnp.int32)
+    items, tiles = items(32, 128, window, 400, most, starts, lengths, jnp.int32(2))
+    items = np.asarray(items)
+    assert len(items) >= tiles.before[-1]
+    assert (items[:, work_lists.TOKEN] % 8 == 0).all()
+    assert (items[:, work_lists.TOKEN] <= 400 - 32).all()
+    used = items[: int(tiles.before[-1])]
+    slots = [slot for *_, slot in used.tolist() if slot >= 0]
+    assert sorted(slots) == list(range(len(slots)))
+    assert len(slots) <= most * len(q_len)
+    assert (items[len(used) :, FIRST] == items[len(used) :, LAST]).all()
+    row_of = np.repeat(np.arange(len(q_len)), q_len)
+    token = np.arange(2, q_start[-1])
+    item, slot, parts = map(np.asarray, tiles.of_tokens(32, jnp.asarray(row_of[2:]), jnp.asarray(token)))
+    longest = parts[-1]  # the row of five tokens has one tile
+    assert longest == min(most, 17 if window is None else 10 if window == 5000 else 1)
+    for at, first, of_slot, count in zip(token, item, slot, parts, strict=True):
+        row = row_of[at]
+        position = kv_len[row] - q_len[row] + at - q_start[row]
+        low = max(0, position - window + 1) if window else 0
+        blocks = []
+        for part in range(count):
+            mine, start, oldest, length, begin, full_begin, full_end, end, its_slot = items[first - part].tolist()
+            assert (mine, length, its_slot) == (row, kv_len[row], of_slot + part if count > 1 else -1)
+            assert start <= at < start + 32
+            assert oldest + at - start == position
+            blocks += range(begin, end)
+            for block in range(full_begin, full_end):
+                assert begin <= block < end
+                assert low <= block * 128
+                assert block * 128 + 127 <= position
+        assert blocks == sorted(set(blocks))
+        assert set(range(low // 128, position // 128 + 1)) <= set(blocks)
+        assert len(blocks) <= (position - low + 32) // 128 + 2
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_prompt_row_has_the_same_parts_wherever_it_begins_in_the_batch(window):
+    """Other tiles, as it begins at another remainder of eight, but each token's keys end at the same blocks."""
+    ends = []
+    for before in (0, 8, 11, 255):
+        q_start = jnp.asarray([0, before, before + 40, before + 41], jnp.int32)
+        lengths = jnp.asarray([before, 9000, 1], jnp.int32)
+        items, tiles = work_lists.prompt_items(32, 128, window, 400, 34, q_start, lengths, jnp.int32(0))
+        token = before + jnp.arange(40)
+        item, _, parts = tiles.of_tokens(32, jnp.ones(40, jnp.int32), token)
+        ends.append([[int(items[i - p, LAST]) for p in range(n - 1)] for i, n in zip(item, parts, strict=True)])
+        assert int(parts[0]) == (17 if window is None else 1)
+    assert all(one == ends[0] for one in ends)
+
+
+def test_eight_tokens_over_a_long_context_fill_the_device():
+    from pallas_kernels.paged_attention.mosaic_gpu_prompt import most_parts
+
+    for rows, tokens in ((1, 8), (8, 16), (8, 64)):
+        most = most_parts(rows * 8, tokens)
+        q_start = jnp.asarray([0, *[8] * rows], jnp.int32)
+        lengths = jnp.asarray([32_768, *[0] * (rows - 1)], jnp.int32)
+        items, _ = work_lists.prompt_items(min(32, tokens), 128, None, tokens, most, q_start, lengths, jnp.int32(0))
+        assert 8 * int((items[:, LAST] > items[:, FIRST]).sum()) >= 132
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 40, 1, 0), (0, 0, 0), (64,), (16, 16, 16, 16), (1,) * 9])

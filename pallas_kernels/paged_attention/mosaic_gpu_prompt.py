@@ -1,0 +1,151 @@
+"""Prompt attention for Hopper GPUs (compute capability 9.0) in Pallas Mosaic GPU. Compiled for, not yet run on.
+
+XLA makes a list of work items from the batch (`work_lists.prompt_items`), each of them a tile of query rows against
+some blocks of one row's cached tokens, and gathers the tokens' results from those of the items.
+
+  grid      (kv_heads x shares of the group, items); items beyond those that the batch needs leave at once
+  tiles     128 query rows, (heads) x (tokens). Copies into swizzled shared memory begin at multiples of eight rows (see
+            `hopper_rules`), so tiles begin at multiples of eight tokens of the batch and may hold up to seven tokens
+            of the row before; a copy for each head brings their queries. Groups whose heads do not fill a tile so are
+            shared out to several (`heads_of_tile`), which read the same keys
+  threads   one warpgroup that fetches, and two that compute 64 query rows each
+  pipeline  The fetcher reads page numbers from the block table and copies a block of keys and values, several pages or
+            a part of one, into a ring in shared memory (TMA; barriers `full` and `free`, one of keys and one of values
+            in each slot). Codes go through a ring of their own, and the fetcher converts them.
+            A computing warpgroup issues Q K^T of block i and P V of block i - 1 together (wgmma; P in registers,
+            running softmax in float32) and makes the scores of block i into exponentials while P V runs. The two of
+            them issue in turns, so that one has exponentials to make while the other's products run (Shah et al. 2024,
+            "FlashAttention-3", arXiv:2407.08608, section 3.2)
+  parts     Few query tokens over a long context are too few tiles for the device: the blocks of such a row are shared
+            out to several items, whose float32 results XLA weighs by their log-sum-exps in the fusion that gathers.
+            How many follows from the row's own lengths and the shapes of the batch, so that a row's bits do not depend
+            on the others. What it costs: room for all parts that rows may have, 64 KiB for each of at most PROGRAMS
+            programs at head_dim 128; and with many rows (from 544 / kv_heads on) none is split
+  masks     Blocks that all query tokens see in full carry none, except an item's first block
+
+What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
+
+Estimates for a block of 128 keys at head_dim 128, both warpgroups, at the H200's 2,048 bf16 multiply-adds a clock and
+multiprocessor: products 2,048 clocks; 16,384 exponentials at 16 a clock 1,024, and four more operations for each score
+at 128 a clock 512. The sum of the latter is less than the products', so they can hide behind them; what remains is the
+first and last block of a tile, masked blocks and the rescaling of values, for 70 to 80% of the matmul rate from some
+4k cached tokens on. Of shared memory a program takes 229,504 of 232,448 bytes (three blocks in flight), of registers
+all: 216 a computing thread. ptxas 12.9 keeps the products asynchronous (asserted: no C7510 to C7518) and spills 16
+bytes a thread or less, with codes at head_dim 256 a few dozen. JAX's own causal kernel refuses CUDA 12.8 and 12.9.0,
+whose ptxas miscompiles it; whether this one is affected is unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuning
+from pallas_kernels.paged_attention.mosaic_gpu_prompt_kernel import LOG2E, launch
+from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile, heads_of_tile, tokens_of_tile
+from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.types import KVPages
+from pallas_kernels.work_lists import FIRST, LAST, TOKEN, Tiles, prompt_items
+
+PROGRAMS = 1088  # that parts of rows may take, eight for each of 132 multiprocessors and a few more
+MOST_PARTS = 32
+MOST_PARTS_OF_TOKENS = 4096  # the tokens of a batch times the parts that a row may have, for what XLA writes out
+UNROLLED = 8  # parts that are summed in one fusion
+
+
+def prompts(
+    out: jax.Array,
+    q: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    q_start: jax.Array,
+    kv_len: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    first_page: jax.Array,
+    sinks: jax.Array | None,
+    interpret: Any,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
+    """`out` with the tokens of the rows from num_decodes on filled in; arguments as `reference.paged_attention`'s."""
+    tokens, _, group, head_dim = q.shape
+    q = jnp.pad(q, [(0, -tokens % 8), (0, 0), (0, 0), (0, 0)])  # steps of the engine have multiples of eight
+    tuned = tuning.lookup("prompts", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), tokens=tokens)
+    block = tuned.get("block") or (128 if head_dim <= 128 else 64)
+    heads = heads_of_tile(group)
+    sizes = heads, group // heads, min(tokens_of_tile(heads), q.shape[0]), head_dim, pages.page_size, block
+    codes = None if pages.scale is None else pages.data.dtype
+    tile = PromptTile(*sizes, q.dtype, scale, window, softcap, interpret, codes)
+    rows = min(kv_len.shape[0], tokens)
+    most = most_parts(rows * pages.kv_heads * tile.shares, q.shape[0])
+    items, tiles = prompt_items(tile.tokens, block, window, q.shape[0], most, q_start, kv_len, num_decodes)
+    slots = rows * most if most > 1 else 0
+    results = launch(tile, slots, items, block_tables, first_page, q, pages)
+    chosen = _of_tokens(tile, tokens, most, items, tiles, q_start, results, sinks)
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    theirs = (token >= q_start[num_decodes]) & (token < q_start[-1])
+    return jnp.where(theirs[:, None, None, None], chosen.reshape(out.shape).astype(out.dtype), out)
+
+
+def most_parts(programs: int, tokens: int) -> int:
+    """How many parts a row may have, of a batch whose rows take so many programs (rows x KV heads) at a tile each.
+
+    It follows from shapes alone, and a row's parts from its own length, so that its bits do not depend on others.
+    """
+    return max(min(PROGRAMS // programs, MOST_PARTS, MOST_PARTS_OF_TOKENS // tokens), 1)
+
+
+def _of_tokens(
+    tile: PromptTile, tokens: int, most: int, items: jax.Array, tiles: Tiles, q_start: jax.Array, results: list, sinks
+) -> jax.Array:
+    """The tokens' results [tokens, kv_heads, shares, heads, head_dim] of those of the tiles.
+
+    All layers ask for the same places, which XLA computes once a step.
+    """
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(q_start, token, side="right", method="compare_all").astype(jnp.int32) - 1
+    item, slot, parts = tiles.of_tokens(tile.tokens, jnp.clip(row, 0, len(tiles.parts) - 1), token)
+    count, used = len(items), tile.heads * tile.tokens
+
+    def places(which: jax.Array, of: jax.Array) -> jax.Array:
+        """Those of `which` items [tokens, …], as [tokens, …, kv_heads, shares, heads, …]."""
+        shape = len(of), -1, tile.shares, tile.heads, tile.tokens, *of.shape[3:]
+        return of[:, :, :used].reshape(shape)[which, :, :, :, lane.reshape(-1, *[1] * (which.ndim - 1))]
+
+    item = jnp.clip(item, 0, count - 1)
+    lane = jnp.clip(token - items[item, TOKEN], 0, tile.tokens - 1)
+    values, logs = places(item, results[0]), places(item, results[1])
+    of_head = None if sinks is None else (sinks * LOG2E).reshape(1, -1, tile.shares, tile.heads)
+    if of_head is not None:
+        values = values.astype(jnp.float32) * jax.nn.sigmoid((logs - of_head) / LOG2E)[..., None]
+    if most == 1:
+        return values
+    merged = _merged(most, items, item, slot, parts, places, results, of_head)
+    return jnp.where((parts > 1)[:, None, None, None, None], merged, values.astype(jnp.float32))
+
+
+def _merged(most, items, item, slot, parts, places, results, of_head) -> jax.Array:
+    """The parts' values weighted by their log-sum-exps."""
+    part = jnp.arange(most, dtype=jnp.int32)
+    at = jnp.clip(item[:, None] - part, 0, len(items) - 1)  # [tokens, most]
+    real = (part < parts[:, None]) & (items[at, LAST] > items[at, FIRST])
+    logs = jnp.where(real[..., None, None, None], places(at, results[1]), MASKED)
+    peak = logs.max(axis=1) if of_head is None else jnp.maximum(logs.max(axis=1), of_head)
+    weights = jnp.exp2(logs - peak[:, None])  # [tokens, most, kv_heads, shares, heads]
+    total = weights.sum(axis=1) + (0.0 if of_head is None else jnp.exp2(of_head - peak))
+    weights = weights / total[:, None]
+
+    def values(which: jax.Array, real: jax.Array) -> jax.Array:
+        found = places(jnp.clip(which, 0, len(results[2]) - 1), results[2])
+        return jnp.where(real[..., None, None, None, None], found, 0.0)
+
+    if most > UNROLLED:  # XLA writes the products out before it sums them
+        return (weights[..., None] * values(slot[:, None] + part, real)).sum(axis=1)
+    merged = weights[:, 0, ..., None] * values(slot, real[:, 0])
+    for i in range(1, most):
+        merged += weights[:, i, ..., None] * values(slot + i, real[:, i])
+    return merged

@@ -1,0 +1,462 @@
+"""The Hopper prompt attention kernel: see `mosaic_gpu_prompt`, which launches it, for what it computes and how.
+
+Where the cache has scales, it arrives as codes, and the fetcher makes numbers of the queries' dtype of it in shared
+memory, a block of keys, then one of values: wgmma takes 8-bit operands only where the inner dimension is the contiguous
+one, which it is not for values. The scales are multiplied in on the way, rounded as a cache of that dtype would be.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper_rules
+from pallas_kernels.hopper_rules import Span
+from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import LANES, WARPGROUPS, PromptTile
+from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.types import KVPages
+from pallas_kernels.work_lists import (
+    FIRST,
+    FULL_FIRST,
+    FULL_LAST,
+    LAST,
+    LENGTH,
+    POSITION,
+    ROW,
+    SLOT,
+    TOKEN,
+)
+
+LOG2E = math.log2(math.e)
+
+
+def launch(
+    tile: PromptTile,
+    slots: int,
+    items: jax.Array,
+    block_tables: jax.Array,
+    first_page: jax.Array,
+    q: jax.Array,
+    pages: KVPages,
+) -> list[jax.Array]:
+    """Results of items and kv_heads x shares; those with a SLOT leave it in the last array, others in the first.
+
+    Args:
+      slots: how many there are; 0: no item has one, and there is no third result.
+      q: [tokens, kv_heads, group, head_dim].
+      first_page: int32 scalar, which is added to what block_tables say.
+
+    Returns:
+      values [items, kv_heads * shares, lanes, head_dim] as q; log2-sum-exp2 of the scores [items, kv_heads * shares,
+      lanes]; values float32 [slots, kv_heads * shares, lanes, head_dim]. What no item fills may hold anything.
+    """
+    count, programs = items.shape[0], pages.kv_heads * tile.shares
+    out_type = [
+        jax.ShapeDtypeStruct((count, programs, tile.lanes, tile.head_dim), tile.dtype),
+        jax.ShapeDtypeStruct((count, programs, tile.lanes), jnp.float32),
+    ]
+    if slots:
+        out_type.append(jax.ShapeDtypeStruct((slots, programs, tile.lanes, tile.head_dim), jnp.float32))
+    kernel = plgpu.kernel(
+        partial(_kernel, tile, bool(slots)),
+        out_type=out_type,
+        scratch_types=_scratch(tile),
+        grid=(programs, count),
+        grid_names=("head", "item"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        interpret=tile.interpret,
+        kernel_name="paged_prompts",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # our reductions stay within a warp
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    # A copy may have 5 dimensions, those of tiles included.
+    scale = [] if pages.scale is None else [pages.scale.reshape(-1, tile.page_size)]
+    return kernel(
+        items, block_tables, first_page[None], q, pages.data.reshape(-1, tile.page_size, tile.head_dim), *scale
+    )
+
+
+def _scratch(tile: PromptTile) -> dict[str, Any]:
+    def array(*shape: int, dtype: Any = tile.dtype, widest: int = 128) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=_swizzled(tile.head_dim, jnp.dtype(dtype), widest))
+
+    pieces = max(tile.block // tile.page_size, 1)
+    scratch: dict[str, Any] = {
+        "q_smem": array(tile.lanes, tile.head_dim),
+        "kv_smem": array(tile.slots, 2, tile.block, tile.head_dim),
+        "q_full": plgpu.Barrier(num_arrivals=tile.heads),
+        "full": plgpu.Barrier(num_arrivals=1 if tile.codes else pieces, num_barriers=2 * tile.slots),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2 * tile.slots),
+        "turn": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
+    }
+    if tile.codes:
+        codes = tile.stages, 2, tile.block, tile.head_dim
+        scratch["codes_smem"] = array(*codes, dtype=tile.codes, widest=_code_width(tile))
+        scratch["scale_smem"] = plgpu.SMEM((tile.stages, 2, tile.block), jnp.float32)
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=tile.stages)
+    else:
+        scratch["clean"] = plgpu.Barrier(num_arrivals=1)
+    if tile.interpret:  # the interpreter wants both operands of a matmul in shared memory
+        scratch["p_smem"] = plgpu.SMEM((tile.lanes, tile.block), tile.dtype)
+    return scratch
+
+
+def _code_width(tile: PromptTile) -> int:
+    """The most codes of a token that are converted at a time; few, where accumulators leave few registers."""
+    return 128 if tile.head_dim <= 128 else 64
+
+
+def _swizzled(minor: int, dtype: Any, widest: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform] | tuple[()]:
+    """The widest swizzle that rows of `minor` elements allow; rows of an odd number of 16 bytes need none."""
+    allowed = (bytes_ for bytes_ in (128, 64, 32) if bytes_ <= widest and minor * dtype.itemsize % bytes_ == 0)
+    swizzle = next(allowed, None)
+    if swizzle is None:
+        return ()
+    return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def _kernel(tile: PromptTile, has_slots: bool, items, table, first_page, q, data, *refs, **scratch):
+    scale, outs = (refs[:1], refs[1:]) if tile.codes else ((), refs)
+    program, item, group = lax.axis_index("head"), lax.axis_index("item"), lax.axis_index("warpgroup")
+    work = [items[item, column] for column in range(SLOT)]
+    shares = jnp.int32(tile.shares)
+    head, share = lax.div(program, shares), lax.rem(program, shares)
+
+    @pl.when(work[LAST] > work[FIRST])
+    def _():
+        @pl.when(group == WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(tile.registers[0], action="decrease")
+            tokens = Span(work[TOKEN], tile.tokens, multiple=8)
+            for i in range(tile.heads):
+                place = (Span(i * tile.tokens, tile.tokens),)
+                window = (tokens, head, share * tile.heads + i)
+                hopper_rules.fetch(q, window, scratch["q_smem"], place, scratch["q_full"], interpret=tile.interpret)
+            fetch = _fetch_codes if tile.codes else _fetch
+            fetch(tile, work, head, q.shape[1], (table, first_page), data, *scale, **scratch)
+
+        @pl.when(group < WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(tile.registers[1], action="increase")
+            values, log = _compute(tile, work, group, **scratch)
+            slot = items[item, SLOT] if has_slots else None  # read late, for want of registers
+            _leave(tile, slot, (item, program), group, values, log, outs, scratch["q_smem"])
+
+
+# --- the warpgroup that fetches ---
+
+
+def _pieces(tile, work, table, step):
+    """Of a block: tuples of page, tokens in it, and place in the block."""
+    piece = min(tile.page_size, tile.block)
+    # Pages that begin beyond the row's end are not the row's: the last one it has stands in for them.
+    places = [(work[FIRST] + step) * tile.block + i * piece for i in range(tile.block // piece)]
+    places = [jnp.minimum(place, lax.div(work[LENGTH] - 1, jnp.int32(piece)) * piece) for place in places]
+    table, first_page = table
+    pages = [first_page[0] + table[work[ROW], lax.div(place, jnp.int32(tile.page_size))] for place in places]
+    return [
+        (page, Span(lax.rem(place, jnp.int32(tile.page_size)), piece, multiple=piece), Span(i * piece, piece))
+        for i, (place, page) in enumerate(zip(places, pages, strict=True))
+    ]
+
+
+def _drain(barrier, steps, slots):
+    """Waits for what is left in a ring of slots, two barriers each."""
+
+    def wait(step, _):
+        for half in range(2):
+            plgpu.barrier_wait(barrier.at[2 * lax.rem(step, jnp.int32(slots)) + half])
+
+    lax.fori_loop(jnp.maximum(steps - slots, 0), steps, wait, None)
+
+
+def _fetch(tile, work, head, kv_heads, table, data, *, kv_smem, full, free, clean, **_):
+    """Block after block into the next free slot, keys first."""
+    steps = work[LAST] - work[FIRST]
+
+    def fetch(step, _):
+        slot = lax.rem(step, jnp.int32(tile.slots))
+        pieces = _pieces(tile, work, table, step)
+        for half in range(2):
+            barrier = 2 * slot + half
+
+            @pl.when(step >= tile.slots)
+            def await_slot(barrier=barrier):
+                plgpu.barrier_wait(free.at[barrier])
+                plgpu.barrier_wait(full.at[barrier])  # long since: it keeps count of the phases for the last wait
+
+            for page, tokens, place in pieces:
+                window = ((page * 2 + half) * kv_heads + head, tokens)
+                target = kv_smem, (slot, half, place)
+                hopper_rules.fetch(data, window, *target, full.at[barrier], interpret=tile.interpret)
+
+    lax.fori_loop(0, steps, fetch, None)
+    _drain(full, steps, tile.slots)
+
+    @pl.when(work[LENGTH] < work[LAST] * tile.block)
+    def clear():
+        last = lax.rem(steps - 1, jnp.int32(tile.slots))
+        _clear_values(tile, kv_smem.at[last, 1], work[LENGTH] - (work[LAST] - 1) * tile.block)
+        plgpu.commit_smem()
+
+    plgpu.barrier_arrive(clean)
+    _drain(free, steps, tile.slots)
+
+
+def _fetch_codes(
+    tile, work, head, kv_heads, table, data, scale, *, kv_smem, codes_smem, scale_smem, arrived, full, free, **_
+):
+    """Codes into their ring, ahead of time, and from there, converted, into the next free half of a slot."""
+    steps = work[LAST] - work[FIRST]
+
+    def copy(step):
+        stage = lax.rem(step, jnp.int32(tile.stages))
+        pieces = _pieces(tile, work, table, step)
+        for half in range(2):
+            rows = [(page * 2 + half) * kv_heads + head for page, _, _ in pieces]
+            for row, (_, tokens, place) in zip(rows, pieces, strict=True):
+                target = codes_smem, (stage, half, place)
+                hopper_rules.fetch(data, (row, tokens), *target, arrived.at[stage], interpret=tile.interpret)
+            # The scales of a page are too short for the copy engine.
+            of_pages = [
+                plgpu.load(
+                    scale.at[row, pl.ds(tokens.start, tokens.size)],
+                    (),
+                    layout=plgpu.Layout.WGMMA.reduce(0),
+                    optimized=False,
+                )
+                for row, (_, tokens, _) in zip(rows, pieces, strict=True)
+            ]
+            for (_, _, place), values in zip(pieces, of_pages, strict=True):
+                scale_smem[stage, half, pl.ds(place.start, place.size)] = values
+
+    def convert(step, _):
+        stage, slot = lax.rem(step, jnp.int32(tile.stages)), lax.rem(step, jnp.int32(tile.slots))
+        plgpu.barrier_wait(arrived.at[stage])
+        for half in range(2):
+
+            @pl.when(step >= tile.slots)
+            def await_slot(half=half):
+                plgpu.barrier_wait(free.at[2 * slot + half])
+
+            _convert(tile, codes_smem.at[stage, half], scale_smem.at[stage, half], kv_smem.at[slot, half])
+            if half == 1:
+
+                @pl.when(work[LENGTH] < (work[FIRST] + step + 1) * tile.block)
+                def clear():
+                    _clear_values(tile, kv_smem.at[slot, 1], work[LENGTH] - (work[FIRST] + step) * tile.block)
+
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(full.at[2 * slot + half])
+
+        @pl.when(step + tile.stages < steps)
+        def ahead():
+            copy(step + tile.stages)
+
+    lax.fori_loop(0, jnp.minimum(steps, tile.stages), lambda step, _: copy(step), None)
+    lax.fori_loop(0, steps, convert, None)
+    _drain(free, steps, tile.slots)
+
+
+def _convert(tile: PromptTile, codes, scale, to):
+    """Codes [block, head_dim] times their tokens' scales [block]. In small pieces, for want of registers."""
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    widths = (bytes_ for bytes_ in (128, 64, 32) if bytes_ <= _code_width(tile) and tile.head_dim % bytes_ == 0)
+    width = next(widths, tile.head_dim)
+    for top in range(0, tile.block, LANES):
+        rows = pl.ds(top, LANES)
+        factor = plgpu.load(scale.at[rows], (), layout=layout.reduce(1), optimized=False)
+        factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, (LANES, width), (0,)), layout)
+        for left in range(0, tile.head_dim, width):
+            part = rows, pl.ds(left, width)
+            values = plgpu.load(codes.at[part], (), layout=layout)
+            values = values.astype(tile.dtype if tile.codes == jnp.int8 else jnp.float16)  # exact
+            to[part] = (values.astype(jnp.float32) * factor).astype(tile.dtype)
+
+
+def _clear_values(tile: PromptTile, v_smem, valid):
+    """Zeros from row `valid` on: a probability of 0 times NaN would be NaN. In small pieces, for want of registers."""
+    width = tile.head_dim if tile.head_dim % 64 else 64
+    for top in range(0, tile.block, LANES):
+        row = plgpu.broadcasted_iota(jnp.int32, (LANES, width), 0, layout=plgpu.Layout.WGMMA) + top
+        for left in range(0, tile.head_dim, width):
+            part = v_smem.at[pl.ds(top, LANES), pl.ds(left, width)]
+            part[...] = jnp.where(row < valid, plgpu.load(part, (), layout=plgpu.Layout.WGMMA), 0)
+
+
+# --- the warpgroups that compute ---
+
+
+def _across(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(rows, shape, (0,))
+
+
+def _softmax(tile: PromptTile, work, newest, block, scores, peak, total, masked):
+    """One step of the running softmax: probabilities, and the new peak and total, and what the values before are to
+    be multiplied with. Peaks are of scores times log2(e), so that exponentials are powers of two."""
+    factor = tile.scale * LOG2E
+    if tile.softcap:
+        tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0
+        scores, factor = tanh * (tile.softcap * LOG2E), 1.0  # the approximate tanh of the hardware has 11 bits
+    if masked:
+        key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * tile.block
+        seen = key <= _across(newest, scores.shape)
+        if tile.window:
+            seen &= key > _across(newest - tile.window, scores.shape)
+        scores = jnp.where(seen, scores, MASKED)
+    # A row that has seen only masked keys gathers nonsense; its first key that counts multiplies that with 0.
+    higher = jnp.maximum(peak, scores.max(axis=1) * factor)
+    keep = jnp.exp2(peak - higher)
+    p = jnp.exp2(scores * factor - _across(higher, scores.shape))
+    return p, higher, total * keep + p.sum(axis=1), keep
+
+
+def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, free, turn, clean=None, p_smem=None, **_):
+    """A computing warpgroup: 64 query rows against all blocks of the item. Values and the log2 of their weights' sum.
+
+    The product of queries and the keys of a block is on its way while the exponentials of the block before are
+    multiplied with its values, and both products leave together, so that the tensor cores work on the second while the
+    first is made into exponentials. The other warpgroup's products come before that: `turn`.
+    """
+    lanes = pl.ds(group * LANES, LANES)
+    q_mine = q_smem.at[lanes]
+    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=plgpu.Layout.WGMMA.reduce(1)) + group * LANES
+    newest = jnp.minimum(work[POSITION] + lax.rem(lane, jnp.int32(tile.tokens)), work[LENGTH] - 1)
+    softmax = partial(_softmax, tile, work, newest)
+
+    def slot_of(block):
+        return lax.rem(block - work[FIRST], jnp.int32(tile.slots))
+
+    def issue_scores(acc, block):
+        plgpu.wgmma(acc, q_mine, plgpu.transpose_ref(kv_smem.at[slot_of(block), 0], (1, 0)))
+
+    def begin_values(acc, values, p):
+        """The accumulator begins with `values`, where it can."""
+        if tile.interpret:  # knows neither accumulators that begin with a value, nor operands in registers
+            p_smem[lanes, :] = p
+            plgpu.commit_smem()
+        else:
+            acc[...] = values
+
+    def issue_values(acc, block, p):
+        plgpu.wgmma(acc, p_smem.at[lanes] if tile.interpret else p, kv_smem.at[slot_of(block), 1])
+
+    def finished(acc, values):
+        """Waits for all products."""
+        product = lax.optimization_barrier(acc[...])
+        return values + product if tile.interpret else product
+
+    scores_acc = plgpu.ACC((LANES, tile.block), jnp.float32)
+    values_acc = plgpu.ACC((LANES, tile.head_dim), jnp.float32)
+
+    def begin(peak, total):
+        """The first block, masked wherever it lies."""
+
+        def run(acc):
+            issue_scores(acc, work[FIRST])
+            plgpu.barrier_arrive(turn.at[1 - group])
+            return acc[...]
+
+        plgpu.barrier_wait(full.at[2 * slot_of(work[FIRST])])
+        plgpu.barrier_wait(turn.at[group])
+        scores = pl.run_scoped(run, scores_acc)
+        plgpu.barrier_arrive(free.at[2 * slot_of(work[FIRST])])
+        p, peak, total, _ = softmax(work[FIRST], scores, peak, total, masked=True)
+        return p.astype(tile.dtype), peak, total
+
+    def step(block, state, masked):
+        """The scores of `block`, and the values of the block before it."""
+
+        def run(scores_acc, values_acc):
+            values, p, peak, total = state
+            begin_values(values_acc, values, p)
+            issue_scores(scores_acc, block)
+            issue_values(values_acc, block - 1, p)
+            plgpu.barrier_arrive(turn.at[1 - group])
+            scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_acc, wait_n=1))
+            plgpu.barrier_arrive(free.at[2 * slot_of(block)])
+            following, peak, total, keep = softmax(block, scores, peak, total, masked)
+            values = finished(values_acc, values)
+            plgpu.barrier_arrive(free.at[2 * slot_of(block - 1) + 1])
+            # Not earlier: the registers of p, which these take over, are read until the product is finished.
+            following = lax.optimization_barrier(following).astype(tile.dtype)
+            return values * _across(keep, values.shape), following, peak, total
+
+        plgpu.barrier_wait(full.at[2 * slot_of(block - 1) + 1])
+        plgpu.barrier_wait(full.at[2 * slot_of(block)])
+        plgpu.barrier_wait(turn.at[group])
+        return pl.run_scoped(run, scores_acc, values_acc)
+
+    def end(values, p):
+        """The values of the last block. Tokens that the row does not have are zeros when `clean` says so."""
+
+        def run(acc):
+            begin_values(acc, values, p)
+            issue_values(acc, work[LAST] - 1, p)
+
+            @pl.when(group == 0)
+            def let_the_second_end():
+                plgpu.barrier_arrive(turn.at[1])
+
+            return finished(acc, values)
+
+        plgpu.barrier_wait(full.at[2 * slot_of(work[LAST] - 1) + 1])
+        if clean is not None:
+            plgpu.barrier_wait(clean)
+        plgpu.barrier_wait(turn.at[group])
+        values = pl.run_scoped(run, values_acc)
+        plgpu.barrier_arrive(free.at[2 * slot_of(work[LAST] - 1) + 1])
+        return values
+
+    @pl.when(group == 1)
+    def let_the_first_begin():
+        plgpu.barrier_arrive(turn.at[0])
+
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+    values = plgpu.layout_cast(jnp.zeros((LANES, tile.head_dim), jnp.float32), plgpu.Layout.WGMMA)
+    peak = plgpu.layout_cast(jnp.full((LANES,), MASKED, jnp.float32), row_layout)
+    total = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), row_layout)
+    plgpu.barrier_wait(q_full)
+    state = (values, *begin(peak, total))
+    second = work[FIRST] + 1
+    if tile.window:
+        state = lax.fori_loop(second, work[FULL_FIRST], partial(step, masked=True), state)
+    unmasked = jnp.maximum(work[FULL_FIRST], second)
+    state = lax.fori_loop(unmasked, work[FULL_LAST], partial(step, masked=False), state)
+    state = lax.fori_loop(jnp.maximum(work[FULL_LAST], second), work[LAST], partial(step, masked=True), state)
+    values, p, peak, total = state
+    values = end(values, p)
+    return values / _across(total, values.shape), peak + jnp.log(total) * LOG2E
+
+
+def _leave(tile: PromptTile, slot, place, group, values, log, outs, q_smem):
+    """Results go to global memory: of items with a slot in float32, of others as the queries."""
+    lanes = pl.ds(group * LANES, LANES)
+    outs[1].at[(*place, lanes)][...] = log
+
+    def as_queries():
+        q_smem[lanes] = values.astype(tile.dtype)  # the last product with this warpgroup's queries is long done
+        plgpu.commit_smem()
+        mine = Span(group * LANES, LANES, multiple=LANES)
+        hopper_rules.store(q_smem, (mine,), outs[0], (*place, mine), interpret=tile.interpret)
+        plgpu.wait_smem_to_gmem(0)
+
+    if slot is None:
+        as_queries()
+        return
+    pl.when(slot < 0)(as_queries)
+
+    @pl.when(slot >= 0)
+    def _():
+        outs[2].at[(slot, place[1], lanes)][...] = values
