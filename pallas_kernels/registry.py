@@ -71,13 +71,16 @@ class MatmulProblem:
     has_zero: bool = False
     has_bias: bool = False
     partitioned: bool = False  # one of several devices does a part of it
+    scale_dtype: np.dtype | None = None  # of float4_e2m1fn codes, which tells MXFP4 (float8_e8m0fnu) from NVFP4
 
     @classmethod
     def of(cls, x: Any, w: QuantArray, partitioned: bool = False) -> MatmulProblem:
         """Of arrays, or of their shapes."""
         has_zero, has_bias = w.zero is not None, w.bias is not None
         rows, inputs = w.shape[-2:]
-        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias, partitioned)
+        codes = np.dtype(w.codes.dtype)
+        scale = np.dtype(w.scale.dtype) if codes.name == "float4_e2m1fn" else None
+        return cls(np.dtype(x.dtype), codes, rows, inputs, w.block, has_zero, has_bias, partitioned, scale)
 
 
 def load(operation: str, backend: str) -> ModuleType:

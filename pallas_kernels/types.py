@@ -34,22 +34,26 @@ class KVPages(NamedTuple):
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scale", "zero", "bias", "order"], meta_fields=["block"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scale", "zero", "bias", "order", "gain"],
+    meta_fields=["block"],
 )
 @dataclass(frozen=True)
 class QuantArray:
-    """A quantized weight [out, in]: value = (codes - zero) * scale + bias, in float32.
+    """A quantized weight [out, in]: value = ((codes - zero) * scale + bias) * gain, in float32.
 
     Kernels know no `order`: whoever calls them brings the inputs into it first.
 
-    codes: int4, int8 or float8_e4m3fn [out, in].
+    codes: int4, int8, float8_e4m3fn or float4_e2m1fn [out, in]; XLA keeps two of 4 bits in a byte.
     block: rows and inputs that share a scale: (1, in) per channel, (1, 128) groups of 128, (out, in) per tensor, (128,
       128) blocks. Sizes need not be multiples; the last block is then smaller.
-    scale: float32, bfloat16 or float16 [ceil(out / rows), ceil(in / inputs)].
+    scale: float32, bfloat16 or float16 [ceil(out / rows), ceil(in / inputs)]; of float4_e2m1fn codes also
+      float8_e8m0fnu (powers of two: MXFP4) or float8_e4m3fn (NVFP4).
     zero: int8, as scale, in the units of the codes; None is 0. Formats with codes from 0 to 15 and zero points store
       both less 8.
     bias: as scale; None is 0.
     order: int32 [in], the input that each column belongs to (act-order formats sort columns by group); None: in order.
+    gain: float32 [out, 1], the scale of a row's scales (NVFP4); None is 1.
     """
 
     # Arrays of JAX or NumPy, or what stands for them in a pytree of the same form: shapes, shardings.
@@ -59,6 +63,7 @@ class QuantArray:
     bias: Any = None
     block: tuple[int, int] = (1, 128)
     order: Any = None
+    gain: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from checkpoints.int4 import PackedInt4
 from checkpoints.quantize import Scheme, rtn
-from checkpoints.quantized import refine
+from checkpoints.quantized import refine, with_bytes
 from jaxserve.mesh import quant_block, quant_specs
 from pallas_kernels import cpu
 from pallas_kernels.int4 import int4_of_bytes
@@ -48,8 +48,15 @@ def place(path: str, host: np.ndarray | QuantArray, sharding: Sharding, scheme: 
         host = rounded(path, host, scheme)
     if not isinstance(host, QuantArray):
         return jax.device_put(host, sharding)
-    host = refine(host, quant_block(host, *_split(sharding)))
+    host = _for_devices(host, sharding)
     return jax.tree.map(_put, host, _shardings(host, sharding))
+
+
+def _for_devices(host: QuantArray, sharding: Sharding) -> QuantArray:
+    """The form that a weight has on the devices: blocks of which each gets whole ones, and on CPU, which has no kernel
+    for 4-bit floats, bytes."""
+    host = refine(host, quant_block(host, *_split(sharding)))
+    return with_bytes(host) if _split(sharding)[1].devices.flat[0].platform == "cpu" else host
 
 
 def _put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
@@ -60,14 +67,16 @@ def _put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
     on_cpu = sharding.mesh.devices.flat[0].platform == "cpu"
     if sharding.shard_shape(host.shape)[1] % 2 or (on_cpu and not cpu.available(cpu.QUANT_MATMUL)):
         return jax.device_put(np.asarray(host), sharding)
-    return _unpacker(sharding)(jax.device_put(host.data, sharding))
+    return _unpacker(sharding, host.dtype)(jax.device_put(host.data, sharding))
 
 
 @cache
-def _unpacker(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _unpacker(sharding: NamedSharding, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
     """Of bytes that lie so on the devices."""
     spec = sharding.spec
-    local = jax.shard_map(int4_of_bytes, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    local = jax.shard_map(
+        partial(int4_of_bytes, dtype=dtype), mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
     return jax.jit(local)
 
 
@@ -78,7 +87,7 @@ def splits_evenly(w: QuantArray, sharding: Sharding) -> bool:
 
 def abstract_like(host: QuantArray, sharding: Sharding) -> QuantArray:
     """The shapes and shardings of what `place` would make."""
-    host = refine(host, quant_block(host, *_split(sharding)))
+    host = _for_devices(host, sharding)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), host, _shardings(host, sharding)
     )

@@ -47,7 +47,9 @@ def dequantize(w: QuantArray) -> jax.Array:
     if w.zero is not None:
         codes = codes - expand(w.zero, w.block, w.shape)
     values = codes * expand(w.scale, w.block, w.shape)
-    return values if w.bias is None else values + expand(w.bias, w.block, w.shape)
+    if w.bias is not None:
+        values = values + expand(w.bias, w.block, w.shape)
+    return values if w.gain is None else values * w.gain
 
 
 def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
@@ -100,12 +102,14 @@ def _rows(w: QuantArray, start: jax.Array | int, size: int) -> QuantArray:
     def cut(values):
         return None if values is None else lax.dynamic_slice_in_dim(values, first, blocks)
 
-    codes = lax.dynamic_slice_in_dim(w.codes, start, size)
-    return replace(w, codes=codes, scale=cut(w.scale), zero=cut(w.zero), bias=cut(w.bias))
+    codes, gain = (
+        None if values is None else lax.dynamic_slice_in_dim(values, start, size) for values in (w.codes, w.gain)
+    )
+    return replace(w, codes=codes, scale=cut(w.scale), zero=cut(w.zero), bias=cut(w.bias), gain=gain)
 
 
 def _product(x: jax.Array, w: QuantArray) -> jax.Array:
-    if w.block[1] < w.shape[1] or w.zero is not None or w.bias is not None:
+    if w.block[1] < w.shape[1] or not (w.zero is None and w.bias is None and w.gain is None):
         return _dot(x.astype(jnp.float32), dequantize(w))
     return _dot(x, w.codes.astype(x.dtype)) * expand(w.scale, w.block, (w.shape[0], 1)).T
 

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import triton_compat
 from pallas_kernels.paged_attention import triton_gpu as attention
 from pallas_kernels.quant_matmul import triton_gpu as matmul
+from pallas_kernels.quant_matmul.triton_fp4 import fp4_ptx
 from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
 from pallas_kernels.types import KVPages, QuantArray
 
@@ -36,6 +37,7 @@ TRITON_TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8",
     "float8_e4m3fn": "fp8e4nv",
 }  # fmt: skip
+FLOAT4 = "float4_e2m1fn"
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
 
 
@@ -303,11 +305,16 @@ def quantized_weight(rng, outputs, inputs, codes, block, zero=False, bias=False,
     if codes == "float8_e4m3fn":
         values = rounded(rng, (outputs, inputs), codes)
         values[0, 0] = 2.0**-9  # the smallest, below the normal ones
+    elif codes == FLOAT4:
+        values = rng.integers(0, 16, (outputs, inputs), np.uint8).view(codes)
     else:
         low, high = (-8, 8) if codes == "int4" else (-128, 128)
         values = rng.integers(low, high, (outputs, inputs)).astype(np.int8)
     shape = -(-outputs // block[0]), -(-inputs // block[1])
     scale = rng.uniform(0.5, 1, shape).astype(scale_dtype)
+    if scale_dtype == "float8_e8m0fnu":
+        scale = rng.integers(117, 131, shape, np.uint8).view(scale_dtype)
+    gain = rng.uniform(0.5, 1, (outputs, 1)).astype(np.float32) if scale_dtype == "float8_e4m3fn" else None
     zeros = rng.integers(-8, 8, shape).astype(np.int8) if zero else None
     biases = rng.standard_normal(shape).astype(scale_dtype) if bias else None
 
@@ -316,9 +323,10 @@ def quantized_weight(rng, outputs, inputs, codes, block, zero=False, bias=False,
 
     gold = values.astype(np.float64)
     gold = (gold - (spread(zeros) if zero else 0)) * spread(scale) + (spread(biases) if bias else 0)
+    gold = gold if gain is None else gold * gain
     array = jnp.asarray(values).astype(jnp.int4) if codes == "int4" else jnp.asarray(values)
-    optional = [None if parameter is None else jnp.asarray(parameter) for parameter in (zeros, biases)]
-    return QuantArray(array, jnp.asarray(scale), *optional, block=block), gold
+    optional = [None if parameter is None else jnp.asarray(parameter) for parameter in (zeros, biases, gain)]
+    return QuantArray(array, jnp.asarray(scale), *optional[:2], block=block, gain=optional[2]), gold
 
 
 MATMULS = {
@@ -333,6 +341,15 @@ MATMULS = {
     "float8, per tensor": case(codes="float8_e4m3fn", block=(64, 128), inputs=128),
     "float8, per channel": case(codes="float8_e4m3fn", block=(1, 128), inputs=128, capability=80),
     "float8, blocks": case(codes="float8_e4m3fn", block=(128, 128), inputs=200, outputs=130, tokens=3),
+    "MXFP4": case(codes=FLOAT4, block=(1, 32), inputs=416, outputs=70, scale_dtype="float8_e8m0fnu"),
+    "MXFP4, splits": case(
+        codes=FLOAT4, block=(1, 32), inputs=2112, outputs=16, tokens=1, cores=4, scale_dtype="float8_e8m0fnu"
+    ),
+    "MXFP4, one group": case(codes=FLOAT4, block=(1, 32), inputs=32, scale_dtype="float8_e8m0fnu"),
+    "NVFP4": case(codes=FLOAT4, block=(1, 16), inputs=208, outputs=33, tokens=20, scale_dtype="float8_e4m3fn"),
+    "prompt, MXFP4": case(
+        codes=FLOAT4, block=(1, 32), inputs=96, outputs=130, tokens=130, count=129, scale_dtype="float8_e8m0fnu"
+    ),
     "prompt, int4": case(codes="int4", block=(1, 128), inputs=128, outputs=130, tokens=130, zero=True, count=129),
     "prompt, int8": case(codes="int8", block=(1, 64), inputs=64, outputs=100, tokens=260, count=100, capability=89),
     "prompt, float8, blocks": case(codes="float8_e4m3fn", block=(128, 128), inputs=256, tokens=70),
@@ -341,7 +358,8 @@ MATMULS = {
 
 @interpreted
 @pytest.mark.parametrize(("dtype", "name"), [
-    *[("bfloat16" if i % 2 else "float16", name) for i, name in enumerate(MATMULS)],
+    *[("bfloat16" if i % 2 or "MXFP4" in name else "float16", name) for i, name in enumerate(MATMULS)],
+    ("float32", "NVFP4"), ("float32", "MXFP4"), ("bfloat16", "NVFP4"),
     ("float32", "int8, groups"), ("float32", "int4, groups of 128"), ("bfloat16", "int4, groups of 64"),
     ("bfloat16", "float8, per channel"),
 ])  # fmt: skip
@@ -374,6 +392,12 @@ GROUPS = {
     "int4, splits": case(
         codes="int4", block=(1, 32), inputs=2048, outputs=16, sizes=[0, 1, 0], tokens=1, cores=4, zero=True
     ),
+    "MXFP4": case(
+        codes=FLOAT4, block=(1, 32), inputs=288, outputs=72, sizes=[3, 0, 20], tokens=25, scale_dtype="float8_e8m0fnu"
+    ),
+    "NVFP4": case(
+        codes=FLOAT4, block=(1, 16), inputs=144, outputs=40, sizes=[3, 1], tokens=4, scale_dtype="float8_e4m3fn"
+    ),
 }
 
 
@@ -403,10 +427,13 @@ def test_grouped_quant_matmul(name, dtype, monkeypatch):
 # --- PTX ---
 
 
-def run_ptx(text: str, register: int) -> list[int]:
-    """What `nibble_ptx` returns for an input register: an interpreter of the few instructions in it."""
-    count = text.count("bf16x2 $") + text.count("f16x2 $") - text.count("bf16x2 $")
-    values, dtype = {f"${count}": register}, ml_dtypes.bfloat16 if "bf16" in text else np.float16
+def run_ptx(text: str, *registers: int) -> list[float]:
+    """What our inline PTX returns for input registers: an interpreter of the few instructions in it."""
+    count = text.count("f16x2 $")
+    values, dtype = (
+        {f"${count + i}": register for i, register in enumerate(registers)},
+        ml_dtypes.bfloat16 if "bf16" in text else np.float16,
+    )
 
     def value(name):
         return values[name] if name in values else int(name, 0)
@@ -421,13 +448,17 @@ def run_ptx(text: str, register: int) -> list[int]:
             values[to] = value(of[0])
         elif operation == "shr.u32":
             values[to] = value(of[0]) >> value(of[1])
+        elif operation == "shl.b32":
+            values[to] = value(of[0]) << value(of[1]) & 0xFFFFFFFF
+        elif operation == "and.b32":
+            values[to] = value(of[0]) & value(of[1])
         elif operation == "lop3.b32":
-            assert of[3] == "0x6A"  # (a & b) ^ c
-            values[to] = (value(of[0]) & value(of[1])) ^ value(of[2])
+            both = value(of[0]) & value(of[1])
+            values[to] = {"0x6A": both ^ value(of[2]), "0xEA": both | value(of[2])}[of[3]]
         elif operation == "prmt.b32":
             source = (value(of[1]) << 32 | value(of[0])).to_bytes(8, "little")
             values[to] = int.from_bytes([source[value(of[2]) >> 4 * i & 7] for i in range(4)], "little")
-        elif operation in ("fma.rn.bf16x2", "sub.f16x2"):
+        elif operation in ("fma.rn.bf16x2", "fma.rn.f16x2", "sub.f16x2"):
             result = halves(of[0]) * halves(of[1]) + halves(of[2]) if len(of) == 3 else halves(of[0]) - halves(of[1])
             values[to] = int(result.astype(dtype).view(np.uint32)[0])
         else:
@@ -446,6 +477,31 @@ def test_ptx_of_int4(dtype, per):
         for nibble in range(per):
             text = matmul.nibble_ptx(nibble, per, getattr(tl, dtype))
             assert run_ptx(str(getattr(text, "value", text)), register) == codes[nibble::per]
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [
+    ("bfloat16", "float8_e8m0fnu"), ("bfloat16", "float8_e4m3fn"), ("float16", "float8_e4m3fn"),
+])  # fmt: skip
+def test_ptx_of_fp4(dtype, scales):
+    """All codes times all scales that files may have, to the bit."""
+    import triton.language as tl
+
+    known = np.arange(253 if scales == "float8_e8m0fnu" else 127, dtype=np.uint8).view(scales).astype(dtype)
+    texts = [fp4_ptx(nibble, getattr(tl, dtype)) for nibble in range(4)]
+    texts = [str(getattr(text, "value", text)) for text in texts]
+    for scale in known:
+        pair = int(np.array([scale, scale]).view(np.uint32)[0])
+        for first in range(16):
+            register = (first | 0x0350) << 16 | (first ^ 15) << 12 | 0x0100 | first
+            for nibble, text in enumerate(texts):
+                codes = [register >> 4 * nibble & 15, register >> 4 * nibble + 16 & 15]
+                want = [np.copysign(E2M1[code & 7], -1 if code & 8 else 1) * float(scale) for code in codes]
+                found = run_ptx(text, register, pair)
+                assert found == want, (hex(register), nibble, scale)
+                assert np.signbit(found).tolist() == np.signbit(want).tolist()
 
 
 # --- what is refused ---
@@ -471,6 +527,13 @@ def test_why_not():
     assert "multiples of 32" in matmul.why_not(gpu, MatmulProblem(**asked | {"block": (1, 16)}))
     assert "even" in matmul.why_not(gpu, MatmulProblem(**asked | {"inputs": 31}))
     assert "int32" in matmul.why_not(gpu, MatmulProblem(**asked | {"codes_dtype": np.dtype("int32")}))
+    e8m0, e4m3 = np.dtype("float8_e8m0fnu"), np.dtype("float8_e4m3fn")
+    asked |= {"codes_dtype": np.dtype(FLOAT4), "scale_dtype": e8m0}
+    assert matmul.why_not(old, MatmulProblem(**asked)) is None
+    assert matmul.why_not(gpu, MatmulProblem(**asked | {"block": (1, 16), "scale_dtype": e4m3})) is None
+    assert "float16" in matmul.why_not(gpu, MatmulProblem(**asked | {"x_dtype": np.dtype("float16")}))
+    assert "float32" in matmul.why_not(gpu, MatmulProblem(**asked | {"scale_dtype": f32}))
+    assert "multiple of 4" in matmul.why_not(gpu, MatmulProblem(**asked | {"inputs": 98}))
 
 
 # --- compiled ahead of time ---
@@ -541,6 +604,9 @@ def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, de
 @pytest.mark.parametrize(
     ("dtype", "codes", "block", "tokens", "zero"),
     [
+        ("bfloat16", FLOAT4, (1, 32), 16, False),
+        ("bfloat16", FLOAT4, (1, 32), 1024, False),
+        ("float16", FLOAT4, (1, 16), 64, False),
         ("bfloat16", "int4", (1, 128), 16, True),
         ("float16", "int4", (1, 32), 256, False),
         ("bfloat16", "int8", (1, 1024), 256, False),
@@ -548,10 +614,14 @@ def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, de
     ],
 )
 def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
-    like, outputs, inputs = jax.ShapeDtypeStruct, 4096, 1024
+    like, outputs, inputs = jax.ShapeDtypeStruct, 4096, 2880 if codes == FLOAT4 else 1024
     scales = -(-outputs // block[0]), -(-inputs // block[1])
     w = QuantArray(
-        like((outputs, inputs), codes), like(scales, dtype), like(scales, np.int8) if zero else None, block=block
+        like((outputs, inputs), codes),
+        like(scales, {32: "float8_e8m0fnu", 16: "float8_e4m3fn"}[block[1]] if codes == FLOAT4 else dtype),
+        like(scales, np.int8) if zero else None,
+        block=block,
+        gain=like((outputs, 1), np.float32) if block[1] == 16 else None,
     )
     program = compile_for(lambda x, w: matmul.quant_matmul(jnp.tanh(x), w), like((tokens, inputs), dtype), w)
     # No copy of the weights: one operation computes x, reordered, one adds up the splits.
@@ -563,11 +633,15 @@ def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
 
 
 @compiled
-@pytest.mark.parametrize(("codes", "block", "tokens"), [("int4", (1, 128), 16), ("float8_e4m3fn", (128, 128), 2048)])
+@pytest.mark.parametrize(
+    ("codes", "block", "tokens"),
+    [("int4", (1, 128), 16), ("float8_e4m3fn", (128, 128), 2048), (FLOAT4, (1, 32), 64), (FLOAT4, (1, 32), 2048)],
+)
 def test_grouped_quant_matmul_compiles(compile_for, codes, block, tokens):
     like, experts, outputs, inputs = jax.ShapeDtypeStruct, 8, 2048, 1024
     scales = experts, outputs // block[0], inputs // block[1]
-    w = QuantArray(like((experts, outputs, inputs), codes), like(scales, "bfloat16"), block=block)
+    scale = "float8_e8m0fnu" if codes == FLOAT4 else "bfloat16"
+    w = QuantArray(like((experts, outputs, inputs), codes), like(scales, scale), block=block)
     arguments = like((tokens, inputs), "bfloat16"), w, like((experts,), np.int32)
     program = compile_for(lambda x, w, sizes: matmul.grouped_quant_matmul(jnp.tanh(x), w, sizes), *arguments)
     entry = program.as_text().partition("\nENTRY")[2]
