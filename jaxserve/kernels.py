@@ -27,7 +27,14 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
         (fp8, (128, 128), None, "fp8, blocks of 128 x 128"),
         (fp4, (1, 32), e8m0, "MXFP4"),
         (fp4, (1, 16), fp8, "NVFP4"),
+        ("Q4_K", (1, 256), None, "GGUF's blocks, Q4_K and others"),
     ):
+        if isinstance(codes, str):  # kept so on GPUs alone
+            if device.platform != "gpu":
+                continue
+            matmul = MatmulProblem(dtype, np.dtype(np.uint8), 4096, 4096, block, kind=codes)
+            yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
+            continue
         if codes == fp4 and device.platform == "cpu":
             continue
         matmul = MatmulProblem(dtype, codes, 4096, 4096, block, scale_dtype=scale)

@@ -21,10 +21,10 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, compute_dtype, find_files, make_decoder, read_model
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import SCHEMES, abstract_like, quantized_abstract
+from jaxserve.models.quantized import SCHEMES, abstract_like, as_blocks, keeps_blocks, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.targets import target_memory
-from pallas_kernels.types import PanelArray, QuantArray
+from pallas_kernels.types import BLOCK_KINDS, BlockArray, PanelArray, QuantArray
 
 
 def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         plain |= packing.stored(plain, pieces, source.tensors)
     if reader is None:
         return plain
-    as_stored = packing.types if packing else ()
+    as_stored = packing.types if packing else BLOCK_KINDS if keeps_blocks(mesh) and not config.dequantize else ()
     known: dict[Any, Any] = {}
     for weight, target in plain.items():
         parts = [part for piece in pieces[weight] for part in reader.parts(piece.name)]
@@ -93,15 +93,18 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
             known[kind] = read_weight(pieces[weight], source.tensors, target, reader, as_stored)
             if packing and isinstance(known[kind], StoredRows) and packing.abstract(known[kind], mesh) is None:
                 known[kind] = read_weight(pieces[weight], source.tensors, target, reader)
+            elif isinstance(known[kind], StoredRows) and packing is None:
+                blocks = as_blocks(known[kind], target.sharding)
+                known[kind] = blocks or read_weight(pieces[weight], source.tensors, target, reader)
         if isinstance(known[kind], StoredRows):
             plain[weight] = known[kind]
-        elif isinstance(known[kind], QuantArray):
+        elif isinstance(known[kind], QuantArray | BlockArray):
             plain[weight] = abstract_like(known[kind], target.sharding)
     return plain
 
 
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, QuantArray | PanelArray)
+    return isinstance(x, QuantArray | BlockArray | PanelArray)
 
 
 def _shape(model: ModelConfig) -> str:

@@ -70,6 +70,69 @@ class QuantArray:
         return self.codes.shape
 
 
+class BlockKind(NamedTuple):
+    """A type of GGUF's blocks: inputs in a block, inputs that share a scale, and what a block's fields hold.
+
+    low, high: bytes of the codes' low and high bits. words: int32 of integer scales. factors: float16. offset: what is
+    subtracted from codes. shifts: whether something is added to each group's values.
+    """
+
+    block: int
+    group: int
+    low: int
+    high: int
+    words: int
+    factors: int
+    offset: int
+    shifts: bool
+
+    @property
+    def bits(self) -> float:
+        """Of a weight in memory."""
+        return 8 * (self.low + self.high + 4 * self.words + 2 * self.factors) / self.block
+
+
+BLOCK_KINDS = {
+    "Q4_1": BlockKind(32, 16, 16, 0, 0, 2, 0, True),
+    "Q5_0": BlockKind(32, 16, 16, 4, 0, 1, 16, False),
+    "Q5_1": BlockKind(32, 16, 16, 4, 0, 2, 0, True),
+    "Q2_K": BlockKind(256, 16, 64, 0, 4, 2, 0, True),
+    "Q3_K": BlockKind(256, 16, 64, 32, 3, 1, 4, False),
+    "Q4_K": BlockKind(256, 32, 128, 0, 4, 2, 0, True),
+    "Q5_K": BlockKind(256, 32, 128, 32, 4, 2, 0, True),
+    "Q6_K": BlockKind(256, 16, 128, 64, 4, 1, 32, False),
+}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "high", "scales", "factors"], meta_fields=["kind"])
+@dataclass(frozen=True)
+class BlockArray:
+    """A quantized weight [out, in] in one of BLOCK_KINDS: the fields of a GGUF file's blocks, each an array of its own
+    in which those of a row's blocks follow each other (`quant_matmul.blocks` tells what they mean).
+
+    low: uint8 [out, blocks * low].
+    high: uint8 [out, blocks * high], of blocks of 32 int32 [out, blocks]; or None.
+    scales: int32 [out, blocks * words], or None; four bytes each, as in the file but for Q4_K and Q5_K, whose 6-bit
+      scales take a byte each, as do their minima behind them.
+    factors: float16 [out, blocks * factors].
+    """
+
+    low: Any
+    high: Any
+    scales: Any
+    factors: Any
+    kind: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        kind = BLOCK_KINDS[self.kind]
+        return (*self.low.shape[:-1], self.low.shape[-1] // kind.low * kind.block)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return 1, BLOCK_KINDS[self.kind].block
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["data", "table"], meta_fields=["shape", "arithmetic"])
 @dataclass(frozen=True)
 class PanelArray:

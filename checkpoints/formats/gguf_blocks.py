@@ -177,7 +177,7 @@ def _q3_k(b: np.ndarray) -> Decoded:
     return _less(codes, 4).astype(INT4), _product(b["d"], _less(scales, 32)), 0, None
 
 
-def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales and minima, [n, 8] each, of Q4_K and Q5_K: the first four in whole bytes' low bits, the others spread."""
     scale, minimum, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([scale & 63, (rest & 15) | ((scale >> 6) << 4)], axis=1)
@@ -185,13 +185,13 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _q4_k(b: np.ndarray) -> Decoded:
-    scales, minima = _six_bits(b["scales"])
+    scales, minima = six_bits(b["scales"])
     codes = _int4(b["qs"], 32)
     return codes, _product(b["d"], scales), -8, -_product(b["dmin"], minima)
 
 
 def _q5_k(b: np.ndarray) -> Decoded:
-    scales, minima = _six_bits(b["scales"])
+    scales, minima = six_bits(b["scales"])
     codes = _joined(_nibbles(b["qs"], 32), _bits(b["qh"], 1, 32), 4)
     return _less(codes, 0), _product(b["d"], scales), 0, -_product(b["dmin"], minima)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from checkpoints.formats.gguf_fields import block_array
 from checkpoints.int4 import PackedInt4
 from checkpoints.quantize import Scheme, rtn
-from checkpoints.quantized import refine, with_bytes
+from checkpoints.quantized import StoredRows, refine, with_bytes
 from jaxserve.mesh import quant_block, quant_specs
 from pallas_kernels import cpu
 from pallas_kernels.int4 import int4_of_bytes
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import BlockArray, QuantArray
 
 GROUP = 128  # inputs that share a scale of int4
 
@@ -38,23 +40,38 @@ def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray
     return rtn(host, Scheme(scheme, _group(host.shape[1]) if scheme == "int4" else None))
 
 
-def place(path: str, host: np.ndarray | QuantArray, sharding: Sharding, scheme: str | None = None) -> Any:
+def place(path: str, host: np.ndarray | QuantArray | BlockArray, sharding: Sharding, scheme: str | None = None) -> Any:
     """Brings a weight to the devices; `sharding` is that of the plain one.
 
     With a `scheme` it is `rounded` first. The blocks of a quantized one become small enough for every device to get
     whole ones.
     """
-    if scheme:
+    if scheme and not isinstance(host, BlockArray):
         host = rounded(path, host, scheme)
-    if not isinstance(host, QuantArray):
+    if not isinstance(host, QuantArray | BlockArray):
         return jax.device_put(host, sharding)
     host = _for_devices(host, sharding)
     return jax.tree.map(_put, host, _shardings(host, sharding))
 
 
-def _for_devices(host: QuantArray, sharding: Sharding) -> QuantArray:
+def keeps_blocks(mesh: Mesh) -> bool:
+    """Whether GGUF's blocks of BLOCK_KINDS stay as they are on these devices: on GPUs, which have a kernel for them."""
+    return mesh.devices.flat[0].platform in ("gpu", "cuda") and importlib.util.find_spec("jax_triton") is not None
+
+
+def as_blocks(rows: StoredRows, sharding: Sharding) -> BlockArray | None:
+    """Rows of a file in blocks that devices can share; None where they are of several kinds, or would be cut."""
+    w, (spec, mesh) = block_array(rows), _split(sharding)
+    inputs = (*spec, None, None)[1]
+    blocks = rows.inputs // w.block[1] if w else 0
+    return None if inputs is not None and blocks % mesh.shape[inputs] else w
+
+
+def _for_devices(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
     """The form that a weight has on the devices: blocks of which each gets whole ones, and on CPU, which has no kernel
     for 4-bit floats, bytes."""
+    if isinstance(host, BlockArray):
+        return host
     host = refine(host, quant_block(host, *_split(sharding)))
     return with_bytes(host) if _split(sharding)[1].devices.flat[0].platform == "cpu" else host
 
@@ -85,7 +102,7 @@ def splits_evenly(w: QuantArray, sharding: Sharding) -> bool:
     return quant_block(w, *_split(sharding)) == w.block
 
 
-def abstract_like(host: QuantArray, sharding: Sharding) -> QuantArray:
+def abstract_like(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
     """The shapes and shardings of what `place` would make."""
     host = _for_devices(host, sharding)
     return jax.tree.map(
@@ -137,7 +154,7 @@ def _quantized(dense: jax.ShapeDtypeStruct, scheme: str) -> QuantArray:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shape, shardings)
 
 
-def _shardings(w: QuantArray, of_plain: Sharding) -> QuantArray:
+def _shardings(w: QuantArray | BlockArray, of_plain: Sharding) -> QuantArray | BlockArray:
     spec, mesh = _split(of_plain)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), quant_specs(w, spec, mesh))
 

@@ -29,10 +29,11 @@ import triton.language as tl
 from jax import lax
 
 from pallas_kernels import triton_compat, tuning
+from pallas_kernels.quant_matmul import triton_blocks
 from pallas_kernels.quant_matmul.triton_fp4 import E8M0, SCALES, fp4_scales, fp4_weights
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.triton_compat import Target, pad
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import BlockArray, QuantArray
 
 FLOATS = ("bfloat16", "float16", "float32")
 FLOAT4 = "float4_e2m1fn"
@@ -62,6 +63,8 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
         return f"it needs compute capability 8.0 or newer, {device.kind} has {device.capability}"
     if x not in FLOATS:
         return f"x must be one of {', '.join(FLOATS)}, not {x}"
+    if problem.kind:
+        return triton_blocks.why_not(problem)
     if codes not in CODES:
         return f"codes must be one of {', '.join(CODES)}, not {codes}"
     if codes == "int4" and problem.inputs % 2:
@@ -279,7 +282,7 @@ def _matmul(
 
 
 @jax.jit
-def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+def quant_matmul(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
     """x [tokens, in] times the weights [out, in], transposed -> float32 [tokens, out].
 
     `count`, an int32 scalar, says how many leading rows of x matter; tiles beyond hold zeros, minus zero or biases.
@@ -288,16 +291,18 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None)
 
 
 @jax.jit
-def quant_matmul_parts(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+def quant_matmul_parts(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
     """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
     return _product(x, w, count, x.dtype)
 
 
-def _product(x: jax.Array, w: QuantArray, count: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def _product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """x times w as parts [splits, tokens, out]: float32, or `dtype` where there is one."""
     tokens, inputs = x.shape
-    tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
     count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
+    if isinstance(w, BlockArray):
+        return triton_blocks.product(x, w, count, jnp.dtype(dtype))
+    tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
     return _call(x, w, tile, count, None, dtype)
 
 

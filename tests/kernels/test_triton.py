@@ -24,10 +24,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import triton_compat
 from pallas_kernels.paged_attention import triton_gpu as attention
+from pallas_kernels.quant_matmul import blocks, reference, triton_blocks
 from pallas_kernels.quant_matmul import triton_gpu as matmul
 from pallas_kernels.quant_matmul.triton_fp4 import fp4_ptx
 from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
-from pallas_kernels.types import KVPages, QuantArray
+from pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRET, reason="runs in a process of its own, by test_interpreted")
@@ -35,7 +36,7 @@ compiled = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted in this
 
 TRITON_TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8",
-    "float8_e4m3fn": "fp8e4nv",
+    "uint8": "u8", "float8_e4m3fn": "fp8e4nv",
 }  # fmt: skip
 FLOAT4 = "float4_e2m1fn"
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
@@ -137,6 +138,7 @@ def interpreter(monkeypatch):
         repair_interpreter(monkeypatch)
         monkeypatch.setattr(triton_compat, "call", interpret)
         monkeypatch.setattr(matmul, "PTX", False)  # see test_ptx_of_int4
+        monkeypatch.setattr(triton_blocks, "PTX", False)  # see test_ptx_of_blocks
         monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 1))
         with jax.disable_jit(), np.errstate(over="ignore"):
             yield
@@ -424,6 +426,41 @@ def test_grouped_quant_matmul(name, dtype, monkeypatch):
     assert not out[start:].any()
 
 
+def block_weight(rng, kind, outputs, inputs):
+    """A random BlockArray of NumPy arrays; its values, which tests/kernels/test_blocks.py compares with the gguf
+    package's, come from plain XLA."""
+    form, blocks = BLOCK_KINDS[kind], inputs // BLOCK_KINDS[kind].block
+
+    def words(count):
+        return rng.integers(-(2**31), 2**31, (outputs, blocks * count), np.int64).astype(np.int32)
+
+    high = words(1) if form.block == 32 else rng.integers(0, 256, (outputs, blocks * form.high), np.uint8)
+    w = BlockArray(
+        rng.integers(0, 256, (outputs, blocks * form.low), np.uint8),
+        high if form.high else None,
+        words(form.words) if form.words else None,
+        rounded(rng, (outputs, blocks * form.factors), np.float16),
+        kind,
+    )
+    return jax.tree.map(jnp.asarray, w)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks(kind, dtype, monkeypatch):
+    shapes = {"Q4_K": (70, 512, 20), "Q6_K": (33, 256, 3), "Q2_K": (16, 2048, 1), "Q5_1": (20, 96, 5)}
+    outputs, inputs, tokens = shapes.get(kind, (40, 512, 4))
+    monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 4 if tokens == 1 else 1))
+    rng = np.random.default_rng(len(kind) + tokens)
+    w, x = block_weight(rng, kind, outputs, inputs), rounded(rng, (tokens, inputs), dtype)
+    out = matmul.quant_matmul(jnp.asarray(x), w)
+    assert (out.dtype, out.shape) == (jnp.float32, (tokens, outputs))
+    assert np.isfinite(out).all()
+    gold = x.astype(np.float64) @ np.asarray(reference.dequantize(w), np.float64).T
+    np.testing.assert_allclose(out, gold, rtol=0, atol=2e-6 * np.abs(gold).max() * inputs**0.5)
+
+
 # --- PTX ---
 
 
@@ -502,6 +539,26 @@ def test_ptx_of_fp4(dtype, scales):
                 found = run_ptx(text, register, pair)
                 assert found == want, (hex(register), nibble, scale)
                 assert np.signbit(found).tolist() == np.signbit(want).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_ptx_of_blocks(kind, dtype):
+    """Against the words' own meaning, as told in `quant_matmul.blocks`."""
+    import triton.language as tl
+
+    form, rng = BLOCK_KINDS[kind], np.random.default_rng(5)
+    for g in range(form.block // form.group):
+        text = triton_blocks.block_ptx(triton_blocks.NAMES.index(kind), g, getattr(tl, dtype))
+        for low, high in rng.integers(0, 2**32, (4, 2)):
+            if form.block == 32:
+                high &= 0x01010101  # a byte for each code
+            lows, highs = (np.array([word], np.uint32).view(np.uint8).astype(int) for word in (low, high))
+            codes = lows >> blocks.GROUPS[kind][g].low_shift & blocks.LOW_MASK[kind]
+            if form.high:
+                shift = 0 if form.block == 32 else blocks.GROUPS[kind][g].high_shift
+                codes |= (highs >> shift & blocks.HIGH_MASK[kind]) << blocks.HIGH_UP[kind]
+            assert run_ptx(str(getattr(text, "value", text)), int(low), int(high)) == (codes - form.offset).tolist()
 
 
 # --- what is refused ---
@@ -630,6 +687,27 @@ def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
     assert " copy(" not in entry
     assert entry.count(" custom-call(") == 1
     assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + inputs) + 1024
+
+
+@compiled
+@pytest.mark.parametrize("tokens", [16, 512])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks_compile(compile_for, kind, tokens):
+    outputs, inputs, like = 4096, 2560, jax.ShapeDtypeStruct
+    form, blocks_ = BLOCK_KINDS[kind], inputs // BLOCK_KINDS[kind].block
+    high = like((outputs, blocks_), np.int32) if form.block == 32 else like((outputs, blocks_ * form.high), np.uint8)
+    w = BlockArray(
+        like((outputs, blocks_ * form.low), np.uint8),
+        high if form.high else None,
+        like((outputs, blocks_ * form.words), np.int32) if form.words else None,
+        like((outputs, blocks_ * form.factors), np.float16),
+        kind,
+    )
+    program = compile_for(lambda x, w: matmul.quant_matmul(jnp.tanh(x), w), like((tokens, inputs), "bfloat16"), w)
+    entry = program.as_text().partition("\nENTRY")[2]
+    assert entry.count(" custom-call(") == 1
+    assert " copy(" not in entry
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + 2 * inputs) + 1024
 
 
 @compiled
