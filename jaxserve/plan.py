@@ -21,7 +21,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, compute_dtype, find_files, make_decoder, read_model
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import SCHEMES, abstract_like, as_blocks, keeps_blocks, quantized_abstract
+from jaxserve.models.quantized import FORMS, abstract_like, as_blocks, keeps_blocks, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.targets import target_memory
 from pallas_kernels.types import BLOCK_KINDS, BlockArray, PanelArray, QuantArray
@@ -74,7 +74,7 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
     """The same before matrices are packed."""
     plain: dict[str, Any] = dict(abstract_params(decoder, mesh))
     if config.load_format == "dummy":
-        return quantized_abstract(plain, config.quantization) if config.quantization in SCHEMES else plain
+        return quantized_abstract(plain, config.quantization) if config.quantization in FORMS else plain
     source = Checkpoint.open(path, config.quantization, config.ignore_config_keys)
     pieces, reader = source.pieces(decoder), source.reader
     if packing:

@@ -34,7 +34,16 @@ from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import SCHEMES, abstract_like, as_blocks, keeps_blocks, place, rounded, splits_evenly
+from jaxserve.models.quantized import (
+    FORMS,
+    SCHEMES,
+    abstract_like,
+    as_blocks,
+    keeps_blocks,
+    place,
+    rounded,
+    splits_evenly,
+)
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels import cpu_panels
 from pallas_kernels.ops import checked, checked_fused, checked_matmul, choose_ops, matmul_of, quant_matmul
@@ -270,8 +279,8 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
             blocks=keeps_blocks(mesh),
         )
     scheme = None if config.quantization == "auto" else config.quantization
-    if scheme and scheme not in SCHEMES:
-        raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
+    if scheme and scheme not in FORMS:
+        raise ConfigError(f"dummy weights can be quantized to {', '.join(FORMS)}, not to {scheme!r}")
     params = dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
     if packing is None:
         return params

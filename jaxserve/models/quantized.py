@@ -31,6 +31,11 @@ SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
     "int4": (jnp.int4, GROUP, jnp.bfloat16),
     "fp8": (jnp.float8_e4m3fn, None, jnp.float32),
 }
+# The same of forms that are read, or made of random numbers, but that nothing is rounded to.
+FORMS = SCHEMES | {
+    "mxfp4": (jnp.float4_e2m1fn, 32, jnp.float8_e8m0fnu),
+    "nvfp4": (jnp.float4_e2m1fn, 16, jnp.float8_e4m3fn),
+}
 
 
 def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray | QuantArray:
@@ -121,7 +126,7 @@ def is_quantizable(path: str) -> bool:
 
 
 def quantized_abstract(abstract: Mapping[str, jax.ShapeDtypeStruct], scheme: str) -> dict[str, Any]:
-    """`weights.abstract_params` with the matrices of the layers quantized by one of SCHEMES."""
+    """`weights.abstract_params` with the matrices of the layers in one of FORMS."""
     return {path: _quantized(a, scheme) if is_quantizable(path) else a for path, a in abstract.items()}
 
 
@@ -135,18 +140,22 @@ def random_weight(key: jax.Array, like: QuantArray) -> QuantArray:
     else:
         codes, deviation = jax.random.normal(codes_key, like.shape).astype(like.codes.dtype), 1.0
     unit = 1 / (deviation * math.sqrt(like.shape[1]))
-    scale = jax.random.uniform(scale_key, like.scale.shape, minval=0.5, maxval=1.5) * unit
-    return dataclasses.replace(like, codes=codes, scale=scale.astype(like.scale.dtype))
+    scale = jax.random.uniform(scale_key, like.scale.shape, minval=0.5, maxval=1.5)
+    if like.gain is None:
+        return dataclasses.replace(like, codes=codes, scale=(scale * unit).astype(like.scale.dtype))
+    gain = jnp.full(like.gain.shape, unit, jnp.float32)
+    return dataclasses.replace(like, codes=codes, scale=scale.astype(like.scale.dtype), gain=gain)
 
 
 def _quantized(dense: jax.ShapeDtypeStruct, scheme: str) -> QuantArray:
-    codes, group, scale = SCHEMES[scheme]
+    codes, group, scale = FORMS[scheme]
     out, inputs = dense.shape
 
     def form(group: int) -> QuantArray:
         blocks = (out, -(-inputs // group))
         shapes = jax.ShapeDtypeStruct(dense.shape, codes), jax.ShapeDtypeStruct(blocks, scale)
-        return QuantArray(*shapes, block=(1, group))
+        gain = jax.ShapeDtypeStruct((out, 1), jnp.float32) if scheme == "nvfp4" else None
+        return QuantArray(*shapes, block=(1, group), gain=gain)
 
     shape = form(min(group or inputs, inputs))
     shape = form(quant_block(shape, *_split(dense.sharding))[1])
