@@ -8,11 +8,12 @@ the group's sum of x, which XLA computes. Codes are exact in 16 bits.
 Traffic: each field of the blocks once per tile of tokens, x once per tile of outputs (from the L2 cache).
 Pipeline: `num_stages` blocks in flight (cp.async).
 
-Estimate: of four codes, two instructions cut out the low bits and three the high ones; two spread them to 16 bits and
-two subtract: 1.5 (Q4_K), 1.75 (Q2_K: shifts are not shared) to 2.25 (Q5_K, Q6_K, Q3_K) a weight. A group's factor is
-about 8 instructions for a row, and `tokens` / group products per weight join the sums: 1 and 2 for 16 tokens in groups
-of 16. So about 4 instructions a weight, of which an H200 issues 33 T a second, while 4.3 TB/s bring 7.4 T weights of
-Q4_K and 5.2 T of Q6_K: expect 80 to 100% of the floor's rate to be out of reach, and about half of it within.
+Estimate: two instructions cut out the low bits of four codes and three join the high ones, two spread them to 16 bits and
+two subtract; packing bytes, groups' factors and their sums come on top. By the machine code of the loop for 16 tokens, and
+33 T instructions a second of an H200 against its 4.3 TB/s:
+
+  instructions a weight    Q4_K 6.2, Q5_K 7.1, Q6_K 7.5, Q3_K 7.6, Q2_K 8.9, Q5_0 11.1, Q4_1 11.6, Q5_1 15.8
+  of the floor, at most    Q4_K 72%, Q5_K 76%, Q6_K 84%, Q3_K 43%, Q2_K 28%, Q5_0 48%, Q4_1 41%, Q5_1 37%
 
 Compiled for H200; not yet run on one.
 """

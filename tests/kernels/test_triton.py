@@ -347,6 +347,7 @@ MATMULS = {
     "MXFP4, splits": case(
         codes=FLOAT4, block=(1, 32), inputs=2112, outputs=16, tokens=1, cores=4, scale_dtype="float8_e8m0fnu"
     ),
+    "MXFP4, cut by devices": case(codes=FLOAT4, block=(1, 8), inputs=360, scale_dtype="float8_e8m0fnu"),
     "MXFP4, one group": case(codes=FLOAT4, block=(1, 32), inputs=32, scale_dtype="float8_e8m0fnu"),
     "NVFP4": case(codes=FLOAT4, block=(1, 16), inputs=208, outputs=33, tokens=20, scale_dtype="float8_e4m3fn"),
     "prompt, MXFP4": case(
@@ -664,6 +665,7 @@ def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, de
         ("bfloat16", FLOAT4, (1, 32), 16, False),
         ("bfloat16", FLOAT4, (1, 32), 1024, False),
         ("float16", FLOAT4, (1, 16), 64, False),
+        ("bfloat16", FLOAT4, (1, 8), 16, False),
         ("bfloat16", "int4", (1, 128), 16, True),
         ("float16", "int4", (1, 32), 256, False),
         ("bfloat16", "int8", (1, 1024), 256, False),
@@ -675,7 +677,7 @@ def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
     scales = -(-outputs // block[0]), -(-inputs // block[1])
     w = QuantArray(
         like((outputs, inputs), codes),
-        like(scales, {32: "float8_e8m0fnu", 16: "float8_e4m3fn"}[block[1]] if codes == FLOAT4 else dtype),
+        like(scales, ("float8_e4m3fn" if block[1] == 16 else "float8_e8m0fnu") if codes == FLOAT4 else dtype),
         like(scales, np.int8) if zero else None,
         block=block,
         gain=like((outputs, 1), np.float32) if block[1] == 16 else None,
