@@ -8,9 +8,9 @@ the group's sum of x, which XLA computes. Codes are exact in 16 bits.
 Traffic: each field of the blocks once per tile of tokens, x once per tile of outputs (from the L2 cache).
 Pipeline: `num_stages` blocks in flight (cp.async).
 
-Estimate: two instructions cut out the low bits of four codes and three join the high ones, two spread them to 16 bits and
-two subtract; packing bytes, groups' factors and their sums come on top. By the machine code of the loop for 16 tokens, and
-33 T instructions a second of an H200 against its 4.3 TB/s:
+Estimate: two instructions cut out the low bits of four codes and three join the high ones, two spread them to 16 bits
+and two subtract; packing bytes, groups' factors and their sums come on top. By the machine code of the loop for 16
+tokens, and 33 T instructions a second of an H200 against its 4.3 TB/s:
 
   instructions a weight    Q4_K 6.2, Q5_K 7.1, Q6_K 7.5, Q3_K 7.6, Q2_K 8.9, Q5_0 11.1, Q4_1 11.6, Q5_1 15.8
   of the floor, at most    Q4_K 72%, Q5_K 76%, Q6_K 84%, Q3_K 43%, Q2_K 28%, Q5_0 48%, Q4_1 41%, Q5_1 37%

@@ -5,10 +5,10 @@ code's value times 2 ** -126 or 2 ** -14, the subnormal 0.5 too; so no table is 
 operations and a product for two codes, and one more for their scale. That is exact: a code has 2 significant bits, a
 scale 1 (e8m0) or 4 (e4m3), and bfloat16 has 8 and the exponents of e8m0. float16 has 11, and the exponents of e4m3.
 
-Estimate: decoding is 3 instructions a weight; the loop for up to 32 tokens has 5.6 by its machine code (int4 in groups of
-128: 3.2). An H200's multiprocessors issue 33 T of them a second (132 x 128 x 1.98 GHz), so 5.9 T weights, while memory
-brings 8.1 T of MXFP4 (4.3 TB/s by 4.25 bits) and 7.6 T of NVFP4: at most 73 and 78% of the floor. One product for both
-factors would save half an instruction a weight, but not all exponents of e8m0 would be exact.
+Estimate: decoding is 3 instructions a weight; the loop for up to 32 tokens has 5.6 by its machine code (int4 in groups
+of 128: 3.2). An H200's multiprocessors issue 33 T of them a second (132 x 128 x 1.98 GHz), so 5.9 T weights, while
+memory brings 8.1 T of MXFP4 (4.3 TB/s by 4.25 bits) and 7.6 T of NVFP4: at most 73 and 78% of the floor. One product
+for both factors would save half an instruction a weight, but not all exponents of e8m0 would be exact.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _why_not_fp4(problem: MatmulProblem) -> str | None:
     if scale not in SCALES:
         return f"scales of {FLOAT4} codes must be one of {', '.join(SCALES)}, not {scale}"
     if problem.block not in ((1, 8), (1, 16), (1, 32)) or problem.inputs % 4 or problem.has_zero or problem.has_bias:
-        return f"{FLOAT4} codes must lie in groups of 8, 16 or 32, of a multiple of 4 inputs, without zero points and biases"
+        return f"{FLOAT4} codes must lie in groups of 8, 16 or 32, of a multiple of 4 inputs, without zeros and biases"
     if SCALES[scale] == E8M0 and problem.x_dtype.name == "float16":
         return "float16 has not the exponents of float8_e8m0fnu scales"
     return None
