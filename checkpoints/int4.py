@@ -1,7 +1,7 @@
-"""int4 numbers on the host as files have them: two in a byte.
+"""Numbers of 4 bits on the host as files have them: two in a byte.
 
-NumPy's int4 takes a byte for each. To write these, and to pack them again for the device, takes longer than to read the
-file.
+NumPy's int4 and float4_e2m1fn take a byte for each. To write these, and to pack them again for the device, takes longer
+than to read the file.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ import ml_dtypes
 import numpy as np
 
 INT4 = np.dtype(ml_dtypes.int4)
+FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
 
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """int4 [out, in] in bytes, uint8 [out, in / 2]; the even column is in a byte's low half.
+    """int4, or float4_e2m1fn, [out, in] in bytes, uint8 [out, in / 2]; the even column is in a byte's low half.
 
     NumPy's functions take it for an array of a byte each.
     """
 
     data: np.ndarray
-    dtype = INT4
+    dtype: np.dtype = INT4
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.data.shape[0], 2 * self.data.shape[1]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        values = halves(self.data).view(INT4)
+        values = halves(self.data).view(self.dtype)
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __getitem__(self, key: Any) -> Any:
         return np.asarray(self)[key]
 
     def astype(self, dtype: Any, copy: bool = True) -> PackedInt4 | np.ndarray:
-        """The same in bytes of its own where `dtype` is int4, else an array."""
-        if dtype != INT4:
+        """The same in bytes of its own where `dtype` is its own, else an array."""
+        if dtype != self.dtype:
             return np.asarray(self).astype(dtype, copy=False)
-        return PackedInt4(self.data.copy()) if copy else self
+        return PackedInt4(self.data.copy(), self.dtype) if copy else self
 
     def with_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> PackedInt4:
         """`change` may move rows, but neither columns nor what is in them."""
-        return PackedInt4(change(self.data))
+        return PackedInt4(change(self.data), self.dtype)
 
 
 def halves(data: np.ndarray) -> np.ndarray:

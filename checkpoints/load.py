@@ -160,7 +160,7 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
         if values[0] is None:
             return None
         if all(isinstance(value, PackedInt4) for value in values):
-            return PackedInt4(in_place([value.data for value in values]))
+            return PackedInt4(in_place([value.data for value in values]), values[0].dtype)
         return in_place([np.asarray(value) for value in values])
 
     def in_place(values: list[np.ndarray]) -> np.ndarray:
@@ -169,7 +169,7 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
             _put(host, piece, value)
         return host
 
-    arrays = {name: placed(name) for name in ("codes", "scale", "zero", "bias")}
+    arrays = {name: placed(name) for name in ("codes", "scale", "zero", "bias", "gain")}
     return QuantArray(**arrays, block=parts[0].block, order=parts[0].order)
 
 

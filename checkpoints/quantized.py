@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from checkpoints.int4 import FLOAT4
 from checkpoints.int4 import INT4 as INT4
 from pallas_kernels.types import QuantArray
 
@@ -46,11 +48,28 @@ def dequantize(w: QuantArray) -> np.ndarray:
     values *= expand(np.asarray(w.scale).astype(np.float32), w.block, w.shape)
     if w.bias is not None:
         values += expand(np.asarray(w.bias).astype(np.float32), w.block, w.shape)
+    if w.gain is not None:
+        values *= np.asarray(w.gain)
     if w.order is None:
         return values
     ordered = np.empty_like(values)
     ordered[:, np.asarray(w.order)] = values
     return ordered
+
+
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+def with_bytes(w: QuantArray) -> QuantArray:
+    """4-bit floats as int8, twice as large, with half the scale; others as they are. Exact but for a gain, which the
+    scales, in float32 then, are multiplied with."""
+    if w.codes.dtype != FLOAT4:
+        return w
+    codes = _DOUBLED[np.asarray(w.codes).view(np.uint8)]
+    scale = np.asarray(w.scale).astype(np.float32) * np.float32(0.5)
+    if w.gain is not None:
+        return replace(w, codes=codes, scale=scale * w.gain, gain=None)
+    return replace(w, codes=codes, scale=scale.astype(ml_dtypes.bfloat16))
 
 
 def refine(w: QuantArray, block: tuple[int, int]) -> QuantArray:
@@ -101,6 +120,9 @@ def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
 
     scales = [a.scale for a in parts]
     columns = {name: unite([getattr(a, name) for a in parts], scales) for name in ("scale", "zero", "bias")}
+    columns["gain"] = [a.gain for a in parts]
+    if any(gain is not None for gain in columns["gain"]):
+        columns["gain"] = [np.ones((a.shape[0], 1), np.float32) if a.gain is None else a.gain for a in parts]
     return [
         replace(a, codes=a.codes.astype(codes, copy=False), **{name: values[i] for name, values in columns.items()})
         for i, a in enumerate(parts)

@@ -84,7 +84,7 @@ def take(value: np.ndarray | QuantArray, piece: Piece) -> np.ndarray | QuantArra
         rows = np.broadcast_to(np.arange(value.shape[0])[:, None], value.shape)
         chosen = _inside(rows, piece)[..., 0].ravel()
         value = refine(value, (1, value.block[1]))
-        parts = {name: getattr(value, name) for name in ("codes", "scale", "zero", "bias")}
+        parts = {name: getattr(value, name) for name in ("codes", "scale", "zero", "bias", "gain")}
         return replace(value, **{name: part[chosen] for name, part in parts.items() if part is not None})
     return _inside(value, piece).reshape(piece.shape)
 

@@ -16,7 +16,7 @@ from jaxserve.memory import bytes_by_dtype
 from jaxserve.models.config import ModelConfig
 from jaxserve.pace import latency_goal
 from jaxserve.targets import rates
-from pallas_kernels.types import PanelArray, QuantArray
+from pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the datasheet's; an H200 moved 4.3 of 4.8 TB/s, and computed 790 of 989 T
 FLOAT32_SHARE = 1 / 12  # of the 16-bit matmul rate, where float32 means float32
@@ -72,7 +72,7 @@ class StepCost:
 
 
 def _is_quantized(x: Any) -> bool:
-    return isinstance(x, QuantArray | PanelArray)
+    return isinstance(x, QuantArray | BlockArray | PanelArray)
 
 
 def prefill_chunk(config: EngineConfig, cost: StepCost | None) -> int:

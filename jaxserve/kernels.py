@@ -23,15 +23,28 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
         problem = AttentionProblem(dtype, kv, 8, group, head_dim, page_size, has_scale=kv != dtype)
         name = f"attention, {kv} cache, head_dim {head_dim}, group {group}, pages of {page_size} tokens"
         yield from _backends(name, explain("attention", device, problem))
-    for codes, block, name in (
-        (np.dtype(np.int8), (1, 4096), "int8 per channel"),
-        (int4, (1, 128), "int4, groups of 128"),
-        (fp8, (128, 128), "fp8, blocks of 128 x 128"),
+    fp4, e8m0 = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+    for codes, block, scale, name in (
+        (np.dtype(np.int8), (1, 4096), None, "int8 per channel"),
+        (int4, (1, 128), None, "int4, groups of 128"),
+        (fp8, (128, 128), None, "fp8, blocks of 128 x 128"),
+        (fp4, (1, 32), e8m0, "MXFP4"),
+        (fp4, (1, 16), fp8, "NVFP4"),
+        ("Q4_K", (1, 256), None, "GGUF's blocks, Q4_K and others"),
     ):
-        matmul = MatmulProblem(dtype, codes, 4096, 4096, block)
+        if isinstance(codes, str):  # kept so on GPUs alone
+            if device.platform != "gpu":
+                continue
+            matmul = MatmulProblem(dtype, np.dtype(np.uint8), 4096, 4096, block, kind=codes)
+            yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
+            continue
+        if codes == fp4 and device.platform == "cpu":
+            continue
+        matmul = MatmulProblem(dtype, codes, 4096, 4096, block, scale_dtype=scale)
         yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
     if device.platform == "cpu":
         yield ""
+        yield "4-bit floats (MXFP4, NVFP4) become int8 in groups of 32 and 16"
         yield "one CPU with a C++ compiler keeps matrices in panels: floats of 16 bits as they are, GGUF's Q4_0 to Q8_0"
         yield "and Q4_K to Q6_K in the file's width, int8 and int4 in groups of 64 inputs and more; products with"
         yield "quantized panels round activations to 8 bits (--matmul-backend cpu: not)"

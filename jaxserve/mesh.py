@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import ConfigError
 from jaxserve.models.config import ModelConfig
 from pallas_kernels.ops import embed, matmul
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import BlockArray, QuantArray
 
 AXES = ("data", "stage", "expert", "tensor")
 
@@ -58,12 +58,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def quant_specs(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray:
+def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray | BlockArray:
     """PartitionSpecs of a quantized weight's arrays, whose two axes lie on these axes of the mesh (None: on none).
 
     Inputs that an act-order format has permuted are not split, lest they be gathered; the outputs are, where they can.
     """
     out, inputs = (*axes, None, None)[:2]
+    if isinstance(w, BlockArray):
+        return jax.tree.map(lambda _: PartitionSpec(out, inputs), w)
     if w.order is not None and inputs is not None:
         out, inputs = (None if w.shape[0] % mesh.shape[inputs] else inputs), None
 
@@ -74,12 +76,15 @@ def quant_specs(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray:
 
     scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
     order = None if w.order is None else PartitionSpec()
-    return QuantArray(PartitionSpec(out, inputs), scale, zero, bias, w.block, order)
+    gain = None if w.gain is None else PartitionSpec(out)
+    return QuantArray(PartitionSpec(out, inputs), scale, zero, bias, w.block, order, gain)
 
 
 def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, int]:
     """The largest blocks, no larger than the weight's own, of which every device gets whole ones."""
-    split = quant_specs(w, axes, mesh).codes
+    specs = quant_specs(w, axes, mesh)
+    assert isinstance(specs, QuantArray)
+    split = specs.codes
     sizes = []
     for size, block, on, count in zip(w.shape, w.block, split, w.scale.shape, strict=True):
         sizes.append(block if on is None or count == 1 else math.gcd(size // mesh.shape[on], block))
@@ -90,7 +95,7 @@ def quant_matmul_sharded(
     mesh: Mesh,
     multiply: Callable[..., jax.Array],
     x: jax.Array,
-    w: QuantArray,
+    w: QuantArray | BlockArray,
     axes: tuple[str | None, str | None],
     count: jax.Array | None = None,
 ) -> jax.Array:
@@ -99,9 +104,9 @@ def quant_matmul_sharded(
     Where the inputs are split, each device accumulates in float32, and the parts are added in the dtype of x.
     """
     specs = quant_specs(w, spec(*axes), mesh)
-    out, inputs = specs.codes
+    out, inputs = specs.codes if isinstance(specs, QuantArray) else specs.low
 
-    def local(x: jax.Array, w: QuantArray, *count: jax.Array) -> jax.Array:
+    def local(x: jax.Array, w: QuantArray | BlockArray, *count: jax.Array) -> jax.Array:
         y = multiply(x, w, (None, None), *count)
         return y if inputs is None else jax.lax.psum(y.astype(x.dtype), inputs)
 
@@ -133,17 +138,17 @@ def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | Non
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)(x, w)
 
 
-def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray, ids: jax.Array) -> jax.Array:
+def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
     """Rows ids int32 [tokens] of table [vocab, hidden], in `dtype`. The table's rows are split over the devices: each
     looks up its own, and all others count as 0. Left to itself, XLA gathers the whole table."""
 
-    def local(table: jax.Array | QuantArray, ids: jax.Array) -> jax.Array:
+    def local(table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
         own = ids - jax.lax.axis_index("tensor") * table.shape[0]
         mine = (own >= 0) & (own < table.shape[0])
         return jax.lax.psum(jnp.where(mine[:, None], embed(table, own).astype(dtype), 0), "tensor")
 
     axes = spec("vocab", "embed")
-    specs = quant_specs(table, axes, mesh) if isinstance(table, QuantArray) else axes
+    specs = quant_specs(table, axes, mesh) if isinstance(table, QuantArray | BlockArray) else axes
     return jax.shard_map(
         local, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
     )(table, ids)

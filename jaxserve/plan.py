@@ -21,10 +21,10 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, compute_dtype, find_files, make_decoder, read_model
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import SCHEMES, abstract_like, quantized_abstract
+from jaxserve.models.quantized import FORMS, abstract_like, as_blocks, keeps_blocks, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.targets import target_memory
-from pallas_kernels.types import PanelArray, QuantArray
+from pallas_kernels.types import BLOCK_KINDS, BlockArray, PanelArray, QuantArray
 
 
 def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> Iterator[str]:
@@ -76,14 +76,14 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
     """The same before matrices are packed."""
     plain: dict[str, Any] = dict(abstract_params(decoder, mesh))
     if config.load_format == "dummy":
-        return quantized_abstract(plain, config.quantization) if config.quantization in SCHEMES else plain
+        return quantized_abstract(plain, config.quantization) if config.quantization in FORMS else plain
     source = Checkpoint.open(path, config.quantization, config.ignore_config_keys)
     pieces, reader = source.pieces(decoder), source.reader
     if packing:
         plain |= packing.stored(plain, pieces, source.tensors)
     if reader is None:
         return plain
-    as_stored = packing.types if packing else ()
+    as_stored = packing.types if packing else BLOCK_KINDS if keeps_blocks(mesh) and not config.dequantize else ()
     known: dict[Any, Any] = {}
     for weight, target in plain.items():
         parts = [part for piece in pieces[weight] for part in reader.parts(piece.name)]
@@ -95,9 +95,12 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
             known[kind] = read_weight(pieces[weight], source.tensors, target, reader, as_stored)
             if packing and isinstance(known[kind], StoredRows) and packing.abstract(known[kind], mesh) is None:
                 known[kind] = read_weight(pieces[weight], source.tensors, target, reader)
+            elif isinstance(known[kind], StoredRows) and packing is None:
+                blocks = as_blocks(known[kind], target.sharding)
+                known[kind] = blocks or read_weight(pieces[weight], source.tensors, target, reader)
         if isinstance(known[kind], StoredRows):
             plain[weight] = known[kind]
-        elif isinstance(known[kind], QuantArray):
+        elif isinstance(known[kind], QuantArray | BlockArray):
             plain[weight] = abstract_like(known[kind], target.sharding)
     return plain
 
@@ -110,7 +113,7 @@ def _form(source: Checkpoint, part: str) -> tuple[Any, ...]:
 
 
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, QuantArray | PanelArray)
+    return isinstance(x, QuantArray | BlockArray | PanelArray)
 
 
 def _shape(model: ModelConfig) -> str:

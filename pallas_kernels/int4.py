@@ -1,6 +1,8 @@
-"""int4 numbers of bytes that hold two of them each."""
+"""Numbers of 4 bits of bytes that hold two of them each."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,13 @@ import jax.numpy as jnp
 from pallas_kernels import cpu
 
 
-def int4_of_bytes(data: jax.Array) -> jax.Array:
-    """uint8 [out, n] -> int4 [out, 2 n] by bitcast: the even column is a byte's low half.
+def int4_of_bytes(data: jax.Array, dtype: Any = jnp.int4) -> jax.Array:
+    """uint8 [out, n] -> int4, or another type of 4 bits, [out, 2 n] by bitcast: the even column is a byte's low half.
 
     XLA computes that bit by bit on CPU, for ten times as long as copying takes; there it is a kernel, where there are
     kernels.
     """
     shape = data.shape[0], 2 * data.shape[1]
-    if cpu.available(cpu.QUANT_MATMUL):
+    if dtype == jnp.int4 and cpu.available(cpu.QUANT_MATMUL):
         return jax.ffi.ffi_call("jaxserve_int4_of_bytes", jax.ShapeDtypeStruct(shape, jnp.int4))(data)
-    return jax.lax.bitcast_convert_type(data, jnp.int4).reshape(shape)
+    return jax.lax.bitcast_convert_type(data, dtype).reshape(shape)

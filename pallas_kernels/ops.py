@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.parts import Heads, Parts, Row, value_of
 from pallas_kernels.quant_matmul import reference as quantized
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
-from pallas_kernels.types import KVPages, PanelArray, QuantArray
+from pallas_kernels.types import BlockArray, KVPages, PanelArray, QuantArray
 
 if TYPE_CHECKING:  # which is imported where a device is tried
     from pallas_kernels.selfcheck import Finding
@@ -72,7 +72,7 @@ def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) ->
 
 def quant_matmul(
     x: jax.Array,
-    w: QuantArray,
+    w: QuantArray | BlockArray,
     axes: tuple[str | None, str | None] = (None, None),
     count: jax.Array | None = None,
     *,
@@ -84,7 +84,7 @@ def quant_matmul(
     `axes` names the weight's own, for an implementation that splits it over devices; `multiply`, which gets the
     options, knows no order.
     """
-    if w.order is not None:
+    if isinstance(w, QuantArray) and w.order is not None:
         x, w = jnp.take(x, w.order, axis=1), replace(w, order=None)
     return multiply(x, w, count=count, **options)
 
@@ -97,14 +97,14 @@ def panel_matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) ->
     return cpu_panels.matmul(x, w, count)
 
 
-def embed(table: jax.Array | QuantArray | PanelArray, ids: jax.Array) -> jax.Array:
+def embed(table: jax.Array | QuantArray | BlockArray | PanelArray, ids: jax.Array) -> jax.Array:
     """Rows ids int32 [tokens] of table [vocab, hidden]; of a quantized one, in blocks of one row, in float32."""
     if isinstance(table, PanelArray):
         from pallas_kernels import cpu_panels
 
         return cpu_panels.rows(table, ids)
     rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode="clip"), table)
-    return quantized.dequantize(rows) if isinstance(rows, QuantArray) else rows
+    return quantized.dequantize(rows) if isinstance(rows, QuantArray | BlockArray) else rows
 
 
 @dataclass(frozen=True)
@@ -133,23 +133,27 @@ class Ops:
     fused: Any = None
 
     def linear(
-        self, x: jax.Array, w: jax.Array | QuantArray | PanelArray, axes: tuple[str | None, str | None]
+        self, x: jax.Array, w: jax.Array | QuantArray | BlockArray | PanelArray, axes: tuple[str | None, str | None]
     ) -> jax.Array:
         """x [tokens, in] times a weight of any kind; see `matmul`, `quant_matmul` and `panel_matmul`. The result is
         float32, or as x where it was added up over devices."""
         if isinstance(w, PanelArray):
             return self.panel_matmul(x, w)
-        if isinstance(w, QuantArray):
+        if isinstance(w, QuantArray | BlockArray):
             return self.quant_matmul(x, w, axes)
         return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
     def product(
-        self, x: jax.Array, w: jax.Array | QuantArray | PanelArray, axes: tuple[str | None, str | None]
+        self, x: jax.Array, w: jax.Array | QuantArray | BlockArray | PanelArray, axes: tuple[str | None, str | None]
     ) -> jax.Array:
         """The same as `Parts.sums` [parts, tokens, out], of which whoever reads them makes the dtype of x."""
         if self.fused is None:
             return self.linear(x, w, axes).astype(x.dtype)[None]
-        return self.quant_matmul(x, w, axes, parts=True) if isinstance(w, QuantArray) else self.fused.product(x, w)
+        return (
+            self.quant_matmul(x, w, axes, parts=True)
+            if isinstance(w, QuantArray | BlockArray)
+            else self.fused.product(x, w)
+        )
 
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float
@@ -207,7 +211,9 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
     """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
     weight that the backend cannot do. With `parts` it gives `Parts.sums`."""
 
-    def multiply(x: jax.Array, w: QuantArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
+    def multiply(
+        x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False
+    ) -> jax.Array:
         module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
         if not parts:
             return module.quant_matmul(x, w, count=count)

@@ -9,12 +9,9 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:  # the command line reads BACKENDS, and must not wait for JAX
-    from pallas_kernels.types import QuantArray
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 FOLDERS = {"attention": "paged_attention", "matmul": "quant_matmul"}
@@ -71,13 +68,20 @@ class MatmulProblem:
     has_zero: bool = False
     has_bias: bool = False
     partitioned: bool = False  # one of several devices does a part of it
+    kind: str = ""  # of a BlockArray, whose codes are bytes
+    scale_dtype: np.dtype | None = None  # of float4_e2m1fn codes, which tells MXFP4 (float8_e8m0fnu) from NVFP4
 
     @classmethod
-    def of(cls, x: Any, w: QuantArray, partitioned: bool = False) -> MatmulProblem:
-        """Of arrays, or of their shapes."""
-        has_zero, has_bias = w.zero is not None, w.bias is not None
+    def of(cls, x: Any, w: Any, partitioned: bool = False) -> MatmulProblem:
+        """Of x and a QuantArray or BlockArray, or of their shapes."""
         rows, inputs = w.shape[-2:]
-        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias, partitioned)
+        if not hasattr(w, "codes"):
+            small, kind = np.dtype(np.uint8), w.kind
+            return cls(np.dtype(x.dtype), small, rows, inputs, w.block, partitioned=partitioned, kind=kind)
+        has_zero, has_bias = w.zero is not None, w.bias is not None
+        codes = np.dtype(w.codes.dtype)
+        scale = np.dtype(w.scale.dtype) if codes.name == "float4_e2m1fn" else None
+        return cls(np.dtype(x.dtype), codes, rows, inputs, w.block, has_zero, has_bias, partitioned, scale_dtype=scale)
 
 
 def load(operation: str, backend: str) -> ModuleType:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import AttentionProblem, MatmulProblem
-from pallas_kernels.types import KVPages, QuantArray
+from pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
 
 LAYER = 3  # first page of the layer that is looked at; the pages before it belong to other layers
 LOUD = 4.0  # times the other values: those of a row's first and last token, so that none of them is missed in silence
@@ -219,9 +219,27 @@ def make_write(problem: AttentionProblem) -> Write:
 # Products with quantized weights
 
 
-def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray:
+def make_blocks(problem: MatmulProblem) -> BlockArray:
+    """A weight of blocks of the problem's kind, with fewer outputs where it has more than CODES codes."""
+    rng, kind = np.random.default_rng(0), BLOCK_KINDS[problem.kind]
+    rows = min(problem.rows, max(CODES // problem.inputs // 1024 * 1024, 1024) + problem.rows % 1024)
+    blocks = problem.inputs // kind.block
+
+    def random(count: int, dtype: Any = np.uint8) -> Any:
+        base = rng.integers(0, 256, (min(rows, PERIOD), blocks * count), np.uint8)
+        return jnp.asarray(base.view(dtype)[np.arange(rows) % len(base)]) if count else None
+
+    high = random(kind.high, np.int32 if kind.block == 32 else np.uint8)
+    factors = rng.uniform(0.5, 1.0, (rows, blocks * kind.factors)).astype(np.float16)
+    return BlockArray(random(kind.low), high, random(4 * kind.words, np.int32), jnp.asarray(factors), problem.kind)
+
+
+def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockArray:
     """A weight of the problem's form, with fewer outputs where it has more than CODES codes. Codes take all values of
-    their type (half of int8's and float8's range, as of weights with outliers); scales are float32."""
+    their type (half of int8's and float8's range, as of weights with outliers); scales are float32; of 4-bit floats
+    they are those of the problem, with a gain where files have one."""
+    if problem.kind:
+        return make_blocks(problem)
     rng, lead = np.random.default_rng(0), (experts,) if experts else ()
     fewer = CODES // max(experts, 1) // problem.inputs
     rows = problem.rows if problem.rows <= fewer else max(fewer // 1024 * 1024, 1024) + problem.rows % 1024
@@ -229,18 +247,23 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray:
     blocks = tuple(-(-size // min(block, size)) for size, block in zip(shape, problem.block, strict=True))
     base = (*lead, min(rows, PERIOD), problem.inputs)
     name = problem.codes_dtype.name
-    if name.startswith("float8"):
+    if name == "float4_e2m1fn":
+        codes = rng.integers(0, 16, base, np.uint8).view(problem.codes_dtype)
+    elif name.startswith("float8"):
         codes = rng.standard_normal(base, np.float32) * 50
     else:
         codes = rng.integers(*((-8, 8) if name == "int4" else (-127, 128)), base, np.int8)
     codes = np.take(codes, np.arange(rows) % base[-2], axis=-2)
 
     def values(low: float, high: float) -> Any:
-        return jnp.asarray(rng.uniform(low, high, (*lead, *blocks)).astype(np.float32))
+        return jnp.asarray(rng.uniform(low, high, (*lead, *blocks)).astype(problem.scale_dtype or np.float32))
 
     zero = jnp.asarray(rng.integers(-8, 8, (*lead, *blocks), np.int8)) if problem.has_zero else None
     bias = values(-1.0, 1.0) if problem.has_bias else None
-    return QuantArray(jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias, problem.block)
+    nvfp4 = problem.scale_dtype is not None and problem.scale_dtype.name == "float8_e4m3fn"
+    gain = jnp.asarray(rng.uniform(0.5, 1.0, (*lead, rows, 1)).astype(np.float32)) if nvfp4 else None
+    typed = jnp.asarray(codes).astype(problem.codes_dtype)
+    return QuantArray(typed, values(0.03, 0.1), zero, bias, problem.block, gain=gain)
 
 
 def activations(problem: MatmulProblem, rows: int) -> Any:

@@ -34,22 +34,26 @@ class KVPages(NamedTuple):
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scale", "zero", "bias", "order"], meta_fields=["block"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scale", "zero", "bias", "order", "gain"],
+    meta_fields=["block"],
 )
 @dataclass(frozen=True)
 class QuantArray:
-    """A quantized weight [out, in]: value = (codes - zero) * scale + bias, in float32.
+    """A quantized weight [out, in]: value = ((codes - zero) * scale + bias) * gain, in float32.
 
     Kernels know no `order`: whoever calls them brings the inputs into it first.
 
-    codes: int4, int8 or float8_e4m3fn [out, in].
+    codes: int4, int8, float8_e4m3fn or float4_e2m1fn [out, in]; XLA keeps two of 4 bits in a byte.
     block: rows and inputs that share a scale: (1, in) per channel, (1, 128) groups of 128, (out, in) per tensor, (128,
       128) blocks. Sizes need not be multiples; the last block is then smaller.
-    scale: float32, bfloat16 or float16 [ceil(out / rows), ceil(in / inputs)].
+    scale: float32, bfloat16 or float16 [ceil(out / rows), ceil(in / inputs)]; of float4_e2m1fn codes also
+      float8_e8m0fnu (powers of two: MXFP4) or float8_e4m3fn (NVFP4).
     zero: int8, as scale, in the units of the codes; None is 0. Formats with codes from 0 to 15 and zero points store
       both less 8.
     bias: as scale; None is 0.
     order: int32 [in], the input that each column belongs to (act-order formats sort columns by group); None: in order.
+    gain: float32 [out, 1], the scale of a row's scales (NVFP4); None is 1.
     """
 
     # Arrays of JAX or NumPy, or what stands for them in a pytree of the same form: shapes, shardings.
@@ -59,10 +63,74 @@ class QuantArray:
     bias: Any = None
     block: tuple[int, int] = (1, 128)
     order: Any = None
+    gain: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.codes.shape
+
+
+class BlockKind(NamedTuple):
+    """A type of GGUF's blocks: inputs in a block, inputs that share a scale, and what a block's fields hold.
+
+    low, high: bytes of the codes' low and high bits. words: int32 of integer scales. factors: float16. offset: what is
+    subtracted from codes. shifts: whether something is added to each group's values.
+    """
+
+    block: int
+    group: int
+    low: int
+    high: int
+    words: int
+    factors: int
+    offset: int
+    shifts: bool
+
+    @property
+    def bits(self) -> float:
+        """Of a weight in memory."""
+        return 8 * (self.low + self.high + 4 * self.words + 2 * self.factors) / self.block
+
+
+BLOCK_KINDS = {
+    "Q4_1": BlockKind(32, 16, 16, 0, 0, 2, 0, True),
+    "Q5_0": BlockKind(32, 16, 16, 4, 0, 1, 16, False),
+    "Q5_1": BlockKind(32, 16, 16, 4, 0, 2, 0, True),
+    "Q2_K": BlockKind(256, 16, 64, 0, 4, 2, 0, True),
+    "Q3_K": BlockKind(256, 16, 64, 32, 3, 1, 4, False),
+    "Q4_K": BlockKind(256, 32, 128, 0, 4, 2, 0, True),
+    "Q5_K": BlockKind(256, 32, 128, 32, 4, 2, 0, True),
+    "Q6_K": BlockKind(256, 16, 128, 64, 4, 1, 32, False),
+}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "high", "scales", "factors"], meta_fields=["kind"])
+@dataclass(frozen=True)
+class BlockArray:
+    """A quantized weight [out, in] in one of BLOCK_KINDS: the fields of a GGUF file's blocks, each an array of its own
+    in which those of a row's blocks follow each other (`quant_matmul.blocks` tells what they mean).
+
+    low: uint8 [out, blocks * low].
+    high: uint8 [out, blocks * high], of blocks of 32 int32 [out, blocks]; or None.
+    scales: int32 [out, blocks * words], or None; four bytes each, as in the file but for Q4_K and Q5_K, whose 6-bit
+      scales take a byte each, as do their minima behind them.
+    factors: float16 [out, blocks * factors].
+    """
+
+    low: Any
+    high: Any
+    scales: Any
+    factors: Any
+    kind: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        kind = BLOCK_KINDS[self.kind]
+        return (*self.low.shape[:-1], self.low.shape[-1] // kind.low * kind.block)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return 1, BLOCK_KINDS[self.kind].block
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["data", "table"], meta_fields=["shape", "arithmetic"])

@@ -8,6 +8,7 @@ import numpy as np
 from safetensors import safe_open
 
 from checkpoints.formats import find_format
+from checkpoints.int4 import FLOAT4
 from checkpoints.quantized import INT4
 from checkpoints.safetensors import DTYPES, read_header
 
@@ -34,7 +35,7 @@ CASES = {
     "ct_fp8": (FP8, (1, 128), False, False, "compressed-tensors"),
     "ct_fp8_tensor": (FP8, (16, 128), False, False, "compressed-tensors"),
     "ct_fp8_block": (FP8, (8, 64), False, False, "compressed-tensors"),
-    "ct_mxfp4": (INT8, (1, 32), False, False, "compressed-tensors"),
+    "ct_mxfp4": (FLOAT4, (1, 32), False, False, "compressed-tensors"),
     "fp8_block": (FP8, (8, 32), False, False, "fp8"),
     "fp8_block_bfloat16": (FP8, (8, 32), False, False, "fp8"),
     "fp8_tensor": (FP8, (32, 64), False, False, "fp8"),
@@ -44,7 +45,7 @@ CASES = {
     "bnb_nf4_nested": (INT8, (1, 64), False, False, "bitsandbytes"),
     "bnb_fp4": (INT8, (1, 64), False, False, "bitsandbytes"),
     "bnb_fp4_nested": (INT8, (1, 64), False, False, "bitsandbytes"),
-    "mxfp4": (INT8, (1, 32), False, False, "mxfp4"),
+    "mxfp4": (FLOAT4, (1, 32), False, False, "mxfp4"),
 }
 WEIGHT = "m.weight"
 

@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints (llm-compressor): packed and plain integers, fp8, MXFP4 and MXFP8.
+"""compressed-tensors checkpoints (llm-compressor): packed and plain integers, fp8, MXFP4, NVFP4, MXFP8.
 
 Defined by compressed-tensors (github.com/vllm-project/compressed-tensors, `decompress` of its compressors and
 quantization/lifecycle/forward.py, `_dequantize`): value = (q - z) * scale, in the scale's dtype; here in float32, where
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.formats import mxfp4
+from checkpoints.formats import mxfp4, nvfp4
 from checkpoints.formats.packing import (
     Tensors,
     block_size,
@@ -44,6 +44,7 @@ FORMATS = (
     "float-quantized",
     "naive-quantized",
     "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
     "mxfp8-quantized",
     "mixed-precision",
 )
@@ -92,6 +93,8 @@ def _scheme(weights: object) -> Scheme:
         raise refuse("type and num_bits", "int with 2, 4 or 8, and float with 4 or 8 are read")
     size = group_size(weights)
     strategy = weights.get("strategy") or ("group" if size else "tensor")
+    if strategy == "tensor_group":  # a group's scale, and one for the tensor
+        strategy = "group"
     block: tuple[int | None, int | None]
     if strategy in ("tensor", "channel", "group"):
         block = {"tensor": (None, None), "channel": (1, None), "group": (1, size)}[strategy]
@@ -102,8 +105,8 @@ def _scheme(weights: object) -> Scheme:
         block = (block_size(found[0], "block_structure"), block_size(found[1], "block_structure"))
     else:
         raise refuse("strategy", "tensor, channel, group and block are read")
-    if (kind, bits) == ("float", 4) and block != (1, mxfp4.GROUP):
-        raise refuse("groups", "float with 4 bits is read in groups of 32 (MXFP4)")
+    if (kind, bits) == ("float", 4) and block not in ((1, mxfp4.GROUP), (1, nvfp4.GROUP)):
+        raise refuse("groups", "float with 4 bits is read in groups of 32 (MXFP4) and 16 (NVFP4)")
     return Scheme(kind, bits, weights.get("symmetric", True) is not False, block)
 
 
@@ -122,8 +125,9 @@ class CompressedTensors:
         is_plain = f"{weight}_scale" not in self.tensors if stored is None else stored.dtype.name not in PLAIN.values()
         if is_plain and not packed:
             return ()
-        optional = [f"{weight}_{part}" for part in ("zero_point", "shape", "g_idx")]
-        optional.append(f"{weight.removesuffix('.weight')}.input_scale")  # of activations, which stay in 16 bits
+        optional = [f"{weight}_{part}" for part in ("zero_point", "shape", "g_idx", "global_scale")]
+        module = weight.removesuffix(".weight")
+        optional += [f"{module}.input_scale", f"{module}.input_global_scale"]  # of activations, which stay in 16 bits
         return (
             f"{weight}_packed" if packed else weight,
             f"{weight}_scale",
@@ -134,6 +138,8 @@ class CompressedTensors:
         scheme, (out, inputs) = self._scheme(weight, shape), shape
         codes_name, scale_name = self.parts(weight)[:2]
         self._check_shape(f"{weight}_shape", shape)
+        if (scheme.kind, scheme.bits, scheme.block[1]) == ("float", 4, nvfp4.GROUP):
+            return nvfp4.decode(self.tensors, codes_name, scale_name, f"{weight}_global_scale", shape, divides=True)
         if (scheme.kind, scheme.bits) == ("float", 4):
             packed = fetch(self.tensors, codes_name, ("uint8",), (out, inputs // 2))
             groups(mxfp4.GROUP, weight, inputs)

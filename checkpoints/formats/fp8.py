@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpoints.errors import CheckpointError
+from checkpoints.formats.nvfp4 import is_nvfp4
 from checkpoints.formats.packing import Tensors, block_size, fetch, fetch_scale, method, quant_config
 from pallas_kernels.types import QuantArray
 
@@ -22,10 +23,10 @@ FP8 = "float8_e4m3fn"
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> NativeFP8 | None:
-    if method(config) not in METHODS:
+    if method(config) not in METHODS or is_nvfp4(config):
         return None
     if method(config) == "modelopt" and (given := quant_config(config).get("quant_algo")) not in ALGORITHMS:
-        raise CheckpointError(f"ModelOpt is read with quant_algo {' or '.join(ALGORITHMS)}, not {given!r:.100}")
+        raise CheckpointError(f"ModelOpt is read with quant_algo {', '.join(ALGORITHMS)} or NVFP4, not {given!r:.100}")
     key = "weight_block_size"
     block = quant_config(config).get(key)
     if block is None:

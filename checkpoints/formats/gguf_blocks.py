@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import PIECE_BYTES
+from checkpoints.formats.packing import PIECE_BYTES, exponents_of
 from checkpoints.gguf import TYPES, BlockType
-from checkpoints.int4 import INT4, PackedInt4
+from checkpoints.int4 import FLOAT4, INT4, PackedInt4
 from pallas_kernels.types import QuantArray
 
 FLOATS = {
@@ -26,8 +26,7 @@ FLOATS = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Signed values of 4-bit codes: of MXFP4 (e2m1, doubled) and of ggml's non-linear 4-bit types.
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# Signed values of 4-bit codes of ggml's non-linear types.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 # A decoder turns the blocks of one type, a structured array [n], into codes [n, block size], and into scale, zero (one
@@ -178,7 +177,7 @@ def _q3_k(b: np.ndarray) -> Decoded:
     return _less(codes, 4).astype(INT4), _product(b["d"], _less(scales, 32)), 0, None
 
 
-def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales and minima, [n, 8] each, of Q4_K and Q5_K: the first four in whole bytes' low bits, the others spread."""
     scale, minimum, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([scale & 63, (rest & 15) | ((scale >> 6) << 4)], axis=1)
@@ -186,13 +185,13 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _q4_k(b: np.ndarray) -> Decoded:
-    scales, minima = _six_bits(b["scales"])
+    scales, minima = six_bits(b["scales"])
     codes = _int4(b["qs"], 32)
     return codes, _product(b["d"], scales), -8, -_product(b["dmin"], minima)
 
 
 def _q5_k(b: np.ndarray) -> Decoded:
-    scales, minima = _six_bits(b["scales"])
+    scales, minima = six_bits(b["scales"])
     codes = _joined(_nibbles(b["qs"], 32), _bits(b["qh"], 1, 32), 4)
     return _less(codes, 0), _product(b["d"], scales), 0, -_product(b["dmin"], minima)
 
@@ -226,8 +225,9 @@ def _tq2_0(b: np.ndarray) -> Decoded:
 
 
 def _mxfp4(b: np.ndarray) -> Decoded:
-    scale = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)  # half of 2^(e - 127), as the codes are doubled
-    return _looked_up(_E2M1, _nibbles(b["qs"], 16)), scale.astype(ml_dtypes.bfloat16), 0, None
+    codes = _int4(b["qs"], 16).data
+    codes ^= 0x88  # which `_int4` has done, too
+    return PackedInt4(codes, FLOAT4), exponents_of(b["e"], "of blocks of MXFP4"), 0, None
 
 
 _D, _M, _DMIN = ("d", "<f2"), ("m", "<f2"), ("dmin", "<f2")

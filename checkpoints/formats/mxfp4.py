@@ -2,7 +2,7 @@
 
 Defined by the OCP Microscaling Formats specification 1.0; the layout by transformers (`convert_moe_packed_tensors` of
 integrations/mxfp4.py): blocks uint8 [..., out, in / 32, 16], the lower half of a byte first, and scales uint8
-[..., out, in / 32]. Twice an E2M1 number is an integer of at most 12, so int8 codes with half the scale are exact.
+[..., out, in / 32], exponents of two (e8m0).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import EXPONENTS, Tensors, fetch, find, method, power_of_two, unpack
+from checkpoints.formats.packing import EXPONENTS, Tensors, exponents_of, fetch, find, method
+from checkpoints.int4 import FLOAT4, PackedInt4
 from pallas_kernels.types import QuantArray
 
 METHODS = ("mxfp4",)
 GROUP = 32
-DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> MXFP4 | None:
@@ -29,7 +29,7 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> MXFP4 | None:
 
 def decode(packed: np.ndarray, exponents: np.ndarray, name: str) -> QuantArray:
     """uint8 [out, in / 2] and, of the tensor called `name`, uint8 [out, in / 32] -> [out, in]."""
-    return QuantArray(unpack(packed, 4, DOUBLED), power_of_two(exponents, name, below=1), block=(1, GROUP))
+    return QuantArray(PackedInt4(packed, FLOAT4), exponents_of(exponents, name), block=(1, GROUP))
 
 
 @dataclass
@@ -38,7 +38,7 @@ class MXFP4:
 
     tensors: Tensors
     name: str = "mxfp4"
-    description: str = "MXFP4 in groups of 32, as int8 (exact)"
+    description: str = "MXFP4 in groups of 32"
 
     def parts(self, weight: str) -> tuple[str, ...]:
         module = weight.removesuffix(".weight")

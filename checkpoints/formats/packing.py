@@ -100,16 +100,15 @@ def fetch_scale(
             forms[()] = block
     scale = fetch(tensors, name, (*FLOATS, *EXPONENTS), *forms)
     block = forms[scale.shape]
-    scale = power_of_two(scale, name) if scale.dtype.name in EXPONENTS else scale
+    scale = exponents_of(scale, name).astype(ml_dtypes.bfloat16) if scale.dtype.name in EXPONENTS else scale
     return scale.reshape(scale.shape if scale.ndim == 2 else (-1, 1)), block
 
 
-def power_of_two(exponents: np.ndarray, name: str, below: int = 0) -> np.ndarray:
-    """Scales stored as e8m0 (https://www.opencompute.org, Microscaling Formats 1.0) -> bfloat16 2^(e - 127 - below)."""
-    exponents = exponents.view(np.uint8)
-    if (exponents == 255).any():
+def exponents_of(stored: np.ndarray, name: str) -> np.ndarray:
+    """Scales stored as e8m0 (https://www.opencompute.org, Microscaling Formats 1.0), 2^(e - 127), as such numbers."""
+    if (stored.view(np.uint8) == 255).any():
         raise CheckpointError(f"tensor {name!r} has scales that are no numbers (255)")
-    return np.ldexp(np.float32(1), exponents.astype(np.int32) - (127 + below)).astype(ml_dtypes.bfloat16)
+    return stored.view(ml_dtypes.float8_e8m0fnu)
 
 
 def unpack(words: np.ndarray, bits: int, table: np.ndarray | None = None) -> np.ndarray:

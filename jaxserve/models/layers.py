@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Parts, Row
-from pallas_kernels.types import PanelArray, QuantArray
+from pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 
 def weight(
@@ -25,7 +25,7 @@ def weight(
     """
     if module.has_variable("params", name):
         given: Any = module.get_variable("params", name)
-        if isinstance(given, QuantArray | PanelArray | Row):
+        if isinstance(given, QuantArray | BlockArray | PanelArray | Row):
             return cast(jax.Array, given)
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 

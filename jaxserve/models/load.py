@@ -34,12 +34,21 @@ from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import SCHEMES, abstract_like, place, rounded, splits_evenly
+from jaxserve.models.quantized import (
+    FORMS,
+    SCHEMES,
+    abstract_like,
+    as_blocks,
+    keeps_blocks,
+    place,
+    rounded,
+    splits_evenly,
+)
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels import cpu_panels
 from pallas_kernels.ops import checked, checked_draw, checked_fused, checked_matmul, choose_ops, matmul_of, quant_matmul
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import BLOCK_KINDS, BlockArray, QuantArray
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +185,7 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Dec
         return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
 
     def is_weight(x: Any) -> bool:
-        return isinstance(x, QuantArray)
+        return isinstance(x, QuantArray | BlockArray)
 
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
     weights = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
@@ -200,9 +209,11 @@ def load_params(
     progress: bool = True,
     ignored_keys: Collection[str] = (),
     packing: Packing | None = None,
+    blocks: bool = False,
 ) -> dict[str, Any]:
     """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are,
-    unless `dequantize`; floats by `quantization` where that is one of SCHEMES. With a `packing` matrices become panels.
+    unless `dequantize`; floats by `quantization` where that is one of SCHEMES. With a `packing` matrices become panels,
+    with `blocks` those of GGUF's BLOCK_KINDS become BlockArrays.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
@@ -227,11 +238,14 @@ def load_params(
             host = rounded(name, host, scheme)
         if packing and is_matrix(name) and (packed := packing.pack(host, mesh)) is not None:
             return packed
-        if isinstance(host, StoredRows):  # rows of several types in a panel
+        if isinstance(host, StoredRows) and blocks and (kept := as_blocks(host, sharding)) is not None:
+            return place(name, kept, sharding)
+        if isinstance(host, StoredRows):  # rows of several types in a panel, or in a weight
             host = read_weight(pieces[name], source.tensors, abstract[name], source.reader)
         return place(name, host, sharding)
 
-    as_stored = packing.types if packing and not dequantize else ()
+    kept = packing.types if packing else BLOCK_KINDS if blocks else ()
+    as_stored = () if dequantize else kept
     flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put, as_stored)
     return unflatten_dict(flat, sep="/")
 
@@ -263,10 +277,11 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
             progress=progress,
             ignored_keys=config.ignore_config_keys,
             packing=packing,
+            blocks=keeps_blocks(mesh),
         )
     scheme = None if config.quantization == "auto" else config.quantization
-    if scheme and scheme not in SCHEMES:
-        raise ConfigError(f"dummy weights can be quantized to {', '.join(SCHEMES)}, not to {scheme!r}")
+    if scheme and scheme not in FORMS:
+        raise ConfigError(f"dummy weights can be quantized to {', '.join(FORMS)}, not to {scheme!r}")
     params = dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
     if packing is None:
         return params

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from checkpoints.formats.gguf_fields import block_array
 from checkpoints.int4 import PackedInt4
 from checkpoints.quantize import Scheme, rtn
-from checkpoints.quantized import refine
+from checkpoints.quantized import StoredRows, refine, with_bytes
 from jaxserve.mesh import quant_block, quant_specs
 from pallas_kernels import cpu
 from pallas_kernels.int4 import int4_of_bytes
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import BlockArray, QuantArray
 
 GROUP = 128  # inputs that share a scale of int4
 
@@ -28,6 +30,11 @@ SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
     "int8": (jnp.int8, None, jnp.bfloat16),
     "int4": (jnp.int4, GROUP, jnp.bfloat16),
     "fp8": (jnp.float8_e4m3fn, None, jnp.float32),
+}
+# The same of forms that are read, or made of random numbers, but that nothing is rounded to.
+FORMS = SCHEMES | {
+    "mxfp4": (jnp.float4_e2m1fn, 32, jnp.float8_e8m0fnu),
+    "nvfp4": (jnp.float4_e2m1fn, 16, jnp.float8_e4m3fn),
 }
 
 
@@ -38,18 +45,40 @@ def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray
     return rtn(host, Scheme(scheme, _group(host.shape[1]) if scheme == "int4" else None))
 
 
-def place(path: str, host: np.ndarray | QuantArray, sharding: Sharding, scheme: str | None = None) -> Any:
+def place(path: str, host: np.ndarray | QuantArray | BlockArray, sharding: Sharding, scheme: str | None = None) -> Any:
     """Brings a weight to the devices; `sharding` is that of the plain one.
 
     With a `scheme` it is `rounded` first. The blocks of a quantized one become small enough for every device to get
     whole ones.
     """
-    if scheme:
+    if scheme and not isinstance(host, BlockArray):
         host = rounded(path, host, scheme)
-    if not isinstance(host, QuantArray):
+    if not isinstance(host, QuantArray | BlockArray):
         return jax.device_put(host, sharding)
-    host = refine(host, quant_block(host, *_split(sharding)))
+    host = _for_devices(host, sharding)
     return jax.tree.map(_put, host, _shardings(host, sharding))
+
+
+def keeps_blocks(mesh: Mesh) -> bool:
+    """Whether GGUF's blocks of BLOCK_KINDS stay as they are on these devices: on GPUs, which have a kernel for them."""
+    return mesh.devices.flat[0].platform in ("gpu", "cuda") and importlib.util.find_spec("jax_triton") is not None
+
+
+def as_blocks(rows: StoredRows, sharding: Sharding) -> BlockArray | None:
+    """Rows of a file in blocks that devices can share; None where they are of several kinds, or would be cut."""
+    w, (spec, mesh) = block_array(rows), _split(sharding)
+    inputs = (*spec, None, None)[1]
+    blocks = rows.inputs // w.block[1] if w else 0
+    return None if inputs is not None and blocks % mesh.shape[inputs] else w
+
+
+def _for_devices(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
+    """The form that a weight has on the devices: blocks of which each gets whole ones, and on CPU, which has no kernel
+    for 4-bit floats, bytes."""
+    if isinstance(host, BlockArray):
+        return host
+    host = refine(host, quant_block(host, *_split(sharding)))
+    return with_bytes(host) if _split(sharding)[1].devices.flat[0].platform == "cpu" else host
 
 
 def _put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
@@ -60,14 +89,16 @@ def _put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
     on_cpu = sharding.mesh.devices.flat[0].platform == "cpu"
     if sharding.shard_shape(host.shape)[1] % 2 or (on_cpu and not cpu.available(cpu.QUANT_MATMUL)):
         return jax.device_put(np.asarray(host), sharding)
-    return _unpacker(sharding)(jax.device_put(host.data, sharding))
+    return _unpacker(sharding, host.dtype)(jax.device_put(host.data, sharding))
 
 
 @cache
-def _unpacker(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _unpacker(sharding: NamedSharding, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
     """Of bytes that lie so on the devices."""
     spec = sharding.spec
-    local = jax.shard_map(int4_of_bytes, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    local = jax.shard_map(
+        partial(int4_of_bytes, dtype=dtype), mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
     return jax.jit(local)
 
 
@@ -76,9 +107,9 @@ def splits_evenly(w: QuantArray, sharding: Sharding) -> bool:
     return quant_block(w, *_split(sharding)) == w.block
 
 
-def abstract_like(host: QuantArray, sharding: Sharding) -> QuantArray:
+def abstract_like(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
     """The shapes and shardings of what `place` would make."""
-    host = refine(host, quant_block(host, *_split(sharding)))
+    host = _for_devices(host, sharding)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), host, _shardings(host, sharding)
     )
@@ -95,7 +126,7 @@ def is_quantizable(path: str) -> bool:
 
 
 def quantized_abstract(abstract: Mapping[str, jax.ShapeDtypeStruct], scheme: str) -> dict[str, Any]:
-    """`weights.abstract_params` with the matrices of the layers quantized by one of SCHEMES."""
+    """`weights.abstract_params` with the matrices of the layers in one of FORMS."""
     return {path: _quantized(a, scheme) if is_quantizable(path) else a for path, a in abstract.items()}
 
 
@@ -109,18 +140,22 @@ def random_weight(key: jax.Array, like: QuantArray) -> QuantArray:
     else:
         codes, deviation = jax.random.normal(codes_key, like.shape).astype(like.codes.dtype), 1.0
     unit = 1 / (deviation * math.sqrt(like.shape[1]))
-    scale = jax.random.uniform(scale_key, like.scale.shape, minval=0.5, maxval=1.5) * unit
-    return dataclasses.replace(like, codes=codes, scale=scale.astype(like.scale.dtype))
+    scale = jax.random.uniform(scale_key, like.scale.shape, minval=0.5, maxval=1.5)
+    if like.gain is None:
+        return dataclasses.replace(like, codes=codes, scale=(scale * unit).astype(like.scale.dtype))
+    gain = jnp.full(like.gain.shape, unit, jnp.float32)
+    return dataclasses.replace(like, codes=codes, scale=scale.astype(like.scale.dtype), gain=gain)
 
 
 def _quantized(dense: jax.ShapeDtypeStruct, scheme: str) -> QuantArray:
-    codes, group, scale = SCHEMES[scheme]
+    codes, group, scale = FORMS[scheme]
     out, inputs = dense.shape
 
     def form(group: int) -> QuantArray:
         blocks = (out, -(-inputs // group))
         shapes = jax.ShapeDtypeStruct(dense.shape, codes), jax.ShapeDtypeStruct(blocks, scale)
-        return QuantArray(*shapes, block=(1, group))
+        gain = jax.ShapeDtypeStruct((out, 1), jnp.float32) if scheme == "nvfp4" else None
+        return QuantArray(*shapes, block=(1, group), gain=gain)
 
     shape = form(min(group or inputs, inputs))
     shape = form(quant_block(shape, *_split(dense.sharding))[1])
@@ -128,7 +163,7 @@ def _quantized(dense: jax.ShapeDtypeStruct, scheme: str) -> QuantArray:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shape, shardings)
 
 
-def _shardings(w: QuantArray, of_plain: Sharding) -> QuantArray:
+def _shardings(w: QuantArray | BlockArray, of_plain: Sharding) -> QuantArray | BlockArray:
     spec, mesh = _split(of_plain)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), quant_specs(w, spec, mesh))
 

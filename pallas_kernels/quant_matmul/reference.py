@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quant_matmul import blocks
 from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import BlockArray, QuantArray
 
 BLOCK_BYTES = 16 << 20  # of dequantized rows at a time, in float32
 
@@ -41,22 +42,26 @@ def per_row(w: QuantArray) -> QuantArray:
     return replace(w, scale=spread(w.scale), zero=spread(w.zero), bias=spread(w.bias), block=(1, w.block[1]))
 
 
-def dequantize(w: QuantArray) -> jax.Array:
+def dequantize(w: QuantArray | BlockArray) -> jax.Array:
     """The weight [..., out, in] in float32."""
+    if isinstance(w, BlockArray):
+        return blocks.dequantize(w)
     codes = w.codes.astype(jnp.float32)
     if w.zero is not None:
         codes = codes - expand(w.zero, w.block, w.shape)
     values = codes * expand(w.scale, w.block, w.shape)
-    return values if w.bias is None else values + expand(w.bias, w.block, w.shape)
+    if w.bias is not None:
+        values = values + expand(w.bias, w.block, w.shape)
+    return values if w.gain is None else values * w.gain
 
 
-def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+def quant_matmul(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
     """x [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out]. `count` is ignored."""
     out, inputs = w.shape
     step = max(BLOCK_BYTES // (4 * inputs), 1)
     if step >= out:
         return _product(x, w)
-    if step < w.block[0]:
+    if step < w.block[0] and isinstance(w, QuantArray):
         w = per_row(w)
     step = step // w.block[0] * w.block[0]
     whole = out // step
@@ -93,19 +98,27 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) ->
     return lax.scan(expert, start, (w, last, group_sizes))[0]
 
 
-def _rows(w: QuantArray, start: jax.Array | int, size: int) -> QuantArray:
+def _rows(w: QuantArray | BlockArray, start: jax.Array | int, size: int) -> QuantArray | BlockArray:
     """Rows [start, start + size), of which `start` begins a block."""
+    if isinstance(w, BlockArray):
+        return jax.tree.map(lambda field: lax.dynamic_slice_in_dim(field, start, size), w)
     first, blocks = start // w.block[0], -(-size // w.block[0])
 
     def cut(values):
         return None if values is None else lax.dynamic_slice_in_dim(values, first, blocks)
 
-    codes = lax.dynamic_slice_in_dim(w.codes, start, size)
-    return replace(w, codes=codes, scale=cut(w.scale), zero=cut(w.zero), bias=cut(w.bias))
+    codes, gain = (
+        None if values is None else lax.dynamic_slice_in_dim(values, start, size) for values in (w.codes, w.gain)
+    )
+    return replace(w, codes=codes, scale=cut(w.scale), zero=cut(w.zero), bias=cut(w.bias), gain=gain)
 
 
-def _product(x: jax.Array, w: QuantArray) -> jax.Array:
-    if w.block[1] < w.shape[1] or w.zero is not None or w.bias is not None:
+def _product(x: jax.Array, w: QuantArray | BlockArray) -> jax.Array:
+    if (
+        isinstance(w, BlockArray)
+        or w.block[1] < w.shape[1]
+        or not (w.zero is None and w.bias is None and w.gain is None)
+    ):
         return _dot(x.astype(jnp.float32), dequantize(w))
     return _dot(x, w.codes.astype(x.dtype)) * expand(w.scale, w.block, (w.shape[0], 1)).T
 

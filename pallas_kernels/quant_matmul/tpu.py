@@ -39,7 +39,7 @@ from pallas_kernels.types import QuantArray
 
 OUTS_STEP = 256  # of a tile that are multiplied at a time, which bounds the size of the program
 VMEM_LIMIT = 48 << 20
-CODES = ("int4", "int8", "float8_e4m3fn")
+CODES = ("int4", "int8", "float8_e4m3fn", "float4_e2m1fn")
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
@@ -216,7 +216,7 @@ def _kernel_input(x: jax.Array) -> jax.Array:
 
 
 def _side_inputs(w: QuantArray, plan: Plan) -> list[jax.Array]:
-    """Scale, and zero and bias where there are, [experts or 1, output tiles or 1, groups, outs or row blocks].
+    """Scale, and zero, bias and gain where there are, [experts or 1, output tiles or 1, groups, outs or row blocks].
 
     With `plan.outs_first` [experts or 1, 1, outs, groups].
     """
@@ -232,14 +232,14 @@ def _side_inputs(w: QuantArray, plan: Plan) -> list[jax.Array]:
         array = jnp.pad(array, ((0, 0), (0, -array.shape[1] % per_tile), (0, 0)))
         return jnp.swapaxes(array.reshape(array.shape[0], -1, per_tile, array.shape[2]), 2, 3)
 
-    return [arrange(array) for array in (w.scale, w.zero, w.bias) if array is not None]
+    return [arrange(array) for array in (w.scale, w.zero, w.bias, w.gain) if array is not None]
 
 
 def _side_spec(array: jax.Array, plan: Plan, index) -> pl.BlockSpec:
     """Block of one array of `_side_inputs`; `index` maps the grid to an expert and an output tile."""
     _, tiles, groups, width = array.shape
     if plan.outs_first:
-        shape, place = (None, None, plan.outs, plan.groups), lambda expert, j: (expert, 0, j, 0)
+        shape, place = (None, None, plan.outs, width), lambda expert, j: (expert, 0, j, 0)
     elif plan.rows == 1:
         shape, place = (None, None, groups, plan.outs), lambda expert, j: (expert, 0, 0, j)
     else:
@@ -264,8 +264,11 @@ def _group_sums(x: jax.Array, plan: Plan) -> list[jax.Array]:
 
 def _begin(plan: Plan, side, scales, total) -> None:
     """Fills the scratch of scales, and starts the sums with what zero and bias add."""
-    arrays = [_expand(plan, ref[...].astype(jnp.float32)) for ref in side[: 1 + plan.has_zero + plan.has_bias]]
+    count = 1 + plan.has_zero + plan.has_bias
+    arrays = [_expand(plan, ref[...].astype(jnp.float32)) for ref in side[:count]]
     scale = arrays[0]
+    if plan.has_gain:
+        scale *= _expand(plan, side[count][...])
     for tile in range(scales.shape[0]):
         first = tile * plan.tile_groups
         count = min(plan.tile_groups, plan.groups - first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -39,6 +40,7 @@ class Plan:
     scaling: str
     has_zero: bool
     has_bias: bool
+    has_gain: bool
     rounds: bool
     factor: float
 
@@ -81,7 +83,7 @@ def make_plan(
     )
     ins = _tile(inputs, unit, most_inputs or tuned.get("inputs") or (FEW_INPUTS if few else INPUTS))
     most_outs = most_outs or tuned.get("outs") or OUTS
-    code_bits = 4 if w.codes.dtype == jnp.int4 else 8
+    code_bits = jax.dtypes.itemsize_bits(w.codes.dtype)
     outs = min(FEW_CODES * 8 // (code_bits * ins), most_outs) if few else most_outs
     outs_unit = LANES if w.scale.shape[-2] == 1 else math.lcm(rows, LANES)
     outs = max(outs // outs_unit, 1) * outs_unit
@@ -99,6 +101,7 @@ def make_plan(
         scaling=scaling,
         has_zero=w.zero is not None,
         has_bias=w.bias is not None,
+        has_gain=w.gain is not None,
         rounds=scaling == "weights" and x_dtype == jnp.bfloat16,
         factor=factor(w.codes.dtype),
     )

@@ -8,6 +8,8 @@ the group's sum of x:
 
   out += scale * (codes @ x) + (bias - zero * scale) * sum(x)
 
+4-bit floats meet their scales in registers instead (`triton_fp4`), and a row's gain multiplies its sum.
+
 Traffic: codes and scales once per 128 tokens, x once per tile of outputs (from the L2 cache). Splits, chosen from
 static sizes where the tiles alone would leave the device idle, write float32 partials which XLA adds up.
 Pipeline: `stages` steps of codes and x in flight (cp.async).
@@ -27,12 +29,15 @@ import triton.language as tl
 from jax import lax
 
 from pallas_kernels import triton_compat, tuning
+from pallas_kernels.quant_matmul import triton_blocks
+from pallas_kernels.quant_matmul.triton_fp4 import E8M0, SCALES, fp4_scales, fp4_weights
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.triton_compat import Target, pad
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import BlockArray, QuantArray
 
 FLOATS = ("bfloat16", "float16", "float32")
-CODES = ("int4", "int8", "float8_e4m3fn")
+FLOAT4 = "float4_e2m1fn"
+CODES = ("int4", "int8", "float8_e4m3fn", FLOAT4)
 PTX = True  # inline, where that is faster; Triton's interpreter has none
 FP8_SHIFT = 256.0  # of float8 codes that are moved into the bits of a float16, see `_fp8_bits`
 
@@ -58,13 +63,28 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
         return f"it needs compute capability 8.0 or newer, {device.kind} has {device.capability}"
     if x not in FLOATS:
         return f"x must be one of {', '.join(FLOATS)}, not {x}"
+    if problem.kind:
+        return triton_blocks.why_not(problem)
     if codes not in CODES:
         return f"codes must be one of {', '.join(CODES)}, not {codes}"
     if codes == "int4" and problem.inputs % 2:
         return f"int4 codes need an even number of inputs, not {problem.inputs}"
+    if codes == FLOAT4:
+        return _why_not_fp4(problem)
     least = _least_step(codes)
     if problem.block[1] < problem.inputs and problem.block[1] % least:
         return f"groups of {codes} codes must be multiples of {least} inputs, not {problem.block[1]}"
+    return None
+
+
+def _why_not_fp4(problem: MatmulProblem) -> str | None:
+    scale = None if problem.scale_dtype is None else problem.scale_dtype.name
+    if scale not in SCALES:
+        return f"scales of {FLOAT4} codes must be one of {', '.join(SCALES)}, not {scale}"
+    if problem.block not in ((1, 8), (1, 16), (1, 32)) or problem.inputs % 4 or problem.has_zero or problem.has_bias:
+        return f"{FLOAT4} codes must lie in groups of 8, 16 or 32, of a multiple of 4 inputs, without zeros and biases"
+    if SCALES[scale] == E8M0 and problem.x_dtype.name == "float16":
+        return "float16 has not the exponents of float8_e8m0fnu scales"
     return None
 
 
@@ -74,14 +94,14 @@ def _least_step(codes: str) -> int:
 
 def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, group: int, target: Target) -> Tiles:
     """Tile sizes for a problem; to be tuned on the devices."""
-    grouped = group < inputs
+    grouped = group < inputs and codes != FLOAT4
     within = group & -group if grouped else 128  # the largest power of two that divides the group
     if x_dtype == "float32":
-        piece = min(within, 32)
+        piece = 64 if codes == FLOAT4 else min(within, 32)
         tile = Tiles(pad(min(tokens, 32), 16), 32, piece, piece, 1, 4, 2)
     elif tokens <= 64:
         # Memory stays busy if some 40 KiB of codes are in flight on each multiprocessor.
-        step = 256 if codes == "int4" and tokens <= 32 else 128
+        step = 256 if codes in ("int4", FLOAT4) and tokens <= 32 else 128
         tile = Tiles(pad(tokens, 16), 64, min(within, 128), step, 1, 4, 4)
     else:
         # Capabilities 8.6, 8.9 and 12.0 have 99 KiB of shared memory, the others at least 163.
@@ -90,7 +110,7 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
         tile = Tiles(128, 128, min(within, step), step, 1, 8, 3 if roomy else 2)
     tuned = tuning.lookup(
         "matmul", "triton",
-        x=x_dtype, codes=codes, group=group if grouped else 0, out=outputs, inputs=inputs, tokens=tokens,
+        x=x_dtype, codes=codes, group=group if group < inputs else 0, out=outputs, inputs=inputs, tokens=tokens,
     )  # fmt: skip
     tile = tile._replace(**tuned)
     tile = tile._replace(inputs=min(tile.inputs, tile.step))
@@ -160,7 +180,7 @@ def _shift(factor, zero, bias, at, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexp
 def _piece(
     acc, sums, x_row, codes_row, scale_row, scale, zero, bias, start, column,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    PER: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+    PER: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr, FP4: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Adds the products of the inputs from `start`, which lie in one group, to acc [outputs, tokens], and the sums of x
@@ -172,11 +192,15 @@ def _piece(
     at = start // PER
     inside = (at + column < COLUMNS)[None, :]
     w = tl.load(codes_row + at) if WHOLE else tl.load(codes_row + at, mask=inside, other=0.0)
-    part = tl.zeros_like(acc) if GROUP else acc
+    if FP4:
+        scales = fp4_scales(scale + scale_row, start, x_row, FP4, GROUP, GROUPS, column.shape[0])
+    part = tl.zeros_like(acc) if GROUP and not FP4 else acc
     for nibble in tl.static_range(PER):
         x_at = x_row + (nibble * TOKENS * COLUMNS + at)
         tokens = tl.load(x_at) if WHOLE else tl.load(x_at, mask=inside, other=0.0)
-        if PER > 1:
+        if FP4:
+            left = fp4_weights(w, scales, nibble, PTX)
+        elif PER > 1:
             left = _nibble(w, x_row, nibble, PER, PTX)
         elif BITS:
             left = _fp8_bits(w).to(dtype)
@@ -185,7 +209,7 @@ def _piece(
         part = tl.dot(left, tl.trans(tokens), part, input_precision="ieee")
         if SHIFTED:
             sums += tl.sum(tokens.to(tl.float32), 1)
-    if GROUP:
+    if GROUP and not FP4:
         group = scale_row + tl.minimum(start // GROUP, GROUPS - 1)
         factor = tl.load(scale + group).to(tl.float32)
         acc += part * (factor * FACTOR)[:, None]
@@ -199,16 +223,16 @@ def _piece(
 
 @triton.jit
 def _matmul(
-    x, codes, scale, zero, bias, count, items, out,
+    x, codes, scale, zero, bias, gain, count, items, out,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROUP: tl.constexpr,
-    PER: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FACTOR: tl.constexpr, SPLITS: tl.constexpr, GROUPED: tl.constexpr,
+    PER: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr, FP4: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, FACTOR: tl.constexpr, SPLITS: tl.constexpr, GROUPED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """PER 2 or 4: int4 codes in int8 or int16, [OUTPUTS, INPUTS / PER], with x [PER, TOKENS, INPUTS / PER]: what
-    belongs to the first of each PER codes, to the second, and so on. BITS: float8 codes as int8. GROUP 0: all inputs
-    share a scale. `out` is [SPLITS, TOKENS, OUTPUTS]. GROUPED: each tile of tokens is one of `items` [tiles, 3]:
-    expert, first token, end; weights have a leading dimension of experts."""
+    belongs to the first of each PER codes, to the second, and so on. BITS: float8 codes as int8. FP4: what scales are
+    of 4-bit floats, in int16. GROUP 0: all inputs share a scale. `out` is [SPLITS, TOKENS, OUTPUTS]. GROUPED: each tile
+    of tokens is one of `items` [tiles, 3]: expert, first token, end; weights have a leading dimension of experts."""
     COLUMNS: tl.constexpr = INPUTS // PER
     SHIFTED: tl.constexpr = HAS_ZERO or HAS_BIAS
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUP else 1
@@ -217,7 +241,7 @@ def _matmul(
         start, stop = tl.load(items + tl.program_id(0) * 3 + 1), tl.load(items + tl.program_id(0) * 3 + 2)
         codes += expert * OUTPUTS * COLUMNS
         blocks = expert * ((OUTPUTS + BLOCK_OUT - 1) // BLOCK_OUT * GROUPS)
-        scale, zero, bias = scale + blocks, zero + blocks, bias + blocks
+        scale, zero, bias, gain = scale + blocks, zero + blocks, bias + blocks, gain + expert * OUTPUTS
         live = start < stop
     else:
         start, stop = tl.program_id(0) * BM, TOKENS
@@ -240,13 +264,15 @@ def _matmul(
         for piece in tl.static_range(STEP // BK):
             acc, sums = _piece(
                 acc, sums, x_row, codes_row, scale_row, scale, zero, bias, at + piece * BK, column,
-                TOKENS, INPUTS, STEP, GROUP, GROUPS, PER, BITS, PTX, HAS_ZERO, HAS_BIAS, FACTOR,
+                TOKENS, INPUTS, STEP, GROUP, GROUPS, PER, BITS, PTX, FP4, HAS_ZERO, HAS_BIAS, FACTOR,
             )  # fmt: skip
     if not GROUP:
         factor = tl.load(scale + scale_row).to(tl.float32)
         acc *= (factor * FACTOR)[:, None]
         if SHIFTED:
             acc += _shift(factor, zero, bias, scale_row, HAS_ZERO, HAS_BIAS)[:, None] * sums[None, :]
+    if HAS_GAIN:
+        acc *= tl.load(gain + tl.minimum(output, OUTPUTS - 1))[:, None]
     to = (tl.program_id(2).to(tl.int64) * TOKENS + token)[:, None] * OUTPUTS + output[None, :]
     tl.store(
         out + to, tl.trans(acc).to(out.dtype.element_ty), mask=(token < stop)[:, None] & (output < OUTPUTS)[None, :]
@@ -254,7 +280,7 @@ def _matmul(
 
 
 @jax.jit
-def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+def quant_matmul(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
     """x [tokens, in] times the weights [out, in], transposed -> float32 [tokens, out].
 
     `count`, an int32 scalar, says how many leading rows of x matter; tiles beyond hold zeros, minus zero or biases.
@@ -263,16 +289,18 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None)
 
 
 @jax.jit
-def quant_matmul_parts(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+def quant_matmul_parts(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
     """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
     return _product(x, w, count, x.dtype)
 
 
-def _product(x: jax.Array, w: QuantArray, count: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def _product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """x times w as parts [splits, tokens, out]: float32, or `dtype` where there is one."""
     tokens, inputs = x.shape
-    tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
     count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
+    if isinstance(w, BlockArray):
+        return triton_blocks.product(x, w, count, jnp.dtype(dtype))
+    tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
     return _call(x, w, tile, count, None, dtype)
 
 
@@ -313,23 +341,27 @@ def _call(
     tokens that follow each other up to `count`."""
     (tokens, inputs), outputs = x.shape, w.shape[-2]
     kind, group = w.codes.dtype.name, w.block[1]
-    codes, factor, per, bits = w.codes, 1.0, 1, False
-    if kind == "int4":
+    codes, scale, factor, per, bits, fp4 = w.codes, w.scale, 1.0, 1, False, 0
+    group = group if kind == FLOAT4 or group < inputs else 0
+    if kind == FLOAT4:
+        fp4, scale = SCALES[scale.dtype.name], lax.bitcast_convert_type(scale, jnp.int8)
+    if kind in ("int4", FLOAT4):
         # No copy: XLA's int4 arrays are packed, low half first. x is reordered by what computes it, or by a small copy.
-        per = 4 if tile.inputs >= 64 and inputs % 4 == 0 else 2
+        per = 4 if fp4 or (tile.inputs >= 64 and inputs % 4 == 0) else 2
         codes = codes.reshape(*codes.shape[:-1], inputs // per, per)
         codes = lax.bitcast_convert_type(codes, jnp.int16 if per == 4 else jnp.int8)
         x = x.reshape(tokens, inputs // per, per).transpose(2, 0, 1)
     elif kind == "float8_e4m3fn" and triton_compat.target().capability < 89:
         codes, bits, factor = lax.bitcast_convert_type(codes, jnp.int8), True, FP8_SHIFT
     return triton_compat.call(
-        _matmul, x, codes, w.scale, w.scale if w.zero is None else w.zero, w.scale if w.bias is None else w.bias, count,
+        _matmul, x, codes, scale, *(scale if part is None else part for part in (w.zero, w.bias, w.gain)), count,
         count if items is None else items,
         out=[jax.ShapeDtypeStruct((tile.splits, tokens, outputs), jnp.float32 if tile.splits > 1 else dtype)],
         grid=(-(-tokens // tile.tokens) if items is None else len(items), -(-outputs // tile.outputs), tile.splits),
         num_warps=tile.warps, num_stages=tile.stages,
-        TOKENS=tokens, OUTPUTS=outputs, INPUTS=inputs, BLOCK_OUT=w.block[0], GROUP=group if group < inputs else 0,
-        PER=per, BITS=bits, PTX=PTX and x.dtype != jnp.float32, HAS_ZERO=w.zero is not None,
-        HAS_BIAS=w.bias is not None, FACTOR=factor, SPLITS=tile.splits, GROUPED=items is not None,
+        TOKENS=tokens, OUTPUTS=outputs, INPUTS=inputs, BLOCK_OUT=w.block[0], GROUP=group,
+        PER=per, BITS=bits, PTX=PTX and x.dtype != jnp.float32, FP4=fp4, HAS_ZERO=w.zero is not None,
+        HAS_BIAS=w.bias is not None, HAS_GAIN=w.gain is not None, FACTOR=factor, SPLITS=tile.splits,
+        GROUPED=items is not None,
         BM=tile.tokens, BN=tile.outputs, BK=tile.inputs, STEP=tile.step,
     )[0]  # fmt: skip

@@ -22,11 +22,11 @@ from jaxserve.mesh import make_mesh
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder
-from jaxserve.models.quantized import quantized_abstract
+from jaxserve.models.quantized import is_quantizable, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.runner import ModelRunner
 from jaxserve.steps import StepShape
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import BLOCK_KINDS, BlockArray, QuantArray
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,15 +85,29 @@ def make_runner(
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers} | changes))
     mesh = make_mesh(len(devices), devices)
     model = read_model_config(HFConfig.read(folder))
-    backends = {"attention": backend, "matmul": "auto" if scheme == "bf16" else backend}
+    backends = {"attention": backend, "matmul": backend if scheme in ("int8", "int4") else "auto"}
     decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, kv_dtype=kv_dtype, **backends)
     params = abstract_params(decoder, mesh)
-    if scheme != "bf16":
+    if scheme in BLOCK_KINDS:
+        params = {path: in_blocks(a, scheme) if is_quantizable(path) else a for path, a in params.items()}
+    elif scheme != "bf16":
         params = quantized_abstract(params, scheme)
     runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
     layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, kv_dtype, devices[0].platform)
     runner.plan(layout, context // page_size)
     return runner, params
+
+
+def in_blocks(plain: jax.ShapeDtypeStruct, kind: str) -> BlockArray:
+    """The form of a weight in GGUF's blocks."""
+    form, (out, inputs) = BLOCK_KINDS[kind], plain.shape
+    dtypes = {"low": "uint8", "high": "uint8", "words": "int32", "factors": "float16"}
+
+    def field(name: str) -> jax.ShapeDtypeStruct | None:
+        size = inputs // form.block * getattr(form, name)
+        return jax.ShapeDtypeStruct((out, size), dtypes[name], sharding=plain.sharding) if size else None
+
+    return BlockArray(*map(field, dtypes), kind)
 
 
 def cache_copies(text: str, elements: int) -> list[str]:
@@ -110,8 +124,8 @@ def cache_copies(text: str, elements: int) -> list[str]:
 def dequantized_copies(text: str, params: dict) -> list[str]:
     """Instructions of a compiled program that make an array of the sizes, on a device, of a quantized weight, in any
     dtype. TPUs fetch weights ahead into their own memory, S(1), which is no copy in the device's."""
-    weights = [w for w in params.values() if isinstance(w, QuantArray)]
-    shapes = {tuple(sorted(w.codes.sharding.shard_shape(w.shape))) for w in weights}
+    weights = [w for w in params.values() if isinstance(w, QuantArray | BlockArray)]
+    shapes = {tuple(sorted(jax.tree.leaves(w)[0].sharding.shard_shape(w.shape))) for w in weights}
     found = []
     for line in text.splitlines():
         match = re.search(r"= \(?\w+\[([\d,]+)\](\S*) ([\w-]+)\(", line)
@@ -170,6 +184,26 @@ def test_steps_of_llama_8b(target, backend, page_size, scheme, layers, tmp_path)
         memory = runner.lower(("draw", 64)).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= runner.slot_bytes
         assert memory.temp_size_in_bytes < 2**29
+
+
+@pytest.mark.parametrize(
+    ("target", "scheme"),
+    [
+        ("h200x1", "mxfp4"),
+        ("h200x8", "Q4_K"),
+        ("v6e-4", "mxfp4"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("h200x8", "nvfp4"), ("h200x1", "Q6_K"), ("h200x1", "Q2_K"), ("v5e-8", "nvfp4"))
+        ),
+    ],
+)
+def test_steps_of_narrow_weights(target, scheme, tmp_path):
+    """4-bit floats and GGUF's blocks stay as narrow as they are, and `auto` finds their kernels."""
+    backend, page_size = ("mosaic_gpu", 16) if target.startswith("h200") else ("mosaic_tpu", 64)
+    runner, params = make_runner(tmp_path, target, backend, page_size, 2, scheme)
+    check(runner, StepShape.of(64, 64, page_size, decode_only=True), 2, params)
+    check(runner, StepShape.of(PROMPT_TOKENS, 64, page_size, decode_only=False), 2, params)
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def test_every_bit_of_a_quantized_weight(file, name):
     assert isinstance(read, QuantArray)
     assert read.shape == (12, 768)
     assert read.scale.shape == (12, 768 // read.block[1])
-    np.testing.assert_array_equal(bits(dequantize(read)), bits(want))
-    np.testing.assert_array_equal(bits(tensor.read()), bits(want))
     rows = np.concatenate([part for _, part in tensor.read_rows(768 * 4 * 5)])
-    np.testing.assert_array_equal(bits(rows), bits(want))
+    for values in (dequantize(read), tensor.read(), rows):
+        values = values + np.float32(0) if name == "MXFP4" else values  # the package's table has no negative zero
+        np.testing.assert_array_equal(bits(values), bits(want))
 
 
 @pytest.mark.parametrize("name", BY_PACKAGE)

@@ -37,10 +37,11 @@ class Case:
     scale: str = "float32"
     x: str = "bfloat16"
     experts: int | None = None
+    gain: bool = False
 
     @property
     def dtype(self):
-        return {"int4": jnp.int4, "int8": jnp.int8, "fp8": FP8}[self.codes]
+        return {"int4": jnp.int4, "int8": jnp.int8, "fp8": FP8, "fp4": jnp.float4_e2m1fn}[self.codes]
 
     def shapes(self) -> QuantArray:
         lead = () if self.experts is None else (self.experts,)
@@ -56,6 +57,7 @@ class Case:
             array(scale, "int8") if self.zero else None,
             array(scale, self.scale) if self.bias else None,
             self.block,
+            gain=array((*codes[:-1], 1), "float32") if self.gain else None,
         )
 
     def make(self, seed: int = 0) -> tuple[jax.Array, QuantArray]:
@@ -66,6 +68,9 @@ class Case:
             random.integers(-limit, limit, shape) if limit else np.clip(random.standard_normal(shape) * 40, -448, 448)
         )
         scale = random.uniform(0.5, 1.5, shapes.scale.shape) / (limit or 64)
+        if self.codes == "fp4":
+            codes = random.integers(0, 16, shape, np.uint8).view(self.dtype)
+            scale = random.uniform(0.2, 4, shapes.scale.shape)
         zero, bias = random.integers(-8, 8, scale.shape), random.standard_normal(scale.shape) * 0.3
         x = random.standard_normal((self.tokens, self.inputs))
         return jnp.asarray(x, self.x), QuantArray(
@@ -74,6 +79,7 @@ class Case:
             jnp.asarray(zero, jnp.int8) if self.zero else None,
             jnp.asarray(bias, self.scale) if self.bias else None,
             self.block,
+            gain=jnp.asarray(random.uniform(0.5, 1.5, (*shape[:-1], 1)), jnp.float32) if self.gain else None,
         )
 
 
@@ -87,7 +93,8 @@ def dense(w: QuantArray) -> np.ndarray:
 
     value = np.asarray(w.codes.astype(jnp.float32), np.float64)
     value = (value if w.zero is None else value - spread(w.zero)) * spread(w.scale)
-    return value if w.bias is None else value + spread(w.bias)
+    value = value if w.bias is None else value + spread(w.bias)
+    return value if w.gain is None else value * np.asarray(w.gain, np.float64)
 
 
 def check(got, x, weight, tolerance):
@@ -111,6 +118,9 @@ FEW = [
     Case("int4", (1, 16), inputs=2048, zero=True),
     Case("fp8", (128, 512)),
     Case("fp8", (128, 128), out=200, inputs=400),
+    Case("fp4", (1, 32), out=200, inputs=2880, scale="float8_e8m0fnu"),
+    Case("fp4", (1, 16), out=130, inputs=400, scale="float8_e4m3fn", gain=True),
+    Case("fp4", (1, 16), inputs=2048, scale="float8_e4m3fn", gain=True),
 ]
 MANY = [
     Case("int8", (1, 512), tokens=80, out=300),
@@ -119,6 +129,8 @@ MANY = [
     Case("int4", (1, 128), tokens=80, zero=True, x="float32"),
     Case("fp8", (128, 128), tokens=80, out=200, inputs=200),
     Case("int8", (32, 64), tokens=80, inputs=256, zero=True),
+    Case("fp4", (1, 32), tokens=80, inputs=288, scale="float8_e8m0fnu"),
+    Case("fp4", (1, 16), tokens=80, inputs=256, scale="float8_e4m3fn", gain=True, x="float32"),
 ]
 
 
@@ -159,6 +171,8 @@ def test_equals_numpy(case):
         Case("fp8", (128, 128), inputs=600, tokens=20, bias=True),
         Case("fp8", (1, 600), inputs=600, tokens=80),
         Case("fp8", (128, 128), inputs=600, tokens=80, zero=True),
+        Case("fp4", (1, 32), inputs=544, tokens=20, scale="float8_e8m0fnu"),
+        Case("fp4", (1, 16), inputs=544, tokens=80, scale="float8_e4m3fn", gain=True),
     ],
     ids=str,
 )
@@ -180,6 +194,8 @@ GROUPED = [
     (Case("fp8", (128, 128), tokens=33, out=150, inputs=300, experts=3), [1, 0, 16]),
     (Case("int4", (1, 64), tokens=200, inputs=256, experts=2, bias=True), [70, 130]),
     (Case("int8", (1, 128), tokens=5, inputs=256, experts=4), [0, 0, 0, 0]),
+    (Case("fp4", (1, 32), tokens=40, inputs=288, experts=3, scale="float8_e8m0fnu"), [0, 3, 30]),
+    (Case("fp4", (1, 16), tokens=9, inputs=256, experts=2, scale="float8_e4m3fn", gain=True), [4, 4]),
 ]
 
 
@@ -250,6 +266,8 @@ FORMATS = {
     "int4 groups of 128": Case("int4", (1, 128), zero=True, scale="float16"),
     "fp8 blocks": Case("fp8", (128, 128)),
     "fp8 per tensor": Case("fp8", (1 << 20, 1 << 20)),
+    "MXFP4": Case("fp4", (1, 32), scale="float8_e8m0fnu"),
+    "NVFP4": Case("fp4", (1, 16), scale="float8_e4m3fn", gain=True),
 }
 # Each format meets few tokens and many, and each shape and number of tokens some formats.
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336)]
@@ -272,7 +290,7 @@ def compile_on(mesh, function, *arguments):
 
 
 def weight_bytes(case):
-    return case.out * case.inputs * (1 if case.codes != "int4" else 0.5)
+    return case.out * case.inputs * (0.5 if case.codes in ("int4", "fp4") else 1)
 
 
 @pytest.mark.parametrize(("name", "out", "inputs", "tokens"), COMPILED, ids=str)

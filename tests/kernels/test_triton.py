@@ -24,9 +24,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import triton_compat
 from pallas_kernels.paged_attention import triton_gpu as attention
+from pallas_kernels.quant_matmul import blocks, reference, triton_blocks
 from pallas_kernels.quant_matmul import triton_gpu as matmul
+from pallas_kernels.quant_matmul.triton_fp4 import fp4_ptx
 from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
-from pallas_kernels.types import KVPages, QuantArray
+from pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRET, reason="runs in a process of its own, by test_interpreted")
@@ -34,8 +36,9 @@ compiled = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted in this
 
 TRITON_TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8",
-    "float8_e4m3fn": "fp8e4nv",
+    "uint8": "u8", "float8_e4m3fn": "fp8e4nv",
 }  # fmt: skip
+FLOAT4 = "float4_e2m1fn"
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
 
 
@@ -135,6 +138,7 @@ def interpreter(monkeypatch):
         repair_interpreter(monkeypatch)
         monkeypatch.setattr(triton_compat, "call", interpret)
         monkeypatch.setattr(matmul, "PTX", False)  # see test_ptx_of_int4
+        monkeypatch.setattr(triton_blocks, "PTX", False)  # see test_ptx_of_blocks
         monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 1))
         with jax.disable_jit(), np.errstate(over="ignore"):
             yield
@@ -303,11 +307,16 @@ def quantized_weight(rng, outputs, inputs, codes, block, zero=False, bias=False,
     if codes == "float8_e4m3fn":
         values = rounded(rng, (outputs, inputs), codes)
         values[0, 0] = 2.0**-9  # the smallest, below the normal ones
+    elif codes == FLOAT4:
+        values = rng.integers(0, 16, (outputs, inputs), np.uint8).view(codes)
     else:
         low, high = (-8, 8) if codes == "int4" else (-128, 128)
         values = rng.integers(low, high, (outputs, inputs)).astype(np.int8)
     shape = -(-outputs // block[0]), -(-inputs // block[1])
     scale = rng.uniform(0.5, 1, shape).astype(scale_dtype)
+    if scale_dtype == "float8_e8m0fnu":
+        scale = rng.integers(117, 131, shape, np.uint8).view(scale_dtype)
+    gain = rng.uniform(0.5, 1, (outputs, 1)).astype(np.float32) if scale_dtype == "float8_e4m3fn" else None
     zeros = rng.integers(-8, 8, shape).astype(np.int8) if zero else None
     biases = rng.standard_normal(shape).astype(scale_dtype) if bias else None
 
@@ -316,9 +325,10 @@ def quantized_weight(rng, outputs, inputs, codes, block, zero=False, bias=False,
 
     gold = values.astype(np.float64)
     gold = (gold - (spread(zeros) if zero else 0)) * spread(scale) + (spread(biases) if bias else 0)
+    gold = gold if gain is None else gold * gain
     array = jnp.asarray(values).astype(jnp.int4) if codes == "int4" else jnp.asarray(values)
-    optional = [None if parameter is None else jnp.asarray(parameter) for parameter in (zeros, biases)]
-    return QuantArray(array, jnp.asarray(scale), *optional, block=block), gold
+    optional = [None if parameter is None else jnp.asarray(parameter) for parameter in (zeros, biases, gain)]
+    return QuantArray(array, jnp.asarray(scale), *optional[:2], block=block, gain=optional[2]), gold
 
 
 MATMULS = {
@@ -333,6 +343,16 @@ MATMULS = {
     "float8, per tensor": case(codes="float8_e4m3fn", block=(64, 128), inputs=128),
     "float8, per channel": case(codes="float8_e4m3fn", block=(1, 128), inputs=128, capability=80),
     "float8, blocks": case(codes="float8_e4m3fn", block=(128, 128), inputs=200, outputs=130, tokens=3),
+    "MXFP4": case(codes=FLOAT4, block=(1, 32), inputs=416, outputs=70, scale_dtype="float8_e8m0fnu"),
+    "MXFP4, splits": case(
+        codes=FLOAT4, block=(1, 32), inputs=2112, outputs=16, tokens=1, cores=4, scale_dtype="float8_e8m0fnu"
+    ),
+    "MXFP4, cut by devices": case(codes=FLOAT4, block=(1, 8), inputs=360, scale_dtype="float8_e8m0fnu"),
+    "MXFP4, one group": case(codes=FLOAT4, block=(1, 32), inputs=32, scale_dtype="float8_e8m0fnu"),
+    "NVFP4": case(codes=FLOAT4, block=(1, 16), inputs=208, outputs=33, tokens=20, scale_dtype="float8_e4m3fn"),
+    "prompt, MXFP4": case(
+        codes=FLOAT4, block=(1, 32), inputs=96, outputs=130, tokens=130, count=129, scale_dtype="float8_e8m0fnu"
+    ),
     "prompt, int4": case(codes="int4", block=(1, 128), inputs=128, outputs=130, tokens=130, zero=True, count=129),
     "prompt, int8": case(codes="int8", block=(1, 64), inputs=64, outputs=100, tokens=260, count=100, capability=89),
     "prompt, float8, blocks": case(codes="float8_e4m3fn", block=(128, 128), inputs=256, tokens=70),
@@ -341,7 +361,8 @@ MATMULS = {
 
 @interpreted
 @pytest.mark.parametrize(("dtype", "name"), [
-    *[("bfloat16" if i % 2 else "float16", name) for i, name in enumerate(MATMULS)],
+    *[("bfloat16" if i % 2 or "MXFP4" in name else "float16", name) for i, name in enumerate(MATMULS)],
+    ("float32", "NVFP4"), ("float32", "MXFP4"), ("bfloat16", "NVFP4"),
     ("float32", "int8, groups"), ("float32", "int4, groups of 128"), ("bfloat16", "int4, groups of 64"),
     ("bfloat16", "float8, per channel"),
 ])  # fmt: skip
@@ -374,6 +395,12 @@ GROUPS = {
     "int4, splits": case(
         codes="int4", block=(1, 32), inputs=2048, outputs=16, sizes=[0, 1, 0], tokens=1, cores=4, zero=True
     ),
+    "MXFP4": case(
+        codes=FLOAT4, block=(1, 32), inputs=288, outputs=72, sizes=[3, 0, 20], tokens=25, scale_dtype="float8_e8m0fnu"
+    ),
+    "NVFP4": case(
+        codes=FLOAT4, block=(1, 16), inputs=144, outputs=40, sizes=[3, 1], tokens=4, scale_dtype="float8_e4m3fn"
+    ),
 }
 
 
@@ -400,13 +427,51 @@ def test_grouped_quant_matmul(name, dtype, monkeypatch):
     assert not out[start:].any()
 
 
+def block_weight(rng, kind, outputs, inputs):
+    """A random BlockArray of NumPy arrays; its values, which tests/kernels/test_blocks.py compares with the gguf
+    package's, come from plain XLA."""
+    form, blocks = BLOCK_KINDS[kind], inputs // BLOCK_KINDS[kind].block
+
+    def words(count):
+        return rng.integers(-(2**31), 2**31, (outputs, blocks * count), np.int64).astype(np.int32)
+
+    high = words(1) if form.block == 32 else rng.integers(0, 256, (outputs, blocks * form.high), np.uint8)
+    w = BlockArray(
+        rng.integers(0, 256, (outputs, blocks * form.low), np.uint8),
+        high if form.high else None,
+        words(form.words) if form.words else None,
+        rounded(rng, (outputs, blocks * form.factors), np.float16),
+        kind,
+    )
+    return jax.tree.map(jnp.asarray, w)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks(kind, dtype, monkeypatch):
+    shapes = {"Q4_K": (70, 512, 20), "Q6_K": (33, 256, 3), "Q2_K": (16, 2048, 1), "Q5_1": (20, 96, 5)}
+    outputs, inputs, tokens = shapes.get(kind, (40, 512, 4))
+    monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 4 if tokens == 1 else 1))
+    rng = np.random.default_rng(len(kind) + tokens)
+    w, x = block_weight(rng, kind, outputs, inputs), rounded(rng, (tokens, inputs), dtype)
+    out = matmul.quant_matmul(jnp.asarray(x), w)
+    assert (out.dtype, out.shape) == (jnp.float32, (tokens, outputs))
+    assert np.isfinite(out).all()
+    gold = x.astype(np.float64) @ np.asarray(reference.dequantize(w), np.float64).T
+    np.testing.assert_allclose(out, gold, rtol=0, atol=2e-6 * np.abs(gold).max() * inputs**0.5)
+
+
 # --- PTX ---
 
 
-def run_ptx(text: str, register: int) -> list[int]:
-    """What `nibble_ptx` returns for an input register: an interpreter of the few instructions in it."""
-    count = text.count("bf16x2 $") + text.count("f16x2 $") - text.count("bf16x2 $")
-    values, dtype = {f"${count}": register}, ml_dtypes.bfloat16 if "bf16" in text else np.float16
+def run_ptx(text: str, *registers: int) -> list[float]:
+    """What our inline PTX returns for input registers: an interpreter of the few instructions in it."""
+    count = text.count("f16x2 $")
+    values, dtype = (
+        {f"${count + i}": register for i, register in enumerate(registers)},
+        ml_dtypes.bfloat16 if "bf16" in text else np.float16,
+    )
 
     def value(name):
         return values[name] if name in values else int(name, 0)
@@ -421,13 +486,17 @@ def run_ptx(text: str, register: int) -> list[int]:
             values[to] = value(of[0])
         elif operation == "shr.u32":
             values[to] = value(of[0]) >> value(of[1])
+        elif operation == "shl.b32":
+            values[to] = value(of[0]) << value(of[1]) & 0xFFFFFFFF
+        elif operation == "and.b32":
+            values[to] = value(of[0]) & value(of[1])
         elif operation == "lop3.b32":
-            assert of[3] == "0x6A"  # (a & b) ^ c
-            values[to] = (value(of[0]) & value(of[1])) ^ value(of[2])
+            both = value(of[0]) & value(of[1])
+            values[to] = {"0x6A": both ^ value(of[2]), "0xEA": both | value(of[2])}[of[3]]
         elif operation == "prmt.b32":
             source = (value(of[1]) << 32 | value(of[0])).to_bytes(8, "little")
             values[to] = int.from_bytes([source[value(of[2]) >> 4 * i & 7] for i in range(4)], "little")
-        elif operation in ("fma.rn.bf16x2", "sub.f16x2"):
+        elif operation in ("fma.rn.bf16x2", "fma.rn.f16x2", "sub.f16x2"):
             result = halves(of[0]) * halves(of[1]) + halves(of[2]) if len(of) == 3 else halves(of[0]) - halves(of[1])
             values[to] = int(result.astype(dtype).view(np.uint32)[0])
         else:
@@ -446,6 +515,51 @@ def test_ptx_of_int4(dtype, per):
         for nibble in range(per):
             text = matmul.nibble_ptx(nibble, per, getattr(tl, dtype))
             assert run_ptx(str(getattr(text, "value", text)), register) == codes[nibble::per]
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [
+    ("bfloat16", "float8_e8m0fnu"), ("bfloat16", "float8_e4m3fn"), ("float16", "float8_e4m3fn"),
+])  # fmt: skip
+def test_ptx_of_fp4(dtype, scales):
+    """All codes times all scales that files may have, to the bit."""
+    import triton.language as tl
+
+    known = np.arange(253 if scales == "float8_e8m0fnu" else 127, dtype=np.uint8).view(scales).astype(dtype)
+    texts = [fp4_ptx(nibble, getattr(tl, dtype)) for nibble in range(4)]
+    texts = [str(getattr(text, "value", text)) for text in texts]
+    for scale in known:
+        pair = int(np.array([scale, scale]).view(np.uint32)[0])
+        for first in range(16):
+            register = (first | 0x0350) << 16 | (first ^ 15) << 12 | 0x0100 | first
+            for nibble, text in enumerate(texts):
+                codes = [register >> 4 * nibble & 15, register >> 4 * nibble + 16 & 15]
+                want = [np.copysign(E2M1[code & 7], -1 if code & 8 else 1) * float(scale) for code in codes]
+                found = run_ptx(text, register, pair)
+                assert found == want, (hex(register), nibble, scale)
+                assert np.signbit(found).tolist() == np.signbit(want).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_ptx_of_blocks(kind, dtype):
+    """Against the words' own meaning, as told in `quant_matmul.blocks`."""
+    import triton.language as tl
+
+    form, rng = BLOCK_KINDS[kind], np.random.default_rng(5)
+    for g in range(form.block // form.group):
+        text = triton_blocks.block_ptx(triton_blocks.NAMES.index(kind), g, getattr(tl, dtype))
+        for low, high in rng.integers(0, 2**32, (4, 2)):
+            if form.block == 32:
+                high &= 0x01010101  # a byte for each code
+            lows, highs = (np.array([word], np.uint32).view(np.uint8).astype(int) for word in (low, high))
+            codes = lows >> blocks.GROUPS[kind][g].low_shift & blocks.LOW_MASK[kind]
+            if form.high:
+                shift = 0 if form.block == 32 else blocks.GROUPS[kind][g].high_shift
+                codes |= (highs >> shift & blocks.HIGH_MASK[kind]) << blocks.HIGH_UP[kind]
+            assert run_ptx(str(getattr(text, "value", text)), int(low), int(high)) == (codes - form.offset).tolist()
 
 
 # --- what is refused ---
@@ -471,6 +585,13 @@ def test_why_not():
     assert "multiples of 32" in matmul.why_not(gpu, MatmulProblem(**asked | {"block": (1, 16)}))
     assert "even" in matmul.why_not(gpu, MatmulProblem(**asked | {"inputs": 31}))
     assert "int32" in matmul.why_not(gpu, MatmulProblem(**asked | {"codes_dtype": np.dtype("int32")}))
+    e8m0, e4m3 = np.dtype("float8_e8m0fnu"), np.dtype("float8_e4m3fn")
+    asked |= {"codes_dtype": np.dtype(FLOAT4), "scale_dtype": e8m0}
+    assert matmul.why_not(old, MatmulProblem(**asked)) is None
+    assert matmul.why_not(gpu, MatmulProblem(**asked | {"block": (1, 16), "scale_dtype": e4m3})) is None
+    assert "float16" in matmul.why_not(gpu, MatmulProblem(**asked | {"x_dtype": np.dtype("float16")}))
+    assert "float32" in matmul.why_not(gpu, MatmulProblem(**asked | {"scale_dtype": f32}))
+    assert "multiple of 4" in matmul.why_not(gpu, MatmulProblem(**asked | {"inputs": 98}))
 
 
 # --- compiled ahead of time ---
@@ -541,6 +662,10 @@ def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, de
 @pytest.mark.parametrize(
     ("dtype", "codes", "block", "tokens", "zero"),
     [
+        ("bfloat16", FLOAT4, (1, 32), 16, False),
+        ("bfloat16", FLOAT4, (1, 32), 1024, False),
+        ("float16", FLOAT4, (1, 16), 64, False),
+        ("bfloat16", FLOAT4, (1, 8), 16, False),
         ("bfloat16", "int4", (1, 128), 16, True),
         ("float16", "int4", (1, 32), 256, False),
         ("bfloat16", "int8", (1, 1024), 256, False),
@@ -548,10 +673,14 @@ def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, de
     ],
 )
 def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
-    like, outputs, inputs = jax.ShapeDtypeStruct, 4096, 1024
+    like, outputs, inputs = jax.ShapeDtypeStruct, 4096, 2880 if codes == FLOAT4 else 1024
     scales = -(-outputs // block[0]), -(-inputs // block[1])
     w = QuantArray(
-        like((outputs, inputs), codes), like(scales, dtype), like(scales, np.int8) if zero else None, block=block
+        like((outputs, inputs), codes),
+        like(scales, ("float8_e4m3fn" if block[1] == 16 else "float8_e8m0fnu") if codes == FLOAT4 else dtype),
+        like(scales, np.int8) if zero else None,
+        block=block,
+        gain=like((outputs, 1), np.float32) if block[1] == 16 else None,
     )
     program = compile_for(lambda x, w: matmul.quant_matmul(jnp.tanh(x), w), like((tokens, inputs), dtype), w)
     # No copy of the weights: one operation computes x, reordered, one adds up the splits.
@@ -563,11 +692,36 @@ def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
 
 
 @compiled
-@pytest.mark.parametrize(("codes", "block", "tokens"), [("int4", (1, 128), 16), ("float8_e4m3fn", (128, 128), 2048)])
+@pytest.mark.parametrize("tokens", [16, 512])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks_compile(compile_for, kind, tokens):
+    outputs, inputs, like = 4096, 2560, jax.ShapeDtypeStruct
+    form, blocks_ = BLOCK_KINDS[kind], inputs // BLOCK_KINDS[kind].block
+    high = like((outputs, blocks_), np.int32) if form.block == 32 else like((outputs, blocks_ * form.high), np.uint8)
+    w = BlockArray(
+        like((outputs, blocks_ * form.low), np.uint8),
+        high if form.high else None,
+        like((outputs, blocks_ * form.words), np.int32) if form.words else None,
+        like((outputs, blocks_ * form.factors), np.float16),
+        kind,
+    )
+    program = compile_for(lambda x, w: matmul.quant_matmul(jnp.tanh(x), w), like((tokens, inputs), "bfloat16"), w)
+    entry = program.as_text().partition("\nENTRY")[2]
+    assert entry.count(" custom-call(") == 1
+    assert " copy(" not in entry
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + 2 * inputs) + 1024
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("codes", "block", "tokens"),
+    [("int4", (1, 128), 16), ("float8_e4m3fn", (128, 128), 2048), (FLOAT4, (1, 32), 64), (FLOAT4, (1, 32), 2048)],
+)
 def test_grouped_quant_matmul_compiles(compile_for, codes, block, tokens):
     like, experts, outputs, inputs = jax.ShapeDtypeStruct, 8, 2048, 1024
     scales = experts, outputs // block[0], inputs // block[1]
-    w = QuantArray(like((experts, outputs, inputs), codes), like(scales, "bfloat16"), block=block)
+    scale = "float8_e8m0fnu" if codes == FLOAT4 else "bfloat16"
+    w = QuantArray(like((experts, outputs, inputs), codes), like(scales, scale), block=block)
     arguments = like((tokens, inputs), "bfloat16"), w, like((experts,), np.int32)
     program = compile_for(lambda x, w, sizes: matmul.grouped_quant_matmul(jnp.tanh(x), w, sizes), *arguments)
     entry = program.as_text().partition("\nENTRY")[2]

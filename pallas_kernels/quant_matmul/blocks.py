@@ -1,0 +1,96 @@
+"""What the fields of `BlockArray` mean, and its values in plain XLA.
+
+The layouts are those of ggml (ggml-common.h, ggml-quants.c). A group's inputs lie in as many bytes of `low`, and of
+`high`, each with some bits of its code. value = (code - offset) * factor + shift; a K type's factor is its first
+float16 times an integer scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.types import BLOCK_KINDS, BlockArray
+
+LOW_MASK = {name: 3 if name in ("Q2_K", "Q3_K") else 15 for name in BLOCK_KINDS}
+HIGH_MASK = {name: 3 if name == "Q6_K" else 1 for name in BLOCK_KINDS}
+
+
+class Group(NamedTuple):
+    """Where the codes of a group are: the first byte of their low bits in the block, and by how much those are shifted.
+    Likewise their high bits; in blocks of 32 the shift is that of the first input in the block's int32, and the next
+    one has one more."""
+
+    low_at: int
+    low_shift: int
+    high_at: int
+    high_shift: int
+
+
+def _group(kind: str, g: int) -> Group:
+    if kind in ("Q4_K", "Q5_K"):  # 32 bytes for two groups of 32; a bit for each group
+        return Group(g // 2 * 32, g % 2 * 4, 0, g)
+    half, part, end = g // 8, g // 2 % 4, g % 2 * 16  # of 128 inputs, of 32, of 16
+    if kind == "Q6_K":
+        return Group(half * 64 + part % 2 * 32 + end, part // 2 * 4, half * 32 + end, part * 2)
+    if kind in ("Q2_K", "Q3_K"):
+        return Group(half * 32 + end, part * 2, end, g // 2)
+    return Group(0, g * 4, 0, g * 16)
+
+
+GROUPS = {name: tuple(_group(name, g) for g in range(kind.block // kind.group)) for name, kind in BLOCK_KINDS.items()}
+HIGH_UP = {name: 2 if name == "Q3_K" else 4 for name in BLOCK_KINDS}  # where high bits belong in a code
+
+
+def dequantize(w: BlockArray) -> jax.Array:
+    """The weight [..., out, in] in float32."""
+    kind, lead = BLOCK_KINDS[w.kind], w.low.shape[:-1]
+
+    def by_block(values: jax.Array, count: int) -> jax.Array:
+        return values.reshape(*lead, -1, count)
+
+    low, factors = by_block(w.low, kind.low), by_block(w.factors, kind.factors).astype(jnp.float32)
+    scales = by_block(w.scales, kind.words) if kind.words else None
+    groups = []
+    for g in range(kind.block // kind.group):
+        at, shift = GROUPS[w.kind][g][:2]
+        code = (low[..., at : at + kind.group] >> shift & LOW_MASK[w.kind]).astype(jnp.int32)
+        if kind.high:
+            code |= _high(w, g) << HIGH_UP[w.kind]
+        scale, minimum = _scales(w.kind, scales, g)
+        factor = factors[..., :1] if scale is None else factors[..., :1] * scale.astype(jnp.float32)
+        value = (code - kind.offset).astype(jnp.float32) * factor
+        if minimum is not None:
+            value -= factors[..., 1:] * minimum.astype(jnp.float32)
+        groups.append(value + factors[..., 1:] if kind.shifts and minimum is None else value)
+    return jnp.stack(groups, -2).reshape(w.shape)
+
+
+def _high(w: BlockArray, g: int) -> jax.Array:
+    """The high bits of a group's codes, int32 [..., blocks, group]."""
+    kind, at, shift = BLOCK_KINDS[w.kind], *GROUPS[w.kind][g][2:]
+    if kind.block == 32:
+        return w.high[..., None] >> (shift + jnp.arange(kind.group)) & 1
+    high = w.high.reshape(*w.high.shape[:-1], -1, kind.high)[..., at : at + kind.group]
+    return (high >> shift & HIGH_MASK[w.kind]).astype(jnp.int32)
+
+
+def _scales(kind: str, words: jax.Array | None, g: int) -> tuple[jax.Array | None, jax.Array | None]:
+    """A group's integer scale, and minimum, int32 [..., blocks, 1]; None where there is none."""
+    if words is None:
+        return None, None
+
+    def bits(word: int, shift: int, mask: int) -> jax.Array:
+        return words[..., word : word + 1] >> shift & mask
+
+    at = 8 * (g % 4)
+    if kind == "Q2_K":
+        return bits(g // 4, at, 15), bits(g // 4, at + 4, 15)
+    if kind == "Q3_K":
+        low, high = bits(g % 8 // 4, at + g // 8 * 4, 15), bits(2, at + g // 4 * 2, 3)
+        return (low | high << 4) - 32, None
+    if kind == "Q6_K":
+        return words[..., g // 4 : g // 4 + 1] << (24 - at) >> 24, None
+    return bits(g // 4, at, 255), bits(2 + g // 4, at, 255)
