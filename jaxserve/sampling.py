@@ -21,8 +21,9 @@ from jax import lax
 
 from jaxserve.filters import EXCLUDED, filter_logits
 from jaxserve.limits import MAX_LOGPROBS
-from jaxserve.slots import decode_slots, penalty_rows
+from jaxserve.slots import RowParams, decode_slots, penalty_rows
 from jaxserve.types import SamplingParams
+from pallas_kernels import cpu
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
 LANES = 128  # of a TPU's vectors
@@ -76,20 +77,49 @@ def sample(
     masks: jax.Array | None = None,
     *,
     sampler: Sampler = Sampler.ANY,
+    count: jax.Array | None = None,
 ) -> Sampled:
-    """Samples one token per row of float32 logits [rows, vocab].
+    """Samples one token per row of float32 logits [rows, vocab], of which the first `count` matter where that is given.
 
     `words`, int32 [rows, SLOT_WORDS], are the rows' parameters as `encode_slot` packs them; each branch unpacks what it
     needs, which makes for fewer and smaller programs than a buffer for each field. `position`, int32 [rows], is the
     position that the sampled token will have; with the seed it fixes the randomness.
     `masks`, int32 [rows, words], has a bit for each token: whether it may be drawn.
     """
+    if sampler is Sampler.ANY and masks is None and cpu.available():
+        # Most rows of a server on a CPU want no more than the likeliest token: no pass over the logits but that.
+        params = decode_slots(words)
+        plain = (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
+        return lax.cond(
+            jnp.all(plain),
+            lambda logits: Sampled(cpu.arg_max(logits, count), _no_scores(logits)),
+            lambda logits: _sample(logits, words, seen, position, None, sampler),
+            logits,
+        )
+    return _sample(logits, words, seen, position, masks, sampler)
+
+
+def _is_penalized(params: RowParams) -> jax.Array:
+    return (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+
+
+def _is_biased(params: RowParams, position: jax.Array) -> jax.Array:
+    return (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
+
+
+def _sample(
+    logits: jax.Array,
+    words: jax.Array,
+    seen: TokenCounts,
+    position: jax.Array,
+    masks: jax.Array | None,
+    sampler: Sampler,
+) -> Sampled:
     raw, params = logits, decode_slots(words)
     any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
     if any_ or full:
-        penalized = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+        penalized, biased = _is_penalized(params), _is_biased(params, position)
         logits = _where_any(any_, penalized, _penalize, lambda x, *_: x, logits, words, seen)
-        biased = (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
         logits = _where_any(any_, biased, _add_bias, lambda x, *_: x, logits, words, position)
     if masks is not None:
         bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
@@ -150,7 +180,7 @@ def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return values, ids
 
 
-def _no_scores(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def _no_scores(logits: jax.Array, *_: jax.Array) -> jax.Array:
     return jnp.zeros((logits.shape[0], SCORE_WORDS), jnp.int32)
 
 

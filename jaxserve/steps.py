@@ -277,7 +277,8 @@ def _sample(
     mesh: Mesh,
 ) -> Sampled:
     def of_rows(logits, words, position, masks, seen) -> Sampled:
-        return sample(logits, words, seen, position, masks, sampler=sampler)
+        count = model.ops.count if mesh.size == 1 else None
+        return sample(logits, words, seen, position, masks, sampler=sampler, count=count)
 
     seen = TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks), seen, mesh)

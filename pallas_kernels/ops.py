@@ -127,6 +127,7 @@ class Ops:
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
     fused: Any = None
+    count: jax.Array | None = None  # see `counting`
 
     def linear(
         self, x: jax.Array, w: jax.Array | QuantArray | PanelArray, axes: tuple[str | None, str | None]
@@ -184,7 +185,7 @@ class Ops:
     def counting(self, count: jax.Array) -> Ops:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
-        return replace(self, **{name: partial(getattr(self, name), count=count) for name in counted})
+        return replace(self, count=count, **{name: partial(getattr(self, name), count=count) for name in counted})
 
 
 def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
@@ -210,9 +211,11 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     from pallas_kernels import cpu  # which needs the functions above
 
     module = load("attention", choose("attention", device, attention, backend))
-    ops = Ops(paged_attention=module.paged_attention, write_kv=getattr(module, "write_kv", write_kv))
+    kinds: dict[str, Any] = {"paged_attention": module.paged_attention}
+    kinds["write_kv"] = getattr(module, "write_kv", write_kv)
     if device.platform == "cpu" and not partitioned:
-        ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate)
+        return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
+    ops = Ops(**kinds)
     return ops if partitioned else replace(ops, fused=fused_of(device, attention.q_dtype))
 
 
