@@ -1,5 +1,5 @@
 """Matmul, norm, rotary positions, gate and the likeliest token on CPU, in C++ (`cpu_kernels.cc`, `cpu_heads.h`). XLA's
-own matmul is far from the machine's limits; the others compute padding too, and each of its operations costs microseconds.
+own matmul is far from the machine's limits; the others compute padding too, and each call of XLA's costs microseconds.
 
 Grid: pieces of 48 outputs, handed to XLA's threads as they come free; within one, tiles of 3 rows x 4 outputs or 4 x 3,
   or from 40 rows on of 6 rows x 16 outputs against a transposed panel of the weight.
