@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxserve.filters import EXCLUDED, filter_logits
 from jaxserve.limits import MAX_LOGPROBS
-from jaxserve.slots import decode_slots, penalty_rows
+from jaxserve.slots import RowParams, decode_slots, penalty_rows
 from jaxserve.types import SamplingParams
 from pallas_kernels.types import DrawSettings
 
@@ -78,6 +78,7 @@ def sample(
     *,
     sampler: Sampler = Sampler.ANY,
     kernel: Callable[..., jax.Array] | None = None,
+    arg_max: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
@@ -85,14 +86,44 @@ def sample(
     needs, which makes for fewer and smaller programs than a buffer for each field. `position`, int32 [rows], is the
     position that the sampled token will have; with the seed it fixes the randomness.
     `masks`, int32 [rows, words], has a bit for each token: whether it may be drawn.
-    `kernel` draws in one launch, as `Ops.draw`, where the device has one.
+    `kernel` draws in one launch, as `Ops.draw`, and `arg_max` finds the likeliest tokens, as `Ops.arg_max`, where the
+    device has them.
     """
+    if sampler is Sampler.ANY and masks is None and arg_max is not None:
+        # Most rows of a server on a CPU want no more than the likeliest token: no pass over the logits but that.
+        params = decode_slots(words)
+        plain = (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
+        return lax.cond(
+            jnp.all(plain),
+            lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
+            lambda logits: _sample(logits, words, seen, position, None, sampler, None),
+            logits,
+        )
+    return _sample(logits, words, seen, position, masks, sampler, kernel)
+
+
+def _is_penalized(params: RowParams) -> jax.Array:
+    return (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+
+
+def _is_biased(params: RowParams, position: jax.Array) -> jax.Array:
+    return (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
+
+
+def _sample(
+    logits: jax.Array,
+    words: jax.Array,
+    seen: TokenCounts,
+    position: jax.Array,
+    masks: jax.Array | None,
+    sampler: Sampler,
+    kernel: Callable[..., jax.Array] | None,
+) -> Sampled:
     raw, params = logits, decode_slots(words)
     any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
     if any_ or full:
-        penalized = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+        penalized, biased = _is_penalized(params), _is_biased(params, position)
         logits = _where_any(any_, penalized, _penalize, lambda x, *_: x, logits, words, seen)
-        biased = (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
         logits = _where_any(any_, biased, _add_bias, lambda x, *_: x, logits, words, position)
     if masks is not None:
         bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
@@ -154,7 +185,7 @@ def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return values, ids
 
 
-def _no_scores(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def _no_scores(logits: jax.Array, *_: jax.Array) -> jax.Array:
     return jnp.zeros((logits.shape[0], SCORE_WORDS), jnp.int32)
 
 

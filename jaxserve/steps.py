@@ -280,7 +280,8 @@ def _sample(
     mesh: Mesh,
 ) -> Sampled:
     def of_rows(logits, words, position, masks, seen) -> Sampled:
-        return sample(logits, words, seen, position, masks, sampler=sampler, kernel=model.ops.draw)
+        kernels = {"kernel": model.ops.draw, "arg_max": model.ops.arg_max}
+        return sample(logits, words, seen, position, masks, sampler=sampler, **kernels)
 
     seen = TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks), seen, mesh)

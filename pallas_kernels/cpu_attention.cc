@@ -1,4 +1,4 @@
-// Paged attention and the write of new keys and values on CPU, called by XLA through its foreign function interface.
+// Paged attention on CPU, called by XLA through its foreign function interface; and, in cpu_heads.h, what comes before it.
 //
 // A tile of queries of one head goes over the cached tokens in blocks, with a running softmax (Milakov & Gimelshein
 // 2018, arXiv:1805.02867). What pages hold becomes float32 in registers; sums are in float32 throughout. Blocks begin at
@@ -7,8 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu_registers.h"
-#include "cpu_threads.h"
+#include "cpu_heads.h"
 
 constexpr int64_t kBlock = 64;  // cached tokens
 constexpr int64_t kRows = 64;    // queries of a tile, about
@@ -301,18 +300,6 @@ static void attend(const Problem& p, const Tile& tile, const Queries& queries) {
   }
 }
 
-// Runs f(element) with what stands for an array's type.
-template <class F>
-static auto with_element(int type, F f) {
-  switch (type) {
-    case XLA_FFI_DataType_BF16: return f(BFloat16());
-    case XLA_FFI_DataType_F16: return f(Float16());
-    case XLA_FFI_DataType_S8: return f(Int8());
-    case XLA_FFI_DataType_F8E4M3FN: return f(Float8());
-    default: return f(Float32());
-  }
-}
-
 // One tile from its queries to its results.
 static void run_tile(const Problem& p, const Tile& tile) {
   const int64_t count = (tile.end - tile.begin) * p.group, width = p.width;
@@ -368,55 +355,3 @@ static void paged_attention(const Call& call) {
   parallel_for(call, tiles.size(), [&](int64_t i) { run_tile(p, tiles[i]); });
 }
 DEFINE_HANDLER(PagedAttention, paged_attention, kAny, kAny, kF32, kS32, kS32, kS32, kS32, kF32)
-
-// The write.
-
-// A head's key or value [dim] into its place [page_dim], of which the rest becomes 0; with `scale`, as codes.
-template <class From, class To>
-static void write_head(const typename From::Stored* from, int64_t dim, typename To::Stored* to, int64_t page_dim,
-                       float* scale) {
-  float by = 1;
-  if (scale) {
-    constexpr float largest = std::is_same_v<To, Int8> ? 127 : 448;
-    Reg highest = {};
-    for (int64_t d = 0; d < dim; d += kWidth) {
-      const Reg x = load_some<From>(from + d, dim - d), size = x < 0 ? -x : x;
-      highest = size > highest ? size : highest;
-    }
-    const float peak = highest_of(highest);
-    *scale = by = peak > 0 ? peak / largest : 1;
-  }
-  int64_t d = 0;
-  for (; d < dim; d += kWidth) {
-    const Reg x = load_some<From>(from + d, dim - d);
-    store_some<To>(scale ? x / by : x, to + d, page_dim - d);
-  }
-  if (d < page_dim) std::fill(to + d, to + page_dim, 0);
-}
-
-// Pages [pages, 2, heads, page_size, page_dim] and their scales or nothing, which the results are in the same memory;
-// keys and values [tokens, heads, dim]; slots [tokens], -1 for padding; the page from which they count.
-static void write_kv(const Call& call) {
-  const Array &pages = call.result(0), &scales = call.result(1), &keys = call.argument(2), &values = call.argument(3);
-  const int64_t tokens = keys.dims[0], heads = keys.dims[1], dim = keys.dims[2], size = pages.dims[3];
-  const int64_t page_dim = pages.dims[4], first_page = *data<int32_t>(call.argument(5));
-  const int32_t* slots = data<int32_t>(call.argument(4));
-  float* scale = element_count(scales) ? data<float>(scales) : nullptr;
-  const int64_t some = std::max<int64_t>(1, (1 << 14) / (heads * dim));
-  with_element(pages.dtype, [&](auto target) {
-    with_element(keys.dtype, [&](auto source) {
-      using To = decltype(target);
-      using From = decltype(source);
-      const typename From::Stored* from[2] = {data<typename From::Stored>(keys), data<typename From::Stored>(values)};
-      parallel_for(call, (tokens + some - 1) / some, [=](int64_t piece) {
-        for (int64_t t = piece * some; t < std::min(tokens, (piece + 1) * some); t++)
-          for (int64_t i = 0; slots[t] >= 0 && i < 2 * heads; i++) {
-            const int64_t at = ((first_page + slots[t] / size) * 2 * heads + i) * size + slots[t] % size;
-            write_head<From, To>(from[i / heads] + (t * heads + i % heads) * dim, dim,
-                                 data<typename To::Stored>(pages) + at * page_dim, page_dim, scale ? scale + at : nullptr);
-          }
-      });
-    });
-  });
-}
-DEFINE_HANDLER(WriteKv, write_kv, kAny, kF32, kAny, kAny, kS32, kS32)

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <initializer_list>
-#include <memory>
 #include <string_view>
 
 #include "xla/ffi/api/c_api.h"
@@ -45,18 +44,12 @@ struct Call {
     int64_t count = 1;
     auto args = make<XLA_FFI_ThreadPool_NumThreads_Args>(XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE);
     args.ctx = frame->ctx, args.num_threads = &count;
-    forget(frame->api->XLA_FFI_ThreadPool_NumThreads(&args));
+    if (XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args)) {
+      auto forget = make<XLA_FFI_Error_Destroy_Args>(XLA_FFI_Error_Destroy_Args_STRUCT_SIZE);
+      forget.error = error;
+      frame->api->XLA_FFI_Error_Destroy(&forget);
+    }
     return count;
-  }
-
-  // Has one of XLA's threads run a copy of f, some time.
-  template <class F>
-  void schedule(const F& f) const {
-    auto args = make<XLA_FFI_ThreadPool_Schedule_Args>(XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE);
-    auto copy = std::make_unique<F>(f);
-    args.ctx = frame->ctx, args.data = copy.get();
-    args.task = [](void* f) { (*std::unique_ptr<F>(static_cast<F*>(f)))(); };
-    if (!forget(frame->api->XLA_FFI_ThreadPool_Schedule(&args))) copy.release();
   }
 
   XLA_FFI_Error* error(const char* message) const {
@@ -71,15 +64,6 @@ struct Call {
     Args args{};
     args.struct_size = struct_size;
     return args;
-  }
-
-  bool forget(XLA_FFI_Error* error) const {  // whether there was one
-    if (error) {
-      auto args = make<XLA_FFI_Error_Destroy_Args>(XLA_FFI_Error_Destroy_Args_STRUCT_SIZE);
-      args.error = error;
-      frame->api->XLA_FFI_Error_Destroy(&args);
-    }
-    return error;
   }
 };
 

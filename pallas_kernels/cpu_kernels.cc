@@ -34,26 +34,44 @@ static void for_tokens(const Call& call, const Array& x, const Array& count, F f
   });
 }
 
-// y = x / sqrt(mean(x^2) + eps) * scale, for each vector of x [tokens, .., size].
+// y = x / sqrt(mean(x^2) + eps) * scale [size].
+static void norm(const float* x, const float* scale, float eps, int64_t size, float* y) {
+  Vec squares = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) squares += at(x + i) * at(x + i);
+  float total = sum(squares);
+  for (; i < size; i++) total += x[i] * x[i];
+  const float factor = 1 / std::sqrt(total / size + eps);
+  for (i = 0; i < size; i++) y[i] = x[i] * factor * scale[i];
+}
+
+// The norm of each vector of x [tokens, .., size].
 static void rms_norm(const Call& call) {
   const Array &x = call.argument(0), &scale = call.argument(1);
   const int64_t size = scale.dims[0], rows = element_count(x) / size / x.dims[0];
   const float *xs = data<float>(x), *scales = data<float>(scale), eps = call.attribute<float>("eps");
   float* ys = data<float>(call.result());
   for_tokens(call, x, call.argument(2), [=](int64_t token) {
-    for (int64_t row = token * rows; row < (token + 1) * rows; row++) {
-      const float* from = xs + row * size;
-      Vec squares = {};
-      int64_t i = 0;
-      for (; i + kLanes <= size; i += kLanes) squares += at(from + i) * at(from + i);
-      float total = sum(squares);
-      for (; i < size; i++) total += from[i] * from[i];
-      const float factor = 1 / std::sqrt(total / size + eps);
-      for (i = 0; i < size; i++) ys[row * size + i] = from[i] * factor * scales[i];
-    }
+    for (int64_t row = token * rows; row < (token + 1) * rows; row++)
+      norm(xs + row * size, scales, eps, size, ys + row * size);
   });
 }
 DEFINE_HANDLER(RmsNorm, rms_norm, kF32, kF32, kS32)
+
+// x + y [tokens, size], and its norm; a bias [size] of y, or nothing.
+static void add_norm(const Call& call) {
+  const Array &x = call.argument(0), &bias = call.argument(2);
+  const int64_t size = x.dims[1];
+  const float *xs = data<float>(x), *ys = data<float>(call.argument(1)), *scales = data<float>(call.argument(3));
+  const float *biases = element_count(bias) ? data<float>(bias) : nullptr, eps = call.attribute<float>("eps");
+  float *totals = data<float>(call.result(0)), *normed = data<float>(call.result(1));
+  for_tokens(call, x, call.argument(4), [=](int64_t token) {
+    const int64_t row = token * size;
+    for (int64_t i = 0; i < size; i++) totals[row + i] = xs[row + i] + (biases ? ys[row + i] + biases[i] : ys[row + i]);
+    norm(totals + row, scales, eps, size, normed + row);
+  });
+}
+DEFINE_HANDLER(AddNorm, add_norm, kF32, kF32, kF32, kF32, kS32)
 
 // y = (a cos - b sin, b cos + a sin) for the halves a and b of each vector of x [tokens, .., dim]; cos and sin are
 // [tokens, dim / 2].
@@ -112,6 +130,33 @@ static void silu_gate(const Call& call) {
   });
 }
 DEFINE_HANDLER(SiluGate, silu_gate, kF32, kS32)
+
+// The place of the largest number in each of the first `count` rows of x [rows, size], the first of several; 0 for others.
+static void arg_max(const Call& call) {
+  const Array& x = call.argument(0);
+  const int64_t rows = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(1))), size = x.dims[1];
+  const float* xs = data<float>(x);
+  int32_t* places = data<int32_t>(call.result());
+  std::fill_n(places, x.dims[0], 0);
+  parallel_for(call, rows, [=](int64_t row) {
+    constexpr int64_t kPiece = 1024;  // numbers whose largest is found before anybody asks where it is
+    const float* from = xs + row * size;
+    float top = from[0];
+    int64_t best = 0;
+    for (int64_t first = 0; first < size; first += kPiece) {
+      const int64_t end = std::min(size, first + kPiece);
+      int64_t i = first;
+      Vec tops = Vec{} + top;
+      for (; i + kLanes <= end; i += kLanes) tops = at(from + i) > tops ? at(from + i) : tops;
+      float highest = top;
+      for (int j = 0; j < kLanes; j++) highest = std::max(highest, tops[j]);
+      for (; i < end; i++) highest = std::max(highest, from[i]);
+      if (highest > top) top = highest, best = std::find(from + first, from + end, highest) - from;
+    }
+    places[row] = best;
+  });
+}
+DEFINE_HANDLER(ArgMax, arg_max, kF32, kS32)
 
 // Writes nothing: a large result stays memory that the system has promised and not handed out yet.
 static void untouched(const Call&) {}

@@ -1,28 +1,134 @@
-// A loop over XLA's threads.
+// A loop over threads of our own, which wait for the next one with open eyes.
+//
+// A step is hundreds of loops of some microseconds each, one right after the other. To wake a thread that sleeps takes
+// longer than many of them, so a thread that has nothing to do looks out for work for a while before it sleeps.
 
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
-#include <memory>
+#include <mutex>
 #include <thread>
 
 #include "cpu_ffi.h"
 
-// Runs f(0) .. f(count - 1) on the caller and XLA's threads; returns when all are done. A helper that comes late finds
-// nothing left to do, so that nobody ever waits for a thread to be free.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// The threads of a process, which all libraries share (`jaxserve_use_pool`). One loop at a time.
+class Pool {
+ public:
+  // Calls f(context, i) for i < count, on the caller and up to `threads - 1` others. False where another loop is running.
+  bool run(int64_t threads, int64_t count, void (*f)(const void*, int64_t), const void* context) {
+    if (busy_.exchange(true, std::memory_order_acquire)) return false;
+    for (; started_ < threads - 1; started_++) std::thread([this] { help(); }).detach();
+    f_ = f, context_ = context, count_ = count, control_ = control();
+    next_.store(0, std::memory_order_relaxed), left_.store(0, std::memory_order_relaxed);
+    const uint64_t turn = (state_.load(std::memory_order_relaxed) >> 32) + 1;
+    state_.store(turn << 32 | kOpen);
+    const int64_t sleeping = asleep_.load(), wanted = std::min(threads, count) - 1;
+    if (wanted > started_ - sleeping) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (int64_t i = started_ - sleeping; i < wanted; i++) wake_.notify_one();
+    }
+    work();
+    // Whoever comes now finds the loop closed; those who came are waited for, as they may be at the last pieces.
+    const uint64_t came = state_.fetch_and(~kOpen) & (kOpen - 1);
+    for (int64_t i = 0; left_.load(std::memory_order_acquire) < came; i++) rest(i);
+    busy_.store(false, std::memory_order_release);
+    return true;
+  }
+
+ private:
+  static constexpr uint64_t kOpen = uint64_t{1} << 31;
+  static constexpr auto kLookout = std::chrono::microseconds(200);
+
+  std::atomic<bool> busy_{false};
+  void (*f_)(const void*, int64_t) = nullptr;
+  const void* context_ = nullptr;
+  int64_t count_ = 0, started_ = 0;
+  uint64_t control_ = 0;
+  std::atomic<int64_t> asleep_{0};
+  alignas(64) std::atomic<uint64_t> state_{0};  // which loop, whether it is open, how many came to help
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint64_t> left_{0};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+
+  void work() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) f_(context_, i);
+  }
+
+  // Goes on looking: at first at once, then leaving the core to others who want it.
+  static void rest(int64_t turn) {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+    if (turn % 32 == 31) std::this_thread::yield();
+  }
+
+  // How the caller rounds and whether numbers near zero count as zero, which helpers have to do alike.
+#if defined(__x86_64__)
+  static uint64_t control() { return _mm_getcsr() & ~0x3fu; }
+  static void adopt(uint64_t control) { _mm_setcsr(control); }
+#elif defined(__aarch64__)
+  static uint64_t control() {
+    uint64_t bits;
+    asm volatile("mrs %0, fpcr" : "=r"(bits));
+    return bits;
+  }
+  static void adopt(uint64_t control) { asm volatile("msr fpcr, %0" : : "r"(control)); }
+#else
+  static uint64_t control() { return 0; }
+  static void adopt(uint64_t) {}
+#endif
+
+  // A thread's life.
+  void help() {
+    uint64_t seen = 0;
+    auto until = std::chrono::steady_clock::now() + kLookout;
+    for (int64_t turn = 0;; turn++) {
+      uint64_t state = state_.load(std::memory_order_acquire);
+      if (state & kOpen && state >> 32 != seen) {
+        if (!state_.compare_exchange_strong(state, state + 1)) continue;
+        seen = state >> 32;
+        adopt(control_);
+        work();
+        left_.fetch_add(1, std::memory_order_release);
+        until = std::chrono::steady_clock::now() + kLookout;
+        continue;
+      }
+      rest(turn);
+      if (turn % 32 == 31 && std::chrono::steady_clock::now() > until) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        asleep_++;
+        wake_.wait(lock, [&] { return state_.load() & kOpen && state_.load() >> 32 != seen; });
+        asleep_--;
+        until = std::chrono::steady_clock::now() + kLookout;
+      }
+    }
+  }
+};
+
+static Pool*& pool() {
+  static Pool* shared = new Pool();  // never deleted: its threads end with the process
+  return shared;
+}
+extern "C" void* jaxserve_pool() { return pool(); }
+extern "C" void jaxserve_use_pool(void* shared) { pool() = static_cast<Pool*>(shared); }
+
+// Runs f(0) .. f(count - 1) on the caller and as many other threads as XLA would use; returns when all are done. On the
+// caller alone where the threads have another loop to do.
 template <class F>
 static void parallel_for(const Call& call, int64_t count, F f) {
-  struct Progress {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto progress = std::make_shared<Progress>();
-  auto work = [progress, count, f] {
-    for (int64_t i; (i = progress->next.fetch_add(1)) < count; progress->done.fetch_add(1)) f(i);
-  };
-  int64_t helpers = std::min(call.num_threads(), count) - 1;
-  for (int64_t i = 0; i < helpers; i++) call.schedule(work);
-  work();
-  while (progress->done.load() < count) std::this_thread::yield();
+  const auto one = [](const void* context, int64_t i) { (*static_cast<const F*>(context))(i); };
+  const int64_t threads = count > 1 ? call.num_threads() : 1;
+  if (threads > 1 && pool()->run(threads, count, one, &f)) return;
+  for (int64_t i = 0; i < count; i++) f(i);
 }

@@ -131,6 +131,12 @@ class Ops:
     write_and_attend: Callable[..., tuple[jax.Array, KVPages]] | None = None
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
+    count: jax.Array | None = None  # see `counting`
+
+    @property
+    def arg_max(self) -> Callable[[jax.Array], jax.Array] | None:
+        """The place of the largest number in each row, float32 [rows, size], that counts; None without a kernel."""
+        return None
 
     def linear(
         self, x: jax.Array, w: jax.Array | QuantArray | BlockArray | PanelArray, axes: tuple[str | None, str | None]
@@ -204,7 +210,7 @@ class Ops:
     def counting(self, count: jax.Array) -> Ops:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
-        return replace(self, **{name: partial(getattr(self, name), count=count) for name in counted})
+        return replace(self, count=count, **{name: partial(getattr(self, name), count=count) for name in counted})
 
 
 def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
@@ -232,14 +238,12 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     from pallas_kernels import cpu  # which needs the functions above
 
     module = load("attention", choose("attention", device, attention, backend))
-    ops = Ops(
-        paged_attention=module.paged_attention,
-        write_kv=getattr(module, "write_kv", write_kv),
-        write_and_attend=getattr(module, "write_and_attend", None),
-    )
+    kinds: dict[str, Any] = {"paged_attention": module.paged_attention}
+    kinds["write_kv"] = getattr(module, "write_kv", write_kv)
+    kinds["write_and_attend"] = getattr(module, "write_and_attend", None)
     if device.platform == "cpu" and not partitioned:
-        ops = replace(ops, matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate)
-    return _with_triton(ops, device, attention.q_dtype, partitioned=partitioned)
+        return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
+    return _with_triton(Ops(**kinds), device, attention.q_dtype, partitioned=partitioned)
 
 
 def _with_triton(ops: Ops, device: Device, dtype: Any, *, partitioned: bool) -> Ops:

@@ -1,15 +1,20 @@
 """The CPU kernels against float64 NumPy, for shapes on both sides of every tile."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import cpu
-from pallas_kernels.ops import gate, matmul_of
+from pallas_kernels.ops import Ops, gate, matmul_of
+from pallas_kernels.paged_attention import cpu as attention
+from pallas_kernels.parts import Heads, Parts
 from pallas_kernels.registry import Device
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import KVPages, QuantArray
 
+OPS = cpu.CpuOps(matmul=cpu.matmul, write_kv=attention.write_kv)
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 
 
@@ -128,3 +133,75 @@ def test_zeros_take_no_memory_until_they_are_written():
         assert all((np.asarray(x) == 1).all() for x in dirty)
         del arrays, dirty
     assert "jaxserve_zeros" in make.lower().as_text()
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (33, 64), (5, 770)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_add_norm(shape, bias):
+    rng = np.random.default_rng(shape[-1])
+    x, y, scale, b = (rng.standard_normal(s).astype(np.float32) for s in (shape, shape, shape[-1:], shape[-1:]))
+    parts = Parts(jnp.asarray(y)[None], jnp.asarray(b) if bias else None)
+    total, normed = jax.jit(lambda *a: OPS.add_norm(*a, 1e-3))(x, parts, scale)
+    np.testing.assert_array_equal(total, x + (y + b if bias else y))
+    wide = np.asarray(total, np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-3) * scale
+    np.testing.assert_allclose(normed, expected, rtol=0, atol=1e-5)
+    assert "jaxserve_add_norm" in jax.jit(lambda *a: OPS.add_norm(*a, 1e-3)).lower(x, parts, scale).as_text()
+
+
+@pytest.mark.parametrize("kv_dtype", [np.float32, jnp.bfloat16, np.float16, np.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(("heads", "group", "dim"), [(2, 1, 64), (3, 4, 10), (1, 7, 80)])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias and norms"])
+def test_rotate_and_write(kv_dtype, heads, group, dim, extras):
+    """One call does what the operations one by one do, for the tokens that matter, in the layer's own pages."""
+    rng, tokens, count, page = np.random.default_rng(dim), 37, 34, 4
+    angle = rng.uniform(0, 7, (tokens, dim // 2))
+    qkv = jnp.asarray(rng.standard_normal((1, tokens, heads, group + 2, dim)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal((heads, group + 2, dim)), jnp.float32) if extras else None
+    norms = [jnp.asarray(rng.uniform(0.5, 2, dim), jnp.float32) if extras else None for _ in range(2)]
+    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    given = Heads(Parts(qkv, bias), cos, sin, *norms)
+    data = jnp.zeros((24, 2, heads, page, dim), kv_dtype)
+    coded = np.dtype(kv_dtype).itemsize == 1
+    pages = KVPages(data, jnp.zeros(data.shape[:-1], jnp.float32) if coded else None)
+    slots = rng.permutation(12 * page)[:tokens].astype(np.int32)
+    slots[[3, *range(count, tokens)]] = -1
+
+    def run(ops, heads):
+        return ops.rotate_and_write(heads, 1e-5, jnp.float32, pages, jnp.asarray(slots), jnp.int32(12))
+
+    counted = OPS.counting(jnp.int32(count))
+    assert "jaxserve_rotate_and_write" in jax.jit(lambda h: run(counted, h)).lower(given).as_text()
+    q, ours = jax.jit(lambda h: run(counted, h))(given)
+    want, theirs = jax.jit(lambda h: run(Ops(write_kv=attention.write_kv), h))(given)
+    np.testing.assert_allclose(q[:count], want[:count], rtol=0, atol=1e-5)
+    # Where the two differ in the last bit, a number may be rounded to the next one.
+    step = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10, "int8": 0, "float8_e4m3fn": 2**-3}
+    atol = 0.12 if kv_dtype == np.int8 else 1e-5
+    np.testing.assert_allclose(read(ours), read(theirs), rtol=1.01 * step[np.dtype(kv_dtype).name], atol=atol)
+    assert not read(ours)[:12].any()
+
+
+def read(pages: KVPages) -> np.ndarray:
+    values = np.asarray(pages.data.astype(jnp.float32))
+    return values if pages.scale is None else values * np.asarray(pages.scale)[..., None]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1024, 5000])
+def test_arg_max(size):
+    """The first of the largest; of the rows that matter."""
+    x = np.random.default_rng(size).integers(-40, 40, (9, size)).astype(np.float32)
+    x[2] = -np.inf
+    np.testing.assert_array_equal(jax.jit(cpu.arg_max)(x), x.argmax(axis=1))
+    some = np.asarray(jax.jit(cpu.arg_max)(x, jnp.int32(4)))
+    np.testing.assert_array_equal(some[:4], x.argmax(axis=1)[:4])
+
+
+def test_loops_at_the_same_time():
+    """The threads run one loop at a time; whoever finds them busy does his own work alone."""
+    x, w = arrays(33, 300, 700)
+    multiply = jax.jit(cpu.matmul)
+    want = np.asarray(multiply(x, w))
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda _: np.asarray(multiply(x, w)), range(200)):
+            np.testing.assert_array_equal(got, want)
