@@ -15,6 +15,8 @@ Zero points and biases are constant within a group, so they multiply the
 group's sum of x: a small product outside. Splits of the inputs, which keep all multiprocessors busy when there are few
 outputs, are added outside, always in the same order. With experts, XLA lists the tiles of tokens, each of one expert.
 
+From some 500 tokens on weights are dequantized beforehand instead (`dequantized`), where Triton is installed.
+
 By its machine code, a step of 128 x 128 weights and 16 tokens is some 560 instructions per scheduler with int8 and 470
 with int4, while memory delivers it in about 860 and 430 cycles: expect int4 to be bound by its conversion.
 """
@@ -22,7 +24,7 @@ with int4, while memory delivers it in about 860 and 430 cycles: expect int4 to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +39,12 @@ from pallas_kernels.quant_matmul.reference import expand, per_row
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
 from pallas_kernels.work_lists import expert_tiles
+
+dequantized: Any
+try:  # it needs Triton
+    from pallas_kernels.quant_matmul import dequantized
+except ImportError:
+    dequantized = None
 
 PROGRAMS = 264  # that run at once: two on each of 132 multiprocessors
 SLOT_BYTES = 72 << 10  # of shared memory for the slots of a program with few tokens: three fit a multiprocessor
@@ -79,8 +87,7 @@ def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int)
     out, inputs = shape
     grouped = block[1] < inputs
     few = tokens <= 64
-    group = block[1] if grouped else 0
-    tuned = tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)
+    tuned = _tuned(tokens, shape, block, bits)
     m = tuned.get("m") or (128 if out >= 128 else 64)
     n = tuned.get("n") or next((n for n in (8, 16, 32, 64) if n >= tokens), 64 if grouped else 128)
     k = _step_size(inputs, block[1], bits, tuned.get("k") or (128 if few or grouped else 64))
@@ -91,6 +98,12 @@ def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int)
     splits = _splits(-(-out // m) * -(-tokens // n), inputs // k, most)
     steps = inputs // k // splits
     return Plan(m, n, k, min(block[1], k) if grouped else k, min(stages, steps), splits, steps)
+
+
+def _tuned(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int) -> Mapping[str, int]:
+    """Sizes that were measured for a problem."""
+    group, (out, inputs) = block[1] if block[1] < shape[1] else 0, shape
+    return tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)
 
 
 def _step_size(inputs: int, group: int, bits: int, most: int) -> int | None:
@@ -113,6 +126,8 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None,
 
     `count` is ignored. `interpret`: plgpu.InterpretGPUParams of JAX 0.11.2 or newer, to run without a GPU.
     """
+    if interpret is None and _dequantizes(x, w):
+        return dequantized.product(x, w, jnp.float32)
     y = _product(x, w, jnp.float32, interpret).sum(0)
     if w.zero is not None or w.bias is not None:
         y = y + _constant_part(x, w, lambda sums, constant: jnp.matmul(sums, constant.T, precision=HIGHEST))
@@ -123,9 +138,20 @@ def quant_matmul_parts(
     x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None
 ) -> jax.Array:
     """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
+    if interpret is None and _dequantizes(x, w):
+        return dequantized.product(x, w, x.dtype)[None]
     if w.zero is not None or w.bias is not None:
         return quant_matmul(x, w, count=count, interpret=interpret).astype(x.dtype)[None]
     return _product(x, w, x.dtype, interpret)
+
+
+def _dequantizes(x: jax.Array, w: QuantArray) -> bool:
+    """Whether the weight is to be dequantized first, see `dequantized`."""
+    if dequantized is None:
+        return False
+    out, inputs = w.shape
+    tuned = _tuned(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
+    return dequantized.pays(len(x), x.dtype, w, tuned.get("dequantize"))
 
 
 def _product(x: jax.Array, w: QuantArray, dtype: jnp.dtype, interpret: Any) -> jax.Array:

@@ -11,6 +11,7 @@ the group's sum of x:
 Traffic: codes and scales once per 128 tokens, x once per tile of outputs (from the L2 cache). Splits, chosen from
 static sizes where the tiles alone would leave the device idle, write float32 partials which XLA adds up.
 Pipeline: `stages` steps of codes and x in flight (cp.async).
+From some 500 tokens on weights are dequantized beforehand instead (`dequantized`).
 Experts: XLA lists the tiles of tokens, each of one expert; a program stores only the rows that are its own.
 
 Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on any of them.
@@ -18,6 +19,7 @@ Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -27,6 +29,8 @@ import triton.language as tl
 from jax import lax
 
 from pallas_kernels import triton_compat, tuning
+from pallas_kernels.quant_matmul import dequantized
+from pallas_kernels.quant_matmul.dequantized import FP8_SHIFT, fp8_bits
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.triton_compat import Target, pad
 from pallas_kernels.types import QuantArray
@@ -34,7 +38,6 @@ from pallas_kernels.types import QuantArray
 FLOATS = ("bfloat16", "float16", "float32")
 CODES = ("int4", "int8", "float8_e4m3fn")
 PTX = True  # inline, where that is faster; Triton's interpreter has none
-FP8_SHIFT = 256.0  # of float8 codes that are moved into the bits of a float16, see `_fp8_bits`
 
 
 class Tiles(NamedTuple):
@@ -88,10 +91,8 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
         roomy = target.capability in (80, 90, 100, 103)
         step = 128 if grouped and roomy else 64
         tile = Tiles(128, 128, min(within, step), step, 1, 8, 3 if roomy else 2)
-    tuned = tuning.lookup(
-        "matmul", "triton",
-        x=x_dtype, codes=codes, group=group if grouped else 0, out=outputs, inputs=inputs, tokens=tokens,
-    )  # fmt: skip
+    tuned = {**_tuned(x_dtype, codes, tokens, outputs, inputs, group)}
+    tuned.pop("dequantize", None)
     tile = tile._replace(**tuned)
     tile = tile._replace(inputs=min(tile.inputs, tile.step))
     if "splits" in tuned:
@@ -99,6 +100,14 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
     programs = -(-tokens // tile.tokens) * -(-outputs // tile.outputs)
     wanted = min(3 * target.cores // programs, inputs // (4 * tile.step))
     return tile._replace(splits=1 << (max(1, min(wanted, 16)).bit_length() - 1))
+
+
+def _tuned(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, group: int) -> Mapping[str, int]:
+    """Sizes that were measured for a problem."""
+    group = group if group < inputs else 0
+    return tuning.lookup(
+        "matmul", "triton", x=x_dtype, codes=codes, group=group, out=outputs, inputs=inputs, tokens=tokens
+    )
 
 
 @triton.constexpr_function
@@ -139,13 +148,6 @@ def _nibble(w, like, NIBBLE: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr)
 
 
 @triton.jit
-def _fp8_bits(codes):
-    """float8_e4m3fn, as int8, times 2 ** -8: its bits moved to where a float16 has its own. No NaN."""
-    bits = codes.to(tl.int16)
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-
-
-@triton.jit
 def _shift(factor, zero, bias, at, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr):
     """What a sum of x is to be multiplied with: bias - zero * scale."""
     shift = tl.zeros_like(factor)
@@ -179,7 +181,7 @@ def _piece(
         if PER > 1:
             left = _nibble(w, x_row, nibble, PER, PTX)
         elif BITS:
-            left = _fp8_bits(w).to(dtype)
+            left = fp8_bits(w).to(dtype)
         else:
             left = w.to(dtype)
         part = tl.dot(left, tl.trans(tokens), part, input_precision="ieee")
@@ -271,6 +273,9 @@ def quant_matmul_parts(x: jax.Array, w: QuantArray, *, count: jax.Array | None =
 def _product(x: jax.Array, w: QuantArray, count: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """x times w as parts [splits, tokens, out]: float32, or `dtype` where there is one."""
     tokens, inputs = x.shape
+    measured = _tuned(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1])
+    if dequantized.pays(tokens, x.dtype, w, measured.get("dequantize")):
+        return dequantized.product(x, w, dtype)[None]
     tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
     count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
     return _call(x, w, tile, count, None, dtype)

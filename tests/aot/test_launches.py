@@ -23,9 +23,9 @@ BOUNDS = {
     ("bf16", "decode"): (13, 27),
     ("bf16", "mixed"): (15, 52),
     ("int4", "decode"): (13, 27),
-    ("int4", "mixed"): (15, 52),
+    ("int4", "mixed"): (19, 52),  # of which four dequantize a weight each
     ("fp8", "decode"): (13, 27),
-    ("fp8", "mixed"): (15, 52),
+    ("fp8", "mixed"): (19, 52),
 }
 
 
