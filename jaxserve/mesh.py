@@ -74,7 +74,7 @@ def quant_specs(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray:
 
     scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
     order = None if w.order is None else PartitionSpec()
-    return QuantArray(PartitionSpec(out, inputs), scale, zero, bias, w.block, order)
+    return QuantArray(PartitionSpec(out, inputs), scale, zero, bias, w.block, order, w.shuffled)
 
 
 def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, compute_dtype, find_files, make_decoder, read_model
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import SCHEMES, abstract_like, quantized_abstract
+from jaxserve.models.quantized import SCHEMES, abstract_like, arranged, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.targets import target_memory
 from pallas_kernels.types import PanelArray, QuantArray
@@ -66,7 +66,7 @@ def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineCon
     packing = Packing.of(config, mesh)
     weights = _as_read(decoder, path, mesh, config, packing)
     if packing is None:
-        return weights
+        return arranged(weights, mesh, decoder.dtype, config.matmul_backend)
     return {name: packing.abstract(w, mesh) if is_matrix(name) else w for name, w in weights.items()}
 
 

@@ -71,13 +71,15 @@ class MatmulProblem:
     has_zero: bool = False
     has_bias: bool = False
     partitioned: bool = False  # one of several devices does a part of it
+    shuffled: bool = False
 
     @classmethod
     def of(cls, x: Any, w: QuantArray, partitioned: bool = False) -> MatmulProblem:
         """Of arrays, or of their shapes."""
         has_zero, has_bias = w.zero is not None, w.bias is not None
         rows, inputs = w.shape[-2:]
-        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias, partitioned)
+        dtypes = np.dtype(x.dtype), np.dtype(w.codes.dtype)
+        return cls(*dtypes, rows, inputs, w.block, has_zero, has_bias, partitioned, w.shuffled)
 
 
 def load(operation: str, backend: str) -> ModuleType:

@@ -231,10 +231,12 @@ def check_matmul(
     rows: Sequence[int] = MATMUL_ROWS,
     repeats: int = REPEATS,
 ) -> list[Finding]:
-    """Of products with a weight of `problem`'s form, of so many rows of x each; against plain XLA in full precision."""
+    """Of products with a weight of `problem`'s form, of so many rows of x each; against plain XLA in full precision,
+    with codes in the inputs' order."""
     w, x = make_weight(problem), activations(problem, max(*rows, 200))
+    in_order = make_weight(replace(problem, shuffled=False)) if problem.shuffled else w
     parts = [(lambda x, w: multiply(x, w), (x[:count], w)) for count in rows]
-    (plain, everything), *programs = _compile([(quantized.quant_matmul, (x, w)), *parts])
+    (plain, everything), *programs = _compile([(quantized.quant_matmul, (x, in_order)), *parts])
     exact = np.asarray(plain.result()(*everything))
     return [
         _judge_matmul(f"{count} rows", problem, exact, count, partial(program.result(), *arguments), repeats)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.quant_matmul import fragments
 from pallas_kernels.registry import AttentionProblem, MatmulProblem
 from pallas_kernels.types import KVPages, QuantArray
 
@@ -240,7 +241,8 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray:
 
     zero = jnp.asarray(rng.integers(-8, 8, (*lead, *blocks), np.int8)) if problem.has_zero else None
     bias = values(-1.0, 1.0) if problem.has_bias else None
-    return QuantArray(jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias, problem.block)
+    w = QuantArray(jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias, problem.block)
+    return fragments.shuffle(w) if problem.shuffled else w
 
 
 def activations(problem: MatmulProblem, rows: int) -> Any:

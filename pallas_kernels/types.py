@@ -34,7 +34,9 @@ class KVPages(NamedTuple):
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scale", "zero", "bias", "order"], meta_fields=["block"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scale", "zero", "bias", "order"],
+    meta_fields=["block", "shuffled"],
 )
 @dataclass(frozen=True)
 class QuantArray:
@@ -50,6 +52,7 @@ class QuantArray:
       both less 8.
     bias: as scale; None is 0.
     order: int32 [in], the input that each column belongs to (act-order formats sort columns by group); None: in order.
+    shuffled: codes lie in the order of `quant_matmul.fragments`, for Hopper's kernel; plain XLA reads them too.
     """
 
     # Arrays of JAX or NumPy, or what stands for them in a pytree of the same form: shapes, shardings.
@@ -59,6 +62,7 @@ class QuantArray:
     bias: Any = None
     block: tuple[int, int] = (1, 128)
     order: Any = None
+    shuffled: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import SCHEMES, abstract_like, place, rounded, splits_evenly
+from jaxserve.models.quantized import SCHEMES, abstract_like, arranged, place, rounded, splits_evenly
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from pallas_kernels import cpu_panels
 from pallas_kernels.ops import checked, checked_fused, checked_matmul, choose_ops, matmul_of, quant_matmul
@@ -165,8 +165,9 @@ def _quant_matmul(device: Device, mesh: Mesh, backend: str) -> Callable[..., jax
     return op if mesh.size == 1 else partial(quant_matmul_sharded, mesh, op)
 
 
-def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Decoder:
-    """The decoder with kernels that were tried, on this machine's devices, on weights of these forms.
+def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tuple[Decoder, Any]:
+    """The decoder with kernels that were tried, on this machine's devices, on weights of these forms, and the weights
+    in the order that these kernels want.
 
     Raises ConfigError for a backend asked for by name that cannot do one of them.
     """
@@ -178,15 +179,18 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Dec
         return isinstance(x, QuantArray)
 
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
-    weights = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    wanted = arranged(shapes, mesh, decoder.dtype, backend)
+    weights = [w for w in jax.tree.leaves(wanted, is_leaf=is_weight) if is_weight(w)]
     problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), mesh.size > 1) for w in weights)
     try:
         chosen = checked_matmul(device, problems, backend)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if chosen == backend:
-        return decoder
-    return decoder.clone(ops=dataclasses.replace(decoder.ops, quant_matmul=_quant_matmul(device, mesh, chosen)))
+        return decoder, arranged(params, mesh, decoder.dtype, backend)
+    ops = dataclasses.replace(decoder.ops, quant_matmul=_quant_matmul(device, mesh, chosen))
+    return decoder.clone(ops=ops), params
 
 
 def load_params(

@@ -16,6 +16,8 @@ Weights are rounded to the dtype of x, as they are in a checkpoint that is not q
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -23,11 +25,13 @@ import triton.language as tl
 from jax import lax
 
 from pallas_kernels import triton_compat
+from pallas_kernels.quant_matmul import fragments
 from pallas_kernels.types import QuantArray
 
 FP8_SHIFT = 256.0  # of float8 codes that are moved into the bits of a float16, see `fp8_bits`
 MOST_BYTES = 1 << 30  # of a buffer
 ROWS, COLUMNS, WARPS = 32, 256, 4  # of the weight in a program
+SHUFFLED_ROWS = 64  # of one chunk
 LEAST_PIECE = 16  # inputs that a program takes at a time, at least
 TWO_BYTES = (jnp.bfloat16, jnp.float16)
 
@@ -56,7 +60,9 @@ def pays(tokens: int, x_dtype: jnp.dtype, w: QuantArray, choice: int | None = No
 
 
 def _fits(w: QuantArray) -> bool:
-    """Whether the kernel knows the weight's form: pairs of int4 codes in bytes, groups of whole pieces."""
+    """Whether the kernels know the weight's form: pairs of int4 codes in bytes, groups of whole pieces."""
+    if w.shuffled:
+        return w.codes.dtype != jnp.float8_e4m3fn
     even = w.codes.dtype != jnp.int4 or w.shape[1] % 2 == 0
     return even and (w.block[1] >= w.shape[1] or w.block[1] % LEAST_PIECE == 0)
 
@@ -123,24 +129,65 @@ def _dequantize(
         tl.store(out + (first[:, None] + column[None, :]), value, mask=real)
 
 
+@triton.jit
+def _dequantize_shuffled(
+    words, scale, zero, bias, after, out,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """A tile of ROWS and one chunk of integers in the order of `fragments`, from words int32 [OUTPUTS, INPUTS / codes
+    in a word]; PIECE inputs of the chunk share a scale."""
+    CHUNK: tl.constexpr = 32 * PARTS
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < OUTPUTS
+    safe = tl.minimum(row, OUTPUTS - 1)
+    word = tl.arange(0, 4)[None, :, None, None, None]
+    part = tl.arange(0, PARTS)[None, None, :, None, None]
+    thread = tl.arange(0, 4)[None, None, None, :, None]
+    half = tl.arange(0, 2)[None, None, None, None, :]
+    start = safe.to(tl.int64) * (INPUTS // CHUNK * 16) + tl.program_id(1) * 16
+    read = tl.load(words + (start[:, None, None, None, None] + 4 * thread + word))
+    codes = (read << (32 - BITS - 16 * half - BITS * part)) >> (32 - BITS)
+    value = tl.reshape(codes.to(tl.float32), [ROWS, CHUNK // PIECE, PIECE])
+    first = tl.program_id(1) * CHUNK + PIECE * tl.arange(0, CHUNK // PIECE)
+    group = (safe // BLOCK_OUT * GROUPS)[:, None] + tl.minimum(first // GROUP, GROUPS - 1)[None, :]
+    if HAS_ZERO:
+        value -= tl.load(zero + group).to(tl.float32)[:, :, None]
+    value *= tl.load(scale + group).to(tl.float32)[:, :, None]
+    if HAS_BIAS:
+        value += tl.load(bias + group).to(tl.float32)[:, :, None]
+    value = tl.reshape(value.to(out.dtype.element_ty), [ROWS, CHUNK])
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    tl.store(out + (row.to(tl.int64)[:, None] * INPUTS + column[None, :]), value, mask=inside[:, None])
+
+
 @jax.jit
 def dequantize(w: QuantArray, after: jax.Array) -> jax.Array:
     """The weight [out, in] in the dtype of `after`, once that has been computed."""
     outputs, inputs = w.shape
     codes, factor, per, bits = w.codes, 1.0, 1, False
     group = min(w.block[1], inputs)
+    constants: dict[str, Any] = {
+        "OUTPUTS": outputs, "INPUTS": inputs, "BLOCK_OUT": w.block[0], "GROUP": group, "num_warps": WARPS,
+        "HAS_ZERO": w.zero is not None, "HAS_BIAS": w.bias is not None,
+    }  # fmt: skip
+    given = w.scale, w.scale if w.zero is None else w.zero, w.scale if w.bias is None else w.bias, after
+    made = [jax.ShapeDtypeStruct((outputs, inputs), after.dtype)]
+    if w.shuffled:
+        size, width = fragments.chunk(codes.dtype), jax.dtypes.itemsize_bits(codes.dtype)
+        return triton_compat.call(
+            _dequantize_shuffled, fragments.words(codes), *given, out=made,
+            grid=(-(-outputs // SHUFFLED_ROWS), inputs // size), BITS=width, ROWS=SHUFFLED_ROWS,
+            PARTS=fragments.parts(width), PIECE=min(group & -group, size) if group < inputs else size, **constants,
+        )[0]  # fmt: skip
     if codes.dtype == jnp.int4:
         per = 2
         codes = lax.bitcast_convert_type(codes.reshape(outputs, inputs // 2, 2), jnp.int8)
     elif codes.dtype == jnp.float8_e4m3fn and triton_compat.target().capability < 89:
         codes, bits, factor = lax.bitcast_convert_type(codes, jnp.int8), True, FP8_SHIFT
     return triton_compat.call(
-        _dequantize, codes, w.scale, w.scale if w.zero is None else w.zero, w.scale if w.bias is None else w.bias,
-        after,
-        out=[jax.ShapeDtypeStruct((outputs, inputs), after.dtype)],
-        grid=(-(-outputs // ROWS), -(-inputs // COLUMNS)),
-        num_warps=WARPS,
-        OUTPUTS=outputs, INPUTS=inputs, BLOCK_OUT=w.block[0], GROUP=group, PER=per, BITS=bits, FACTOR=factor,
-        HAS_ZERO=w.zero is not None, HAS_BIAS=w.bias is not None,
-        ROWS=ROWS, COLUMNS=COLUMNS, PIECE=COLUMNS if group == inputs else min(group & -group, COLUMNS),
+        _dequantize, codes, *given, out=made, grid=(-(-outputs // ROWS), -(-inputs // COLUMNS)),
+        PER=per, BITS=bits, FACTOR=factor, ROWS=ROWS, COLUMNS=COLUMNS,
+        PIECE=COLUMNS if group == inputs else min(group & -group, COLUMNS), **constants,
     )[0]  # fmt: skip

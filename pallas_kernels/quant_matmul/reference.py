@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quant_matmul.fragments import in_order
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
 
@@ -43,6 +44,7 @@ def per_row(w: QuantArray) -> QuantArray:
 
 def dequantize(w: QuantArray) -> jax.Array:
     """The weight [..., out, in] in float32."""
+    w = in_order(w)
     codes = w.codes.astype(jnp.float32)
     if w.zero is not None:
         codes = codes - expand(w.zero, w.block, w.shape)
@@ -107,7 +109,7 @@ def _rows(w: QuantArray, start: jax.Array | int, size: int) -> QuantArray:
 def _product(x: jax.Array, w: QuantArray) -> jax.Array:
     if w.block[1] < w.shape[1] or w.zero is not None or w.bias is not None:
         return _dot(x.astype(jnp.float32), dequantize(w))
-    return _dot(x, w.codes.astype(x.dtype)) * expand(w.scale, w.block, (w.shape[0], 1)).T
+    return _dot(x, in_order(w).codes.astype(x.dtype)) * expand(w.scale, w.block, (w.shape[0], 1)).T
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

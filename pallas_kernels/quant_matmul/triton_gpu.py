@@ -65,6 +65,8 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
         return f"codes must be one of {', '.join(CODES)}, not {codes}"
     if codes == "int4" and problem.inputs % 2:
         return f"int4 codes need an even number of inputs, not {problem.inputs}"
+    if problem.shuffled:
+        return "codes are in the order of Hopper's kernel"
     least = _least_step(codes)
     if problem.block[1] < problem.inputs and problem.block[1] % least:
         return f"groups of {codes} codes must be multiples of {least} inputs, not {problem.block[1]}"

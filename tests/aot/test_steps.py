@@ -22,7 +22,7 @@ from jaxserve.mesh import make_mesh
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder
-from jaxserve.models.quantized import quantized_abstract
+from jaxserve.models.quantized import arranged, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.runner import ModelRunner
 from jaxserve.steps import StepShape
@@ -78,7 +78,7 @@ def make_runner(
     decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, **backends)
     params = abstract_params(decoder, mesh)
     if scheme != "bf16":
-        params = quantized_abstract(params, scheme)
+        params = arranged(quantized_abstract(params, scheme), mesh, jnp.bfloat16, backends["matmul"])
     runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, 64, penalty_rows=64)
     layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, jnp.bfloat16, devices[0].platform)
     runner.plan(layout, 8192 // page_size)

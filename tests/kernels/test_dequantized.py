@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_triton import INTERPRET, compiled, interpreted, quantized_weight, rounded
 
 from pallas_kernels import triton_compat, tuning
-from pallas_kernels.quant_matmul import dequantized, mosaic_gpu, triton_gpu
+from pallas_kernels.quant_matmul import dequantized, fragments, mosaic_gpu, triton_gpu
 from pallas_kernels.types import QuantArray
 
 
@@ -53,10 +53,13 @@ FORMS = {
     "int4, groups of 32": {"codes": "int4", "block": (1, 32), "inputs": 320, "zero": True, "scale_dtype": "float16"},
     "int4, groups of 128": {"codes": "int4", "block": (1, 128), "inputs": 256, "bias": True, "zero": True},
     "int4, per channel": {"codes": "int4", "block": (1, 130), "inputs": 130},
+    "int8, groups of 32": {"codes": "int8", "block": (1, 32), "inputs": 192, "zero": True},
+    "int8, shuffled": {"codes": "int8", "block": (1, 320), "inputs": 320, "bias": True},
     "float8, blocks": {"codes": "float8_e4m3fn", "block": (128, 128), "inputs": 200, "outputs": 150},
     "float8, per tensor": {"codes": "float8_e4m3fn", "block": (70, 256), "inputs": 256},
     "float8, older": {"codes": "float8_e4m3fn", "block": (1, 64), "inputs": 320, "capability": 80},
 }
+SHUFFLED = ("int4, groups of 128", "int8, groups of 32", "int8, shuffled")
 
 
 @interpreted
@@ -75,6 +78,10 @@ def test_values(name, dtype, monkeypatch):
     largest = np.abs(gold).max()
     allowed = 0.51 * float(jnp.finfo(dtype).eps) * np.abs(gold) + 1e-6 * largest
     assert (np.abs(np.asarray(values, np.float64) - gold) <= allowed).all()
+    if w.codes.dtype != jnp.float8_e4m3fn and fragments.why_not(form["inputs"], w.block[1], w.codes.dtype) is None:
+        assert (dequantized.dequantize(fragments.shuffle(w), x) == values).all()
+    else:
+        assert name not in SHUFFLED
     y = dequantized.product(x, w, jnp.float32)
     np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(values, np.float64).T, rtol=0, atol=1e-3)
 
