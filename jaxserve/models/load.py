@@ -179,9 +179,9 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tup
         return isinstance(x, QuantArray)
 
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-    wanted = arranged(shapes, mesh, decoder.dtype, backend)
-    weights = [w for w in jax.tree.leaves(wanted, is_leaf=is_weight) if is_weight(w)]
+    given = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
+    weights = arranged(shapes, mesh, decoder.dtype, backend)
     problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), mesh.size > 1) for w in weights)
     try:
         chosen = checked_matmul(device, problems, backend)
