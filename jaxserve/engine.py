@@ -135,7 +135,7 @@ class Engine:
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
         params = make_params(decoder, folder, mesh, config, progress=progress)
-        decoder = trust_matmul(decoder, params, mesh, config.matmul_backend)
+        decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
         heap.trim()
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
         log.info("%s", memory.describe_weights(params))

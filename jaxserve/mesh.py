@@ -77,7 +77,7 @@ def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> 
     scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
     order = None if w.order is None else PartitionSpec()
     gain = None if w.gain is None else PartitionSpec(out)
-    return QuantArray(PartitionSpec(out, inputs), scale, zero, bias, w.block, order, gain)
+    return QuantArray(PartitionSpec(out, inputs), scale, zero, bias, w.block, order, gain, w.shuffled)
 
 
 def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, compute_dtype, find_files, make_decoder, read_model
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import FORMS, abstract_like, as_blocks, keeps_blocks, quantized_abstract
+from jaxserve.models.quantized import FORMS, abstract_like, arranged, as_blocks, keeps_blocks, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.targets import target_memory
 from pallas_kernels.types import BLOCK_KINDS, BlockArray, PanelArray, QuantArray
@@ -68,7 +68,7 @@ def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineCon
     packing = Packing.of(config, mesh)
     weights = _as_read(decoder, path, mesh, config, packing)
     if packing is None:
-        return weights
+        return arranged(weights, mesh, decoder.dtype, config.matmul_backend)
     return {name: packing.abstract(w, mesh) if is_matrix(name) else w for name, w in weights.items()}
 
 

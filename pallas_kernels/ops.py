@@ -313,15 +313,18 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
 
     Raises BackendError for one asked for by name that cannot do a form, or does it wrong.
     """
-    from pallas_kernels.selfcheck import check_matmul
+    from pallas_kernels.selfcheck import check_matmul, check_parts
 
     chosen = [(problem, choose("matmul", device, problem, backend)) for problem in problems]
     with ThreadPoolExecutor(4) as pool:  # most of the time goes to compiling
-        checks = [
-            pool.submit(check_matmul, load("matmul", name).quant_matmul, problem)
-            for problem, name in chosen
-            if name not in ("xla", "cpu")
-        ]
+        checks = []
+        for problem, name in chosen:
+            if name in ("xla", "cpu"):
+                continue
+            module = load("matmul", name)
+            checks.append(pool.submit(check_matmul, module.quant_matmul, problem))
+            if hasattr(module, "quant_matmul_parts"):
+                checks.append(pool.submit(check_parts, module.quant_matmul_parts, problem))
         right = all(_is_right("matmul", backend, check.result) for check in checks)
     return backend if right else "xla"
 

@@ -70,6 +70,7 @@ class MatmulProblem:
     partitioned: bool = False  # one of several devices does a part of it
     kind: str = ""  # of a BlockArray, whose codes are bytes
     scale_dtype: np.dtype | None = None  # of float4_e2m1fn codes, which tells MXFP4 (float8_e8m0fnu) from NVFP4
+    shuffled: bool = False
 
     @classmethod
     def of(cls, x: Any, w: Any, partitioned: bool = False) -> MatmulProblem:
@@ -79,9 +80,10 @@ class MatmulProblem:
             small, kind = np.dtype(np.uint8), w.kind
             return cls(np.dtype(x.dtype), small, rows, inputs, w.block, partitioned=partitioned, kind=kind)
         has_zero, has_bias = w.zero is not None, w.bias is not None
+        forms = {"partitioned": partitioned, "shuffled": w.shuffled}
         codes = np.dtype(w.codes.dtype)
         scale = np.dtype(w.scale.dtype) if codes.name == "float4_e2m1fn" else None
-        return cls(np.dtype(x.dtype), codes, rows, inputs, w.block, has_zero, has_bias, partitioned, scale_dtype=scale)
+        return cls(np.dtype(x.dtype), codes, rows, inputs, w.block, has_zero, has_bias, scale_dtype=scale, **forms)
 
 
 def load(operation: str, backend: str) -> ModuleType:

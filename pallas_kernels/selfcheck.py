@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,12 +60,15 @@ from pallas_kernels.selfcheck_cases import (
     make_write,
     options,
 )
-from pallas_kernels.types import KVPages
+from pallas_kernels.types import KVPages, QuantArray
 
 REPEATS = 20
 TOLERANCE, MATMUL_TOLERANCE = 2.0, 0.75  # in eps of the queries' type, or of x's
 FLOAT32 = 5e-5  # instead, in float32: sums in another order, and functions that are approximated
-MATMUL_ROWS = (1, 17, 64, 200)  # one; not all of a tile; all of one; several tiles, of which the last is not whole
+# One row; not all of a tile; all of one; several tiles, of which the last is not whole; so many that weights are
+# dequantized beforehand.
+MATMUL_ROWS = (1, 17, 64, 200, 520)
+PARTS_ROWS = (1, 64, 520)  # of products in parts, whose plans are the same: split, in one part, dequantized
 COMPILING = 8  # programs at a time
 GROUPS = (37, 0, 1, 90, 0, 64)  # tokens of each expert; some more belong to nobody
 
@@ -228,15 +231,27 @@ def check_matmul(
     rows: Sequence[int] = MATMUL_ROWS,
     repeats: int = REPEATS,
 ) -> list[Finding]:
-    """Of products with a weight of `problem`'s form, of so many rows of x each; against plain XLA in full precision."""
+    """Of products with a weight of `problem`'s form, of so many rows of x each; against plain XLA in full precision,
+    with codes in the inputs' order."""
     w, x = make_weight(problem), activations(problem, max(*rows, 200))
+    in_order = make_weight(replace(problem, shuffled=False)) if problem.shuffled else w
     parts = [(lambda x, w: multiply(x, w), (x[:count], w)) for count in rows]
-    (plain, everything), *programs = _compile([(quantized.quant_matmul, (x, w)), *parts])
+    (plain, everything), *programs = _compile([(quantized.quant_matmul, (x, in_order)), *parts])
     exact = np.asarray(plain.result()(*everything))
     return [
         _judge_matmul(f"{count} rows", problem, exact, count, partial(program.result(), *arguments), repeats)
         for count, (program, arguments) in zip(rows, programs, strict=True)
     ]
+
+
+def check_parts(multiply: Callable[..., jax.Array], problem: MatmulProblem, *, repeats: int = REPEATS) -> list[Finding]:
+    """The same of `quant_matmul_parts` by `multiply`, whose parts are added up here."""
+
+    def whole(x: jax.Array, w: QuantArray) -> jax.Array:
+        return multiply(x, w).astype(jnp.float32).sum(0)
+
+    found = check_matmul(whole, problem, rows=PARTS_ROWS, repeats=repeats)
+    return [replace(finding, what=f"parts of {finding.what}") for finding in found]
 
 
 def check_grouped(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.quant_matmul import fragments
 from pallas_kernels.registry import AttentionProblem, MatmulProblem
 from pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
 
@@ -263,7 +264,8 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     nvfp4 = problem.scale_dtype is not None and problem.scale_dtype.name == "float8_e4m3fn"
     gain = jnp.asarray(rng.uniform(0.5, 1.0, (*lead, rows, 1)).astype(np.float32)) if nvfp4 else None
     typed = jnp.asarray(codes).astype(problem.codes_dtype)
-    return QuantArray(typed, values(0.03, 0.1), zero, bias, problem.block, gain=gain)
+    w = QuantArray(typed, values(0.03, 0.1), zero, bias, problem.block, gain=gain)
+    return fragments.shuffle(w) if problem.shuffled else w
 
 
 def activations(problem: MatmulProblem, rows: int) -> Any:

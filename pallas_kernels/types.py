@@ -36,7 +36,7 @@ class KVPages(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scale", "zero", "bias", "order", "gain"],
-    meta_fields=["block"],
+    meta_fields=["block", "shuffled"],
 )
 @dataclass(frozen=True)
 class QuantArray:
@@ -54,6 +54,7 @@ class QuantArray:
     bias: as scale; None is 0.
     order: int32 [in], the input that each column belongs to (act-order formats sort columns by group); None: in order.
     gain: float32 [out, 1], the scale of a row's scales (NVFP4); None is 1.
+    shuffled: codes lie in the order of `quant_matmul.fragments`, for Hopper's kernel; plain XLA reads them too.
     """
 
     # Arrays of JAX or NumPy, or what stands for them in a pytree of the same form: shapes, shardings.
@@ -64,6 +65,7 @@ class QuantArray:
     block: tuple[int, int] = (1, 128)
     order: Any = None
     gain: Any = None
+    shuffled: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from jaxserve.models.quantized import (
     FORMS,
     SCHEMES,
     abstract_like,
+    arranged,
     as_blocks,
     keeps_blocks,
     place,
@@ -175,8 +176,9 @@ def _quant_matmul(device: Device, mesh: Mesh, backend: str) -> Callable[..., jax
     return op if mesh.size == 1 else partial(quant_matmul_sharded, mesh, op)
 
 
-def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Decoder:
-    """The decoder with kernels that were tried, on this machine's devices, on weights of these forms.
+def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tuple[Decoder, Any]:
+    """The decoder with kernels that were tried, on this machine's devices, on weights of these forms, and the weights
+    in the order that these kernels want.
 
     Raises ConfigError for a backend asked for by name that cannot do one of them.
     """
@@ -188,15 +190,18 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> Dec
         return isinstance(x, QuantArray | BlockArray)
 
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
-    weights = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
+    given = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
+    weights = arranged(shapes, mesh, decoder.dtype, backend)
     problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), mesh.size > 1) for w in weights)
     try:
         chosen = checked_matmul(device, problems, backend)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if chosen == backend:
-        return decoder
-    return decoder.clone(ops=dataclasses.replace(decoder.ops, quant_matmul=_quant_matmul(device, mesh, chosen)))
+        return decoder, arranged(params, mesh, decoder.dtype, backend)
+    ops = dataclasses.replace(decoder.ops, quant_matmul=_quant_matmul(device, mesh, chosen))
+    return decoder.clone(ops=ops), params
 
 
 def load_params(

@@ -21,7 +21,9 @@ from checkpoints.quantized import StoredRows, refine, with_bytes
 from jaxserve.mesh import quant_block, quant_specs
 from pallas_kernels import cpu
 from pallas_kernels.int4 import int4_of_bytes
-from pallas_kernels.types import BlockArray, QuantArray
+from pallas_kernels.quant_matmul import fragments
+from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 GROUP = 128  # inputs that share a scale of int4
 
@@ -118,6 +120,33 @@ def abstract_like(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArr
 def _group(inputs: int) -> int | None:
     """The largest usual size that divides the inputs; None: all of them."""
     return next((size for size in (GROUP, GROUP // 2, GROUP // 4) if inputs % size == 0), None)
+
+
+def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
+    """The parameters, or their shapes, with codes in the order in which Hopper's kernel reads them best (`fragments`),
+    where products with activations of `x_dtype` are its own: the same bytes. Given arrays are used up."""
+    device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), x_dtype)
+
+    def one(w: Any) -> Any:
+        if not isinstance(w, QuantArray) or device.platform != "gpu":
+            return w
+        local = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), w)
+        if not fragments.suits(device, MatmulProblem.of(x, local, mesh.size > 1), backend):
+            return w
+        abstract = isinstance(w.codes, jax.ShapeDtypeStruct)
+        return dataclasses.replace(
+            w, codes=w.codes if abstract else _shuffler(w.codes.sharding)(w.codes), shuffled=True
+        )
+
+    return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, QuantArray | PanelArray))
+
+
+@cache
+def _shuffler(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Of codes that lie so on the devices, each its own."""
+    spec = sharding.spec
+    local = jax.shard_map(fragments.shuffled_codes, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(local, donate_argnums=0)
 
 
 def is_quantizable(path: str) -> bool:

@@ -11,18 +11,22 @@ may come from registers: codes go from shared memory to registers, become the dt
 
 One scale per row multiplies the sum. With groups, each group's product has an accumulator of its own, which is scaled
 in float32 and added to the total. Results change places between neighbouring threads, so that they are stored by token.
-Zero points and biases are constant within a group, so they multiply the
-group's sum of x: a small product outside. Splits of the inputs, which keep all multiprocessors busy when there are few
-outputs, are added outside, always in the same order. With experts, XLA lists the tiles of tokens, each of one expert.
+Zero points and biases are constant within a group, so they multiply its sum of x: a small product outside. Splits of
+the inputs, which keep all multiprocessors busy when there are few outputs, are added outside, always in one order. With
+experts, XLA lists the tiles of tokens, each of one expert. From some 500 tokens on weights are dequantized beforehand
+instead (`dequantized`), where Triton is installed.
 
-By its machine code, a step of 128 x 128 weights and 16 tokens is some 560 instructions per scheduler with int8 and 470
-with int4, while memory delivers it in about 860 and 430 cycles: expect int4 to be bound by its conversion.
+Codes of integers are shuffled when they are loaded (`fragments`), so that a thread reads what it multiplies 16 bytes at
+once; other codes, and shapes that do not fit, are read byte by byte. By its machine code, 128 x 128 weights of int4 in
+groups of 128 and 1, 16, 64 tokens take 449, 469, 517 instructions per scheduler, or 298, 307, 376 shuffled; of int8
+528, 556, 526 or 394, 396, 394; of float8 417, 450, 414. Memory delivers them in some 440 cycles (int4) or 880. With 64
+tokens x, read anew for every 128 outputs, is twice the traffic of int4's codes: expect that to be the bound there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,10 +37,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_rules, tuning
 from pallas_kernels.hopper_rules import Span
+from pallas_kernels.quant_matmul import fragments
+from pallas_kernels.quant_matmul.mosaic_fragments import load_operand
 from pallas_kernels.quant_matmul.reference import expand, per_row
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import QuantArray
 from pallas_kernels.work_lists import expert_tiles
+
+dequantized: Any
+try:  # it needs Triton
+    from pallas_kernels.quant_matmul import dequantized
+except ImportError:
+    dequantized = None
 
 PROGRAMS = 264  # that run at once: two on each of 132 multiprocessors
 SLOT_BYTES = 72 << 10  # of shared memory for the slots of a program with few tokens: three fit a multiprocessor
@@ -58,6 +70,8 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
     bits = jax.dtypes.itemsize_bits(problem.codes_dtype)
     if problem.inputs % (SWIZZLE_BITS // bits):
         return f"the number of inputs must be a multiple of {SWIZZLE_BITS // bits}, not {problem.inputs}"
+    if problem.shuffled:
+        return fragments.why_not(problem.inputs, problem.block[1], problem.codes_dtype)
     if _step_size(problem.inputs, problem.block[1], bits, 128) is None:
         return f"groups must be multiples of 32 inputs that meet at multiples of 64 or 128, not {problem.block[1]}"
     return None
@@ -75,15 +89,16 @@ class Plan(NamedTuple):
     steps: int  # per split
 
 
-def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int) -> Plan:
+def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int, shuffled: bool = False) -> Plan:
     out, inputs = shape
     grouped = block[1] < inputs
     few = tokens <= 64
-    group = block[1] if grouped else 0
-    tuned = tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)
+    tuned = _tuned(tokens, shape, block, bits)
     m = tuned.get("m") or (128 if out >= 128 else 64)
     n = tuned.get("n") or next((n for n in (8, 16, 32, 64) if n >= tokens), 64 if grouped else 128)
-    k = _step_size(inputs, block[1], bits, tuned.get("k") or (128 if few or grouped else 64))
+    k: int | None = fragments.CHUNK_BITS // bits
+    if not shuffled:
+        k = _step_size(inputs, block[1], bits, tuned.get("k") or (128 if few or grouped else 64))
     assert k is not None, "why_not refuses what has no step size"
     slot = m * k * bits // 8 + n * k * 2
     stages = tuned.get("stages") or min(max((SLOT_BYTES if few else WIDE_SLOT_BYTES) // slot, 2), 12)
@@ -91,6 +106,12 @@ def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int)
     splits = _splits(-(-out // m) * -(-tokens // n), inputs // k, most)
     steps = inputs // k // splits
     return Plan(m, n, k, min(block[1], k) if grouped else k, min(stages, steps), splits, steps)
+
+
+def _tuned(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int) -> Mapping[str, int]:
+    """Sizes that were measured for a problem."""
+    group, (out, inputs) = block[1] if block[1] < shape[1] else 0, shape
+    return tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)
 
 
 def _step_size(inputs: int, group: int, bits: int, most: int) -> int | None:
@@ -113,6 +134,8 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None,
 
     `count` is ignored. `interpret`: plgpu.InterpretGPUParams of JAX 0.11.2 or newer, to run without a GPU.
     """
+    if interpret is None and _dequantizes(x, w):
+        return dequantized.product(x, w, jnp.float32)
     y = _product(x, w, jnp.float32, interpret).sum(0)
     if w.zero is not None or w.bias is not None:
         y = y + _constant_part(x, w, lambda sums, constant: jnp.matmul(sums, constant.T, precision=HIGHEST))
@@ -123,15 +146,26 @@ def quant_matmul_parts(
     x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None
 ) -> jax.Array:
     """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
+    if interpret is None and _dequantizes(x, w):
+        return dequantized.product(x, w, x.dtype)[None]
     if w.zero is not None or w.bias is not None:
         return quant_matmul(x, w, count=count, interpret=interpret).astype(x.dtype)[None]
     return _product(x, w, x.dtype, interpret)
 
 
+def _dequantizes(x: jax.Array, w: QuantArray) -> bool:
+    """Whether the weight is to be dequantized first, see `dequantized`."""
+    if dequantized is None:
+        return False
+    out, inputs = w.shape
+    tuned = _tuned(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
+    return dequantized.pays(len(x), x.dtype, w, tuned.get("dequantize"))
+
+
 def _product(x: jax.Array, w: QuantArray, dtype: jnp.dtype, interpret: Any) -> jax.Array:
     """x times codes and scales, as parts [splits, tokens, out]: float32, or `dtype` where there is one."""
     out, inputs = w.shape
-    sizes = plan(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
+    sizes = plan(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype), w.shuffled)
     padded = jnp.pad(x, ((0, -len(x) % sizes.n), (0, 0)))
     one = jax.tree.map(lambda array: array[None], w)
     dtype = jnp.float32 if sizes.splits > 1 else dtype
@@ -145,7 +179,7 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *,
     """
     tokens, (experts, out, inputs) = len(x), w.shape
     bits = jax.dtypes.itemsize_bits(w.codes.dtype)
-    sizes = plan(-(-tokens // experts), (out, inputs), w.block, bits)
+    sizes = plan(-(-tokens // experts), (out, inputs), w.block, bits, w.shuffled)
     items, column = expert_tiles(group_sizes, tokens, sizes.n)
     steps = sizes.splits * sizes.steps
     splits = _splits(-(-out // sizes.m) * len(items), steps, inputs * bits // (128 * sizes.n))
@@ -196,8 +230,11 @@ def _call(
         w = per_row(w)
     tiles = -(-out // sizes.m)
     codes_bits, bits = jax.dtypes.itemsize_bits(w.codes.dtype), jax.dtypes.itemsize_bits(x.dtype)
+    codes_smem = _tiles((sizes.stages, sizes.m, sizes.k), w.codes.dtype, max(sizes.group * codes_bits, SWIZZLE_BITS))
+    if w.shuffled:
+        codes_smem = plgpu.SMEM((sizes.stages, sizes.m, fragments.WORDS), jnp.int32)
     scratch = {
-        "w_smem": _tiles((sizes.stages, sizes.m, sizes.k), w.codes.dtype, max(sizes.group * codes_bits, SWIZZLE_BITS)),
+        "w_smem": codes_smem,
         "x_smem": _tiles((sizes.stages, sizes.n, sizes.k), x.dtype, sizes.group * bits),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages),
     }
@@ -207,7 +244,7 @@ def _call(
 
     def body(w_gmem, x_gmem, *refs, **scratch):
         named = dict(zip(given, refs[:-1], strict=True))
-        _kernel(w_gmem, x_gmem, refs[-1], sizes, w.block, out, interpret=interpret, **named, **scratch)
+        _kernel(w_gmem, x_gmem, refs[-1], sizes, w, interpret=interpret, **named, **scratch)
 
     y = plgpu.kernel(
         body,
@@ -218,7 +255,7 @@ def _call(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         kernel_name="quant_matmul" if items is None else "grouped_quant_matmul",
-    )(w.codes, x, *given.values())
+    )(fragments.words(w.codes) if w.shuffled else w.codes, x, *given.values())
     return _drop_repeated(y, sizes.m, out)
 
 
@@ -230,41 +267,54 @@ def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, scale_gmem, items_gmem=None, **scratch):
+def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, scale_gmem, items_gmem=None, **scratch):
     column = lax.axis_index("tokens")
     if items_gmem is None:
-        _tile(w_gmem, x_gmem, out_gmem, sizes, block, out, 0, column * sizes.n, scale_gmem, **scratch)
+        _tile(w_gmem, x_gmem, out_gmem, sizes, w, 0, column * sizes.n, scale_gmem, **scratch)
         return
     expert = items_gmem[column, 0]
 
     @pl.when(expert >= 0)
     def _():
         start = pl.multiple_of(items_gmem[column, 1], 8)
-        _tile(w_gmem, x_gmem, out_gmem, sizes, block, out, expert, start, scale_gmem, **scratch)
+        _tile(w_gmem, x_gmem, out_gmem, sizes, w, expert, start, scale_gmem, **scratch)
 
 
-def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, expert, token, scale_gmem, *,
+def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, scale_gmem, *,
           interpret, w_smem, x_smem, full, a_smem=None):  # fmt: skip
-    """A tile of outputs for n tokens from `token`, a multiple of eight."""
+    """A tile of outputs for n tokens from `token`, a multiple of eight. Of w only shapes and the like are used."""
+    block, (out, total_inputs) = w.block, w.shape[1:]
     # The last tile computes some outputs of the one before it again where they do not divide.
     first = jnp.minimum(lax.axis_index("outputs") * sizes.m, out - sizes.m)
     rows = pl.ds(first, sizes.m)
     start = lax.axis_index("split") * sizes.steps
     pieces = range(sizes.k // sizes.group)
 
-    def fetch(step):
-        slot, inputs = lax.rem(step, sizes.stages), Span((start + step) * sizes.k, sizes.k, multiple=sizes.k)
-        weights = expert, Span(first, sizes.m, multiple=math.gcd(sizes.m, out)), inputs
+    def fetch(step, slot):
+        inputs = Span((start + step) * sizes.k, sizes.k, multiple=sizes.k)
+        columns = inputs
+        if w.shuffled:
+            columns = Span((start + step) * fragments.WORDS, fragments.WORDS, multiple=fragments.WORDS)
+        weights = expert, Span(first, sizes.m, multiple=math.gcd(sizes.m, out)), columns
         tokens = Span(token, sizes.n, multiple=8), inputs
         hopper_rules.fetch(w_gmem, weights, w_smem, (slot,), full.at[slot], interpret=interpret)
         hopper_rules.fetch(x_gmem, tokens, x_smem, (slot,), full.at[slot], interpret=interpret)
 
+    def shuffled_operand(slot, piece):
+        """The codes of a piece, which lie in fragments' order, in the dtype of x."""
+        if interpret is None:
+            return load_operand(w_smem.at[slot], sizes.m, piece, len(pieces), w.codes.dtype, x_smem.dtype)
+        codes = fragments.codes_of_words(w_smem[slot], w.codes.dtype).astype(x_smem.dtype)
+        return codes[:, piece * sizes.group : (piece + 1) * sizes.group]
+
     def multiply(acc, slot, piece):
         """acc += codes x^T for one piece of `group` inputs."""
         inputs = pl.ds(piece * sizes.group, sizes.group)
-        if sizes.group * jax.dtypes.itemsize_bits(w_smem.dtype) >= SWIZZLE_BITS:
+        if w.shuffled:
+            a = shuffled_operand(slot, piece)
+        elif sizes.group * jax.dtypes.itemsize_bits(w_smem.dtype) >= SWIZZLE_BITS:
             a = _convert(w_smem[slot, :, inputs], x_smem.dtype)
-        else:  # too short a row to be cut out of a swizzled tile
+        else:  # a row too short to cut out of a tile
             a = _convert(w_smem[slot], x_smem.dtype)[:, piece * sizes.group : (piece + 1) * sizes.group]
         if a_smem is not None:  # the interpreter knows wgmma with both operands in shared memory only
             a_smem[...] = a
@@ -290,20 +340,20 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, expert, token,
     def loop(body, total):
         """body(step, slot, total) -> total, with the slot's tiles in shared memory."""
         for step in range(sizes.stages):
-            fetch(step)
+            fetch(step, step)
 
-        def one(step, total):
-            slot = lax.rem(step, sizes.stages)
+        def one(step, carry):
+            slot, total = carry
             plgpu.barrier_wait(full.at[slot])
             total = body(step, slot, total)
 
             @pl.when(step + sizes.stages < sizes.steps)
             def _():
-                fetch(step + sizes.stages)
+                fetch(step + sizes.stages, slot)
 
-            return total
+            return jnp.where(slot == sizes.stages - 1, 0, slot + 1), total
 
-        return lax.fori_loop(0, sizes.steps, one, total)
+        return lax.fori_loop(0, sizes.steps, one, (jnp.int32(0), total))[1]
 
     acc_type = plgpu.ACC((sizes.m, sizes.n), jnp.float32)
 
@@ -329,7 +379,7 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, expert, token,
             total = total + times(pl.run_scoped(product, acc_type), scales[piece])
         return total, following
 
-    if block[1] < w_gmem.shape[2]:
+    if block[1] < total_inputs:
         zeros = jnp.zeros((sizes.m, sizes.n), jnp.float32)
         result, _ = loop(grouped, (zeros, scales_of(jnp.int32(0))))
     else:
@@ -344,7 +394,7 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, block, out: int, expert, token,
 
 
 def _convert(codes: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Codes in registers to the dtype of x, exactly. Hopper converts float8 to float16 only."""
+    """Codes to the dtype of x, exactly. Hopper converts float8 to float16 only."""
     if codes.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16:
         return codes.astype(jnp.float16).astype(jnp.float32).astype(dtype)
     return codes.astype(dtype)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.quant_matmul import blocks
+from pallas_kernels.quant_matmul.fragments import in_order
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import BlockArray, QuantArray
 
@@ -46,6 +47,7 @@ def dequantize(w: QuantArray | BlockArray) -> jax.Array:
     """The weight [..., out, in] in float32."""
     if isinstance(w, BlockArray):
         return blocks.dequantize(w)
+    w = in_order(w)
     codes = w.codes.astype(jnp.float32)
     if w.zero is not None:
         codes = codes - expand(w.zero, w.block, w.shape)
@@ -120,7 +122,7 @@ def _product(x: jax.Array, w: QuantArray | BlockArray) -> jax.Array:
         or not (w.zero is None and w.bias is None and w.gain is None)
     ):
         return _dot(x.astype(jnp.float32), dequantize(w))
-    return _dot(x, w.codes.astype(x.dtype)) * expand(w.scale, w.block, (w.shape[0], 1)).T
+    return _dot(x, in_order(w).codes.astype(x.dtype)) * expand(w.scale, w.block, (w.shape[0], 1)).T
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ the group's sum of x:
 Traffic: codes and scales once per 128 tokens, x once per tile of outputs (from the L2 cache). Splits, chosen from
 static sizes where the tiles alone would leave the device idle, write float32 partials which XLA adds up.
 Pipeline: `stages` steps of codes and x in flight (cp.async).
+From some 500 tokens on weights are dequantized beforehand instead (`dequantized`).
 Experts: XLA lists the tiles of tokens, each of one expert; a program stores only the rows that are its own.
 
 Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on any of them.
@@ -20,6 +21,7 @@ Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -29,7 +31,8 @@ import triton.language as tl
 from jax import lax
 
 from pallas_kernels import triton_compat, tuning
-from pallas_kernels.quant_matmul import triton_blocks
+from pallas_kernels.quant_matmul import dequantized, triton_blocks
+from pallas_kernels.quant_matmul.dequantized import FP8_SHIFT, fp8_bits
 from pallas_kernels.quant_matmul.triton_fp4 import E8M0, SCALES, fp4_scales, fp4_weights
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.triton_compat import Target, pad
@@ -39,7 +42,6 @@ FLOATS = ("bfloat16", "float16", "float32")
 FLOAT4 = "float4_e2m1fn"
 CODES = ("int4", "int8", "float8_e4m3fn", FLOAT4)
 PTX = True  # inline, where that is faster; Triton's interpreter has none
-FP8_SHIFT = 256.0  # of float8 codes that are moved into the bits of a float16, see `_fp8_bits`
 
 
 class Tiles(NamedTuple):
@@ -71,6 +73,8 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
         return f"int4 codes need an even number of inputs, not {problem.inputs}"
     if codes == FLOAT4:
         return _why_not_fp4(problem)
+    if problem.shuffled:
+        return "codes are in the order of Hopper's kernel"
     least = _least_step(codes)
     if problem.block[1] < problem.inputs and problem.block[1] % least:
         return f"groups of {codes} codes must be multiples of {least} inputs, not {problem.block[1]}"
@@ -108,10 +112,8 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
         roomy = target.capability in (80, 90, 100, 103)
         step = 128 if grouped and roomy else 64
         tile = Tiles(128, 128, min(within, step), step, 1, 8, 3 if roomy else 2)
-    tuned = tuning.lookup(
-        "matmul", "triton",
-        x=x_dtype, codes=codes, group=group if group < inputs else 0, out=outputs, inputs=inputs, tokens=tokens,
-    )  # fmt: skip
+    tuned = {**_tuned(x_dtype, codes, tokens, outputs, inputs, group)}
+    tuned.pop("dequantize", None)
     tile = tile._replace(**tuned)
     tile = tile._replace(inputs=min(tile.inputs, tile.step))
     if "splits" in tuned:
@@ -119,6 +121,14 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
     programs = -(-tokens // tile.tokens) * -(-outputs // tile.outputs)
     wanted = min(3 * target.cores // programs, inputs // (4 * tile.step))
     return tile._replace(splits=1 << (max(1, min(wanted, 16)).bit_length() - 1))
+
+
+def _tuned(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, group: int) -> Mapping[str, int]:
+    """Sizes that were measured for a problem."""
+    group = group if group < inputs else 0
+    return tuning.lookup(
+        "matmul", "triton", x=x_dtype, codes=codes, group=group, out=outputs, inputs=inputs, tokens=tokens
+    )
 
 
 @triton.constexpr_function
@@ -159,13 +169,6 @@ def _nibble(w, like, NIBBLE: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr)
 
 
 @triton.jit
-def _fp8_bits(codes):
-    """float8_e4m3fn, as int8, times 2 ** -8: its bits moved to where a float16 has its own. No NaN."""
-    bits = codes.to(tl.int16)
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-
-
-@triton.jit
 def _shift(factor, zero, bias, at, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr):
     """What a sum of x is to be multiplied with: bias - zero * scale."""
     shift = tl.zeros_like(factor)
@@ -203,7 +206,7 @@ def _piece(
         elif PER > 1:
             left = _nibble(w, x_row, nibble, PER, PTX)
         elif BITS:
-            left = _fp8_bits(w).to(dtype)
+            left = fp8_bits(w).to(dtype)
         else:
             left = w.to(dtype)
         part = tl.dot(left, tl.trans(tokens), part, input_precision="ieee")
@@ -300,6 +303,9 @@ def _product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None, 
     count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
     if isinstance(w, BlockArray):
         return triton_blocks.product(x, w, count, jnp.dtype(dtype))
+    measured = _tuned(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1])
+    if dequantized.pays(tokens, x.dtype, w, measured.get("dequantize")):
+        return dequantized.product(x, w, dtype)[None]
     tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
     return _call(x, w, tile, count, None, dtype)
 

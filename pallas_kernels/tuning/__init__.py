@@ -35,6 +35,7 @@ SIZES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
         "k": (64, 128),
         "stages": (2, 3, 4, 6, 8, 12),
         "splits": (1, 2, 4, 8, 16),
+        "dequantize": (1, 2),  # no, yes: the weight beforehand, see quant_matmul.dequantized
     },
     ("matmul", "triton"): {
         "tokens": (16, 32, 64, 128),
@@ -43,6 +44,7 @@ SIZES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
         "stages": (2, 3, 4, 5),
         "warps": (4, 8),
         "splits": (1, 2, 4, 8, 16),
+        "dequantize": (1, 2),
     },
     ("matmul", "mosaic_tpu"): {"inputs": (512, 1024, 2048, 4096, 8192), "outs": (256, 512, 1024, 2048)},
     ("decode", "mosaic_gpu"): {"parallel": (132, 264, 528, 1056)},

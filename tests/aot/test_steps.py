@@ -22,7 +22,7 @@ from jaxserve.mesh import make_mesh
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder
-from jaxserve.models.quantized import is_quantizable, quantized_abstract
+from jaxserve.models.quantized import arranged, is_quantizable, quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.runner import ModelRunner
 from jaxserve.steps import StepShape
@@ -91,7 +91,7 @@ def make_runner(
     if scheme in BLOCK_KINDS:
         params = {path: in_blocks(a, scheme) if is_quantizable(path) else a for path, a in params.items()}
     elif scheme != "bf16":
-        params = quantized_abstract(params, scheme)
+        params = arranged(quantized_abstract(params, scheme), mesh, jnp.bfloat16, backends["matmul"])
     runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
     layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, kv_dtype, devices[0].platform)
     runner.plan(layout, context // page_size)
@@ -121,6 +121,11 @@ def cache_copies(text: str, elements: int) -> list[str]:
     return found
 
 
+def quantized_shapes(params: dict) -> list[tuple[int, ...]]:
+    """Of each quantized weight what a device has."""
+    return [w.codes.sharding.shard_shape(w.shape) for w in params.values() if isinstance(w, QuantArray)]
+
+
 def dequantized_copies(text: str, params: dict) -> list[str]:
     """Instructions of a compiled program that make an array of the sizes, on a device, of a quantized weight, in any
     dtype. TPUs fetch weights ahead into their own memory, S(1), which is no copy in the device's."""
@@ -147,9 +152,16 @@ def check(runner: ModelRunner, shape: StepShape, layers: int, params: dict) -> N
     memory, text, devices = compiled.memory_analysis(), compiled.as_text(), runner.mesh.size
     cache = runner.layout.num_pages * runner.layout.page_bytes // devices
     assert memory.alias_size_in_bytes >= cache
-    assert memory.temp_size_in_bytes < 2**30
     assert cache_copies(text, cache // layers // 2) == []
-    assert dequantized_copies(text, params) == []
+    copies = dequantized_copies(text, params)
+    buffer = 0
+    if runner.mesh.devices.flat[0].platform == "gpu" and not shape.decode_only:  # once a layer, see `dequantized`
+        buffer = max((2 * math.prod(shape) for shape in quantized_shapes(params)), default=0)
+        beforehand = [line for line in copies if "triton_kernel_call" in line]
+        assert len(beforehand) == len(quantized_shapes(params))
+        copies = [line for line in copies if line not in beforehand]
+    assert copies == []
+    assert memory.temp_size_in_bytes < 2**30 + buffer
     reductions = len(re.findall(r" all-reduce(?:-start)?\(", text))
     gathered = re.findall(r"= (?:\()?(?:bf16|s8|s4|f8\w+)\[([\d,]+)\]\S* all-gather", text)
     if devices > 1:
@@ -184,6 +196,27 @@ def test_steps_of_llama_8b(target, backend, page_size, scheme, layers, tmp_path)
         memory = runner.lower(("draw", 64)).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= runner.slot_bytes
         assert memory.temp_size_in_bytes < 2**29
+
+
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
+def test_layers_are_dequantized_one_by_one(backend, tmp_path, monkeypatch):
+    """Steps of many tokens need the memory of the largest weight's copy, not of several at a time, and no more than
+    what a memory plan reads from the compiled program."""
+    dequantized = pytest.importorskip("pallas_kernels.quant_matmul.dequantized", reason="Triton is not installed")
+    with_copies, params = temporaries_of_prompts(tmp_path, backend)
+    monkeypatch.setattr(dequantized, "pays", lambda *_: False)
+    jax.clear_caches()
+    without, _ = temporaries_of_prompts(tmp_path, backend)
+    jax.clear_caches()
+    sizes = sorted(2 * math.prod(shape) for shape in quantized_shapes(params))
+    assert sizes[-1] // 2 < with_copies - without <= sizes[-1]
+
+
+def temporaries_of_prompts(folder, backend: str) -> tuple[int, dict]:
+    """Bytes, of a step with four layers in int4, and the parameters."""
+    runner, params = make_runner(folder, "h200x1", backend, 16, 4, "int4")
+    program = runner.lower(StepShape.of(PROMPT_TOKENS, 64, 16, decode_only=False)).compile()
+    return program.memory_analysis().temp_size_in_bytes, params
 
 
 @pytest.mark.parametrize(

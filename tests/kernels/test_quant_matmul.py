@@ -60,7 +60,7 @@ def check(y, x, w: QuantArray, tolerance: float = 2e-6) -> None:
 
 
 def problem_of(x, w: QuantArray) -> MatmulProblem:
-    return MatmulProblem(x.dtype, w.codes.dtype, *w.shape, w.block, w.zero is not None, w.bias is not None)
+    return MatmulProblem.of(x, w)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -126,3 +126,24 @@ def test_a_wrong_product_is_not_used(monkeypatch, caplog):
         checked_matmul(device, problems, "triton")
     monkeypatch.setattr(operations, "load", lambda operation, backend: quantized)
     assert checked_matmul(device, problems, "triton") == "triton"
+
+
+def test_products_in_parts_are_tried(monkeypatch, caplog):
+    """As steps use them: parts that are lost or added up twice are seen, although whole products are right."""
+
+    class Parts:
+        quant_matmul = staticmethod(quantized.quant_matmul)
+        lost = False
+
+        @classmethod
+        def quant_matmul_parts(cls, x, w, **_):
+            y = quantized.quant_matmul(x, w)
+            return y[None].astype(x.dtype) if len(x) > 64 else jnp.stack([0.75 * y, 0.25 * y])[: 1 if cls.lost else 2]
+
+    device = Device("gpu", "some GPU", (9, 0))
+    monkeypatch.setattr(operations, "choose", lambda operation, device, problem, backend: "triton")
+    monkeypatch.setattr(operations, "load", lambda operation, backend: Parts)
+    assert checked_matmul(device, [MATMULS["int4 g128"]], "auto") == "auto"
+    Parts.lost = True
+    assert checked_matmul(device, [MATMULS["int4 g128"]], "auto") == "xla"
+    assert "is wrong on this device: parts of 1 rows: off by" in caplog.text

@@ -1,0 +1,108 @@
+"""The order of codes in which Hopper's matrix unit wants them: the inputs of a weight in another order, nothing else.
+
+A thread of wgmma holds, of the rows r and r + 8 of its first operand and of each 16 inputs, those at 2 t, 2 t + 1,
+2 t + 8 and 2 t + 9, where t is its place among the four threads that share r. As codes lie in a row these are bytes
+here and there, which are read one by one. In each chunk of 64 bytes of a row `shuffle` puts what belongs to a thread
+side by side: 16 bytes, which are read at once and without conflicts, as four words of 32 bits. A word's two halves are
+the two neighbours of a pair, so that the codes at the same bits of both halves become two 16-bit floats together:
+
+  input in its chunk = 8 parts w + 8 i + 2 t + h, at 8 parts t + 2 parts w + parts h + i, where
+  t   the thread of four, 16 bytes each
+  w   the word of four
+  h   the half of the word
+  i   the code of the half, of `parts`: 4 of int4, the lowest bits first, 2 of 8 bits
+
+A chunk is 128 inputs of int4, or 64 of 8 bits. Scales, groups and rows stay where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.registry import Device, MatmulProblem, load
+from pallas_kernels.types import QuantArray
+
+CHUNK_BITS = 512
+WORDS = 16  # of 32 bits in a chunk
+
+
+def chunk(dtype: jnp.dtype) -> int:
+    """Inputs that are shuffled among themselves."""
+    return CHUNK_BITS // jax.dtypes.itemsize_bits(dtype)
+
+
+def parts(bits: int) -> int:
+    """Codes of `bits` bits in half a word."""
+    return 16 // bits
+
+
+def why_not(inputs: int, group: int, dtype: jnp.dtype) -> str | None:
+    """Why codes with groups of so many inputs cannot be shuffled, or None."""
+    size = chunk(dtype)
+    if inputs % size:
+        return f"the number of inputs must be a multiple of {size}, not {inputs}"
+    whole = group >= inputs or group % size == 0 or (size % group == 0 and group % 32 == 0)
+    return None if whole else f"groups must be 32 or 64 inputs or multiples of {size}, not {group}"
+
+
+def suits(device: Device, problem: MatmulProblem, backend: str) -> bool:
+    """Whether codes are to be shuffled where they are loaded, for products by `backend`.
+
+    Not float8: two of them take half as many instructions as two of int8 as it is, and no fewer when shuffled.
+    """
+    if device.platform != "gpu" or backend not in ("auto", "mosaic_gpu") or problem.shuffled:
+        return False
+    fits = problem.codes_dtype != jnp.float8_e4m3fn and load("matmul", "mosaic_gpu").why_not(device, problem) is None
+    return fits and why_not(problem.inputs, problem.block[1], problem.codes_dtype) is None
+
+
+def shuffle(w: QuantArray) -> QuantArray:
+    """The weight [..., out, in] with its codes in fragments' order."""
+    return replace(w, codes=shuffled_codes(w.codes), shuffled=True)
+
+
+def shuffled_codes(codes: jax.Array) -> jax.Array:
+    """Codes [..., out, in] in fragments' order."""
+    return _moved(codes, (4, parts(jax.dtypes.itemsize_bits(codes.dtype)), 4, 2), (2, 0, 3, 1))
+
+
+def in_order(w: QuantArray) -> QuantArray:
+    """The weight [..., out, in] with its codes in the inputs' order; int4 as int8 where they were not."""
+    if not w.shuffled:
+        return w
+    sizes = 4, 4, 2, parts(jax.dtypes.itemsize_bits(w.codes.dtype))
+    return replace(w, codes=_moved(w.codes, sizes, (1, 3, 0, 2), keep=False), shuffled=False)
+
+
+def _moved(codes: jax.Array, sizes: tuple[int, ...], axes: tuple[int, ...], keep: bool = True) -> jax.Array:
+    """The inputs, as [chunks, *sizes], with the axes within a chunk in another order; int4 by way of int8."""
+    wide = codes.astype(jnp.int8) if codes.dtype == jnp.int4 else codes
+    leading = *codes.shape[:-1], codes.shape[-1] // chunk(codes.dtype)
+    chunks = wide.reshape(*leading, *sizes)
+    n = len(leading)
+    moved = chunks.transpose(*range(n), *(n + axis for axis in axes)).reshape(codes.shape)
+    return moved.astype(codes.dtype) if keep else moved
+
+
+def words(codes: jax.Array) -> jax.Array:
+    """Shuffled codes [..., out, in] as int32 [..., out, in / codes in a word]; no copy."""
+    per = 32 // jax.dtypes.itemsize_bits(codes.dtype)
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // per, per), jnp.int32)
+
+
+def codes_of_words(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Words [rows, 16 n] of shuffled codes in the dtype -> float32 [rows, inputs], in the inputs' order."""
+    bits = jax.dtypes.itemsize_bits(dtype)
+    count = parts(bits)
+    shape = array.shape[0], array.shape[1] // WORDS, 4, 4  # chunks, threads, words
+    shifts = 16 * jnp.arange(2)[:, None] + bits * jnp.arange(count)[None]
+    values = lax.shift_right_logical(array.reshape(*shape, 1, 1), jnp.broadcast_to(shifts, (*shape, 2, count)))
+    values = values.transpose(0, 1, 3, 5, 2, 4).reshape(array.shape[0], -1)
+    if dtype == jnp.float8_e4m3fn:
+        return lax.bitcast_convert_type((values & 0xFF).astype(jnp.uint8), dtype).astype(jnp.float32)
+    high = 1 << (bits - 1)
+    return ((values & (2 * high - 1) ^ high) - high).astype(jnp.float32)
