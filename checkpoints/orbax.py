@@ -21,7 +21,7 @@ from checkpoints.errors import CheckpointError
 from pallas_kernels.types import QuantArray
 
 CHECKPOINT = "orbax"
-_ARRAYS = tuple(f.name for f in fields(QuantArray) if f.name != "block")
+_ARRAYS = tuple(f.name for f in fields(QuantArray) if f.name not in ("block", "shuffled"))
 _QUANTIZED = re.compile(r"(.+)/block=(\d+)x(\d+)/(\w+)")
 
 Abstract = jax.ShapeDtypeStruct | QuantArray  # QuantArrays of ShapeDtypeStructs
