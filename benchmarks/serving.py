@@ -67,14 +67,16 @@ class Server:
         return total
 
     def resident(self) -> int:
-        """Bytes of memory that the server's processes hold together."""
+        """Bytes of memory that the server's processes hold together; without the pages of libraries, which come and go
+        as they are touched."""
         total = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 status = (folder / "status").read_text()
                 parent = int(re.search(r"PPid:\s+(\d+)", status)[1])  # type: ignore[index]
                 if self.process.pid in (int(folder.name), parent):
-                    total += 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
+                    kinds = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+)", status)
+                    total += 1024 * sum(map(int, kinds))
         return total
 
     async def idle(self) -> None:
