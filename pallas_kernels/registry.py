@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:  # the command line reads BACKENDS, and must not wait for JAX
-    from pallas_kernels.types import QuantArray
+    from pallas_kernels.types import Activations, QuantArray
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 FOLDERS = {"attention": "paged_attention", "matmul": "quant_matmul"}
@@ -71,13 +71,13 @@ class MatmulProblem:
     has_zero: bool = False
     has_bias: bool = False
     partitioned: bool = False  # one of several devices does a part of it
+    activations: Activations | None = None  # x is rounded first
 
     @classmethod
     def of(cls, x: Any, w: QuantArray, partitioned: bool = False) -> MatmulProblem:
         """Of arrays, or of their shapes."""
-        has_zero, has_bias = w.zero is not None, w.bias is not None
-        rows, inputs = w.shape[-2:]
-        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, has_zero, has_bias, partitioned)
+        (rows, inputs), forms = w.shape[-2:], (w.zero is not None, w.bias is not None, partitioned, w.activations)
+        return cls(np.dtype(x.dtype), np.dtype(w.codes.dtype), rows, inputs, w.block, *forms)
 
 
 def load(operation: str, backend: str) -> ModuleType:

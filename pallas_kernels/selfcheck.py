@@ -44,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.quant_matmul import reference as quantized
+from pallas_kernels.quant_matmul import w8a8
 from pallas_kernels.registry import AttentionProblem, MatmulProblem
 from pallas_kernels.selfcheck_cases import (
     LAYER,
@@ -60,7 +61,7 @@ from pallas_kernels.selfcheck_cases import (
     make_write,
     options,
 )
-from pallas_kernels.types import KVPages
+from pallas_kernels.types import KVPages, QuantArray
 
 REPEATS = 20
 TOLERANCE, MATMUL_TOLERANCE = 2.0, 0.75  # in eps of the queries' type, or of x's
@@ -231,12 +232,18 @@ def check_matmul(
     """Of products with a weight of `problem`'s form, of so many rows of x each; against plain XLA in full precision."""
     w, x = make_weight(problem), activations(problem, max(*rows, 200))
     parts = [(lambda x, w: multiply(x, w), (x[:count], w)) for count in rows]
-    (plain, everything), *programs = _compile([(quantized.quant_matmul, (x, w)), *parts])
+    (plain, everything), *programs = _compile([(_plain_product, (x, w)), *parts])
     exact = np.asarray(plain.result()(*everything))
     return [
         _judge_matmul(f"{count} rows", problem, exact, count, partial(program.result(), *arguments), repeats)
         for count, (program, arguments) in zip(rows, programs, strict=True)
     ]
+
+
+def _plain_product(x: jax.Array, w: QuantArray) -> jax.Array:
+    if w.activations is None:
+        return quantized.quant_matmul(x, w)
+    return quantized.quant_matmul(w8a8.dequantize(w8a8.quantize(x, w)), w8a8.ignored(w))
 
 
 def check_grouped(

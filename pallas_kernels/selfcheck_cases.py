@@ -240,7 +240,10 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray:
 
     zero = jnp.asarray(rng.integers(-8, 8, (*lead, *blocks), np.int8)) if problem.has_zero else None
     bias = values(-1.0, 1.0) if problem.has_bias else None
-    return QuantArray(jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias, problem.block)
+    static = problem.activations is not None and problem.activations.static
+    given = jnp.full((1, 1), 0.01, jnp.float32) if static else None  # of normal x
+    arrays = jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias
+    return QuantArray(*arrays, problem.block, input_scale=given, activations=problem.activations)
 
 
 def activations(problem: MatmulProblem, rows: int) -> Any:

@@ -22,8 +22,9 @@ from test_triton import INTERPRET, compiled, interpreted
 from pallas_kernels import fused_triton, selfcheck_fused, triton_compat
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Heads, Parts, Row
+from pallas_kernels.quant_matmul import w8a8
 from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
+from pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
 
 # Of the largest value: a rounding or two more than the one that the result itself needs.
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -114,6 +115,68 @@ def test_gate(dtype, activation, parts, size, bias):
         activated = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}.get(activation, lambda x: jax.nn.gelu(x, False))
         gold = np.asarray(activated(jnp.asarray(gate)), np.float64) * up
     close(fused_triton.gate(y, activation, jnp.dtype(dtype)), gold, dtype)
+
+
+ROUNDED = {
+    "int8": Activations("int8"),
+    "fp8": Activations("float8_e4m3fn"),
+    "fp8 with a ceiling": Activations("float8_e4m3fn", ceiling=1.5),
+    "fp8 of groups": Activations("float8_e4m3fn", group=32),
+    "fp8 given": Activations("float8_e4m3fn", static=True),
+}
+
+
+def reader_of(name: str, size: int) -> QuantArray:
+    wanted = ROUNDED[name]
+    given = jnp.full((1, 1), 0.0061, jnp.float32) if wanted.static else None
+    codes, scale = jnp.zeros((4, size), wanted.dtype), jnp.full((4, 1), jnp.nan, jnp.float32)
+    return QuantArray(codes, scale, input_scale=given, block=(1, wanted.group or size), activations=wanted)
+
+
+def check_rounded(got: QuantRows, x: jax.Array, reader: QuantArray) -> None:
+    """The codes and scales that plain XLA makes of x, to the bit."""
+    want = w8a8.quantize(x, reader)
+    np.testing.assert_array_equal(np.asarray(got.scale), np.asarray(want.scale))
+    assert (got.codes.dtype, got.dtype, got.shape) == (want.codes.dtype, x.dtype, x.shape)
+    np.testing.assert_array_equal(np.asarray(got.codes, np.float32), np.asarray(want.codes, np.float32))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 128), ("float32", 200)])
+def test_rounding(name, dtype, size):
+    """Each kernel makes the codes of the numbers that it gives without a reader."""
+    rng, reader = np.random.default_rng(size), reader_of(name, size)
+    x, (scale, _) = numbers(rng, (5, size), dtype), row_of(rng, size, dtype)
+    x = x.at[1].set(0).at[2].multiply(100)
+    check_rounded(fused_triton.quantize(x, reader), x, reader)
+    y, _ = parts_of(rng, 2, (5, size), dtype)
+    total, normed = fused_triton.add_norm(x, y, scale, EPS)
+    again, rounded = fused_triton.add_norm(x, y, scale, EPS, reader)
+    np.testing.assert_array_equal(np.asarray(again), np.asarray(total))
+    check_rounded(rounded, normed, reader)
+    gates, _ = parts_of(rng, 3, (5, 2 * size), dtype)
+    gated = fused_triton.gate(gates, "silu", jnp.dtype(dtype))
+    check_rounded(fused_triton.gate(gates, "silu", jnp.dtype(dtype), reader), gated, reader)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8 of groups"])
+def test_rounding_what_is_no_number(name):
+    """The scale says so, and no other token's does."""
+    reader, x = reader_of(name, 64), jnp.ones((4, 64), jnp.float32).at[1, 3].set(jnp.nan).at[2, 40].set(-jnp.inf)
+    for rows in (fused_triton.quantize(x, reader), w8a8.quantize(x, reader)):
+        assert np.isinf(np.asarray(rows.scale)).any(1).tolist() == [False, True, True, False]
+        assert np.isfinite(np.asarray(w8a8.dequantize(rows))[[0, 3]]).all()
+
+
+@interpreted
+def test_gate_of_a_wide_token(monkeypatch):
+    """It is not rounded in the same launch."""
+    monkeypatch.setattr(fused_triton, "WHOLE_GATE", 64)
+    gates, _ = parts_of(np.random.default_rng(0), 1, (2, 256), "float32")
+    gated = fused_triton.gate(gates, "silu", jnp.dtype("float32"), reader_of("int8", 128))
+    assert isinstance(gated, jax.Array)
 
 
 CASES = {
