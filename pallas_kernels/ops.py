@@ -155,8 +155,8 @@ class Ops:
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
     ) -> tuple[jax.Array, jax.Array | QuantRows]:
-        """x [tokens, size], plus y where there is one; and the same after `rms_norm`, for a product with `reader`: fused
-        kernels round it as that weight says."""
+        """x [tokens, size], plus y where there is one; and the same after `rms_norm`, for a product with `reader`:
+        fused kernels round it as that weight says."""
         if self.fused is not None:
             return self.fused.add_norm(x, y, scale, eps, reader)
         total = x if y is None else x + y.whole(x.dtype)
@@ -289,13 +289,19 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
             for problem, name in chosen
             if name not in ("xla", "cpu")
         ]
-        checks += [pool.submit(check_matmul, _rounding_product, problem) for problem in rounding]
+        ways = (False, True) if device.platform == "gpu" else (False,)
+        checks += [
+            pool.submit(check_matmul, partial(_rounding_product, parts), problem)
+            for problem in rounding
+            for parts in ways
+        ]
         right = all(_is_right("matmul", backend, check.result) for check in checks)
     return backend if right else "xla"
 
 
-def _rounding_product(x: jax.Array, w: QuantArray) -> jax.Array:
-    return w8a8.quant_matmul(w8a8.quantize(x, w), w)
+def _rounding_product(parts: bool, x: jax.Array, w: QuantArray) -> jax.Array:
+    rows = w8a8.quantize(x, w)
+    return w8a8.quant_matmul_parts(rows, w).astype(jnp.float32).sum(0) if parts else w8a8.quant_matmul(rows, w)
 
 
 def _is_right(operation: str, backend: str, check: Callable[[], Iterable[Finding]]) -> bool:

@@ -15,21 +15,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from checkpoints.int4 import PackedInt4
-from checkpoints.quantize import Scheme, rtn
+from checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
 from checkpoints.quantized import refine
 from jaxserve.mesh import quant_block, quant_specs
 from pallas_kernels import cpu
 from pallas_kernels.int4 import int4_of_bytes
 from pallas_kernels.quant_matmul import w8a8
 from pallas_kernels.registry import Device
-from pallas_kernels.types import Activations, QuantArray
+from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
 GROUP = 128  # inputs that share a scale of int4
 
 # Of weights that are quantized here: dtype of the codes, inputs in a block (None: all), dtype of the scale. With
-# "-dynamic" products round their inputs to the same type, a token at a time.
+# DYNAMIC products round their inputs to the same type, a token at a time.
 SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
     "int8": (jnp.int8, None, jnp.bfloat16),
     "int4": (jnp.int4, GROUP, jnp.bfloat16),
@@ -37,7 +37,6 @@ SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
     "int8-dynamic": (jnp.int8, None, jnp.float32),
     "fp8-dynamic": (jnp.float8_e4m3fn, None, jnp.float32),
 }
-DYNAMIC = "-dynamic"
 
 
 def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray | QuantArray:
@@ -45,11 +44,7 @@ def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray
     if not is_quantizable(path) or isinstance(host, QuantArray):
         return host
     made = rtn(host, Scheme(scheme.removesuffix(DYNAMIC), _group(host.shape[1]) if scheme == "int4" else None))
-    return dataclasses.replace(made, activations=_activations(scheme))
-
-
-def _activations(scheme: str) -> Activations | None:
-    return Activations(jnp.dtype(SCHEMES[scheme][0]).name) if scheme.endswith(DYNAMIC) else None
+    return dataclasses.replace(made, activations=activations_of(scheme))
 
 
 class Rounding:
@@ -162,7 +157,7 @@ def _quantized(dense: jax.ShapeDtypeStruct, scheme: str) -> QuantArray:
     def form(group: int) -> QuantArray:
         blocks = (out, -(-inputs // group))
         shapes = jax.ShapeDtypeStruct(dense.shape, codes), jax.ShapeDtypeStruct(blocks, scale)
-        return QuantArray(*shapes, block=(1, group), activations=_activations(scheme))
+        return QuantArray(*shapes, block=(1, group), activations=activations_of(scheme))
 
     shape = form(min(group or inputs, inputs))
     shape = form(quant_block(shape, *_split(dense.sharding))[1])

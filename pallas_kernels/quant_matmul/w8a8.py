@@ -5,7 +5,8 @@
 
 Without blocks a product is one `dot_general`: in programs compiled for an H200 (jax 0.10.2 and 0.11.2) a Triton gemm
 that reads the 8-bit operands as they are and applies the scales to its result; for v5e and v6e, with int8, one
-convolution s8 x s8 -> s32. With blocks it is the kernel of `w8a8_triton` on GPUs. Elsewhere (`why_not`) weights are
+convolution s8 x s8 -> s32. With blocks, and where another kernel has rounded the inputs, it is the kernel of
+`w8a8_triton` on GPUs. Elsewhere (`why_not`) weights are
 multiplied with inputs that are not rounded, or, where somebody insists, that were rounded and are floats again
 (`emulated`). None of this has run on a device.
 
@@ -127,34 +128,17 @@ def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
         from pallas_kernels.quant_matmul import w8a8_triton
 
         return w8a8_triton.quant_matmul(rows, w)
-    return _scaled(_dot(rows.codes, w.codes, (((1,), (1,)), ((), ()))), rows, w)
+    exact = jnp.int32 if rows.codes.dtype == jnp.int8 else jnp.float32
+    sums = lax.dot_general(rows.codes, w.codes, (((1,), (1,)), ((), ())), preferred_element_type=exact)
+    # In this order XLA:GPU applies both scales within its gemm.
+    return sums.astype(jnp.float32) * rows.scale * reference.expand(w.scale, w.block, (w.shape[0], 1)).T
 
 
 def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
-    """The same as `parts.Parts.sums`: with few tokens on a GPU, where the inputs are split, float32 of each split, else
-    one in the dtype of x."""
-    from pallas_kernels import fused_triton
+    """The same as `parts.Parts.sums`, on GPUs: float32 of each split of the inputs, or one in the dtype of x."""
+    from pallas_kernels.quant_matmul import w8a8_triton
 
-    if w.activations is not None and w.activations.group is not None:
-        from pallas_kernels.quant_matmul import w8a8_triton
-
-        return w8a8_triton.quant_matmul_parts(rows, w)
-    (tokens, inputs), out = rows.shape, w.shape[0]
-    splits = fused_triton.splits(tokens, out, inputs)
-    if splits == 1:
-        return quant_matmul(rows, w).astype(rows.dtype)[None]
-    x, codes = rows.codes.reshape(tokens, splits, -1), w.codes.reshape(out, splits, -1)
-    return _scaled(_dot(x, codes, (((2,), (2,)), ((1,), (1,)))), rows, w)
-
-
-def _dot(x: jax.Array, w: jax.Array, contract: tuple) -> jax.Array:
-    """The sums, as float32."""
-    kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    return lax.dot_general(x, w, contract, preferred_element_type=kind).astype(jnp.float32)
-
-
-def _scaled(sums: jax.Array, rows: QuantRows, w: QuantArray) -> jax.Array:
-    return sums * (rows.scale * reference.expand(w.scale, w.block, (w.shape[0], 1)).T)
+    return w8a8_triton.quant_matmul_parts(rows, w)
 
 
 def emulated(rows: QuantRows, w: QuantArray, multiply: Callable[[jax.Array, QuantArray], jax.Array]) -> jax.Array:

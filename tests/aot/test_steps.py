@@ -15,6 +15,7 @@ import pytest
 from devices import devices_of
 from flax.traverse_util import unflatten_dict
 
+from checkpoints.quantize import DYNAMIC
 from jaxserve.batch import step_shapes
 from jaxserve.cost import StepCost
 from jaxserve.kv_cache import CacheLayout
@@ -74,7 +75,8 @@ def make_runner(
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers} | changes))
     mesh = make_mesh(len(devices), devices)
     model = read_model_config(HFConfig.read(folder))
-    backends = {"attention": backend, "matmul": "auto" if scheme == "bf16" else backend}
+    plain = scheme == "bf16" or scheme.endswith(DYNAMIC)  # whose products are no backend's
+    backends = {"attention": backend, "matmul": "auto" if plain else backend}
     decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, **backends)
     params = abstract_params(decoder, mesh)
     if scheme != "bf16":

@@ -178,9 +178,13 @@ def test_interpreted():
         ("fp8 in blocks", 17, 100, 320, 1),
         ("fp8 in blocks", 130, 136, 256, 128),
         ("int8 in blocks", 5, 96, 512, 1),
+        ("int8", 9, 100, 1100, 1),
+        ("fp8", 3, 64, 2048, 64),
+        ("fp8", 140, 100, 200, 1),
+        ("fp8 given", 4, 96, 640, 1),
     ],
 )
-def test_blocks(monkeypatch, name, tokens, out, inputs, rows, parts):
+def test_kernel(monkeypatch, name, tokens, out, inputs, rows, parts):
     import test_triton
 
     from pallas_kernels import triton_compat
