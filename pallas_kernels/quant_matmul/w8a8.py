@@ -68,7 +68,8 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
         if wanted.dtype != "int8":
             return "this TPU's matrix unit has int8, but no float8"
         return None if wanted.group is None else "there is no kernel for blocks on TPUs"
-    return f"there are no products of {wanted} on CPUs, which round int8 panels' inputs in blocks of 32 by themselves"
+    instead = "; inputs of panels are rounded to int8 in blocks of 32" if wanted.dtype == "int8" else ""
+    return f"there are no products of {wanted} on CPUs{instead}"
 
 
 def native(device: Device, x_dtype: jnp.dtype, w: QuantArray) -> str | None:
