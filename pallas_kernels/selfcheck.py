@@ -61,7 +61,7 @@ from pallas_kernels.selfcheck_cases import (
     make_write,
     options,
 )
-from pallas_kernels.types import KVPages, QuantArray
+from pallas_kernels.types import BlockArray, KVPages, QuantArray
 
 REPEATS = 20
 TOLERANCE, MATMUL_TOLERANCE = 2.0, 0.75  # in eps of the queries' type, or of x's
@@ -255,8 +255,8 @@ def check_parts(multiply: Callable[..., jax.Array], problem: MatmulProblem, *, r
     return [replace(finding, what=f"parts of {finding.what}") for finding in found]
 
 
-def _plain_product(x: jax.Array, w: QuantArray) -> jax.Array:
-    if w.activations is None:
+def _plain_product(x: jax.Array, w: QuantArray | BlockArray) -> jax.Array:
+    if isinstance(w, BlockArray) or w.activations is None:
         return quantized.quant_matmul(x, w)
     return quantized.quant_matmul(w8a8.dequantize(w8a8.quantize(x, w)), w8a8.ignored(w))
 

@@ -110,7 +110,8 @@ def test_insisting_on_a_quantization_that_is_not_there(model_folders):
     with pytest.raises(ConfigError, match=r"quantization awq was asked for, but .* is not quantized"):
         make_engine(model_folders(CASE), quantization="awq")
     with pytest.raises(
-        ConfigError, match="can be quantized to int8, int4, fp8, int8-dynamic, fp8-dynamic, not to 'awq'"
+        ConfigError,
+        match="can be quantized to int8, int4, fp8, int8-dynamic, fp8-dynamic, mxfp4, nvfp4, not to 'awq'",
     ):
         make_engine(model_folders(CASE), quantization="awq", load_format="dummy")
     with pytest.raises(ConfigError, match="matmul_backend must be one of auto, "):

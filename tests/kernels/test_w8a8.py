@@ -14,8 +14,9 @@ import pytest
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.ops import matmul_of
-from pallas_kernels.quant_matmul import reference, w8a8
+from pallas_kernels import selfcheck
+from pallas_kernels.ops import checked_matmul, matmul_of
+from pallas_kernels.quant_matmul import fragments, reference, w8a8
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import Activations, QuantArray
 
@@ -122,8 +123,9 @@ def test_what_is_no_number_shows(name):
 
 
 @pytest.mark.skipif(INTERPRET, reason="compiles")
-def test_devices():
+def test_devices(monkeypatch):
     """What is done where, and why not."""
+    monkeypatch.setattr(w8a8.importlib.util, "find_spec", lambda name: name)  # jax_triton counts as installed
 
     def reason(device: Device, name: str, **changes) -> str | None:
         return w8a8.native(device, jnp.dtype("bfloat16"), replace(weight(name, 64, 256), **changes))
@@ -153,6 +155,31 @@ def test_choice():
         text = jax.jit(matmul_of(device, backend)).lower(x, w).as_text()
         assert re.search(rf"dot_general.*tensor<4x64x{wanted}>", text), (device, backend)
     close(matmul_of(Device("cpu", "cpu"), "xla")(x, w), gold_of(x, w), 2e-6)
+
+
+@pytest.mark.skipif(INTERPRET, reason="compiles")
+def test_hopper_keeps_the_codes_of_rounded_products():
+    """Where inputs are rounded too, codes are not put into the order of the kernel for weights alone, nor dequantized
+    beforehand for many tokens; where they are not, the weight is like any other."""
+    x, w = inputs_of(1024, 512), weight("int8", 256, 512)
+    assert not fragments.suits(H200, MatmulProblem.of(x, w), "auto")
+    assert fragments.suits(H200, MatmulProblem.of(x, w8a8.ignored(w)), "auto")
+    text = jax.jit(matmul_of(H200)).lower(x, w).as_text()
+    assert re.search(r"dot_general.*tensor<1024x512xi8>.*tensor<1024x256xi32>", text)
+    assert "custom_call" not in text
+
+
+@pytest.mark.skipif(INTERPRET, reason="compiles")
+def test_what_is_tried(monkeypatch):
+    """At start: the product of 8-bit numbers where the device has it, and otherwise the kernel for weights alone."""
+    tried = []
+    monkeypatch.setattr(selfcheck, "check_matmul", lambda multiply, problem, **_: tried.append(problem) or [])
+    problems = {
+        name: MatmulProblem.of(inputs_of(1, 256), weight(name, 128, 256)) for name in ("int8", "fp8", "fp8 given")
+    }
+    assert checked_matmul(V5E, problems.values(), "auto") == "auto"
+    assert set(tried) == {problems["int8"], replace(problems["fp8"], activations=None)}
+    assert len(tried) == 2
 
 
 # --- interpreted by Triton ---
