@@ -139,7 +139,6 @@ class Engine:
         heap.trim()
         log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
         log.info("%s", memory.describe_weights(params))
-
         rows = config.max_num_seqs, memory.penalty_rows(config, model)
         runner = ModelRunner(decoder, params, mesh, *rows, most_steps=config.decode_steps, static=static_steps)
         cost = StepCost.of(params, model, device, mesh.size, dtype)

@@ -7,6 +7,7 @@ patterns are those of the models' own tokenizer.json.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -204,11 +205,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Backend:
     pre = vocabulary.pre = _PRE_TOKENIZERS[name]
     if vocabulary.patterns is not None:
         pre = pre._replace(patterns=vocabulary.patterns)
-    merges = [tuple(merge.split(" ")) for merge in vocabulary.take("merges", [])]
-    for merge in merges:
-        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.ids.keys():
-            raise ValueError(f"tokenizer.ggml.merges has {' '.join(merge)!r:.80}, which are not two tokens and a third")
-    backend = Backend(models.BPE(vocabulary.ids, merges, ignore_merges=pre.ignore_merges))
+    backend = Backend(models.BPE(vocabulary.ids, _merges(vocabulary), ignore_merges=pre.ignore_merges))
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -219,6 +216,23 @@ def _byte_level(vocabulary: _Vocabulary) -> Backend:
     )
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Two tokens each that make a third.
+
+    A merge that makes no token, and whose texts no other merge has, is left out: llama.cpp writes what is no token byte
+    by byte, so that it changes nothing. (Who has no merges has to write one, as GGUF's writer takes no empty list.)
+    """
+    merges = [tuple(merge.split(" ")) for merge in vocabulary.take("merges", [])]
+    strange = [merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.ids.keys()]
+    uses = Counter(text for merge in merges for text in {*merge, "".join(merge)}) if strange else Counter()
+    for merge in strange:
+        texts = {*merge, "".join(merge)}
+        if len(merge) != 2 or "".join(merge) in vocabulary.ids or any(uses[text] > 1 for text in texts):
+            raise ValueError(f"tokenizer.ggml.merges has {' '.join(merge)!r:.80}, which are not two tokens and a third")
+    left_out = set(strange)
+    return [(merge[0], merge[1]) for merge in merges if merge not in left_out]
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Backend:

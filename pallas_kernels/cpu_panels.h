@@ -11,51 +11,19 @@
 #include <cstring>
 
 #include "cpu_kernels.h"
+#include "cpu_vectors.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-constexpr int kWidth = 16;  // rows in a vector
-#elif defined(__AVX2__)
-constexpr int kWidth = 8;
-#else
-constexpr int kWidth = 4;
-#endif
 constexpr int kPanelRows = 16, kParts = kPanelRows / kWidth;  // a panel is so many columns of kWidth rows
 constexpr int64_t kBlock = 32;                                // inputs of x that share a scale
 
-typedef float Floats __attribute__((vector_size(4 * kWidth)));
-typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Words __attribute__((vector_size(4 * kWidth)));
 
-template <class V>
-static inline V load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-// Keeps v in a register, as `hold`.
-static inline void keep(Floats& v) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(v));
-#elif defined(__x86_64__)
-  asm("" : "+x"(v));
-#elif defined(__aarch64__)
-  asm("" : "+w"(v));
-#endif
-}
-
 // a * b + c, rounded once where the machine can, in every kernel alike: left to the compiler it differs by the loop.
 static inline Floats fused(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-  if constexpr (kWidth == 16) return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__) && defined(__AVX2__)
+#if CPU_WIDTH == 16
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif CPU_WIDTH == 8 && defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__aarch64__)
   return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -73,9 +41,9 @@ static inline float float_of_half(uint16_t half) {  // exact for subnormal numbe
 
 // kWidth numbers in float32: float16, bytes, signed bytes.
 static inline Floats of_halves(const uint8_t* from) {
-#if defined(__AVX512F__)
-  if constexpr (kWidth == 16) return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
-#elif defined(__F16C__) && defined(__AVX2__)
+#if CPU_WIDTH == 16
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif CPU_WIDTH == 8 && defined(__F16C__)
   return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
 #elif defined(__aarch64__)
   return (Floats)vcvt_f32_f16(load<float16x4_t>(from));
@@ -91,10 +59,10 @@ static inline Floats of_halves(const uint8_t* from) {
 
 template <class Byte>
 static inline Floats of_bytes(const uint8_t* from) {
-#if defined(__AVX512F__)
+#if CPU_WIDTH == 16
   const __m128i some = load<__m128i>(from);
   return (Floats)_mm512_cvtepi32_ps(Byte(-1) < 0 ? _mm512_cvtepi8_epi32(some) : _mm512_cvtepu8_epi32(some));
-#elif defined(__AVX2__)
+#elif CPU_WIDTH == 8
   const __m128i some = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
   return (Floats)_mm256_cvtepi32_ps(Byte(-1) < 0 ? _mm256_cvtepi8_epi32(some) : _mm256_cvtepu8_epi32(some));
 #else

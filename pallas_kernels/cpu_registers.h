@@ -6,29 +6,12 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <utility>
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
 
-#if defined(__AVX512F__)
-constexpr int kWidth = 16;  // floats in a register
-#elif defined(__AVX__)
-constexpr int kWidth = 8;
-#else
-constexpr int kWidth = 4;
-#endif
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRegisters = 32;
-#else
-constexpr int kRegisters = 16;
-#endif
+#include "cpu_vectors.h"
 
-typedef float Reg __attribute__((vector_size(4 * kWidth), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
+typedef float Reg __attribute__((vector_size(4 * kWidth), aligned(4)));  // which may lie anywhere in memory
 typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * kWidth), aligned(2)));
 typedef int16_t SignedShorts __attribute__((vector_size(2 * kWidth)));
@@ -36,21 +19,6 @@ typedef int8_t Bytes __attribute__((vector_size(kWidth), aligned(1)));
 
 static inline Reg& reg(float* p) { return *reinterpret_cast<Reg*>(p); }
 static inline const Reg& reg(const float* p) { return *reinterpret_cast<const Reg*>(p); }
-template <class Vector>
-static inline Vector load_as(const void* p) {
-  Vector v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-// Keeps v in a register where the compiler would rather load it again at each use.
-static inline void keep(Reg& v) {
-#if defined(__x86_64__)
-  asm("" : "+x"(v));
-#elif defined(__aarch64__)
-  asm("" : "+w"(v));
-#endif
-}
 
 // Of a pair (a, b), lanes in blocks of H: `even` has the even blocks of a, each followed by b's; `odd` the odd ones.
 template <int H, size_t... I>
@@ -130,7 +98,7 @@ struct Float32 {
 struct BFloat16 {
   using Stored = uint16_t;
   static constexpr float kUnit = 1;
-  static Reg load(const uint16_t* p) { return (Reg)(__builtin_convertvector(load_as<Shorts>(p), Bits) << 16); }
+  static Reg load(const uint16_t* p) { return (Reg)(__builtin_convertvector(::load<Shorts>(p), Bits) << 16); }
   static Ints round(Reg x) {
     const Ints bits = (Ints)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (bits & INT32_MAX) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
@@ -141,9 +109,9 @@ struct Float16 {
   using Stored = uint16_t;
   static constexpr float kUnit = 1;
   static Reg widen(Shorts half) {
-#if defined(__AVX512F__)
+#if CPU_WIDTH == 16
     return (Reg)_mm512_cvtph_ps((__m256i)half);
-#elif defined(__F16C__)
+#elif CPU_WIDTH == 8 && defined(__F16C__)
     return (Reg)_mm256_cvtph_ps((__m128i)half);
 #else
     // Exponents count from 112 below float's. A subnormal's is 1, and it has no leading one: that of 2^-14 is taken off.
@@ -154,7 +122,7 @@ struct Float16 {
     return (Reg)((Ints)found | (all & 0x8000) << 16);
 #endif
   }
-  static Reg load(const uint16_t* p) { return widen(load_as<Shorts>(p)); }
+  static Reg load(const uint16_t* p) { return widen(::load<Shorts>(p)); }
   static Ints round(Reg x) {
     const Ints bits = (Ints)x, size = bits & INT32_MAX;
     // Below 2^-14 to multiples of 2^-24, which is the addend's last place.
@@ -168,7 +136,7 @@ struct Int8 {
   using Stored = int8_t;
   static constexpr float kUnit = 1;
   static Reg load(const int8_t* p) {
-    const SignedShorts code = __builtin_convertvector(load_as<Bytes>(p), SignedShorts);
+    const SignedShorts code = __builtin_convertvector(::load<Bytes>(p), SignedShorts);
     return __builtin_convertvector(__builtin_convertvector(code, Ints), Reg);
   }
   static Ints round(Reg x) { return (Ints)(x + 12582912.f) - 0x4b400000; }  // of numbers up to 127
@@ -180,7 +148,7 @@ struct Float8 {
   using Stored = int8_t;
   static constexpr float kUnit = 256;
   static Reg load(const int8_t* p) {
-    const SignedShorts code = __builtin_convertvector(load_as<Bytes>(p), SignedShorts) << 7;
+    const SignedShorts code = __builtin_convertvector(::load<Bytes>(p), SignedShorts) << 7;
     return Float16::widen((Shorts)(code & static_cast<int16_t>(0xbfff)));
   }
   static Ints round(Reg x) {  // of numbers up to 448

@@ -37,8 +37,7 @@ class PeerLoad:
       threads: how many an engine may use, where it has to be told.
       output_len, warmup_len, check_len: tokens asked for each of `prompts`, `warmup` and `check`.
       check: prompts whose greedy answers are compared between engines; may be empty.
-      tokenizer: the folder that ours takes it from; None: the model's own. (That of the GGUF files which we write has a
-        merge that makes no token, since an empty list cannot be written: llama.cpp skips it, ours refuses it.)
+      tokenizer: the folder that ours takes it from; None: the model's own.
     """
 
     model: Path

@@ -50,7 +50,7 @@ from pallas_kernels.types import KVPages
 from pallas_kernels.work_lists import FIRST, LAST, TOKEN, Tiles, prompt_items
 
 PROGRAMS = 1088  # that parts of rows may take, eight for each of 132 multiprocessors and a few more
-MOST_PARTS = 32
+MOST_PARTS = 34  # an even number: eight tokens may lie in two tiles, and 17 parts of 8 KV heads fill the device
 MOST_PARTS_OF_TOKENS = 4096  # the tokens of a batch times the parts that a row may have, for what XLA writes out
 UNROLLED = 8  # parts that are summed in one fusion
 

@@ -33,8 +33,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write_tpu import new_tokens, write_kv, write_vmem_bytes
-from pallas_kernels.paged_attention.tpu_kernel import Scalars, Scratch, kernel
-from pallas_kernels.paged_attention.tpu_plan import BLOCK, LANES, OTHER_VMEM_BYTES, TILE, Plan, make_plan
+from pallas_kernels.paged_attention.tpu_kernel import kernel
+from pallas_kernels.paged_attention.tpu_plan import (
+    BLOCK,
+    LANES,
+    OTHER_VMEM_BYTES,
+    TILE,
+    Plan,
+    Scalars,
+    Scratch,
+    make_plan,
+)
 from pallas_kernels.registry import AttentionProblem, Device
 from pallas_kernels.types import KVPages
 

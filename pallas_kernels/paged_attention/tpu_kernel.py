@@ -7,7 +7,6 @@ tables that the next item needs, and the one after that; where items write, also
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,93 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention import tpu_write
-from pallas_kernels.paged_attention.tpu_plan import LANES, TABLE_CHUNK, TABLES, Plan
+from pallas_kernels.paged_attention.tpu_plan import LANES, TABLE_CHUNK, TABLES, Plan, Refs, Scalars, Scratch
 from pallas_kernels.tpu_dma import aligned, copy
 
 MASKED = -1e30  # a score that is not seen
 UNSEEN = -1e20  # largest score of a token that has seen nothing; exp(MASKED - UNSEEN) is 0
-
-
-class Scalars(NamedTuple):
-    """What lies in SMEM from the start, int32: tile and row of each item, their number, the rows' bounds, the page
-    from which the block tables count; where items write, the slot of each one's new token, -1 where it is not kept."""
-
-    tile: Any
-    row: Any
-    count: Any
-    q_start: Any
-    kv_len: Any
-    first_page: Any
-    slots: Any = None
-
-
-class Refs(NamedTuple):
-    """q [kv_heads, queries, head_dim] in VMEM; in HBM the tables [rows, entries] and the pages; the sinks of each query
-    [kv_heads, queries, LANES] in VMEM or None. Where items write, `new` and `new_scale` are as `tpu_write` says."""
-
-    q: Any
-    tables: Any
-    data: Any
-    data_scale: Any
-    sinks: Any
-    new: Any
-    new_scale: Any
-    out: Any
-
-    @classmethod
-    def of(cls, plan: Plan, has_sinks: bool, refs: Iterator[Any]) -> Refs:
-        """From the operands of the call and its results, in their order. Pages that are written come twice, as an
-        operand and as a result, which are one array; only the result is used."""
-        q, tables, data = next(refs), next(refs), next(refs)
-        data_scale = next(refs) if plan.has_scale else None
-        sinks = next(refs) if has_sinks else None
-        new = next(refs) if plan.writes else None
-        new_scale = next(refs) if plan.writes and plan.has_scale else None
-        out = next(refs)
-        if plan.writes:
-            data, data_scale = next(refs), next(refs) if plan.has_scale else None
-        return cls(q, tables, data, data_scale, sinks, new, new_scale, out)
-
-
-class Scratch(NamedTuple):
-    """What lives over grid steps.
-
-    kv [2 slots, 2, kv_heads, block tokens, head_dim], kv_scale [2 slots, block pages, 2, kv_heads, page_size] or None.
-    values [kv_heads, m, head_dim], peak, total [kv_heads, m, LANES]: the running softmax of a tile's m queries a head.
-    table [TABLES * entries] in SMEM: the row of the block tables for item i is the (i % TABLES)th.
-    turn: the slot that the next block to compute is in.
-    """
-
-    kv: Any
-    kv_scale: Any
-    values: Any
-    peak: Any
-    total: Any
-    table: Any
-    turn: Any
-    arrived: Any
-    table_arrived: Any
-    written: Any
-
-    @staticmethod
-    def shapes(plan: Plan) -> Scratch:
-        softmax = (plan.kv_heads, plan.queries)
-        kv_scale = (2, plan.block_pages, 2, plan.kv_heads, plan.page_size)
-        return Scratch(
-            kv=pltpu.VMEM((2, 2, plan.kv_heads, plan.block_tokens, plan.head_dim), plan.kv_dtype),
-            kv_scale=pltpu.VMEM(kv_scale, jnp.float32) if plan.has_scale else None,
-            values=pltpu.VMEM((*softmax, plan.head_dim), jnp.float32),
-            peak=pltpu.VMEM((*softmax, LANES), jnp.float32),
-            total=pltpu.VMEM((*softmax, LANES), jnp.float32),
-            table=pltpu.SMEM((TABLES * plan.table_entries,), jnp.int32),
-            turn=pltpu.SMEM((1,), jnp.int32),
-            arrived=pltpu.SemaphoreType.DMA((2,)),
-            table_arrived=pltpu.SemaphoreType.DMA((TABLES,)),
-            written=pltpu.SemaphoreType.DMA if plan.writes else None,
-        )
 
 
 class Span(NamedTuple):

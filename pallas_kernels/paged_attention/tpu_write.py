@@ -11,17 +11,14 @@ codes; `new_scale` is float32 [2, kv_heads, 1].
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.paged_attention.tpu_plan import TABLES, Plan
+from pallas_kernels.paged_attention.tpu_plan import TABLES, Plan, Refs, Scalars, Scratch
 from pallas_kernels.tpu_dma import TILE_BYTES, aligned, copy, word_rows
-
-if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.tpu_kernel import Refs, Scalars, Scratch
 
 
 def put(plan: Plan, refs: Refs, scratch: Scratch, position: Any, block: Any, slot: Any) -> None:

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 from devices import mesh_of
 from jax.experimental import mosaic
 from jax.sharding import NamedSharding, PartitionSpec
