@@ -27,7 +27,7 @@ BOUNDS = {
     ("fp8", "decode"): (9, 22),
     ("fp8", "mixed"): (15, 52),
     ("fp8-dynamic", "decode"): (10, 22),  # what attention gives is rounded in a launch of its own
-    ("fp8-dynamic", "mixed"): (16, 52),
+    ("fp8-dynamic", "mixed"): (14, 41),
 }
 
 
