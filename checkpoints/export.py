@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized import INT4, refine
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import Activations, QuantArray
 
 LAYOUTS = ("compressed-tensors", "awq")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours stands in each nibble, lowest first
@@ -45,7 +45,9 @@ def compress(module: str, w: QuantArray, layout: str = LAYOUTS[0]) -> dict[str, 
     if layout == "awq":
         return {f"{module}.{name}": values for name, values in _awq(module, w).items()}
     tensors: dict[str, Any] = {f"{module}.weight_scale": w.scale}
-    if w.codes.dtype not in (INT4, np.int8):
+    if w.input_scale is not None:
+        tensors[f"{module}.input_scale"] = w.input_scale.reshape(1)
+    if not _is_packed(w):
         return tensors | {f"{module}.weight": w.codes}
     bits = _bits(w)
     tensors[f"{module}.weight_packed"] = pack(_unsigned(w.codes, bits), bits)
@@ -53,6 +55,17 @@ def compress(module: str, w: QuantArray, layout: str = LAYOUTS[0]) -> dict[str, 
     if w.zero is not None:
         tensors[f"{module}.weight_zero_point"] = pack(_unsigned(w.zero, bits).T, bits).T
     return tensors
+
+
+def _is_packed(w: QuantArray) -> bool:
+    """Integers are, but for those whose products round their inputs to 8 bits too."""
+    return w.codes.dtype in (INT4, np.int8) and not (w.activations and w.codes.dtype == np.int8 and w.zero is None)
+
+
+def _format(w: QuantArray) -> str:
+    if w.codes.dtype not in (INT4, np.int8):
+        return "float-quantized"
+    return "pack-quantized" if _is_packed(w) else "int-quantized"
 
 
 def _bits(w: QuantArray) -> int:
@@ -89,19 +102,21 @@ def quantization_config(weights: Mapping[str, QuantArray], plain: list[str], lay
     sizes = {w.block[1] for w in weights.values() if w.block[1] < w.shape[1]}
     kinds: dict[str, list[str]] = {}
     for module, w in weights.items():
-        kinds.setdefault(json.dumps(_arguments(w, sizes)), []).append(module)
+        kinds.setdefault(json.dumps([_arguments(w, sizes), _inputs(w.activations)]), []).append(module)
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if len(kinds) == 1 else modules,
-            "weights": json.loads(kind),
-            "input_activations": None,
+            "weights": json.loads(kind)[0],
+            "input_activations": json.loads(kind)[1],
             "output_activations": None,
         }
         for i, (kind, modules) in enumerate(kinds.items())
     }
-    formats = {"pack-quantized" if w.codes.dtype in (INT4, np.int8) else "float-quantized" for w in weights.values()}
+    formats = {_format(w) for w in weights.values()}
     if len(formats) > 1:
-        raise CheckpointError("a checkpoint cannot mix integers and fp8 in the compressed-tensors layout")
+        raise CheckpointError(
+            f"a checkpoint cannot mix {' and '.join(sorted(formats))} in the compressed-tensors layout"
+        )
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop(),
@@ -123,6 +138,20 @@ def _arguments(w: QuantArray, sizes: set[int]) -> dict[str, Any]:
         "strategy": "channel" if whole else "group",
         "group_size": None if whole else w.block[1],
         "dynamic": False,
+    }
+
+
+def _inputs(wanted: Activations | None) -> dict[str, Any] | None:
+    """`input_activations`; a ceiling has no place there, and is left out."""
+    if wanted is None:
+        return None
+    return {
+        "num_bits": 8,
+        "type": "int" if wanted.dtype == "int8" else "float",
+        "symmetric": True,
+        "strategy": "tensor" if wanted.static else "token" if wanted.group is None else "group",
+        "group_size": wanted.group,
+        "dynamic": not wanted.static,
     }
 
 

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -170,7 +170,7 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
         return host
 
     arrays = {name: placed(name) for name in ("codes", "scale", "zero", "bias", "gain")}
-    return QuantArray(**arrays, block=parts[0].block, order=parts[0].order)
+    return replace(parts[0], **arrays)
 
 
 def check(

@@ -1,7 +1,8 @@
 """Parameters of the engine as they are, quantized ones too, in an Orbax checkpoint: each device reads its own part.
 
 In a model's folder the checkpoint is the folder `orbax`. Parameters go by path, "layers_0/mlp/down/kernel"; of a
-quantized one there are "layers_0/mlp/down/kernel/block=1x128/codes" and so on.
+quantized one there are "layers_0/mlp/down/kernel/block=1x128/codes" and so on; where its products round their inputs
+"…/block=1x4096,inputs=int8:0::0.0/codes": type, group (0: none), "static" or not, ceiling (0: none).
 
 The package is imported by what reads or writes a checkpoint: it takes 30 MiB and 0.2 s, and few models are such.
 """
@@ -18,11 +19,11 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from checkpoints.errors import CheckpointError
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import Activations, QuantArray
 
 CHECKPOINT = "orbax"
-_ARRAYS = tuple(f.name for f in fields(QuantArray) if f.name not in ("block", "shuffled"))
-_QUANTIZED = re.compile(r"(.+)/block=(\d+)x(\d+)/(\w+)")
+_ARRAYS = tuple(f.name for f in fields(QuantArray) if f.name not in ("block", "shuffled", "activations"))
+_QUANTIZED = re.compile(r"(.+)/block=(\d+)x(\d+)(?:,inputs=([\w.:]+))?/(\w+)")
 
 Abstract = jax.ShapeDtypeStruct | QuantArray  # QuantArrays of ShapeDtypeStructs
 
@@ -44,11 +45,25 @@ def _arrays(params: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in params.items():
         if isinstance(value, QuantArray):
             parts = {name: getattr(value, name) for name in _ARRAYS}
-            prefix = f"{path}/block={value.block[0]}x{value.block[1]}"
+            prefix = f"{path}/block={value.block[0]}x{value.block[1]}{_said(value.activations)}"
             flat |= {f"{prefix}/{name}": part for name, part in parts.items() if part is not None}
         else:
             flat[path] = value
     return flat
+
+
+def _said(wanted: Activations | None) -> str:
+    if wanted is None:
+        return ""
+    return f",inputs={wanted.dtype}:{wanted.group or 0}:{'static' if wanted.static else ''}:{wanted.ceiling or 0.0}"
+
+
+def _activations(said: str | None) -> Activations | None:
+    """The reverse of `_said`."""
+    if said is None:
+        return None
+    dtype, group, static, ceiling = said.split(":")
+    return Activations(dtype, int(group) or None, bool(static), float(ceiling) or None)
 
 
 def _joined(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,8 +71,9 @@ def _joined(flat: Mapping[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for path, value in flat.items():
         if found := _QUANTIZED.fullmatch(path):
-            owner, rows, inputs, name = found.groups()
-            params.setdefault(owner, {"block": (int(rows), int(inputs))})[name] = value
+            owner, rows, inputs, wanted, name = found.groups()
+            settings = {"block": (int(rows), int(inputs)), "activations": _activations(wanted)}
+            params.setdefault(owner, settings)[name] = value
         else:
             params[path] = value
     return {path: QuantArray(**value) if isinstance(value, dict) else value for path, value in params.items()}

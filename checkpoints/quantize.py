@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import Activations, QuantArray
 
 # Lowest and highest code, and the dtype that holds it.
 KINDS: dict[str, tuple[float, float, Any]] = {
@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[float, float, Any]] = {
     "int4": (-8, 7, jnp.int4),
     "fp8": (-448, 448, jnp.float8_e4m3fn),
 }
+DYNAMIC = "-dynamic"  # after a kind: products round their inputs to it as well, a token at a time
 COLUMNS = 128  # that GPTQ finishes before it corrects the others
 _EXPONENTS = np.linspace(0, 0.95, 20)
 _SHRINKS = np.linspace(1, 0.5, 21)
@@ -48,6 +49,13 @@ class Scheme:
             raise ValueError(f"the scheme must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.kind == "fp8" and not (self.symmetric and self.group_size is None):
             raise ValueError("fp8 weights have one scale per output channel: neither groups nor zero points")
+
+
+def activations_of(scheme: str) -> Activations | None:
+    """How products round their inputs, by one of KINDS with or without DYNAMIC."""
+    if not scheme.endswith(DYNAMIC):
+        return None
+    return Activations(jnp.dtype(KINDS[scheme.removesuffix(DYNAMIC)][2]).name)
 
 
 @partial(jax.jit, static_argnames="scheme")

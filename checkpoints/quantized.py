@@ -94,8 +94,8 @@ def refine(w: QuantArray, block: tuple[int, int]) -> QuantArray:
 
 def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
     """The same values in arrays that are alike, so that the rows of all can be one weight: blocks of one row, the
-    smallest along the inputs, the widest of the integers, and zero points and biases everywhere or nowhere. None where
-    there is no such form.
+    smallest along the inputs, the widest of the integers, and zero points and biases everywhere or nowhere; of static
+    scales of the inputs the largest, which saturates nowhere that its own does not. None where there is no such form.
     """
     first = parts[0]
     if any((a.order is None) != (first.order is None) or not np.array_equal(a.order, first.order) for a in parts):
@@ -118,6 +118,10 @@ def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
         pairs = zip(values, like, strict=True)
         return [np.zeros(y.shape, dtype) if x is None else x.astype(dtype, copy=False) for x, y in pairs]
 
+    ways = {a.activations for a in parts}
+    activations = ways.pop() if len(ways) == 1 else None  # otherwise nothing is rounded
+    input_scale = np.max([a.input_scale for a in parts], 0) if activations and activations.static else None
+    parts = [replace(a, activations=activations, input_scale=input_scale) for a in parts]
     scales = [a.scale for a in parts]
     columns = {name: unite([getattr(a, name) for a in parts], scales) for name in ("scale", "zero", "bias")}
     columns["gain"] = [a.gain for a in parts]

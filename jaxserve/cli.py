@@ -190,9 +190,12 @@ def _add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--matmul-backend", field="matmul_backend", choices=["auto", *BACKENDS],
          help="the same for products with quantized weights; auto rounds their inputs to 8 bits on CPU, cpu does "
          "not")  # fmt: skip
+    flag("--activation-quantization", field="activation_quantization", choices=["auto", "none", "checkpoint"],
+         help="where a checkpoint has the inputs of products rounded to 8 bits too (W8A8): auto rounds on devices that "
+         "multiply such numbers, none never, checkpoint everywhere")  # fmt: skip
     flag("--quantization", field="quantization", metavar="NAME",
-         help="of the weights; auto: as the checkpoint is; int8, int4 or fp8: quantize one in floats while it is "
-         "loaded; a format such as awq: insist on it")  # fmt: skip
+         help="of the weights; auto: as the checkpoint is; int8, int4, fp8, int8-dynamic or fp8-dynamic (inputs of "
+         "products too): quantize one in floats while it is loaded; a format such as awq: insist on it")  # fmt: skip
     flag("--load-format", field="load_format", choices=["auto", "dummy"],
          help="auto: read the safetensors; dummy: random weights from config.json alone")  # fmt: skip
     flag("--seed", field="seed", type=int, help="for requests without a seed of their own, and for dummy weights")

@@ -54,12 +54,17 @@ class EngineConfig:
         the memory that is available at start; the cache takes at most half of it unless kv_pages says otherwise.
       tensor_parallel_size: devices that share each layer.
       quantization: of the weights: auto is what the checkpoint has; the name of a format insists on it; int8, int4 or
-        fp8 quantizes a checkpoint in floats while it is loaded (and dummy weights).
+        fp8 quantizes a checkpoint in floats while it is loaded (and dummy weights); int8-dynamic and fp8-dynamic have
+        inputs of products rounded too.
       dequantize: quantized weights become floats as they are loaded: more memory, and plain products; for comparison,
         and on CPU where the memory is there and prompts matter more than decoding.
       attention_backend: the kernels for attention: auto, or one of `pallas_kernels.registry.BACKENDS`.
       matmul_backend: the same for products with quantized weights. On one CPU auto rounds the inputs of most of them to
-        8 bits, in blocks of 32 with a scale each; "cpu" computes with the values as they are, in float32.
+        8 bits, in blocks of 32 with a scale each; "cpu" computes with the values as they are, in float32. auto alone
+        rounds inputs as `activation_quantization` says; a backend that is named does not.
+      activation_quantization: what becomes of the inputs of weights whose checkpoint has them rounded to 8 bits as well
+        (W8A8): auto rounds where the device multiplies such numbers (NVIDIA GPUs, TPUs with int8), "none" never,
+        "checkpoint" everywhere, on CPU computing with the rounded values as floats.
       async_scheduling: dispatch a step before the tokens of the one before it are known to the host.
       decode_steps: most tokens that a decoding sequence draws in one call of the devices, where no prompt is computed
         and nothing waits; 1 to 16. The loop runs on the devices; answers do not depend on it.
@@ -94,6 +99,7 @@ class EngineConfig:
     dequantize: bool = False
     attention_backend: str = "auto"
     matmul_backend: str = "auto"
+    activation_quantization: Literal["auto", "none", "checkpoint"] = "auto"
     async_scheduling: bool = True
     decode_steps: int = 16
     latency_goal_ms: float | None = None
@@ -107,6 +113,11 @@ class EngineConfig:
         """max_waiting of a server whose operator gives none: what waits for each slot is soon worked off, and no flood
         takes more of the memory than that."""
         return max(DEFAULT_WAITING, WAITING_PER_SLOT * self.max_num_seqs)
+
+    @property
+    def rounding(self) -> str:
+        """`activation_quantization`, as far as the backend for products leaves the choice."""
+        return self.activation_quantization if self.matmul_backend == "auto" else "none"
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -149,6 +160,7 @@ class EngineConfig:
             ("kv_cache_dtype", ("auto", "bf16", "fp8", "int8")),
             ("attention_backend", ("auto", *BACKENDS)),
             ("matmul_backend", ("auto", *BACKENDS)),
+            ("activation_quantization", ("auto", "none", "checkpoint")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -13,7 +13,8 @@ def add_commands(commands: Any) -> None:
     quantize = _command(commands, "quantize", run_quantize, "write a quantized copy of a model")
     _add_model(quantize)
     quantize.add_argument("out", type=Path, help="a new folder, or that of an interrupted run, which goes on")
-    quantize.add_argument("--scheme", choices=["int8", "int4", "fp8"], default="int4", help="what weights become")
+    quantize.add_argument("--scheme", choices=["int8", "int4", "fp8", "int8-dynamic", "fp8-dynamic"],
+                          default="int4", help="what weights become; -dynamic: inputs of products too")  # fmt: skip
     quantize.add_argument("--method", choices=["rtn", "gptq", "awq"], default="rtn",
                           help="rtn rounds to nearest; gptq and awq look at what the layers see on a text")  # fmt: skip
     quantize.add_argument("--group-size", type=int, metavar="INPUTS",

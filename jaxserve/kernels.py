@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.kv_cache import default_page_size
+from pallas_kernels.quant_matmul import w8a8
 from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, explain
+from pallas_kernels.types import Activations
 
 
 def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int | None = None) -> Iterator[str]:
@@ -42,12 +44,32 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
             continue
         matmul = MatmulProblem(dtype, codes, 4096, 4096, block, scale_dtype=scale)
         yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
+    yield from _rounded_inputs(device, dtype)
     if device.platform == "cpu":
         yield ""
         yield "4-bit floats (MXFP4, NVFP4) become int8 in groups of 32 and 16"
         yield "one CPU with a C++ compiler keeps matrices in panels: floats of 16 bits as they are, GGUF's Q4_0 to Q8_0"
         yield "and Q4_K to Q6_K in the file's width, int8 and int4 in groups of 64 inputs and more; products with"
         yield "quantized panels round activations to 8 bits (--matmul-backend cpu: not)"
+
+
+def _rounded_inputs(device: Device, dtype: np.dtype) -> Iterator[str]:
+    """Lines on weights of 8 bits whose checkpoints have the inputs of their products in 8 bits too (W8A8)."""
+    int8, fp8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+    for codes, block, wanted in (
+        (int8, (1, 4096), Activations("int8")),
+        (fp8, (1, 4096), Activations(fp8.name)),
+        (fp8, (1, 4096), Activations(fp8.name, static=True)),
+        (fp8, (128, 128), Activations(fp8.name, group=128)),
+    ):
+        reason = w8a8.why_not(device, MatmulProblem(dtype, codes, 4096, 4096, block, activations=wanted))
+        yield ""
+        yield f"matmul, {codes} with activations {wanted} (--activation-quantization auto)"
+        if reason is None:
+            ours = device.platform == "gpu"
+            yield f"    products of 8-bit numbers on the matrix unit{', in Triton (w8a8_triton)' if ours else ''}"
+        else:
+            yield f"    activations as they are, as in matmul above: {reason}"
 
 
 def _backends(name: str, reasons: dict[str, str | None]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -75,9 +76,9 @@ def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> 
         return PartitionSpec(*(None if size == 1 else on for size, on in zip(values.shape, (out, inputs), strict=True)))
 
     scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
-    order = None if w.order is None else PartitionSpec()
-    gain = None if w.gain is None else PartitionSpec(out)
-    return QuantArray(PartitionSpec(out, inputs), scale, zero, bias, w.block, order, gain, w.shuffled)
+    order, input_scale = (None if x is None else PartitionSpec() for x in (w.order, w.input_scale))
+    gain, codes = None if w.gain is None else PartitionSpec(out), PartitionSpec(out, inputs)
+    return replace(w, codes=codes, scale=scale, zero=zero, bias=bias, order=order, gain=gain, input_scale=input_scale)
 
 
 def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, int]:
@@ -101,7 +102,9 @@ def quant_matmul_sharded(
 ) -> jax.Array:
     """`pallas_kernels.ops.quant_matmul` by each device on its own part of the weight, with logical `axes`.
 
-    Where the inputs are split, each device accumulates in float32, and the parts are added in the dtype of x.
+    Where the inputs are split, each device accumulates in float32, and the parts are added in the dtype of x. Inputs
+    that the weight wants rounded to 8 bits are rounded by each device with scales of its own part: a finer grid than
+    one device's, and no maximum travels. Static scales are the same on all.
     """
     specs = quant_specs(w, spec(*axes), mesh)
     out, inputs = specs.codes if isinstance(specs, QuantArray) else specs.low

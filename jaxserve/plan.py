@@ -21,9 +21,18 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, compute_dtype, find_files, make_decoder, read_model
 from jaxserve.models.panels import Packing, is_matrix
-from jaxserve.models.quantized import FORMS, abstract_like, arranged, as_blocks, keeps_blocks, quantized_abstract
+from jaxserve.models.quantized import (
+    FORMS,
+    Rounding,
+    abstract_like,
+    arranged,
+    as_blocks,
+    keeps_blocks,
+    quantized_abstract,
+)
 from jaxserve.models.weights import abstract_params
 from jaxserve.targets import target_memory
+from pallas_kernels.registry import Device
 from pallas_kernels.types import BLOCK_KINDS, BlockArray, PanelArray, QuantArray
 
 
@@ -66,7 +75,8 @@ def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineCon
     """Path -> the form that a weight of the checkpoint will have on the devices. Reads one of each kind of quantized
     weight, and no other."""
     packing = Packing.of(config, mesh)
-    weights = _as_read(decoder, path, mesh, config, packing)
+    rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
+    weights = {name: rounding(name, w) for name, w in _as_read(decoder, path, mesh, config, packing).items()}
     if packing is None:
         return arranged(weights, mesh, decoder.dtype, config.matmul_backend)
     return {name: packing.abstract(w, mesh) if is_matrix(name) else w for name, w in weights.items()}

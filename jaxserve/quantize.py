@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from checkpoints.export import LAYOUTS, compress, copy_rest, quantization_config, write_index, write_json, write_shard
 from checkpoints.hub import resolve_model
 from checkpoints.load import check
-from checkpoints.quantize import KINDS, Scheme, awq_scales, clipped, gptq, rtn
+from checkpoints.quantize import DYNAMIC, KINDS, Scheme, activations_of, awq_scales, clipped, gptq, rtn
 from checkpoints.quantized import dequantize
 from checkpoints.safetensors import read_header
 from jaxserve.calibration import Statistics, advance, embed, fuse, measure, measure_rows, read_windows
@@ -38,6 +38,7 @@ from pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
+SCHEMES = (*KINDS, "int8-dynamic", "fp8-dynamic")
 METHODS = ("rtn", "gptq", "awq")
 GROUP_SIZES = (128, 64, 32)
 RECIPE = "quantize.json"  # in an unfinished folder: the settings that its layers were made with
@@ -57,7 +58,8 @@ class QuantizeConfig:
     """What to make.
 
     Attributes:
-      scheme: int8, int4 or fp8 (e4m3fn).
+      scheme: int8, int4 or fp8 (e4m3fn); int8-dynamic and fp8-dynamic (W8A8) have inputs of products rounded too, each
+        token with a scale.
       method: rtn rounds to nearest; gptq and awq look at what the layers see on a text.
       group_size: inputs that share a scale; 0: all of an output channel. None: for int4 the largest of GROUP_SIZES that
         divides all inputs, else 0.
@@ -81,13 +83,13 @@ class QuantizeConfig:
     length: int = 512
 
     def __post_init__(self) -> None:
-        for name, allowed in (("scheme", tuple(KINDS)), ("method", METHODS), ("layout", LAYOUTS)):
+        for name, allowed in (("scheme", SCHEMES), ("method", METHODS), ("layout", LAYOUTS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.group_size not in (None, 0, *GROUP_SIZES):
             raise ConfigError(f"group_size must be 0 or one of {GROUP_SIZES}, got {self.group_size}")
-        if self.scheme == "fp8" and (self.group_size or not self.symmetric):
-            raise ConfigError("fp8 has one scale per output channel: leave out group_size and zero points")
+        if (self.scheme == "fp8" or self.scheme in SCHEMES[-2:]) and (self.group_size or not self.symmetric):
+            raise ConfigError(f"{self.scheme} has one scale per output channel: leave out group_size and zero points")
         if self.layout == "awq" and self.scheme != "int4":
             raise ConfigError(f"the awq layout holds int4 only, not {self.scheme}; use {LAYOUTS[0]}")
         if self.samples < 1 or self.length < 1:
@@ -105,7 +107,7 @@ class QuantizeConfig:
         if size and size not in fitting:
             raise ConfigError(f"group_size {size} does not divide inputs of {sorted(inputs)}; {[*fitting, 0]} do")
         dtype = "float16" if self.layout == "awq" else model.dtype
-        return Scheme(self.scheme, size or None, self.symmetric, jnp.dtype(dtype))
+        return Scheme(self.scheme.removesuffix(DYNAMIC), size or None, self.symmetric, jnp.dtype(dtype))
 
 
 def quantize_model(model: str, out: Path, config: QuantizeConfig, *, progress: bool = True) -> None:
@@ -217,6 +219,9 @@ class _Run:
         self.activations(layer).unlink(missing_ok=True)
 
     def _quantize(self, weight: np.ndarray, seen: Statistics | None) -> QuantArray:
+        return replace(self._weight(weight, seen), activations=activations_of(self.config.scheme))
+
+    def _weight(self, weight: np.ndarray, seen: Statistics | None) -> QuantArray:
         if seen is None:
             return rtn(weight, self.scheme)
         if self.config.method == "awq":
@@ -288,6 +293,7 @@ class _Run:
             scale = jax.ShapeDtypeStruct((shape[0], shape[1] // size), self.scheme.scale_dtype)
             zero = None if self.scheme.symmetric else scale
             codes = jax.ShapeDtypeStruct(shape, dtype)
-            weights[name.removesuffix(".weight")] = QuantArray(codes, scale, zero, block=(1, size))  # type: ignore[arg-type]
+            form = {"block": (1, size), "activations": activations_of(self.config.scheme)}
+            weights[name.removesuffix(".weight")] = QuantArray(codes, scale, zero, **form)  # type: ignore[arg-type]
         plain = [] if self.head else [self.roles["head.weight"].removesuffix(".weight")]
         return quantization_config(weights, plain, self.config.layout)

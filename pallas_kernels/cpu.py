@@ -29,7 +29,7 @@ import numpy as np
 from pallas_kernels import ops
 from pallas_kernels.cpu_build import ATTENTION, KERNELS, PANELS, load
 from pallas_kernels.parts import Heads, Parts, Row, value_of
-from pallas_kernels.types import KVPages
+from pallas_kernels.types import KVPages, QuantArray, QuantRows
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +163,9 @@ class CpuOps(ops.Ops):
         return partial(arg_max, count=self.count) if available() else None
 
     def add_norm(
-        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float
-    ) -> tuple[jax.Array, jax.Array]:
-        """As `Ops.add_norm`; the sum, too, of those rows alone that matter."""
+        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+    ) -> tuple[jax.Array, jax.Array | QuantRows]:
+        """As `Ops.add_norm`; the sum, too, of those rows alone that matter. Nothing is rounded for a `reader`."""
         if y is None or len(y.sums) > 1 or x.dtype != jnp.float32 or not available():
             return super().add_norm(x, y, scale, eps)
         shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)

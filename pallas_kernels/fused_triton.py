@@ -7,6 +7,11 @@ compute in float32 and round where the plain operations round.
   add_norm   one program a token: the residual stream plus a layer's result, and its RMS norm. Reads and writes each
              number once; a token's numbers stay in registers between the two passes over them.
   gate       programs of 1,024 outputs of a token: activation(gate) * up, whose inputs lie in pairs.
+  quantize   one program a token: what attention gives, rounded to 8 bits.
+Where the next product wants its inputs in 8 bits (`types.Activations`), the first two round what they make in the same
+launch, as `quant_matmul.w8a8.quantize` does: from the numbers in the activations' dtype. `gate` needs all of a token in
+one program then, unless the scales are of groups, or given.
+
   rotate_and_write   one program for each new token and KV head: bias, norms and rotary positions of its queries and its
              key, which then goes into its page, as does the value, as codes with a scale where the pages have scales.
 """
@@ -24,13 +29,15 @@ import triton.language as tl
 from pallas_kernels import triton_compat
 from pallas_kernels.kv_write_triton import QUANTIZED, codes
 from pallas_kernels.parts import Heads, Parts, Row, value_of
+from pallas_kernels.quant_matmul.w8a8 import TINY, TOPS
 from pallas_kernels.registry import Device
 from pallas_kernels.triton_compat import pad
-from pallas_kernels.types import KVPages
+from pallas_kernels.types import KVPages, QuantArray, QuantRows
 
 FLOATS = ("bfloat16", "float16", "float32")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 GATE_BLOCK = 1024  # outputs of a program of `gate`
+WHOLE_GATE = 32768  # most outputs of a token that one program of `gate` holds
 TILE = 128  # tokens and outputs of a program of a matmul, and the least inputs, that `product` reckons with
 
 
@@ -51,10 +58,55 @@ def _added(sums, at, real, STRIDE: tl.constexpr, PARTS: tl.constexpr, dtype: tl.
 
 
 @triton.jit
+def _peak(values, axis: tl.constexpr):
+    """The largest magnitude; infinite where one is no number."""
+    size = tl.where(values == values, tl.abs(values), float("inf"))
+    return tl.max(size, axis)
+
+
+@triton.jit
+def _scale_of(peak, TOP: tl.constexpr, CEILING: tl.constexpr, TINY: tl.constexpr):
+    if CEILING > 0:
+        peak = tl.where(peak == float("inf"), peak, tl.minimum(peak, CEILING))
+    return tl.where(peak > TINY, peak * (1.0 / TOP), 1.0)
+
+
+@triton.jit
+def _store(
+    value, out, out_scale, given, token, first, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr,
+    GROUP: tl.constexpr, STATIC: tl.constexpr, CEILING: tl.constexpr, TINY: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Stores a token's numbers [BLOCK] from `first` on, zeros beyond SIZE, as `dtype`; with TOP as codes of them, whose
+    scale is `given` (STATIC), of each GROUP of them, or, as all of a token are here, of them all."""
+    real = first + tl.arange(0, BLOCK) < SIZE
+    at = token * SIZE + first + tl.arange(0, BLOCK)
+    value = value.to(dtype)
+    if TOP == 0:
+        tl.store(out + at, value, mask=real)
+    else:
+        value = value.to(tl.float32)
+        if STATIC:
+            value = tl.div_rn(value, tl.load(given))
+        elif GROUP:
+            GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+            grouped = tl.reshape(value, [BLOCK // GROUP, GROUP])
+            scale = _scale_of(_peak(grouped, 1), TOP, CEILING, TINY)
+            group = first // GROUP + tl.arange(0, BLOCK // GROUP)
+            tl.store(out_scale + token * GROUPS + group, scale, mask=group < GROUPS)
+            value = tl.reshape(tl.div_rn(grouped, scale[:, None]), [BLOCK])
+        else:
+            scale = _scale_of(_peak(value, 0), TOP, CEILING, TINY)
+            tl.store(out_scale + token, scale)
+            value = tl.div_rn(value, scale)
+        tl.store(out + at, codes(value, TOP).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
 def _add_norm(
-    x, sums, bias, bias_row, scale, scale_row, total, normed,
+    x, sums, bias, bias_row, scale, scale_row, given, total, normed, out_scale,
     TOKENS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, EPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, CEILING: tl.constexpr,
+    TINY: tl.constexpr,
 ):  # fmt: skip
     """PARTS 0: nothing is added, and `total` is not written."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -71,7 +123,23 @@ def _add_norm(
         tl.store(total + at, value.to(dtype), mask=real)
     unit = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
     factor = tl.load(scale + tl.load(scale_row).to(tl.int64) * SIZE + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(normed + at, (factor * unit.to(dtype).to(tl.float32)).to(dtype), mask=real)
+    value = factor * unit.to(dtype).to(tl.float32)
+    _store(
+        value, normed, out_scale, given, tl.program_id(0).to(tl.int64), 0,
+        SIZE, BLOCK, TOP, GROUP, STATIC, CEILING, TINY, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantize(
+    x, given, out, out_scale,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
+    CEILING: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + token * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    _store(value, out, out_scale, given, token, 0, SIZE, BLOCK, TOP, GROUP, STATIC, CEILING, TINY, x.dtype.element_ty)
 
 
 @triton.jit
@@ -86,11 +154,13 @@ def _activated(value, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gate(
-    sums, bias, out,
+    sums, bias, given, like, out, out_scale,
     TOKENS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, CEILING: tl.constexpr,
+    TINY: tl.constexpr,
 ):  # fmt: skip
-    dtype: tl.constexpr = out.dtype.element_ty
+    """`like` has the dtype of the activations."""
+    dtype: tl.constexpr = like.dtype.element_ty
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = 2 * first + tl.arange(0, 2 * BLOCK)
     real = column < 2 * SIZE
@@ -98,9 +168,8 @@ def _gate(
     if HAS_BIAS:
         both = (both + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
     gate, up = tl.split(tl.reshape(both, [BLOCK, 2]))
-    output = first + tl.arange(0, BLOCK)
     activated = _activated(gate, ACTIVATION).to(dtype).to(tl.float32)
-    tl.store(out + token * SIZE + output, (activated * up).to(dtype), mask=output < SIZE)
+    _store(activated * up, out, out_scale, given, token, first, SIZE, BLOCK, TOP, GROUP, STATIC, CEILING, TINY, dtype)
 
 
 @triton.jit
@@ -183,29 +252,82 @@ def _like(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
-def add_norm(x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float) -> tuple[jax.Array, jax.Array]:
+def _rounding(
+    reader: QuantArray | None, tokens: int, size: int, dtype: Any
+) -> tuple[jax.Array, list[jax.ShapeDtypeStruct], dict[str, Any]]:
+    """For a kernel that makes the inputs [tokens, size] of a product with `reader`: the scale that is given, or
+    anything; the outputs, which are codes and scales, or else floats and nothing; and the kernel's constants."""
+    wanted = None if reader is None else reader.activations
+    if reader is None or wanted is None:
+        none = {"TOP": 0, "GROUP": 0, "STATIC": False, "CEILING": 0.0, "TINY": TINY}
+        return jnp.zeros(1, jnp.float32), [_like((tokens, size), dtype), _like((1,), jnp.float32)], none
+    static, group = wanted.static, wanted.group or 0
+    groups = 1 if static or not group else -(-size // group)
+    given = reader.input_scale if static else reader.scale  # which nobody reads
+    outputs = [_like((tokens, size), jnp.dtype(wanted.dtype)), _like((1 if static else tokens, groups), jnp.float32)]
+    constants = {"TOP": int(TOPS[wanted.dtype]), "GROUP": group, "STATIC": static, "CEILING": wanted.ceiling or 0.0}
+    return given, outputs, constants | {"TINY": TINY}
+
+
+def _made(reader: QuantArray | None, made: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array | QuantRows:
+    """What such a kernel has made."""
+    if reader is None or reader.activations is None:
+        return made
+    return QuantRows(made, reader.input_scale if reader.activations.static else scale, jnp.dtype(dtype))
+
+
+def quantize(x: jax.Array, w: QuantArray) -> QuantRows:
+    """As `quant_matmul.w8a8.quantize`, for x [tokens, size]."""
+    (tokens, size), dtype = x.shape, x.dtype
+    given, outputs, constants = _rounding(w, tokens, size, dtype)
+    made, scale = triton_compat.call(
+        _quantize, x, given, out=outputs, grid=(tokens,), num_warps=_warps(size), SIZE=size, BLOCK=pad(size),
+        **constants,
+    )  # fmt: skip
+    rows = _made(w, made, scale, dtype)
+    assert isinstance(rows, QuantRows)
+    return rows
+
+
+def _warps(size: int) -> int:
+    """Of a program that holds a token's numbers: at most 64 of them in each thread."""
+    return 4 if size <= 2048 else max(8, pad(size) // 2048)
+
+
+def add_norm(
+    x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+) -> tuple[jax.Array, jax.Array | QuantRows]:
     """As `Ops.add_norm`, for x [tokens, size]."""
     (tokens, size), (scales, scale_row) = x.shape, _row(scale)
     bias, bias_row = (scales, scale_row) if y is None or y.bias is None else _row(y.bias)
-    total, normed = triton_compat.call(
-        _add_norm, x, x if y is None else y.sums, bias, bias_row, scales, scale_row,
-        out=[_like((1,) if y is None else x.shape, x.dtype), _like(x.shape, x.dtype)],
+    given, outputs, constants = _rounding(reader, tokens, size, x.dtype)
+    total, normed, of_normed = triton_compat.call(
+        _add_norm, x, x if y is None else y.sums, bias, bias_row, scales, scale_row, given,
+        out=[_like((1,) if y is None else x.shape, x.dtype), *outputs],
         grid=(tokens,), num_warps=4 if size <= 2048 else 8,
         TOKENS=tokens, SIZE=size, PARTS=0 if y is None else len(y.sums), HAS_BIAS=y is not None and y.bias is not None,
-        EPS=eps, BLOCK=pad(size),
+        EPS=eps, BLOCK=pad(size), **constants,
     )  # fmt: skip
-    return x if y is None else total, normed
+    return x if y is None else total, _made(reader, normed, of_normed, x.dtype)
 
 
-def gate(y: Parts, activation: str, dtype: Any) -> jax.Array:
+def gate(y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
     """As `Ops.gated`, for sums [parts, tokens, 2 * size]."""
-    parts, tokens, double = y.sums.shape
-    block = min(GATE_BLOCK, pad(double // 2))
-    return triton_compat.call(
-        _gate, y.sums, y.sums if y.bias is None else value_of(y.bias), out=[_like((tokens, double // 2), dtype)],
-        grid=(tokens, -(-double // (2 * block))), num_warps=4,
-        TOKENS=tokens, SIZE=double // 2, PARTS=parts, HAS_BIAS=y.bias is not None, ACTIVATION=activation, BLOCK=block,
-    )[0]  # fmt: skip
+    (parts, tokens, double), wanted = y.sums.shape, None if reader is None else reader.activations
+    size = double // 2
+    block, warps = min(GATE_BLOCK, pad(size)), 4
+    if wanted is not None and wanted.group is None and not wanted.static:
+        if size > WHOLE_GATE:
+            return gate(y, activation, dtype)
+        block, warps = pad(size), _warps(2 * size)
+    given, outputs, constants = _rounding(reader, tokens, size, dtype)
+    made, scale = triton_compat.call(
+        _gate, y.sums, y.sums if y.bias is None else value_of(y.bias), given, jnp.zeros(1, dtype), out=outputs,
+        grid=(tokens, -(-size // block)), num_warps=warps,
+        TOKENS=tokens, SIZE=size, PARTS=parts, HAS_BIAS=y.bias is not None, ACTIVATION=activation, BLOCK=block,
+        **constants,
+    )  # fmt: skip
+    return _made(reader, made, scale, dtype)
 
 
 def rotate_and_write(
@@ -233,14 +355,20 @@ def rotate_and_write(
     return q, KVPages(data, None if scales is None else new_scales)
 
 
+def splits(tokens: int, out: int, inputs: int) -> int:
+    """Into how many parts of the inputs a matmul of XLA's is split, so that a device is full with few tokens."""
+    count, programs = 1, -(-out // TILE) * -(-tokens // TILE)
+    while count * programs < triton_compat.target().cores and inputs % (2 * count * TILE) == 0:
+        count *= 2
+    return count
+
+
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
     """As `Ops.product`, of XLA's matmul: with few tokens the inputs are split, as XLA itself would do, so that the
     device is full; what adds up the parts is the next kernel instead of one for that alone."""
     tokens, (out, inputs) = len(x), w.shape
-    splits, programs = 1, -(-out // TILE) * -(-tokens // TILE)
-    while splits * programs < triton_compat.target().cores and inputs % (2 * splits * TILE) == 0:
-        splits *= 2
-    if splits == 1:
+    count = splits(tokens, out, inputs)
+    if count == 1:
         return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)[None]
-    x, w = x.reshape(tokens, splits, -1), w.reshape(out, splits, -1)
+    x, w = x.reshape(tokens, count, -1), w.reshape(out, count, -1)
     return jax.lax.dot_general(x, w, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)

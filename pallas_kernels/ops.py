@@ -16,8 +16,9 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.parts import Heads, Parts, Row, value_of
 from pallas_kernels.quant_matmul import reference as quantized
+from pallas_kernels.quant_matmul import w8a8
 from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
-from pallas_kernels.types import BlockArray, KVPages, PanelArray, QuantArray
+from pallas_kernels.types import BlockArray, KVPages, PanelArray, QuantArray, QuantRows
 
 if TYPE_CHECKING:  # which is imported where a device is tried
     from pallas_kernels.selfcheck import Finding
@@ -71,7 +72,7 @@ def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) ->
 
 
 def quant_matmul(
-    x: jax.Array,
+    x: jax.Array | QuantRows,
     w: QuantArray | BlockArray,
     axes: tuple[str | None, str | None] = (None, None),
     count: jax.Array | None = None,
@@ -79,12 +80,14 @@ def quant_matmul(
     multiply: Callable[..., jax.Array] = quantized.quant_matmul,
     **options: bool,
 ) -> jax.Array:
-    """x [tokens, in] times a quantized weight [out, in], transposed -> float32 [tokens, out]; `count` as in `matmul`.
+    """x [tokens, in], or the same rounded as the weight says (QuantRows), times a quantized weight [out, in],
+    transposed -> float32 [tokens, out]; `count` as in `matmul`.
 
     `axes` names the weight's own, for an implementation that splits it over devices; `multiply`, which gets the
     options, knows no order.
     """
     if isinstance(w, QuantArray) and w.order is not None:
+        assert not isinstance(x, QuantRows), "rounded before its columns were brought into order"
         x, w = jnp.take(x, w.order, axis=1), replace(w, order=None)
     return multiply(x, w, count=count, **options)
 
@@ -139,7 +142,7 @@ class Ops:
         return None
 
     def linear(
-        self, x: jax.Array, w: jax.Array | QuantArray | BlockArray | PanelArray, axes: tuple[str | None, str | None]
+        self, x: Any, w: jax.Array | QuantArray | BlockArray | PanelArray, axes: tuple[str | None, str | None]
     ) -> jax.Array:
         """x [tokens, in] times a weight of any kind; see `matmul`, `quant_matmul` and `panel_matmul`. The result is
         float32, or as x where it was added up over devices."""
@@ -150,30 +153,35 @@ class Ops:
         return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
     def product(
-        self, x: jax.Array, w: jax.Array | QuantArray | BlockArray | PanelArray, axes: tuple[str | None, str | None]
+        self,
+        x: jax.Array | QuantRows,
+        w: jax.Array | QuantArray | BlockArray | PanelArray,
+        axes: tuple[str | None, str | None],
     ) -> jax.Array:
         """The same as `Parts.sums` [parts, tokens, out], of which whoever reads them makes the dtype of x."""
         if self.fused is None:
             return self.linear(x, w, axes).astype(x.dtype)[None]
-        return (
-            self.quant_matmul(x, w, axes, parts=True)
-            if isinstance(w, QuantArray | BlockArray)
-            else self.fused.product(x, w)
-        )
+        if not isinstance(w, QuantArray | BlockArray):
+            return self.fused.product(x, w)
+        if isinstance(w, QuantArray) and w.activations is not None and not isinstance(x, QuantRows):
+            x = self.fused.quantize(x, w)
+        return self.quant_matmul(x, w, axes, parts=True)
 
     def add_norm(
-        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float
-    ) -> tuple[jax.Array, jax.Array]:
-        """x [tokens, size], plus y where there is one; and the same after `rms_norm`."""
+        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+    ) -> tuple[jax.Array, jax.Array | QuantRows]:
+        """x [tokens, size], plus y where there is one; and the same after `rms_norm`, for a product with `reader`:
+        fused kernels round it as that weight says."""
         if self.fused is not None:
-            return self.fused.add_norm(x, y, scale, eps)
+            return self.fused.add_norm(x, y, scale, eps, reader)
         total = x if y is None else x + y.whole(x.dtype)
         return total, self.rms_norm(total, value_of(scale), eps)
 
-    def gated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
-        """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups in turns -> [tokens, size]."""
+    def gated(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
+        """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups in turns -> [tokens, size]; `reader`
+        as in `add_norm`."""
         if self.fused is not None:
-            return self.fused.gate(y, activation, dtype)
+            return self.fused.gate(y, activation, dtype, reader)
         whole = y.whole(dtype)
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
 
@@ -215,11 +223,16 @@ class Ops:
 
 def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
     """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
-    weight that the backend cannot do. With `parts` it gives `Parts.sums`."""
+    weight that the backend cannot do. With `parts` it gives `Parts.sums`. Where a weight says how to round its inputs,
+    auto has a product of its own for that, if the device has; the others compute with rounded inputs as floats."""
 
-    def multiply(
-        x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False
-    ) -> jax.Array:
+    def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
+        if isinstance(w, QuantArray) and w.activations is not None:
+            rows = x if isinstance(x, QuantRows) else w8a8.quantize(x, w)
+            if backend == "auto" and w8a8.why_not(device, MatmulProblem.of(rows, w, partitioned)) is None:
+                return w8a8.quant_matmul_parts(rows, w) if parts else w8a8.quant_matmul(rows, w)
+            y = w8a8.emulated(rows, w, partial(multiply, count=count))
+            return y.astype(rows.dtype)[None] if parts else y
         module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
         if not parts:
             return module.quant_matmul(x, w, count=count)
@@ -315,7 +328,11 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
     """
     from pallas_kernels.selfcheck import check_matmul, check_parts
 
-    chosen = [(problem, choose("matmul", device, problem, backend)) for problem in problems]
+    problems = list(problems)
+    rounding = [p for p in problems if backend == "auto" and w8a8.why_not(device, p) is None]
+    # Where rounded inputs are computed with as floats, the kernels are those of the weights alone.
+    others = dict.fromkeys(replace(p, activations=None) for p in problems if p not in rounding)
+    chosen = [(problem, choose("matmul", device, problem, backend)) for problem in others]
     with ThreadPoolExecutor(4) as pool:  # most of the time goes to compiling
         checks = []
         for problem, name in chosen:
@@ -325,8 +342,19 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
             checks.append(pool.submit(check_matmul, module.quant_matmul, problem))
             if hasattr(module, "quant_matmul_parts"):
                 checks.append(pool.submit(check_parts, module.quant_matmul_parts, problem))
+        ways = (False, True) if device.platform == "gpu" else (False,)
+        checks += [
+            pool.submit(check_matmul, partial(_rounding_product, parts), problem)
+            for problem in rounding
+            for parts in ways
+        ]
         right = all(_is_right("matmul", backend, check.result) for check in checks)
     return backend if right else "xla"
+
+
+def _rounding_product(parts: bool, x: jax.Array, w: QuantArray) -> jax.Array:
+    rows = w8a8.quantize(x, w)
+    return w8a8.quant_matmul_parts(rows, w).astype(jnp.float32).sum(0) if parts else w8a8.quant_matmul(rows, w)
 
 
 def _is_right(operation: str, backend: str, check: Callable[[], Iterable[Finding]]) -> bool:

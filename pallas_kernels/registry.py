@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:  # the command line reads BACKENDS, and must not wait for JAX
+    from pallas_kernels.types import Activations
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 FOLDERS = {"attention": "paged_attention", "matmul": "quant_matmul"}
@@ -71,6 +74,7 @@ class MatmulProblem:
     kind: str = ""  # of a BlockArray, whose codes are bytes
     scale_dtype: np.dtype | None = None  # of float4_e2m1fn codes, which tells MXFP4 (float8_e8m0fnu) from NVFP4
     shuffled: bool = False
+    activations: Activations | None = None  # x is rounded first
 
     @classmethod
     def of(cls, x: Any, w: Any, partitioned: bool = False) -> MatmulProblem:
@@ -80,7 +84,7 @@ class MatmulProblem:
             small, kind = np.dtype(np.uint8), w.kind
             return cls(np.dtype(x.dtype), small, rows, inputs, w.block, partitioned=partitioned, kind=kind)
         has_zero, has_bias = w.zero is not None, w.bias is not None
-        forms = {"partitioned": partitioned, "shuffled": w.shuffled}
+        forms = {"partitioned": partitioned, "shuffled": w.shuffled, "activations": w.activations}
         codes = np.dtype(w.codes.dtype)
         scale = np.dtype(w.scale.dtype) if codes.name == "float4_e2m1fn" else None
         return cls(np.dtype(x.dtype), codes, rows, inputs, w.block, has_zero, has_bias, scale_dtype=scale, **forms)

@@ -44,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.quant_matmul import reference as quantized
+from pallas_kernels.quant_matmul import w8a8
 from pallas_kernels.registry import AttentionProblem, MatmulProblem
 from pallas_kernels.selfcheck_cases import (
     LAYER,
@@ -60,7 +61,7 @@ from pallas_kernels.selfcheck_cases import (
     make_write,
     options,
 )
-from pallas_kernels.types import KVPages, QuantArray
+from pallas_kernels.types import BlockArray, KVPages, QuantArray
 
 REPEATS = 20
 TOLERANCE, MATMUL_TOLERANCE = 2.0, 0.75  # in eps of the queries' type, or of x's
@@ -236,7 +237,7 @@ def check_matmul(
     w, x = make_weight(problem), activations(problem, max(*rows, 200))
     in_order = make_weight(replace(problem, shuffled=False)) if problem.shuffled else w
     parts = [(lambda x, w: multiply(x, w), (x[:count], w)) for count in rows]
-    (plain, everything), *programs = _compile([(quantized.quant_matmul, (x, in_order)), *parts])
+    (plain, everything), *programs = _compile([(_plain_product, (x, in_order)), *parts])
     exact = np.asarray(plain.result()(*everything))
     return [
         _judge_matmul(f"{count} rows", problem, exact, count, partial(program.result(), *arguments), repeats)
@@ -252,6 +253,12 @@ def check_parts(multiply: Callable[..., jax.Array], problem: MatmulProblem, *, r
 
     found = check_matmul(whole, problem, rows=PARTS_ROWS, repeats=repeats)
     return [replace(finding, what=f"parts of {finding.what}") for finding in found]
+
+
+def _plain_product(x: jax.Array, w: QuantArray | BlockArray) -> jax.Array:
+    if isinstance(w, BlockArray) or w.activations is None:
+        return quantized.quant_matmul(x, w)
+    return quantized.quant_matmul(w8a8.dequantize(w8a8.quantize(x, w)), w8a8.ignored(w))
 
 
 def check_grouped(

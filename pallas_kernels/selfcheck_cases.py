@@ -263,8 +263,11 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     bias = values(-1.0, 1.0) if problem.has_bias else None
     nvfp4 = problem.scale_dtype is not None and problem.scale_dtype.name == "float8_e4m3fn"
     gain = jnp.asarray(rng.uniform(0.5, 1.0, (*lead, rows, 1)).astype(np.float32)) if nvfp4 else None
-    typed = jnp.asarray(codes).astype(problem.codes_dtype)
-    w = QuantArray(typed, values(0.03, 0.1), zero, bias, problem.block, gain=gain)
+    static = problem.activations is not None and problem.activations.static
+    of_inputs = jnp.full((1, 1), 0.01, jnp.float32) if static else None  # of normal x
+    arrays = jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias
+    more: dict[str, Any] = {"gain": gain, "input_scale": of_inputs, "activations": problem.activations}
+    w = QuantArray(*arrays, problem.block, **more)
     return fragments.shuffle(w) if problem.shuffled else w
 
 

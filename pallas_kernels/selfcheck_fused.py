@@ -12,10 +12,11 @@ import numpy as np
 
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Heads, Parts, Row
+from pallas_kernels.quant_matmul import w8a8
 from pallas_kernels.registry import AttentionProblem
 from pallas_kernels.selfcheck import REPEATS, Finding, check_attention, tolerance
 from pallas_kernels.selfcheck_cases import STARTUP, Rows
-from pallas_kernels.types import KVPages
+from pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
 
 TOKENS, PARTS, EPS = 37, 3, 1e-5
 SIZES = (4096, 2880)  # of a token: one a power of two, one not
@@ -40,6 +41,7 @@ def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
         gated = jax.jit(lambda y: fused.gate(y, "silu", dtype))(gates)
         exact = plain.gated(_wide(gates), "silu", jnp.float32)
         yield _compare(f"gate of {size}", gated, exact, tolerance(dtype, EPSILONS))
+        yield from _rounded(fused, (x, y, scale), gates, size, dtype)
     heads, pages = _heads(problem), _pages(problem)
     slots = (
         jnp.asarray(np.random.default_rng(5).permutation(PAGES * problem.page_size)[:TOKENS], jnp.int32).at[3].set(-1)
@@ -52,6 +54,21 @@ def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
     exact, k, v = plain.rotate(_wide(heads), EPS, jnp.float32)
     yield _compare("queries", q, exact, tolerance(dtype, EPSILONS))
     yield from _judge_pages(written, pages, np.asarray(slots), np.stack([k, v], 1), dtype)
+
+
+def _rounded(fused: Any, of_norm: tuple, gates: Parts, size: int, dtype: Any) -> Iterator[Finding]:
+    """What the kernels make for a product that wants int8: within a code of what its floats come to."""
+    reader = QuantArray(
+        jnp.zeros((1, size), jnp.int8), jnp.ones((1, 1)), block=(1, size), activations=Activations("int8")
+    )
+    pairs = {
+        "norm": (lambda *a: fused.add_norm(*a, EPS)[1], lambda *a: fused.add_norm(*a, EPS, reader)[1], of_norm),
+        "gate": (lambda y: fused.gate(y, "silu", dtype), lambda y: fused.gate(y, "silu", dtype, reader), (gates,)),
+    }
+    for name, (floats, codes, arguments) in pairs.items():
+        found, exact = jax.jit(codes)(*arguments), jax.jit(floats)(*arguments)
+        values = w8a8.dequantize(found) if isinstance(found, QuantRows) else found
+        yield _compare(f"{name} of {size} in int8", values, exact.astype(jnp.float32), 1.5 * CODES["int8"])
 
 
 def check_write_and_attend(

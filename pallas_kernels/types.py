@@ -33,10 +33,31 @@ class KVPages(NamedTuple):
         return self.data.shape[4]
 
 
+@dataclass(frozen=True)
+class Activations:
+    """How products with a quantized weight round their inputs x first: x = codes * scale, symmetric.
+
+    dtype: of the codes, "int8" or "float8_e4m3fn".
+    group: neighbouring inputs of a token that share a scale; None: all of them.
+    static: the scale is `QuantArray.input_scale`, the same for all tokens; otherwise it makes the largest magnitude
+      that it stands for the largest code.
+    ceiling: larger magnitudes do not count for the scale, and saturate (FBGEMM's activation_scale_ub); None: all count.
+    """
+
+    dtype: str
+    group: int | None = None
+    static: bool = False
+    ceiling: float | None = None
+
+    def __str__(self) -> str:
+        per = "per tensor" if self.static else "per token" if self.group is None else f"per {self.group} of a token"
+        return f"{'int8' if self.dtype == 'int8' else 'fp8'} {per}"
+
+
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["codes", "scale", "zero", "bias", "order", "gain"],
-    meta_fields=["block", "shuffled"],
+    data_fields=["codes", "scale", "zero", "bias", "order", "gain", "input_scale"],
+    meta_fields=["block", "shuffled", "activations"],
 )
 @dataclass(frozen=True)
 class QuantArray:
@@ -54,7 +75,9 @@ class QuantArray:
     bias: as scale; None is 0.
     order: int32 [in], the input that each column belongs to (act-order formats sort columns by group); None: in order.
     gain: float32 [out, 1], the scale of a row's scales (NVFP4); None is 1.
+    input_scale: float32 [1, 1], that of static activations.
     shuffled: codes lie in the order of `quant_matmul.fragments`, for Hopper's kernel; plain XLA reads them too.
+    activations: how its products round their inputs (`quant_matmul.w8a8`); None: not at all.
     """
 
     # Arrays of JAX or NumPy, or what stands for them in a pytree of the same form: shapes, shardings.
@@ -65,7 +88,28 @@ class QuantArray:
     block: tuple[int, int] = (1, 128)
     order: Any = None
     gain: Any = None
+    input_scale: Any = None
     shuffled: bool = False
+    activations: Activations | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class QuantRows:
+    """Inputs of a product, rounded as the weight's `activations` say: x [tokens, in] = codes * scale.
+
+    codes: int8 or float8_e4m3fn [tokens, in].
+    scale: float32 [tokens, ceil(in / group)], or [1, 1] for all.
+    dtype: what x was in, and the product is to be rounded to.
+    """
+
+    codes: Any
+    scale: Any
+    dtype: Any
 
     @property
     def shape(self) -> tuple[int, ...]:

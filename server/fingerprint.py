@@ -13,7 +13,7 @@ from server.messages import Ready
 
 _SETTINGS = (
     "load_format", "kv_cache_dtype", "tensor_parallel_size", "quantization", "dequantize", "attention_backend",
-    "matmul_backend", "seed",
+    "matmul_backend", "activation_quantization", "seed",
 )  # fmt: skip
 _FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.gguf", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of each file: enough to tell weights apart, and far faster than all of it

@@ -20,6 +20,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats import mxfp4, nvfp4
+from checkpoints.formats.activations import Wanted, describe, input_scale_name, of_compressed, with_scale
 from checkpoints.formats.packing import (
     Tensors,
     block_size,
@@ -35,7 +36,7 @@ from checkpoints.formats.packing import (
     unpack,
 )
 from checkpoints.int4 import PackedInt4, signed_bytes
-from pallas_kernels.types import QuantArray
+from pallas_kernels.types import Activations, QuantArray
 
 METHODS = ("compressed-tensors",)
 FORMATS = (
@@ -53,16 +54,18 @@ PLAIN = {"int": "int8", "float": "float8_e4m3fn"}
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a config group stores weights; `block`: rows and inputs that share a scale, None is all of them."""
+    """How a config group stores weights; `block`: rows and inputs that share a scale, None is all of them. `inputs`:
+    how its products round theirs."""
 
     kind: str  # "int" or "float"
     bits: int
     symmetric: bool
     block: tuple[int | None, int | None]
+    inputs: Wanted = (None, "")
 
     def __str__(self) -> str:
         rows, inputs = (size or "all" for size in self.block)
-        return f"{self.kind}{self.bits} in blocks of {rows}x{inputs}"
+        return f"{self.kind}{self.bits} in blocks of {rows}x{inputs}{describe(self.inputs)}"
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> CompressedTensors | None:
@@ -78,11 +81,15 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> CompressedTensor
     for found in (settings, *config_groups.values()):
         if (found.get("format") or FORMATS[0]) not in FORMATS:
             raise CheckpointError(f"compressed-tensors is read as {', '.join(FORMATS)}, not {found['format']!r:.100}")
-    schemes = [_scheme(group["weights"]) for group in config_groups.values() if group.get("weights")]
+    schemes = [
+        _scheme(group["weights"], of_compressed(group.get("input_activations")))
+        for group in config_groups.values()
+        if group.get("weights")
+    ]
     return CompressedTensors(tensors, schemes)
 
 
-def _scheme(weights: object) -> Scheme:
+def _scheme(weights: object, inputs: Wanted = (None, "")) -> Scheme:
     def refuse(key: str, allowed: str) -> CheckpointError:
         return CheckpointError(f"config.json: a config group's weights have {key} {weights!r:.300}; {allowed}")
 
@@ -107,7 +114,7 @@ def _scheme(weights: object) -> Scheme:
         raise refuse("strategy", "tensor, channel, group and block are read")
     if (kind, bits) == ("float", 4) and block not in ((1, mxfp4.GROUP), (1, nvfp4.GROUP)):
         raise refuse("groups", "float with 4 bits is read in groups of 32 (MXFP4) and 16 (NVFP4)")
-    return Scheme(kind, bits, weights.get("symmetric", True) is not False, block)
+    return Scheme(kind, bits, weights.get("symmetric", True) is not False, block, inputs)
 
 
 @dataclass
@@ -126,8 +133,10 @@ class CompressedTensors:
         if is_plain and not packed:
             return ()
         optional = [f"{weight}_{part}" for part in ("zero_point", "shape", "g_idx", "global_scale")]
-        module = weight.removesuffix(".weight")
-        optional += [f"{module}.input_scale", f"{module}.input_global_scale"]  # of activations, which stay in 16 bits
+        optional += [
+            input_scale_name(weight).replace("input_scale", of_inputs)
+            for of_inputs in ("input_scale", "input_zero_point", "input_global_scale")
+        ]
         return (
             f"{weight}_packed" if packed else weight,
             f"{weight}_scale",
@@ -135,7 +144,7 @@ class CompressedTensors:
         )
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
-        scheme, (out, inputs) = self._scheme(weight, shape), shape
+        (scheme, activations), (out, inputs) = self._scheme(weight, shape), shape
         codes_name, scale_name = self.parts(weight)[:2]
         self._check_shape(f"{weight}_shape", shape)
         if (scheme.kind, scheme.bits, scheme.block[1]) == ("float", 4, nvfp4.GROUP):
@@ -153,10 +162,12 @@ class CompressedTensors:
         order = self._order(f"{weight}_g_idx", inputs, scale.shape[1], block[1])
         if order is not None:
             codes = np.take(np.asarray(codes), order, axis=1)
-        return QuantArray(codes, scale, zero, order=order, block=block)
+        of_inputs = with_scale(self.tensors, weight, activations)
+        return QuantArray(codes, scale, zero, order=order, block=block, **of_inputs)
 
-    def _scheme(self, weight: str, shape: tuple[int, int]) -> Scheme:
-        """The config group that the weight's tensors fit; the first, whose checks then say why, if there is none."""
+    def _scheme(self, weight: str, shape: tuple[int, int]) -> tuple[Scheme, Activations | None]:
+        """The config group that the weight's tensors fit (the first, whose checks then say why, if there is none), and
+        how its products round their inputs: not at all where several groups fit that differ in it."""
         if not self.schemes:
             raise CheckpointError(f"{weight} is quantized, but no config group of quantization_config has weights")
         codes, scale = (find(self.tensors, name) for name in self.parts(weight)[:2])
@@ -170,7 +181,8 @@ class CompressedTensors:
             return (codes.dtype.name, codes.nbytes, math.prod(scale.shape)) == (dtype, out * width, scales)
 
         found = [s for s in self.schemes if fits(s)] or self.schemes
-        return next((s for s in found if s.symmetric != asymmetric), found[0])
+        found = [s for s in found if s.symmetric != asymmetric] or found[:1]
+        return found[0], found[0].inputs[0] if len({s.inputs[0] for s in found}) == 1 else None
 
     def _codes(self, name: str, scheme: Scheme, shape: tuple[int, int]) -> np.ndarray | PackedInt4:
         if not name.endswith("_packed"):

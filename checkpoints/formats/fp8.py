@@ -3,7 +3,7 @@
 Defined by DeepSeek-V3's weight_dequant and transformers (`Fp8Dequantize` of integrations/finegrained_fp8.py), and by
 NVIDIA's ModelOpt ("modelopt", modelopt/torch/export): value = weight * scale, in float32. The scale is called
 weight_scale or, though it is no inverse, weight_scale_inv. What config.json lists as not converted has no scale, and is
-a plain weight. An input_scale is of activations, which stay in 16 bits here.
+a plain weight. How products round their inputs: `activations.of_fp8`; an input_scale is that of all tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpoints.errors import CheckpointError
+from checkpoints.formats.activations import Wanted, describe, input_scale_name, of_fp8, with_scale
 from checkpoints.formats.nvfp4 import is_nvfp4
 from checkpoints.formats.packing import Tensors, block_size, fetch, fetch_scale, method, quant_config
 from pallas_kernels.types import QuantArray
@@ -27,24 +28,26 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> NativeFP8 | None
         return None
     if method(config) == "modelopt" and (given := quant_config(config).get("quant_algo")) not in ALGORITHMS:
         raise CheckpointError(f"ModelOpt is read with quant_algo {', '.join(ALGORITHMS)} or NVFP4, not {given!r:.100}")
-    key = "weight_block_size"
-    block = quant_config(config).get(key)
+    key, settings = "weight_block_size", quant_config(config)
+    block = settings.get(key)
     if block is None:
-        return NativeFP8(tensors, ())
+        return NativeFP8(tensors, (), of_fp8(method(config), settings, None))
     if not isinstance(block, list) or len(block) != 2:
         raise CheckpointError(f"config.json: quantization_config's {key} is {block!r:.100}, not two numbers")
-    return NativeFP8(tensors, ((block_size(block[0], key), block_size(block[1], key)),))
+    sizes = block_size(block[0], key), block_size(block[1], key)
+    return NativeFP8(tensors, (sizes,), of_fp8(method(config), settings, sizes))
 
 
 @dataclass
 class NativeFP8:
     tensors: Tensors
     blocks: tuple[tuple[int, int], ...]
+    wanted: Wanted = (None, "")
     name: str = "fp8"
 
     @property
     def description(self) -> str:
-        return "fp8 in blocks of {}x{}".format(*self.blocks[0]) if self.blocks else "fp8"
+        return ("fp8 in blocks of {}x{}".format(*self.blocks[0]) if self.blocks else "fp8") + describe(self.wanted)
 
     def parts(self, weight: str) -> tuple[str, ...]:
         names = [name for name in (f"{weight}_scale_inv", f"{weight}_scale") if name in self.tensors]
@@ -53,11 +56,11 @@ class NativeFP8:
             names = [f"{weight}_scale_inv" if self.blocks else f"{weight}_scale"]
         if not names:
             return ()
-        unneeded = f"{weight.removesuffix('.weight')}.input_scale"
-        return (weight, names[0], unneeded) if unneeded in self.tensors else (weight, names[0])
+        of_inputs = input_scale_name(weight)
+        return (weight, names[0], of_inputs) if of_inputs in self.tensors else (weight, names[0])
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         scale_name = self.parts(weight)[1]
         codes = fetch(self.tensors, weight, (FP8,), shape)
         scale, block = fetch_scale(self.tensors, scale_name, shape, shape, (1, shape[1]), *self.blocks)
-        return QuantArray(codes, scale, block=block)
+        return QuantArray(codes, scale, block=block, **with_scale(self.tensors, weight, self.wanted[0]))

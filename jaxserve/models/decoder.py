@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm, Scale
+from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm, Scale, reader
 from jaxserve.models.rope import rope_angles
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Heads, Parts, value_of
+from pallas_kernels.types import QuantRows
 
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines, see `rope.rope_angles`
 
@@ -41,7 +42,7 @@ class Attention(nn.Module):
     ops: Ops
 
     @nn.compact
-    def __call__(self, x: jax.Array, rope: Rope, attend: AttentionFn) -> Parts:
+    def __call__(self, x: jax.Array | QuantRows, rope: Rope, attend: AttentionFn) -> Parts:
         config, dim = self.config, self.config.head_dim
         group = config.num_heads // self.kv_heads
 
@@ -85,8 +86,8 @@ class DecoderLayer(nn.Module):
             self.ops,
             name="mlp",
         )
-        x, normed = norm("attention_norm")(x, y)
-        x, normed = norm("mlp_norm")(x, attention(normed, rope, attend))
+        x, normed = norm("attention_norm")(x, y, reader(self, "attention", "qkv"))
+        x, normed = norm("mlp_norm")(x, attention(normed, rope, attend), reader(self, "mlp", "gate_up"))
         return x, mlp(normed)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Parts, Row
-from pallas_kernels.types import BlockArray, PanelArray, QuantArray
+from pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
 
 
 def weight(
@@ -30,6 +30,14 @@ def weight(
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 
 
+def reader(module: nn.Module, *path: str) -> QuantArray | None:
+    """The kernel below a module that says how its inputs are to be rounded, for whoever makes them, or None."""
+    found: Any = module.variables.get("params", {})
+    for name in (*path, "kernel"):
+        found = found.get(name, {})
+    return found if isinstance(found, QuantArray) and found.activations is not None else None
+
+
 class Linear(nn.Module):
     """A dense layer from the last `len(in_shape)` axes of its input to `out_shape`."""
 
@@ -43,13 +51,14 @@ class Linear(nn.Module):
     in_parts: bool = False  # the result is a `Parts`, of which the last axes are one
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> Any:
+    def __call__(self, x: jax.Array | QuantRows) -> Any:
         n_out, inputs = len(self.out_shape), math.prod(self.in_shape)
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
         # A matrix for the devices, which would lay out more axes otherwise and copy them before each use.
         axes, shape = (self.axes[0], self.axes[n_out]), (math.prod(self.out_shape), inputs)
         multiply = self.ops.product if self.in_parts else self.ops.linear
-        y = multiply(x.reshape(-1, inputs), weight(self, "kernel", init, axes, shape, self.dtype), axes)
+        rows = x if isinstance(x, QuantRows) else x.reshape(-1, inputs)
+        y = multiply(rows, weight(self, "kernel", init, axes, shape, self.dtype), axes)
         bias = None
         if self.use_bias:
             bias = weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
@@ -68,9 +77,10 @@ class RMSNorm(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: jax.Array, y: Parts | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, y: Parts | None = None, reader: QuantArray | None = None) -> tuple[jax.Array, Any]:
+        """`reader`: the weight that multiplies the norm, where it says how to round it."""
         scale = weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
-        return self.ops.add_norm(x, y, scale, self.eps)
+        return self.ops.add_norm(x, y, scale, self.eps, reader)
 
 
 class Scale(nn.Module):
@@ -115,7 +125,7 @@ class MLP(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> Parts:
+    def __call__(self, x: jax.Array | QuantRows) -> Parts:
         size = self.intermediate_size
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
@@ -124,5 +134,5 @@ class MLP(nn.Module):
             )
 
         gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x)
-        hidden = self.ops.gated(gate_up, self.activation, x.dtype)
+        hidden = self.ops.gated(gate_up, self.activation, x.dtype, reader(self, "down"))
         return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden)

@@ -37,6 +37,7 @@ from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import (
     FORMS,
     SCHEMES,
+    Rounding,
     abstract_like,
     arranged,
     as_blocks,
@@ -215,10 +216,12 @@ def load_params(
     ignored_keys: Collection[str] = (),
     packing: Packing | None = None,
     blocks: bool = False,
+    rounding: Callable[[str, Any], Any] = lambda path, w: w,
 ) -> dict[str, Any]:
     """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are,
     unless `dequantize`; floats by `quantization` where that is one of SCHEMES. With a `packing` matrices become panels,
-    with `blocks` those of GGUF's BLOCK_KINDS become BlockArrays.
+    with `blocks` those of GGUF's BLOCK_KINDS become BlockArrays. `rounding`: see `models.quantized.Rounding`; without
+    it all weights keep what they say of their inputs.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
@@ -227,7 +230,7 @@ def load_params(
     if orbax.is_saved(path):
         if quantization != "auto":
             raise ConfigError(f"{path} is an Orbax checkpoint, which stays as it is; leave out --quantization")
-        restored = _restore(path, abstract)
+        restored = {name: rounding(name, x) for name, x in _restore(path, abstract).items()}
         return unflatten_dict(packing.pack_placed(restored, mesh) if packing else restored, sep="/")
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
@@ -241,6 +244,7 @@ def load_params(
             host = in_floats(host).astype(abstract[name].dtype)
         if scheme:
             host = rounded(name, host, scheme)
+        host = rounding(name, host)
         if packing and is_matrix(name) and (packed := packing.pack(host, mesh)) is not None:
             return packed
         if isinstance(host, StoredRows) and blocks and (kept := as_blocks(host, sharding)) is not None:
@@ -272,6 +276,7 @@ def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
     """The parameters that an engine runs with. Raises ConfigError or CheckpointError, see `load_params`."""
     packing = Packing.of(config, mesh)
+    rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
     if config.load_format != "dummy":
         return load_params(
             decoder,
@@ -283,11 +288,11 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
             ignored_keys=config.ignore_config_keys,
             packing=packing,
             blocks=keeps_blocks(mesh),
+            rounding=rounding,
         )
     scheme = None if config.quantization == "auto" else config.quantization
     if scheme and scheme not in FORMS:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(FORMS)}, not to {scheme!r}")
     params = dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
-    if packing is None:
-        return params
-    return unflatten_dict(packing.pack_placed(flatten_dict(params, sep="/"), mesh, packing.dtype), sep="/")
+    flat = {name: rounding(name, w) for name, w in flatten_dict(params, sep="/").items()}
+    return unflatten_dict(packing.pack_placed(flat, mesh, packing.dtype) if packing else flat, sep="/")

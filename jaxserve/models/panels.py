@@ -80,7 +80,12 @@ class Packing:
         return None if packed is None else jax.tree.map(lambda x: jax.device_put(x, place), packed)
 
     def _fits(self, w: QuantArray) -> bool:
-        return self.quantized == "int8" and min(w.block[1], w.shape[1]) >= SMALLEST_GROUP and cpu_panels.has_type(w)
+        return (
+            w.activations is None
+            and self.quantized == "int8"
+            and min(w.block[1], w.shape[1]) >= SMALLEST_GROUP
+            and cpu_panels.has_type(w)
+        )
 
     def _packed(self, host: np.ndarray | QuantArray | StoredRows) -> PanelArray | None:
         if isinstance(host, StoredRows):

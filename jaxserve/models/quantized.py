@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -16,22 +17,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from checkpoints.formats.gguf_fields import block_array
 from checkpoints.int4 import PackedInt4
-from checkpoints.quantize import Scheme, rtn
+from checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
 from checkpoints.quantized import StoredRows, refine, with_bytes
 from jaxserve.mesh import quant_block, quant_specs
 from pallas_kernels import cpu
 from pallas_kernels.int4 import int4_of_bytes
-from pallas_kernels.quant_matmul import fragments
+from pallas_kernels.quant_matmul import fragments, w8a8
 from pallas_kernels.registry import Device, MatmulProblem
 from pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
+log = logging.getLogger(__name__)
+
 GROUP = 128  # inputs that share a scale of int4
 
-# Of weights that are quantized here: dtype of the codes, inputs in a block (None: all), dtype of the scale.
+# Of weights that are quantized here: dtype of the codes, inputs in a block (None: all), dtype of the scale. With
+# DYNAMIC products round their inputs to the same type, a token at a time.
 SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
     "int8": (jnp.int8, None, jnp.bfloat16),
     "int4": (jnp.int4, GROUP, jnp.bfloat16),
     "fp8": (jnp.float8_e4m3fn, None, jnp.float32),
+    "int8-dynamic": (jnp.int8, None, jnp.float32),
+    "fp8-dynamic": (jnp.float8_e4m3fn, None, jnp.float32),
 }
 # The same of forms that are read, or made of random numbers, but that nothing is rounded to.
 FORMS = SCHEMES | {
@@ -44,7 +50,36 @@ def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray
     """A plain matrix of a layer quantized by one of SCHEMES; other weights as they are."""
     if not is_quantizable(path) or isinstance(host, QuantArray):
         return host
-    return rtn(host, Scheme(scheme, _group(host.shape[1]) if scheme == "int4" else None))
+    made = rtn(host, Scheme(scheme.removesuffix(DYNAMIC), _group(host.shape[1]) if scheme == "int4" else None))
+    return dataclasses.replace(made, activations=activations_of(scheme))
+
+
+class Rounding:
+    """Decides of each weight whether its products round their inputs as it says, and tells the log where not.
+
+    `requested`: "auto", where the device has such products; "checkpoint", wherever it can be computed at all; "none".
+    """
+
+    def __init__(self, requested: str, device: Device, dtype: Any):
+        self._requested, self._device, self._dtype = requested, device, dtype
+        self._told: set[str] = set()
+
+    def __call__(self, path: str, w: Any) -> Any:
+        """The weight, without its `activations` where they are not to be done."""
+        if not isinstance(w, QuantArray) or w.activations is None:
+            return w
+        reason = self._why_not(path, w)
+        if reason and (said := f"activations are not rounded to {w.activations}: {reason}") not in self._told:
+            self._told.add(said)
+            log.info("%s", said)
+        return w8a8.ignored(w) if reason else w
+
+    def _why_not(self, path: str, w: QuantArray) -> str | None:
+        if not path.endswith("/kernel"):
+            return "the weight is a table"
+        if self._requested == "none":
+            return "asked for by --activation-quantization none, or a --matmul-backend by name"
+        return w8a8.unreadable(w) if self._requested == "checkpoint" else w8a8.native(self._device, self._dtype, w)
 
 
 def place(path: str, host: np.ndarray | QuantArray | BlockArray, sharding: Sharding, scheme: str | None = None) -> Any:
@@ -184,7 +219,7 @@ def _quantized(dense: jax.ShapeDtypeStruct, scheme: str) -> QuantArray:
         blocks = (out, -(-inputs // group))
         shapes = jax.ShapeDtypeStruct(dense.shape, codes), jax.ShapeDtypeStruct(blocks, scale)
         gain = jax.ShapeDtypeStruct((out, 1), jnp.float32) if scheme == "nvfp4" else None
-        return QuantArray(*shapes, block=(1, group), gain=gain)
+        return QuantArray(*shapes, block=(1, group), gain=gain, activations=activations_of(scheme))
 
     shape = form(min(group or inputs, inputs))
     shape = form(quant_block(shape, *_split(dense.sharding))[1])

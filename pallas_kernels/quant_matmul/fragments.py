@@ -52,9 +52,10 @@ def why_not(inputs: int, group: int, dtype: jnp.dtype) -> str | None:
 def suits(device: Device, problem: MatmulProblem, backend: str) -> bool:
     """Whether codes are to be shuffled where they are loaded, for products by `backend`.
 
-    Not float8: two of them take half as many instructions as two of int8 as it is, and no fewer when shuffled.
+    Not float8: two of them take half as many instructions as two of int8 as it is, and no fewer when shuffled. Nor
+    weights whose products round their inputs (`w8a8`), which read codes in the inputs' order.
     """
-    if device.platform != "gpu" or backend not in ("auto", "mosaic_gpu") or problem.shuffled:
+    if device.platform != "gpu" or backend not in ("auto", "mosaic_gpu") or problem.shuffled or problem.activations:
         return False
     fits = problem.codes_dtype != jnp.float8_e4m3fn and load("matmul", "mosaic_gpu").why_not(device, problem) is None
     return fits and why_not(problem.inputs, problem.block[1], problem.codes_dtype) is None

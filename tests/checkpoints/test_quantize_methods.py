@@ -173,7 +173,7 @@ def test_what_a_layout_cannot_hold():
     ordered = QuantArray(codes=weight.codes, scale=weight.scale, order=np.arange(96), block=weight.block)
     with pytest.raises(CheckpointError, match="column order"):
         compress("m", ordered)
-    with pytest.raises(CheckpointError, match="cannot mix integers and fp8"):
+    with pytest.raises(CheckpointError, match="cannot mix float-quantized and pack-quantized"):
         quantization_config({"a": weight, "b": cases()["fp8"]}, [])
     groups = quantization_config({"a": weight, "b": cases()["int8"]}, [])["config_groups"]
     assert [group["targets"] for group in groups.values()] == [["a"], ["b"]]

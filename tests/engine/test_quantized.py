@@ -7,6 +7,7 @@ import pytest
 from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from checkpoints.quantize import DYNAMIC
 from checkpoints.quantized import dequantize
 from jaxserve.bundle import bundle
 from jaxserve.config import ConfigError, EngineConfig
@@ -109,7 +110,10 @@ def test_a_matmul_backend_that_cannot_run(model_folders):
 def test_insisting_on_a_quantization_that_is_not_there(model_folders):
     with pytest.raises(ConfigError, match=r"quantization awq was asked for, but .* is not quantized"):
         make_engine(model_folders(CASE), quantization="awq")
-    with pytest.raises(ConfigError, match="can be quantized to int8, int4, fp8, mxfp4, nvfp4, not to 'awq'"):
+    with pytest.raises(
+        ConfigError,
+        match="can be quantized to int8, int4, fp8, int8-dynamic, fp8-dynamic, mxfp4, nvfp4, not to 'awq'",
+    ):
         make_engine(model_folders(CASE), quantization="awq", load_format="dummy")
     with pytest.raises(ConfigError, match="matmul_backend must be one of auto, "):
         EngineConfig(model="demo", matmul_backend="cuda")
@@ -128,7 +132,8 @@ def test_floats_are_rounded_while_they_are_loaded(model_folders, scheme):
     plain = flatten_dict(make_engine(model_folders(CASE)).runner.params, sep="/")
     for rounded, exact in zip(kernels, (x for path, x in plain.items() if is_quantizable(path)), strict=True):
         error = np.abs(floats_of(rounded) - floats_of(exact)).max()
-        assert 0 < error < np.abs(floats_of(exact)).max() * {"int8": 1 / 250, "int4": 1 / 14, "fp8": 1 / 16}[scheme]
+        largest = np.abs(floats_of(exact)).max()
+        assert 0 < error < largest * {"int8": 1 / 250, "int4": 1 / 14, "fp8": 1 / 16}[scheme.removesuffix(DYNAMIC)]
 
 
 @pytest.mark.parametrize("devices", [1, 2])

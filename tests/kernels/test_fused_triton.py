@@ -4,6 +4,7 @@ interpreted tests run in a process of their own."""
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ from test_triton import INTERPRET, compiled, interpreted
 from pallas_kernels import fused_triton, selfcheck_fused, triton_compat
 from pallas_kernels.ops import Ops
 from pallas_kernels.parts import Heads, Parts, Row
+from pallas_kernels.quant_matmul import w8a8
 from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
+from pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
 
 # Of the largest value: a rounding or two more than the one that the result itself needs.
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -114,6 +116,68 @@ def test_gate(dtype, activation, parts, size, bias):
         activated = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}.get(activation, lambda x: jax.nn.gelu(x, False))
         gold = np.asarray(activated(jnp.asarray(gate)), np.float64) * up
     close(fused_triton.gate(y, activation, jnp.dtype(dtype)), gold, dtype)
+
+
+ROUNDED = {
+    "int8": Activations("int8"),
+    "fp8": Activations("float8_e4m3fn"),
+    "fp8 with a ceiling": Activations("float8_e4m3fn", ceiling=1.5),
+    "fp8 of groups": Activations("float8_e4m3fn", group=32),
+    "fp8 given": Activations("float8_e4m3fn", static=True),
+}
+
+
+def reader_of(name: str, size: int) -> QuantArray:
+    wanted = ROUNDED[name]
+    given = jnp.full((1, 1), 0.0061, jnp.float32) if wanted.static else None
+    codes, scale = jnp.zeros((4, size), wanted.dtype), jnp.full((4, 1), jnp.nan, jnp.float32)
+    return QuantArray(codes, scale, input_scale=given, block=(1, wanted.group or size), activations=wanted)
+
+
+def check_rounded(got: QuantRows, x: jax.Array, reader: QuantArray) -> None:
+    """The codes and scales that plain XLA makes of x, to the bit."""
+    want = w8a8.quantize(x, reader)
+    np.testing.assert_array_equal(np.asarray(got.scale), np.asarray(want.scale))
+    assert (got.codes.dtype, got.dtype, got.shape) == (want.codes.dtype, x.dtype, x.shape)
+    np.testing.assert_array_equal(np.asarray(got.codes, np.float32), np.asarray(want.codes, np.float32))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 128), ("float32", 200)])
+def test_rounding(name, dtype, size):
+    """Each kernel makes the codes of the numbers that it gives without a reader."""
+    rng, reader = np.random.default_rng(size), reader_of(name, size)
+    x, (scale, _) = numbers(rng, (5, size), dtype), row_of(rng, size, dtype)
+    x = x.at[1].set(0).at[2].multiply(100)
+    check_rounded(fused_triton.quantize(x, reader), x, reader)
+    y, _ = parts_of(rng, 2, (5, size), dtype)
+    total, normed = fused_triton.add_norm(x, y, scale, EPS)
+    again, rounded = fused_triton.add_norm(x, y, scale, EPS, reader)
+    np.testing.assert_array_equal(np.asarray(again), np.asarray(total))
+    check_rounded(rounded, normed, reader)
+    gates, _ = parts_of(rng, 3, (5, 2 * size), dtype)
+    gated = fused_triton.gate(gates, "silu", jnp.dtype(dtype))
+    check_rounded(fused_triton.gate(gates, "silu", jnp.dtype(dtype), reader), gated, reader)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8 of groups"])
+def test_rounding_what_is_no_number(name):
+    """The scale says so, and no other token's does."""
+    reader, x = reader_of(name, 64), jnp.ones((4, 64), jnp.float32).at[1, 3].set(jnp.nan).at[2, 40].set(-jnp.inf)
+    for rows in (fused_triton.quantize(x, reader), w8a8.quantize(x, reader)):
+        assert np.isinf(np.asarray(rows.scale)).any(1).tolist() == [False, True, True, False]
+        assert np.isfinite(np.asarray(w8a8.dequantize(rows))[[0, 3]]).all()
+
+
+@interpreted
+def test_gate_of_a_wide_token(monkeypatch):
+    """It is not rounded in the same launch."""
+    monkeypatch.setattr(fused_triton, "WHOLE_GATE", 64)
+    gates, _ = parts_of(np.random.default_rng(0), 1, (2, 256), "float32")
+    gated = fused_triton.gate(gates, "silu", jnp.dtype("float32"), reader_of("int8", 128))
+    assert isinstance(gated, jax.Array)
 
 
 CASES = {
@@ -215,6 +279,13 @@ class Spoilt:
         return (lambda *args: self.spoil(right(*args))) if name == self.name else right
 
 
+def _spoil(made, change=lambda x: x, codes=False):
+    """Floats that are changed, or codes one of which is off by two."""
+    if not isinstance(made, QuantRows):
+        return change(made)
+    return replace(made, codes=made.codes.at[3, 7].add(2)) if codes else made
+
+
 @interpreted
 @pytest.mark.parametrize("kv", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_check_on_a_device(kv):
@@ -222,7 +293,7 @@ def test_check_on_a_device(kv):
     bf16 = np.dtype("bfloat16")
     problem = AttentionProblem(bf16, np.dtype(kv), 2, 3, 64, 16, has_scale=kv != "bfloat16")
     found = list(selfcheck_fused.check_fused(fused_triton, problem))
-    assert len(found) == (8 if kv != "bfloat16" else 7)
+    assert len(found) == (12 if kv != "bfloat16" else 11)
     assert all(finding.right for finding in found), found
     if kv != "bfloat16":
         return
@@ -230,8 +301,11 @@ def test_check_on_a_device(kv):
         "queries": Spoilt("rotate_and_write", lambda out: (out[0].at[5, 1, 2].multiply(1.05), out[1])),
         "keys and values": Spoilt("rotate_and_write", lambda out: (out[0], KVPages(out[1].data.at[2, 1, 0].set(0)))),
         "pages that nobody wrote": Spoilt("rotate_and_write", lambda out: (out[0], KVPages(out[1].data.at[0].set(0)))),
-        "sum and norm of 2880": Spoilt("add_norm", lambda out: (out[0], out[1].at[36, -1].add(0.2))),
-        "gate of 4096": Spoilt("gate", lambda out: out.at[0, 4095].set(jnp.nan)),
+        "sum and norm of 2880": Spoilt(
+            "add_norm", lambda out: (out[0], _spoil(out[1], lambda x: x.at[36, -1].add(0.2)))
+        ),
+        "norm of 2880 in int8": Spoilt("add_norm", lambda out: (out[0], _spoil(out[1], codes=True))),
+        "gate of 4096": Spoilt("gate", lambda out: _spoil(out, lambda x: x.at[0, 4095].set(jnp.nan))),
     }
     for what, spoilt in mistakes.items():
         assert what in [f.what for f in selfcheck_fused.check_fused(spoilt, problem) if not f.right]

@@ -78,6 +78,8 @@ def test_the_table_names_what_is_used(device):
     sections = text.split("\n\n")[1:]
     if device is CPU:
         assert "in panels" in sections.pop()
+    rounding = [sections.pop() for _ in range(4)]  # W8A8
+    assert all("--activation-quantization" in section and section.count("\n") == 1 for section in rounding)
     assert len(sections) == {CPU: 6, H200: 9, V5E: 8}[device]
     for section in sections:
         assert section.count("  * ") == 1

@@ -1,0 +1,85 @@
+"""How a checkpoint wants the inputs of its products rounded, from what its config says; see `types.Activations`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.formats.packing import FLOATS, Tensors, fetch, group_size
+from pallas_kernels.types import Activations
+
+CODES = {"int": "int8", "float": "float8_e4m3fn"}
+FBGEMM_CEILING = 1200.0  # activation_scale_ub where config.json has none, as in transformers' FbgemmFp8Config
+
+# As they are, and why where the checkpoint wants something that is not done.
+Wanted = tuple[Activations | None, str]
+
+
+def of_compressed(settings: object) -> Wanted:
+    """From `input_activations` of a config group of compressed-tensors.
+
+    A dynamic scale per tensor becomes one per token: a finer grid, and a token's numbers do not depend on others in the
+    step.
+    """
+    if not settings:
+        return None, ""
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"config.json: input_activations must be an object, not {settings!r:.100}")
+    bits, kind, strategy = settings.get("num_bits", 8), settings.get("type", "int"), settings.get("strategy")
+    if bits != 8 or kind not in CODES:
+        return None, f"{kind!r:.20} with {bits!r:.20} bits"
+    if settings.get("symmetric", True) is False:
+        return None, "zero points"
+    dynamic = settings.get("dynamic", False)
+    if dynamic is False and strategy in ("tensor", None):
+        return Activations(CODES[kind], static=True), ""
+    if dynamic is True and strategy in ("token", "tensor", None):
+        return Activations(CODES[kind]), ""
+    if dynamic is True and strategy == "group":
+        return Activations(CODES[kind], group_size(settings)), ""
+    return None, f"strategy {strategy!r:.20} with dynamic {dynamic!r:.20}"
+
+
+def of_fp8(method: str, settings: Mapping[str, Any], block: tuple[int, int] | None) -> Wanted:
+    """From the settings of quant_method fp8, fbgemm_fp8 or modelopt; `block`: of the weights, if they have any."""
+    fp8 = CODES["float"]
+    if method == "fbgemm_fp8":
+        ceiling = settings.get("activation_scale_ub", FBGEMM_CEILING)
+        if type(ceiling) not in (int, float) or not 0 < ceiling < np.inf:
+            raise CheckpointError(f"config.json: activation_scale_ub is {ceiling!r:.100}, not a positive number")
+        return Activations(fp8, ceiling=float(ceiling)), ""
+    if method == "modelopt":
+        return Activations(fp8, static=settings.get("quant_algo") == "FP8"), ""
+    scheme = settings.get("activation_scheme", "dynamic")
+    if scheme == "dynamic":
+        return Activations(fp8, block[1] if block else None), ""
+    if scheme == "static" and block is None:
+        return Activations(fp8, static=True), ""
+    return None, f"activation_scheme {scheme!r:.20}" + (" with blocks" if block else "")
+
+
+def input_scale_name(weight: str) -> str:
+    return f"{weight.removesuffix('.weight')}.input_scale"
+
+
+def with_scale(tensors: Tensors, weight: str, activations: Activations | None) -> dict[str, Any]:
+    """The fields `activations` and `input_scale` of a QuantArray; static ones without a scale in the file are none."""
+    if activations is None or not activations.static:
+        return {"activations": activations}
+    if (name := input_scale_name(weight)) not in tensors:
+        return {}
+    scale = fetch(tensors, name, FLOATS, (), (1,), (1, 1)).astype(np.float32).reshape(1, 1)
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise CheckpointError(f"tensor {name!r} is {scale.item()}, not a positive number")
+    return {"activations": activations, "input_scale": scale}
+
+
+def describe(wanted: Wanted) -> str:
+    """For the log, after the weights' own description; "" where nothing is wanted."""
+    activations, why_not = wanted
+    if activations is not None:
+        return f", activations {activations}"
+    return f", activations as they are ({why_not} are not read)" if why_not else ""

@@ -1,0 +1,150 @@
+"""Products of 8-bit weights with inputs that are rounded to 8 bits too (`Activations`), on the matrix unit's own types.
+
+  int8 x int8 -> int32, exact; float8_e4m3fn x float8_e4m3fn -> float32. The scales of token and output multiply sums.
+  Blocks of inputs (DeepSeek's 128): the sum of each is multiplied by its scales, and these are added in float32.
+
+Without blocks a product is one `dot_general`: in programs compiled for an H200 (jax 0.10.2 and 0.11.2) a Triton gemm
+that reads the 8-bit operands as they are and applies the scales to its result; for v5e and v6e, with int8, one
+convolution s8 x s8 -> s32. With blocks, and where another kernel has rounded the inputs, it is the kernel of
+`w8a8_triton` on GPUs. Elsewhere (`why_not`) weights are
+multiplied with inputs that are not rounded, or, where somebody insists, that were rounded and are floats again
+(`emulated`). None of this has run on a device.
+
+A token's codes depend on that token alone, and on no number of rows; so does its product, up to the order of the sums.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.quant_matmul import reference
+from pallas_kernels.registry import Device, MatmulProblem
+from pallas_kernels.types import Activations, QuantArray, QuantRows
+
+TOPS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest code
+TINY = 1e-30  # a token (or group) whose largest magnitude is smaller counts as zeros
+BLOCKS = (32, 64, 128, 256)  # of inputs that share a scale, in `w8a8_triton`
+
+
+def unreadable(w: QuantArray) -> str | None:
+    """Why products of this weight cannot round their inputs as it says, on any device; None: they can, or it says
+    nothing."""
+    wanted = w.activations
+    if wanted is None:
+        return None
+    codes = jnp.dtype(w.codes.dtype).name
+    if codes != wanted.dtype:
+        return f"weights are {codes}"
+    if w.zero is not None or w.bias is not None or w.order is not None:
+        return "weights have zero points, biases or an order of columns"
+    grouped = w.block[1] < w.shape[1]
+    if grouped != (wanted.group is not None) or (grouped and w.block[1] != wanted.group):
+        inputs = "all inputs" if wanted.group is None else f"{wanted.group} inputs"
+        return f"activations share a scale over {inputs}, weights over {w.block[1]}"
+    return None
+
+
+def why_not(device: Device, problem: MatmulProblem) -> str | None:
+    """Why a device has no products of this kind; None: it has."""
+    wanted = problem.activations
+    if wanted is None:
+        return "activations are not to be rounded"
+    if device.platform == "gpu":
+        least = (8, 0) if wanted.dtype == "int8" else (8, 9)
+        if (device.capability or (0, 0)) < least:
+            return f"{wanted} needs compute capability {least[0]}.{least[1]} or newer, not {device.capability}"
+        if wanted.group is not None and wanted.group not in BLOCKS:
+            return f"groups of activations must be one of {BLOCKS}, not {wanted.group}"
+        if wanted.group is not None and importlib.util.find_spec("jax_triton") is None:
+            return "jax_triton is not installed, which blocks need"
+        return None
+    if device.platform == "tpu":
+        if wanted.dtype != "int8":
+            return "this TPU's matrix unit has int8, but no float8"
+        return None if wanted.group is None else "there is no kernel for blocks on TPUs"
+    instead = "; inputs of panels are rounded to int8 in blocks of 32" if wanted.dtype == "int8" else ""
+    return f"there are no products of {wanted} on CPUs{instead}"
+
+
+def native(device: Device, x_dtype: jnp.dtype, w: QuantArray) -> str | None:
+    """Why `w.activations` is not done on a device as it is meant; None: it is."""
+    return unreadable(w) or why_not(device, MatmulProblem.of(jax.ShapeDtypeStruct((1, 1), x_dtype), w))
+
+
+def ignored(w: QuantArray) -> QuantArray:
+    """The same weight, whose products take their inputs as they are."""
+    return replace(w, activations=None, input_scale=None)
+
+
+def scales(x: jax.Array, wanted: Activations) -> jax.Array:
+    """Dynamic scales of x [tokens, in], float32 [tokens, groups]; infinite, so that the product shows it, where x is
+    not finite."""
+    tokens, inputs = x.shape
+    group = wanted.group or inputs
+    size = jnp.abs(x.astype(jnp.float32))
+    size = jnp.where(jnp.isnan(size), jnp.inf, size)
+    size = jnp.pad(size, ((0, 0), (0, -inputs % group))).reshape(tokens, -1, group).max(-1)
+    if wanted.ceiling is not None:
+        size = jnp.where(jnp.isinf(size), size, jnp.minimum(size, wanted.ceiling))
+    return jnp.where(size > TINY, size * (1.0 / TOPS[wanted.dtype]), 1.0)
+
+
+def quantize(x: jax.Array, w: QuantArray) -> QuantRows:
+    """x [tokens, in] as `w.activations` say: codes rounded to even, saturated."""
+    wanted = w.activations
+    assert wanted is not None
+    scale = w.input_scale if wanted.static else scales(x, wanted)
+    return QuantRows(codes(x, scale, wanted), scale, x.dtype)
+
+
+def codes(x: jax.Array, scale: jax.Array, wanted: Activations) -> jax.Array:
+    """x over its scales, rounded to even."""
+    top = TOPS[wanted.dtype]
+    spread = scale if wanted.group is None else jnp.repeat(scale, wanted.group, 1)[:, : x.shape[1]]
+    values = jnp.clip(x.astype(jnp.float32) / spread, -top, top)
+    if wanted.dtype == "int8":  # a cast of NaN would be undefined; the scale is infinite then
+        return jnp.where(jnp.isnan(values), 0.0, jnp.round(values)).astype(jnp.int8)
+    return values.astype(jnp.float8_e4m3fn)
+
+
+def dequantize(rows: QuantRows) -> jax.Array:
+    """The values of rounded inputs, float32 [tokens, in]."""
+    inputs = rows.shape[1]
+    values = rows.codes.astype(jnp.float32)
+    groups = rows.scale.shape[1]
+    if groups == 1:
+        return values * rows.scale
+    return values * jnp.repeat(rows.scale, -(-inputs // groups), 1)[:, :inputs]
+
+
+def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
+    """Rounded inputs [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out]."""
+    if w.activations is not None and w.activations.group is not None:
+        from pallas_kernels.quant_matmul import w8a8_triton
+
+        return w8a8_triton.quant_matmul(rows, w)
+    exact = jnp.int32 if rows.codes.dtype == jnp.int8 else jnp.float32
+    sums = lax.dot_general(rows.codes, w.codes, (((1,), (1,)), ((), ())), preferred_element_type=exact)
+    # In this order XLA:GPU applies both scales within its gemm.
+    return sums.astype(jnp.float32) * rows.scale * reference.expand(w.scale, w.block, (w.shape[0], 1)).T
+
+
+def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
+    """The same as `parts.Parts.sums`, on GPUs: float32 of each split of the inputs, or one in the dtype of x."""
+    from pallas_kernels.quant_matmul import w8a8_triton
+
+    return w8a8_triton.quant_matmul_parts(rows, w)
+
+
+def emulated(rows: QuantRows, w: QuantArray, multiply: Callable[[jax.Array, QuantArray], jax.Array]) -> jax.Array:
+    """The same product where there is none of this kind, by `multiply`, for weights alone; equal up to the rounding of
+    float32 sums. 16-bit floats hold all codes exactly, but not all values, so that with blocks it is plain XLA."""
+    if rows.scale.shape[1] == 1:
+        return multiply(rows.codes.astype(rows.dtype), ignored(w)) * rows.scale
+    return reference.quant_matmul(dequantize(rows), ignored(w))

@@ -1,0 +1,124 @@
+"""Products of 8-bit inputs with 8-bit weights on NVIDIA GPUs of compute capability 8.9 and newer (int8: 8.0), in
+Triton. Compiled for H200, not yet run on.
+
+Grid (tiles of tokens, tiles of outputs, splits of the inputs). As in `triton_gpu` a program keeps a tile of the
+transposed result [outputs, tokens]. It takes STEP inputs at a time to the matrix unit, whose sums of float8 begin at
+zero each time and are added up in float32 (Hopper's unit keeps some 14 bits of them). Where scales belong to blocks of
+inputs (DeepSeek's 128), these are the steps, and each sum is multiplied by its two scales; otherwise the scales of
+token and output multiply the result. int8 without blocks adds up in int32.
+
+It takes the place of XLA's gemm where the inputs were rounded by another kernel: XLA does not apply scales within its
+gemm that come out of the same custom call as the codes (seen in jax 0.10.2), and writes float32 that it reads again.
+
+Traffic: codes once per 128 tokens, inputs once per tile of outputs (from the L2 cache), scales 4 bytes for each block.
+Pipeline: `stages` steps of both operands in flight (cp.async). Splits write float32 parts for the next kernel, or XLA.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import triton_compat
+from pallas_kernels.triton_compat import Target, pad
+from pallas_kernels.types import QuantArray, QuantRows
+
+STEP = 128  # inputs that the matrix unit adds up at a time, where no block says otherwise
+
+
+class Tiles(NamedTuple):
+    tokens: int
+    outputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def tiles(tokens: int, outputs: int, inputs: int, step: int, target: Target) -> Tiles:
+    """Sizes of a program's tile and pipeline; not tuned on a device."""
+    few = tokens <= 64
+    roomy = target.capability in (80, 90, 100, 103)  # the others have 99 KiB of shared memory
+    tile = Tiles(pad(tokens, 16), 64, 1, 4, 4) if few else Tiles(128, 128, 1, 8, 3 if roomy else 2)
+    if step > STEP:
+        tile = tile._replace(stages=2)
+    programs = -(-tokens // tile.tokens) * -(-outputs // tile.outputs)
+    wanted = min(3 * target.cores // programs, inputs // (4 * step), 16)
+    return tile._replace(splits=1 << (max(1, wanted).bit_length() - 1))
+
+
+@triton.jit
+def _matmul(
+    x, x_scale, codes, scale, out,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, STEP: tl.constexpr,
+    BLOCKS: tl.constexpr, GIVEN: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """x [TOKENS, INPUTS] and its scales, codes [OUTPUTS, INPUTS] and theirs; `out` is [SPLITS, TOKENS, OUTPUTS]. With
+    BLOCKS each token, and BLOCK_OUT outputs, have a scale for each step, else one. GIVEN: all tokens have the same."""
+    STEPS: tl.constexpr = (INPUTS + STEP - 1) // STEP
+    GROUPS: tl.constexpr = STEPS if BLOCKS else 1
+    WHOLE: tl.constexpr = INPUTS % STEP == 0
+    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    sums: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
+    token = tl.program_id(0) * BM + tl.arange(0, BM)
+    output = tl.program_id(1) * BN + tl.arange(0, BN)
+    column = tl.arange(0, STEP)
+    # What lies beyond the edges repeats the last row, and is not stored.
+    real_token, real_output = tl.minimum(token, TOKENS - 1), tl.minimum(output, OUTPUTS - 1)
+    x_row = x + real_token.to(tl.int64)[:, None] * INPUTS + column[None, :]
+    codes_row = codes + real_output.to(tl.int64)[:, None] * INPUTS + column[None, :]
+    x_scales = x_scale + (tl.zeros_like(real_token) if GIVEN else real_token * GROUPS)
+    scales = scale + real_output // BLOCK_OUT * GROUPS
+    first = tl.program_id(2) * SHARE
+    acc = tl.zeros([BN, BM], tl.float32 if BLOCKS else sums)
+    for step in range(first, tl.minimum(first + SHARE, STEPS)):
+        at = step * STEP
+        if WHOLE:
+            left, right = tl.load(codes_row + at), tl.load(x_row + at)
+        else:
+            inside = (at + column < INPUTS)[None, :]
+            left, right = tl.load(codes_row + at, mask=inside, other=0.0), tl.load(x_row + at, mask=inside, other=0.0)
+        if BLOCKS:
+            part = tl.dot(left, tl.trans(right), out_dtype=sums).to(tl.float32)
+            acc += part * tl.load(scales + step).to(tl.float32)[:, None] * tl.load(x_scales + step)[None, :]
+        else:
+            acc += tl.dot(left, tl.trans(right), out_dtype=sums)
+    result = acc.to(tl.float32)
+    if not BLOCKS:
+        result = result * tl.load(x_scales)[None, :] * tl.load(scales).to(tl.float32)[:, None]
+    to = (tl.program_id(2).to(tl.int64) * TOKENS + token)[:, None] * OUTPUTS + output[None, :]
+    real = (token < TOKENS)[:, None] & (output < OUTPUTS)[None, :]
+    tl.store(out + to, tl.trans(result).to(out.dtype.element_ty), mask=real)
+
+
+@jax.jit
+def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
+    """Rounded inputs [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out]."""
+    parts = _product(rows, w, jnp.dtype(jnp.float32))
+    return parts[0] if len(parts) == 1 else parts.sum(0)
+
+
+@jax.jit
+def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
+    """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
+    return _product(rows, w, rows.dtype)
+
+
+def _product(rows: QuantRows, w: QuantArray, dtype: jnp.dtype) -> jax.Array:
+    (tokens, inputs), outputs = rows.shape, w.shape[0]
+    wanted = w.activations
+    assert wanted is not None
+    assert (wanted.group or inputs) == min(w.block[1], inputs), (wanted, w.block)
+    step = wanted.group or STEP
+    tile = tiles(tokens, outputs, inputs, step, triton_compat.target())
+    return triton_compat.call(
+        _matmul, rows.codes, rows.scale, w.codes, w.scale,
+        out=[jax.ShapeDtypeStruct((tile.splits, tokens, outputs), jnp.float32 if tile.splits > 1 else dtype)],
+        grid=(-(-tokens // tile.tokens), -(-outputs // tile.outputs), tile.splits),
+        num_warps=tile.warps, num_stages=tile.stages,
+        TOKENS=tokens, OUTPUTS=outputs, INPUTS=inputs, BLOCK_OUT=w.block[0], STEP=step,
+        BLOCKS=wanted.group is not None, GIVEN=wanted.static, SPLITS=tile.splits, BM=tile.tokens, BN=tile.outputs,
+    )[0]  # fmt: skip
