@@ -1,7 +1,5 @@
 """GGUF's blocks at the width of the file: values in plain XLA against the gguf package, products interpreted."""
 
-import gguf
-import gguf_files
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,8 @@ from pallas_kernels import ops
 from pallas_kernels.quant_matmul import reference
 from pallas_kernels.types import BLOCK_KINDS
 
+gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
 Kind = gguf.GGMLQuantizationType
 
 

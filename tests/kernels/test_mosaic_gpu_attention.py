@@ -211,7 +211,7 @@ def test_mixed_rows_with_quantized_pages():
 
 
 @pytest.mark.usefixtures("short_ring")
-@pytest.mark.parametrize("group", [3, 7, 12])
+@pytest.mark.parametrize("group", [3, 7, pytest.param(12, marks=pytest.mark.slow)])
 def test_prompts_that_begin_anywhere_in_the_batch(group):
     # Tiles of 42, 18 and 10 tokens, which begin at rows of all remainders of eight.
     config = Config(64, 64, group=group, kv_heads=1, tokens=91, rows=6, max_pages=5, first_page=3)
