@@ -250,7 +250,8 @@ def _arrive(tile, counter, *, arrived_smem, **_):
 
 def _merge(tile, arrays, work) -> State:
     """The parts of a row for one head, in the order of the row, several at a time: each time takes a trip to memory."""
-    count = max(min(4096 // (tile.head_dim * tile.columns), 4), 1)  # of registers, 128 let two programs run together
+    room = 4096 if tile.columns == 8 else 2048  # numbers: of registers, 128 let two programs run together
+    count = max(min(room // (tile.head_dim * tile.columns), 4), 1)
 
     def merge(step, state):
         values, peak, total = state
