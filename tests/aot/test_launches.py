@@ -21,11 +21,11 @@ SHAPES = {
 # (scheme, step) -> at most so many launches in each layer, and outside the layers.
 BOUNDS = {
     ("bf16", "decode"): (9, 22),
-    ("bf16", "mixed"): (12, 50),
+    ("bf16", "mixed"): (13, 41),
     ("int4", "decode"): (9, 22),
-    ("int4", "mixed"): (15, 52),
+    ("int4", "mixed"): (17, 41),  # of which four dequantize a weight each
     ("fp8", "decode"): (9, 22),
-    ("fp8", "mixed"): (15, 52),
+    ("fp8", "mixed"): (17, 41),
     ("fp8-dynamic", "decode"): (10, 22),  # what attention gives is rounded in a launch of its own
     ("fp8-dynamic", "mixed"): (14, 41),
 }
