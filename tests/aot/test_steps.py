@@ -62,7 +62,6 @@ USUAL = {  # the others run in the slow group
     ("h200x8", "mosaic_gpu", "bf16"),
     ("h200x8", "mosaic_gpu", "int4"),
     ("h200x1", "triton", "bf16"),
-    ("v5e-8", "mosaic_tpu", "bf16"),
     ("v6e-4", "mosaic_tpu", "int4"),
 }
 
@@ -230,10 +229,15 @@ def temporaries_of_prompts(folder, backend: str) -> tuple[int, dict]:
     [
         ("h200x1", "mxfp4"),
         ("h200x8", "Q4_K"),
-        ("v6e-4", "mxfp4"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("h200x8", "nvfp4"), ("h200x1", "Q6_K"), ("h200x1", "Q2_K"), ("v5e-8", "nvfp4"))
+            for case in (
+                ("v6e-4", "mxfp4"),
+                ("h200x8", "nvfp4"),
+                ("h200x1", "Q6_K"),
+                ("h200x1", "Q2_K"),
+                ("v5e-8", "nvfp4"),
+            )
         ),
     ],
 )
