@@ -34,18 +34,10 @@ class Tile:
     codes: Any = None  # dtype of a cache with scales; None: keys and values are as the queries
 
     @property
-    def decode(self) -> bool:
-        return self.tokens == 1
-
-    @property
-    def groups(self) -> int:
-        return self.lanes // LANES
-
-    @property
     def room(self) -> int:
         """Bytes that a program may use. Up to head_dim 128 a multiprocessor has registers for two programs of decode
         (for one with softcap), and its shared memory is halved."""
-        return HALF_SHARED_MEMORY if self.decode and self.head_dim <= 128 else SHARED_MEMORY
+        return HALF_SHARED_MEMORY if self.head_dim <= 128 else SHARED_MEMORY
 
     @cached_property
     def stages(self) -> int:
@@ -57,8 +49,8 @@ class Tile:
         pair, slots = 2 * self.block * self.head_dim, 1 if self.codes else stages
         kv = slots * pair * self.dtype.itemsize
         results = self.lanes * self.head_dim * 4, self.lanes * 4
-        arrays = [self.lanes * self.head_dim * self.dtype.itemsize]  # queries, and the results of prompts
-        arrays += [max(kv, sum(map(_padded, results)))] if self.decode else [kv, results[1]]
+        arrays = [self.lanes * self.head_dim * self.dtype.itemsize]  # queries
+        arrays.append(max(kv, sum(map(_padded, results))))
         if self.codes:
             arrays += [stages * pair, stages * 2 * self.block * 4]
         barriers = 1 + 4 * slots + (stages if self.codes else 1)

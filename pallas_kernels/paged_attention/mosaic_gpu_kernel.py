@@ -1,4 +1,4 @@
-"""The Hopper attention kernel: see `mosaic_gpu`, which launches it, for what it computes and how.
+"""Hopper's decode kernel for sizes of heads that `mosaic_gpu_decode` does not take; `mosaic_gpu` says how it works.
 
 Where the cache has scales, it arrives as codes, and the fetcher makes numbers of the queries' dtype of it in shared
 memory, a block of keys, then one of values: wgmma takes 8-bit operands only where the inner dimension is the contiguous
@@ -21,10 +21,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_rules
 from pallas_kernels.hopper_rules import Span
+from pallas_kernels.paged_attention.mosaic_gpu_fetch import clear_values, drain, fetch, pieces_of, widen
 from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import FIRST, FULL_FIRST, FULL_LAST, LAST, LENGTH, POSITION, ROW
+from pallas_kernels.work_lists import FIRST, LAST, LENGTH, POSITION, ROW
 
 LOG2E = math.log2(math.e)
 
@@ -32,26 +33,24 @@ LOG2E = math.log2(math.e)
 def launch(
     tile: Tile, items: jax.Array, block_tables: jax.Array, first_page: jax.Array, q: jax.Array, pages: KVPages
 ) -> tuple[jax.Array, jax.Array]:
-    """Values [items, kv_heads, lanes or heads, head_dim] and log2-sum-exp2 of the scores [items, kv_heads, lanes].
+    """Values [items, kv_heads, heads, head_dim] and log2-sum-exp2 of the scores [items, kv_heads, lanes].
 
-    q: in decode [rows, kv_heads, heads, head_dim], else [items, kv_heads, lanes, head_dim]. first_page: int32 scalar,
-    which is added to what block_tables say.
+    q: [rows, kv_heads, heads, head_dim]. first_page: int32 scalar, which is added to what block_tables say.
     """
     count, kv_heads = items.shape[0], pages.kv_heads
-    lanes_out = tile.heads if tile.decode else tile.lanes
     kernel = plgpu.kernel(
         partial(_kernel, tile),
         out_type=(
-            jax.ShapeDtypeStruct((count, kv_heads, lanes_out, tile.head_dim), tile.out_dtype),
+            jax.ShapeDtypeStruct((count, kv_heads, tile.heads, tile.head_dim), tile.out_dtype),
             jax.ShapeDtypeStruct((count, kv_heads, tile.lanes), jnp.float32),
         ),
         scratch_types=_scratch(tile),
         grid=(kv_heads, count),
         grid_names=("head", "item"),
-        num_threads=tile.groups + 1,
+        num_threads=2,
         thread_name="warpgroup",
         interpret=tile.interpret,
-        kernel_name="paged_decode" if tile.decode else "paged_prompts",
+        kernel_name="paged_decode",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # our reductions stay within a warp
@@ -76,10 +75,10 @@ def _scratch(tile: Tile) -> dict[str, Any]:
     pieces = max(tile.block // tile.page_size, 1)
     scratch: dict[str, Any] = {
         "q_smem": array(tile.lanes, tile.head_dim),
-        "kv_smem": plgpu.RefUnion(kv, results) if tile.decode else (kv, (None, log)),
+        "kv_smem": plgpu.RefUnion(kv, results),
         "q_full": plgpu.Barrier(num_arrivals=1),
         "full": plgpu.Barrier(num_arrivals=1 if tile.codes else pieces, num_barriers=2 * tile.slots),
-        "free": plgpu.Barrier(num_arrivals=tile.groups, num_barriers=2 * tile.slots),
+        "free": plgpu.Barrier(num_arrivals=1, num_barriers=2 * tile.slots),
     }
     if tile.codes:
         scratch["codes_smem"] = array(tile.stages, 2, tile.block, tile.head_dim, dtype=tile.codes)
@@ -105,84 +104,20 @@ def _kernel(tile: Tile, items, table, first_page, q, data, *refs, kv_smem, **scr
     kv_smem, (out_smem, scratch["log_smem"]) = kv_smem
     head, item, group = lax.axis_index("head"), lax.axis_index("item"), lax.axis_index("warpgroup")
     work = [items[item, column] for column in range(8)]
-    few, many = (72, 216) if tile.codes else (40, 232)  # registers of those who fetch and those who compute
 
     @pl.when(work[LAST] > work[FIRST])
     def _():
-        @pl.when(group == tile.groups)
+        @pl.when(group == 1)
         def _():
-            if not tile.decode:
-                plgpu.set_max_registers(few, action="decrease")
             q_smem, q_full = scratch["q_smem"], scratch["q_full"]
-            mine = (work[ROW] if tile.decode else item, head)
-            rows = tile.heads if tile.decode else tile.lanes
-            hopper_rules.fetch(q, mine, q_smem, (Span(0, rows),), q_full, interpret=tile.interpret)
-            fetch = _fetch_codes if tile.codes else _fetch
-            fetch(tile, work, head, q.shape[1], (table, first_page), data, *scale, kv_smem=kv_smem, **scratch)
+            queries = (Span(0, tile.heads),)
+            hopper_rules.fetch(q, (work[ROW], head), q_smem, queries, q_full, interpret=tile.interpret)
+            bring = _fetch_codes if tile.codes else fetch
+            bring(tile, work, head, q.shape[1], (table, first_page), data, *scale, kv_smem=kv_smem, **scratch)
 
-        @pl.when(group < tile.groups)
+        @pl.when(group == 0)
         def _():
-            if not tile.decode:
-                plgpu.set_max_registers(many, action="increase")
-            _compute(tile, work, item, head, group, values_out, logs_out, kv_smem, out_smem, **scratch)
-
-
-def _pieces(tile, work, table, step):
-    """Of a block: tuples of page, tokens in it, and place in the block."""
-    piece = min(tile.page_size, tile.block)
-    # Pages that begin beyond the row's end are not the row's: the last one it has stands in for them.
-    places = [(work[FIRST] + step) * tile.block + i * piece for i in range(tile.block // piece)]
-    places = [jnp.minimum(place, lax.div(work[LENGTH] - 1, jnp.int32(piece)) * piece) for place in places]
-    table, first_page = table
-    base = first_page[0]  # read anew for each block: to keep it takes a register too many
-    pages = [base + table[work[ROW], lax.div(place, jnp.int32(tile.page_size))] for place in places]
-    return [
-        (page, Span(lax.rem(place, jnp.int32(tile.page_size)), piece, multiple=piece), Span(i * piece, piece))
-        for i, (place, page) in enumerate(zip(places, pages, strict=True))
-    ]
-
-
-def _drain(barrier, steps, slots):
-    """Waits for what is left in a ring of slots, two barriers each."""
-
-    def wait(step, _):
-        for half in range(2):
-            plgpu.barrier_wait(barrier.at[2 * lax.rem(step, jnp.int32(slots)) + half])
-
-    lax.fori_loop(jnp.maximum(steps - slots, 0), steps, wait, None)
-
-
-def _fetch(tile, work, head, kv_heads, table, data, *, kv_smem, full, free, clean, **_):
-    """The fetching warpgroup: block after block into the next free slot."""
-    steps = work[LAST] - work[FIRST]
-
-    def fetch(step, _):
-        slot = lax.rem(step, jnp.int32(tile.slots))
-        pieces = _pieces(tile, work, table, step)
-        for half in range(2):
-            barrier = 2 * slot + half
-
-            @pl.when(step >= tile.slots)
-            def await_slot(barrier=barrier):
-                plgpu.barrier_wait(free.at[barrier])
-                plgpu.barrier_wait(full.at[barrier])  # long since: it keeps count of the phases for the last wait
-
-            for page, tokens, place in pieces:
-                window = ((page * 2 + half) * kv_heads + head, tokens)
-                target = kv_smem, (slot, half, place)
-                hopper_rules.fetch(data, window, *target, full.at[barrier], interpret=tile.interpret)
-
-    lax.fori_loop(0, steps, fetch, None)
-    _drain(full, steps, tile.slots)
-
-    @pl.when(work[LENGTH] < work[LAST] * tile.block)
-    def clear():
-        last = lax.rem(steps - 1, jnp.int32(tile.slots))
-        _clear_values(tile, kv_smem.at[last, 1], work[LENGTH] - (work[LAST] - 1) * tile.block)
-        plgpu.commit_smem()
-
-    plgpu.barrier_arrive(clean)
-    _drain(free, steps, tile.slots)
+            _compute(tile, work, item, head, values_out, logs_out, kv_smem, out_smem, **scratch)
 
 
 def _fetch_codes(
@@ -194,7 +129,7 @@ def _fetch_codes(
 
     def prepare(step):
         """The pieces of a block, and their scales, too short for the copy engine, on their way into registers."""
-        pieces = _pieces(tile, work, table, step)
+        pieces = pieces_of(tile, work, table, step)
         rows = [
             scale.at[(page * 2 + half) * kv_heads + head, pl.ds(tokens.start, tokens.size)]
             for half in range(2)
@@ -213,9 +148,9 @@ def _fetch_codes(
 
     def convert(step, _):
         stage, slot = lax.rem(step, jnp.int32(tile.stages)), lax.rem(step, jnp.int32(tile.slots))
-        # Prompts, and pages of which eight make a block, wait for the scales instead: there are too few registers, of
-        # which 128 let two programs of decode share a multiprocessor. Beyond the last step: any scales, unused.
-        ahead_of_time = tile.decode and tile.block <= 4 * tile.page_size
+        # Pages of which eight make a block wait for the scales instead: there are too few registers, of which 128 let
+        # two programs share a multiprocessor. Beyond the last step: any scales, unused.
+        ahead_of_time = tile.block <= 4 * tile.page_size
         following = prepare(step + tile.stages) if ahead_of_time else None
         plgpu.barrier_wait(arrived.at[stage])
         for half in range(2):
@@ -224,12 +159,12 @@ def _fetch_codes(
             def await_slot(half=half):
                 plgpu.barrier_wait(free.at[2 * slot + half])
 
-            _convert(tile, codes_smem.at[stage, half], scale_smem.at[stage, half], kv_smem.at[slot, half])
+            widen(tile, codes_smem.at[stage, half], scale_smem.at[stage, half], kv_smem.at[slot, half])
             if half == 1:
 
                 @pl.when(work[LENGTH] < (work[FIRST] + step + 1) * tile.block)
                 def clear():
-                    _clear_values(tile, kv_smem.at[slot, 1], work[LENGTH] - (work[FIRST] + step) * tile.block)
+                    clear_values(tile, kv_smem.at[slot, 1], work[LENGTH] - (work[FIRST] + step) * tile.block)
 
             plgpu.commit_smem()
             plgpu.barrier_arrive(full.at[2 * slot + half])
@@ -240,41 +175,14 @@ def _fetch_codes(
 
     lax.fori_loop(0, jnp.minimum(steps, tile.stages), lambda step, _: copy(step, *prepare(step)), None)
     lax.fori_loop(0, steps, convert, None)
-    _drain(free, steps, tile.slots)
+    drain(free, steps, tile.slots)
 
 
-def _convert(tile: Tile, codes, scale, to):
-    """Codes [block, head_dim] times their tokens' scales [block]. In small pieces, for want of registers."""
-    layout = plgpu.Layout.WGMMA_UPCAST_2X
-    width = next((bytes_ for bytes_ in (128, 64, 32) if tile.head_dim % bytes_ == 0), tile.head_dim)
-    for top in range(0, tile.block, LANES):
-        rows = pl.ds(top, LANES)
-        factor = plgpu.load(scale.at[rows], (), layout=layout.reduce(1), optimized=False)
-        factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, (LANES, width), (0,)), layout)
-        for left in range(0, tile.head_dim, width):
-            part = rows, pl.ds(left, width)
-            values = plgpu.load(codes.at[part], (), layout=layout)
-            values = values.astype(tile.dtype if tile.codes == jnp.int8 else jnp.float16)  # exact
-            to[part] = (values.astype(jnp.float32) * factor).astype(tile.dtype)
-
-
-def _clear_values(tile: Tile, v_smem, valid):
-    """Zeros from row `valid` on: a probability of 0 times NaN would be NaN. In small pieces, for want of registers."""
-    width = tile.head_dim if tile.head_dim % 64 else 64
-    for top in range(0, tile.block, LANES):
-        row = plgpu.broadcasted_iota(jnp.int32, (LANES, width), 0, layout=plgpu.Layout.WGMMA) + top
-        for left in range(0, tile.head_dim, width):
-            part = v_smem.at[pl.ds(top, LANES), pl.ds(left, width)]
-            part[...] = jnp.where(row < valid, plgpu.load(part, (), layout=plgpu.Layout.WGMMA), 0)
-
-
-def _compute(tile, work, item, head, group, values_out, logs_out, kv_smem, out_smem, *,
+def _compute(tile, work, item, head, values_out, logs_out, kv_smem, out_smem, *,
              q_smem, log_smem, q_full, full, free, clean=None, p_smem=None, **_):  # fmt: skip
-    """A computing warpgroup: 64 query rows against all blocks of the item."""
-    lanes = pl.ds(group * LANES, LANES)
-    q_mine = q_smem.at[lanes]
+    """The computing warpgroup: 64 query rows against all blocks of the item."""
     across = partial(lax.broadcast_in_dim, broadcast_dimensions=(0,))
-    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=plgpu.Layout.WGMMA.reduce(1)) + group * LANES
+    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
     newest = jnp.minimum(work[POSITION] + lax.rem(lane, jnp.int32(tile.tokens)), work[LENGTH] - 1)
 
     def multiply(a, b):
@@ -286,28 +194,27 @@ def _compute(tile, work, item, head, group, values_out, logs_out, kv_smem, out_s
 
     def weigh(values, p, v):
         if tile.interpret:  # knows neither accumulators that begin with a value, nor operands in registers
-            p_smem[lanes, :] = p
+            p_smem[...] = p
             plgpu.commit_smem()
-            return values + multiply(p_smem.at[lanes], v)
+            return values + multiply(p_smem, v)
         return pl.run_state(lambda acc: plgpu.wgmma(acc, p, v))(plgpu.ACC.init(values))
 
-    def step(block, state, masked):
+    def step(block, state):
         values, peak, total = state
         slot = lax.rem(block - work[FIRST], jnp.int32(tile.slots))
         plgpu.barrier_wait(full.at[2 * slot])
-        scores = multiply(q_mine, plgpu.transpose_ref(kv_smem.at[slot, 0], (1, 0)))
+        scores = multiply(q_smem, plgpu.transpose_ref(kv_smem.at[slot, 0], (1, 0)))
         plgpu.barrier_arrive(free.at[2 * slot])
         if tile.softcap:
             tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0
             scores = tanh * (tile.softcap * LOG2E)  # the approximate tanh of the hardware has 11 bits
         else:
             scores = scores * (tile.scale * LOG2E)
-        if masked:
-            key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * tile.block
-            seen = key <= across(newest, scores.shape)
-            if tile.window:
-                seen &= key > across(newest - tile.window, scores.shape)
-            scores = jnp.where(seen, scores, MASKED)
+        key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * tile.block
+        seen = key <= across(newest, scores.shape)
+        if tile.window:
+            seen &= key > across(newest - tile.window, scores.shape)
+        scores = jnp.where(seen, scores, MASKED)
         # A row that has seen only masked keys gathers nonsense; its first key that counts multiplies that with 0.
         higher = jnp.maximum(peak, scores.max(axis=1))
         keep = jnp.exp2(peak - higher)
@@ -331,21 +238,13 @@ def _compute(tile, work, item, head, group, values_out, logs_out, kv_smem, out_s
         plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), row_layout),
     )
     plgpu.barrier_wait(q_full)
-    if not tile.decode:
-        if tile.window:
-            state = lax.fori_loop(work[FIRST], work[FULL_FIRST], partial(step, masked=True), state)
-        state = lax.fori_loop(work[FULL_FIRST], work[FULL_LAST], partial(step, masked=False), state)
-    rest = work[FIRST] if tile.decode else work[FULL_LAST]
-    state = lax.fori_loop(rest, work[LAST], partial(step, masked=True), state)
+    state = lax.fori_loop(work[FIRST], work[LAST], step, state)
 
     values, peak, total = state
-    to = out_smem if tile.decode else q_mine
-    to[...] = (values / across(total, values.shape)).astype(tile.out_dtype)
-    log_smem[lanes] = peak + jnp.log(total) * LOG2E
+    out_smem[...] = (values / across(total, values.shape)).astype(tile.out_dtype)
+    log_smem[...] = peak + jnp.log(total) * LOG2E
     plgpu.commit_smem()
-    mine = Span(group * LANES, LANES, multiple=LANES)
-    rows = (Span(0, tile.heads),) if tile.decode else (mine,)
-    result = out_smem if tile.decode else q_smem
-    hopper_rules.store(result, rows, values_out, (item, head, *rows), interpret=tile.interpret)
-    hopper_rules.store(log_smem, (mine,), logs_out, (item, head, mine), interpret=tile.interpret)
+    rows, lanes = Span(0, tile.heads), Span(0, LANES)
+    hopper_rules.store(out_smem, (rows,), values_out, (item, head, rows), interpret=tile.interpret)
+    hopper_rules.store(log_smem, (lanes,), logs_out, (item, head, lanes), interpret=tile.interpret)
     plgpu.wait_smem_to_gmem(0)

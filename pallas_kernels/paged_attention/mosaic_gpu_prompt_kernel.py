@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_rules
 from pallas_kernels.hopper_rules import Span
-from pallas_kernels.paged_attention.mosaic_gpu_prompt_fetch import code_width, fetch, fetch_codes
+from pallas_kernels.paged_attention.mosaic_gpu_fetch import code_width, fetch, fetch_codes
 from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import LANES, WARPGROUPS, PromptTile
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.types import KVPages

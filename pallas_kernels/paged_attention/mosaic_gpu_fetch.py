@@ -1,4 +1,5 @@
-"""The warpgroup of Hopper's prompt kernel that fetches keys and values, see `mosaic_gpu_prompt_kernel`.
+"""The warpgroup that fetches keys and values, of Hopper's kernels in which a head's queries are the rows of the matrix
+unit's tile: prompts (`mosaic_gpu_prompt_kernel`), and decode of some sizes of heads (`mosaic_gpu_kernel`).
 
 Where the cache has scales, it arrives as codes, and the fetcher makes numbers of the queries' dtype of it in shared
 memory, a block of keys, then one of values: wgmma takes 8-bit operands only where the inner dimension is the contiguous
@@ -14,16 +15,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_rules
 from pallas_kernels.hopper_rules import Span
-from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import LANES, PromptTile
+from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
+from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile
 from pallas_kernels.work_lists import FIRST, LAST, LENGTH, ROW
 
 
-def code_width(tile: PromptTile) -> int:
+def code_width(tile: PromptTile | Tile) -> int:
     """The most codes of a token that are converted at a time; few, where accumulators leave few registers."""
     return 128 if tile.head_dim <= 128 else 64
 
 
-def _pieces(tile, work, table, step):
+def pieces_of(tile, work, table, step):
     """Of a block: tuples of page, tokens in it, and place in the block."""
     piece = min(tile.page_size, tile.block)
     # Pages that begin beyond the row's end are not the row's: the last one it has stands in for them.
@@ -37,7 +39,7 @@ def _pieces(tile, work, table, step):
     ]
 
 
-def _drain(barrier, steps, slots):
+def drain(barrier, steps, slots):
     """Waits for what is left in a ring of slots, two barriers each."""
 
     def wait(step, _):
@@ -53,7 +55,7 @@ def fetch(tile, work, head, kv_heads, table, data, *, kv_smem, full, free, clean
 
     def fetch(step, _):
         slot = lax.rem(step, jnp.int32(tile.slots))
-        pieces = _pieces(tile, work, table, step)
+        pieces = pieces_of(tile, work, table, step)
         for half in range(2):
             barrier = 2 * slot + half
 
@@ -68,16 +70,16 @@ def fetch(tile, work, head, kv_heads, table, data, *, kv_smem, full, free, clean
                 hopper_rules.fetch(data, window, *target, full.at[barrier], interpret=tile.interpret)
 
     lax.fori_loop(0, steps, fetch, None)
-    _drain(full, steps, tile.slots)
+    drain(full, steps, tile.slots)
 
     @pl.when(work[LENGTH] < work[LAST] * tile.block)
     def clear():
         last = lax.rem(steps - 1, jnp.int32(tile.slots))
-        _clear_values(tile, kv_smem.at[last, 1], work[LENGTH] - (work[LAST] - 1) * tile.block)
+        clear_values(tile, kv_smem.at[last, 1], work[LENGTH] - (work[LAST] - 1) * tile.block)
         plgpu.commit_smem()
 
     plgpu.barrier_arrive(clean)
-    _drain(free, steps, tile.slots)
+    drain(free, steps, tile.slots)
 
 
 def fetch_codes(
@@ -88,7 +90,7 @@ def fetch_codes(
 
     def copy(step):
         stage = lax.rem(step, jnp.int32(tile.stages))
-        pieces = _pieces(tile, work, table, step)
+        pieces = pieces_of(tile, work, table, step)
         for half in range(2):
             rows = [(page * 2 + half) * kv_heads + head for page, _, _ in pieces]
             for row, (_, tokens, place) in zip(rows, pieces, strict=True):
@@ -116,12 +118,12 @@ def fetch_codes(
             def await_slot(half=half):
                 plgpu.barrier_wait(free.at[2 * slot + half])
 
-            _convert(tile, codes_smem.at[stage, half], scale_smem.at[stage, half], kv_smem.at[slot, half])
+            widen(tile, codes_smem.at[stage, half], scale_smem.at[stage, half], kv_smem.at[slot, half])
             if half == 1:
 
                 @pl.when(work[LENGTH] < (work[FIRST] + step + 1) * tile.block)
                 def clear():
-                    _clear_values(tile, kv_smem.at[slot, 1], work[LENGTH] - (work[FIRST] + step) * tile.block)
+                    clear_values(tile, kv_smem.at[slot, 1], work[LENGTH] - (work[FIRST] + step) * tile.block)
 
             plgpu.commit_smem()
             plgpu.barrier_arrive(full.at[2 * slot + half])
@@ -132,10 +134,10 @@ def fetch_codes(
 
     lax.fori_loop(0, jnp.minimum(steps, tile.stages), lambda step, _: copy(step), None)
     lax.fori_loop(0, steps, convert, None)
-    _drain(free, steps, tile.slots)
+    drain(free, steps, tile.slots)
 
 
-def _convert(tile: PromptTile, codes, scale, to):
+def widen(tile: PromptTile | Tile, codes, scale, to):
     """Codes [block, head_dim] times their tokens' scales [block]. In small pieces, for want of registers."""
     layout = plgpu.Layout.WGMMA_UPCAST_2X
     widths = (bytes_ for bytes_ in (128, 64, 32) if bytes_ <= code_width(tile) and tile.head_dim % bytes_ == 0)
@@ -151,7 +153,7 @@ def _convert(tile: PromptTile, codes, scale, to):
             to[part] = (values.astype(jnp.float32) * factor).astype(tile.dtype)
 
 
-def _clear_values(tile: PromptTile, v_smem, valid):
+def clear_values(tile: PromptTile | Tile, v_smem, valid):
     """Zeros from row `valid` on: a probability of 0 times NaN would be NaN. In small pieces, for want of registers."""
     width = tile.head_dim if tile.head_dim % 64 else 64
     for top in range(0, tile.block, LANES):
@@ -159,6 +161,3 @@ def _clear_values(tile: PromptTile, v_smem, valid):
         for left in range(0, tile.head_dim, width):
             part = v_smem.at[pl.ds(top, LANES), pl.ds(left, width)]
             part[...] = jnp.where(row < valid, plgpu.load(part, (), layout=plgpu.Layout.WGMMA), 0)
-
-
-# --- the warpgroups that compute ---
