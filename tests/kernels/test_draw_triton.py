@@ -2,10 +2,7 @@
 `test_triton`, the interpreted tests run in a process of their own."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +26,7 @@ from pallas_kernels.types import DrawSettings
 @compiled
 def test_interpreted():
     """Runs this file's interpreted tests where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    test_triton.run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@ interpreted tests run in a process of their own."""
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -35,12 +34,7 @@ EPS = 1e-5
 @compiled
 def test_interpreted():
     """Runs this file's interpreted tests where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    test_triton.run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -42,15 +42,20 @@ FLOAT4 = "float4_e2m1fn"
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
 
 
-@compiled
-def test_interpreted():
-    """Runs this file's interpreted tests where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+def run_interpreted(file: str) -> None:
+    """Runs a file's interpreted tests where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", file]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
+
+
+@compiled
+def test_interpreted():
+    """Runs this file's interpreted tests where Triton interprets."""
+    run_interpreted(__file__)
 
 
 # --- interpreted ---
