@@ -33,18 +33,16 @@ import numpy as np
 from amplification_bodies import CONTEXT, ENDPOINTS, LONGEST_BODY, bodies, known_worst
 from hypothesis import HealthCheck, Phase, given, settings, target
 
-from jaxserve.admission import Admission
-from jaxserve.beam import Beams
-from jaxserve.block_manager import BlockManager
 from jaxserve.config import EngineConfig
-from jaxserve.scheduler import Scheduler
-from jaxserve.sequence import Sequence
-from jaxserve.structured import Structured
-from jaxserve.tokenizer import Tokenizer, load_tokenizer
-from jaxserve.types import InvalidRequestError, Request, SequenceUpdate, StepOutput, TokenLogprob
-from server.app import build_app
-from server.client import EngineClient
-from server.messages import (
+from jaxserve.engine.admission import Admission
+from jaxserve.engine.constraints import Structured
+from jaxserve.scheduling.beam import Beams
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.server.http.state import ServerSettings, ServerState
+from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.ipc.messages import (
     Accepted,
     Ready,
     Rejected,
@@ -54,8 +52,10 @@ from server.messages import (
     decode_front_message,
     to_frame,
 )
-from server.metrics import Metrics
-from server.state import ServerSettings, ServerState
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.process.app import build_app
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.types import InvalidRequestError, Request, SequenceUpdate, StepOutput, TokenLogprob
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 STEPS, DRAWS = 6, 4  # of the engine, and tokens in each, after which it ends all that runs

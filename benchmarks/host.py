@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve import steps
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
-from jaxserve.sampling import Sampled
+from jaxserve.engine.engine import Engine
+from jaxserve.execution import steps
+from jaxserve.execution.sampling import Sampled
 from jaxserve.types import Request, SamplingParams
 
 MODEL = {

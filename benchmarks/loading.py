@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.load import load_params, make_decoder, read_model
 
 HIDDEN, WIDTH, LAYERS, HEADS, KV_HEADS, VOCAB = 2048, 5632, 6, 16, 8, 8192

@@ -29,11 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from host import MODEL, null_step
 
-from jaxserve import steps
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
+from jaxserve.engine.engine import Engine
+from jaxserve.execution import steps
+from jaxserve.execution.sampling import SCORE_WORDS, Sampled
 from jaxserve.limits import MAX_LOGPROBS
-from jaxserve.sampling import SCORE_WORDS, Sampled
 from jaxserve.types import Request, SamplingParams
 
 LONG = 128 * 1024

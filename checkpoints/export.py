@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints.errors import CheckpointError
-from checkpoints.quantized import INT4, refine
-from pallas_kernels.types import Activations, QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.quantized import INT4, refine
+from jaxserve.pallas_kernels.types import Activations, QuantArray
 
 LAYOUTS = ("compressed-tensors", "awq")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours stands in each nibble, lowest first

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.safetensors import MAX_ELEMENTS
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.safetensors import MAX_ELEMENTS
 
 MAX_HEADER_BYTES = 2**27  # vocabularies of a million tokens take a quarter of it
 MAX_DIMENSIONS = 4

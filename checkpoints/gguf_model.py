@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.gguf_blocks import FLOATS, decode, needs_package
-from checkpoints.gguf import BlockType, GGUFFile, StoredTensor, end_ids, known_gguf
-from checkpoints.int4 import PackedInt4
-from checkpoints.mistral_native import in_halves
-from checkpoints.quantized import dequantize
-from checkpoints.safetensors import TensorInfo
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.gguf_blocks import FLOATS, decode, needs_package
+from jaxserve.checkpoints.gguf import BlockType, GGUFFile, StoredTensor, end_ids, known_gguf
+from jaxserve.checkpoints.int4 import PackedInt4
+from jaxserve.checkpoints.mistral_native import in_halves
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.checkpoints.safetensors import TensorInfo
+from jaxserve.pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class GGUFTensor(TensorInfo):
 
 @dataclass(frozen=True)
 class GGUFReader:
-    """The QuantReader of a file (see `checkpoints.formats`)."""
+    """The QuantReader of a file (see `jaxserve.checkpoints.formats`)."""
 
     tensors: Mapping[str, GGUFTensor]
     description: str

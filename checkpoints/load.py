@@ -18,12 +18,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats import QuantReader
-from checkpoints.int4 import PackedInt4
-from checkpoints.quantized import StoredRows, common_form, dequantize
-from checkpoints.safetensors import TensorInfo
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats import QuantReader
+from jaxserve.checkpoints.int4 import PackedInt4
+from jaxserve.checkpoints.quantized import StoredRows, common_form, dequantize
+from jaxserve.checkpoints.safetensors import TensorInfo
+from jaxserve.pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 

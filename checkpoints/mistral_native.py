@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.safetensors import TensorInfo, read_folder
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 
 PARAMS = "params.json"
 # Those of params.json that a config.json calls otherwise.

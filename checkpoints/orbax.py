@@ -18,8 +18,8 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from checkpoints.errors import CheckpointError
-from pallas_kernels.types import Activations, QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.pallas_kernels.types import Activations, QuantArray
 
 CHECKPOINT = "orbax"
 _ARRAYS = tuple(f.name for f in fields(QuantArray) if f.name not in ("block", "shuffled", "activations"))

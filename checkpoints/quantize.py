@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.types import Activations, QuantArray
+from jaxserve.pallas_kernels.types import Activations, QuantArray
 
 # Lowest and highest code, and the dtype that holds it.
 KINDS: dict[str, tuple[float, float, Any]] = {

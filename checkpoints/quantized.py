@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints.int4 import FLOAT4
-from checkpoints.int4 import INT4 as INT4
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.int4 import FLOAT4
+from jaxserve.checkpoints.int4 import INT4 as INT4
+from jaxserve.pallas_kernels.types import QuantArray
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 import sys
 
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 
 sys.exit(main())

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
-from pallas_kernels.registry import BACKENDS
+from jaxserve.pallas_kernels.registry import BACKENDS
 
 POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment: what JAX takes of a GPU's memory when it starts
+LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # where the operator says nothing
 MAX_STEPS = 16  # tokens that a decoding row can draw in one call of a compiled step
 
 
@@ -58,7 +59,7 @@ class EngineConfig:
         inputs of products rounded too.
       dequantize: quantized weights become floats as they are loaded: more memory, and plain products; for comparison,
         and on CPU where the memory is there and prompts matter more than decoding.
-      attention_backend: the kernels for attention: auto, or one of `pallas_kernels.registry.BACKENDS`.
+      attention_backend: the kernels for attention: auto, or one of `jaxserve.pallas_kernels.registry.BACKENDS`.
       matmul_backend: the same for products with quantized weights. On one CPU auto rounds the inputs of most of them to
         8 bits, in blocks of 32 with a scale each; "cpu" computes with the values as they are, in float32. auto alone
         rounds inputs as `activation_quantization` says; a backend that is named does not.
@@ -118,6 +119,11 @@ class EngineConfig:
     def rounding(self) -> str:
         """`activation_quantization`, as far as the backend for products leaves the choice."""
         return self.activation_quantization if self.matmul_backend == "auto" else "none"
+
+    def latency_goal(self, *, on_cpu: bool) -> float:
+        """Seconds that a call may take while a client streams: what the operator said, or what suits the device."""
+        default = CPU_LATENCY_GOAL_MS if on_cpu else LATENCY_GOAL_MS
+        return (default if self.latency_goal_ms is None else self.latency_goal_ms) / 1000
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -1,4 +1,4 @@
-"""Runs one of our own modules as a program: `python -P /…/jaxserve/entry.py server.engine_process`.
+"""Runs one of our own modules as a program: `python -P /…/jaxserve/entry.py jaxserve.server.process.engine_process`.
 
 `python -m` puts the current folder first on the path, and that may be a model's repository with modules of its own.
 Started this way, a child imports what its parent's installation holds, and nothing from the folder it runs in.

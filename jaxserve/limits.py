@@ -1,7 +1,7 @@
 """Every cap on what one request may ask for, in one place. The checks and the API's document both read them from here.
 
-What an operator chooses stands in `jaxserve.config` and `server.state`, and what a server does about a
-request's cost in `server.limits`.
+What an operator chooses stands in `jaxserve.config` and `jaxserve.server.http.state`, and what a server does about a
+request's cost in `jaxserve.server.http.limits`.
 """
 
 from __future__ import annotations

@@ -12,20 +12,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from checkpoints import gguf
 from jaxserve import heap
+from jaxserve.checkpoints import gguf
 from jaxserve.config import MAX_STEPS, EngineConfig
-from jaxserve.detokenizer import ChoiceDelta, OutputProcessor
-from jaxserve.engine import Engine
-from jaxserve.tokenizer import load_tokenizer
-from jaxserve.types import (
-    FinishReason,
-    InvalidRequestError,
-    Request,
-    SamplingParams,
-    SequenceUpdate,
-    TokenLogprob,
-)
+from jaxserve.engine.engine import Engine
+from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
+from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.types import FinishReason, InvalidRequestError, Request, SamplingParams, SequenceUpdate, TokenLogprob
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
@@ -158,7 +151,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """The `beam_width` most likely outputs that a search finds for each prompt, the best first.
 
-        Their order is that of `cumulative_logprob` / length ** length_penalty; see `jaxserve.beam`.
+        Their order is that of `cumulative_logprob` / length ** length_penalty; see `jaxserve.scheduling.beam`.
         """
         params = SamplingParams(
             use_beam_search=True,

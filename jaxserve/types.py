@@ -1,6 +1,6 @@
 """The vocabulary that the front, the engine and the offline API share: what is asked for, and what comes back.
 
-Everything here is plain data and crosses the process boundary as msgpack (see `server.bridge`).
+Everything here is plain data and crosses the process boundary as msgpack (see `jaxserve.server.ipc.engine_server`).
 """
 
 from __future__ import annotations

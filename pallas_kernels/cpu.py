@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import ops
-from pallas_kernels.cpu_build import ATTENTION, KERNELS, PANELS, load
-from pallas_kernels.parts import Heads, Parts, Row, value_of
-from pallas_kernels.types import KVPages, QuantArray, QuantRows
+from jaxserve.pallas_kernels import ops
+from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, PANELS, load
+from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.types import KVPages, QuantArray, QuantRows
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class CpuOps(ops.Ops):
         self, heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int
     ) -> tuple[jax.Array, KVPages]:
         """As `Ops.rotate_and_write`."""
-        from pallas_kernels.paged_attention import cpu as attention  # which needs the functions above
+        from jaxserve.pallas_kernels.paged_attention import cpu as attention  # which needs the functions above
 
         ours = self.write_kv is attention.write_kv and available(ATTENTION)
         if not ours or len(heads.qkv.sums) > 1 or dtype != jnp.float32:

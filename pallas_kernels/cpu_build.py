@@ -20,7 +20,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from pallas_kernels.cache_folder import is_ours, open_cache
+from jaxserve.pallas_kernels.cache_folder import is_ours, open_cache
 
 KERNELS, ATTENTION, PANELS = "cpu_kernels", "cpu_attention", "cpu_panel_matmul"
 FOLDER = Path(__file__).parent

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import cpu, cpu_build
-from pallas_kernels.types import PanelArray, QuantArray
+from jaxserve.pallas_kernels import cpu, cpu_build
+from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 ROWS, BLOCK, UNIT = 16, 32, 64  # of a panel; inputs of x that share a scale; bytes that offsets count in
 

@@ -11,7 +11,7 @@ Grid: (rows,). A program draws the token of one row, in these steps:
      less likely than 1 - p, so that top-p does without them. The program lists the chunks that have candidates, and
      copies the candidates out of these.
   3. The thresholds of top-k and top-p are found exactly among the candidates, in rounds that settle four bits of a
-     float32 pattern each, as in `jaxserve.filters`.
+     float32 pattern each, as in `jaxserve.execution.filters`.
   4. A second pass over the listed chunks adds up what is kept, and the draw is as without a filter.
 
 Traffic: each logit once, and again those of the listed chunks. Rows of 128,256 tokens with top-k 50 list 50 chunks of
@@ -29,10 +29,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_compat
-from pallas_kernels.registry import Device
-from pallas_kernels.triton_compat import pad
-from pallas_kernels.types import DrawSettings
+from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.registry import Device
+from jaxserve.pallas_kernels.triton_compat import pad
+from jaxserve.pallas_kernels.types import DrawSettings
 
 CHUNK = 128  # tokens
 TILE = 32  # chunks that a program reads at a time

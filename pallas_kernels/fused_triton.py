@@ -26,13 +26,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_compat
-from pallas_kernels.kv_write_triton import QUANTIZED, codes
-from pallas_kernels.parts import Heads, Parts, Row, value_of
-from pallas_kernels.quant_matmul.w8a8 import TINY, TOPS
-from pallas_kernels.registry import Device
-from pallas_kernels.triton_compat import pad
-from pallas_kernels.types import KVPages, QuantArray, QuantRows
+from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.kv_write_triton import QUANTIZED, codes
+from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.quant_matmul.w8a8 import TINY, TOPS
+from jaxserve.pallas_kernels.registry import Device
+from jaxserve.pallas_kernels.triton_compat import pad
+from jaxserve.pallas_kernels.types import KVPages, QuantArray, QuantRows
 
 FLOATS = ("bfloat16", "float16", "float32")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import cpu
+from jaxserve.pallas_kernels import cpu
 
 
 def int4_of_bytes(data: jax.Array, dtype: Any = jnp.int4) -> jax.Array:

@@ -32,9 +32,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_write import quantize
-from pallas_kernels.tpu_dma import TILE_BYTES, aligned, copy, word_rows
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.kv_write import quantize
+from jaxserve.pallas_kernels.tpu_dma import TILE_BYTES, aligned, copy, word_rows
+from jaxserve.pallas_kernels.types import KVPages
 
 RING = 8
 AHEAD = 4

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_compat
-from pallas_kernels.triton_compat import pad
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.triton_compat import pad
+from jaxserve.pallas_kernels.types import KVPages
 
 QUANTIZED = {"int8": 127, "float8_e4m3fn": 448}  # largest code
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import reference
-from pallas_kernels.parts import Heads, Parts, Row, value_of
-from pallas_kernels.quant_matmul import reference as quantized
-from pallas_kernels.quant_matmul import w8a8
-from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
-from pallas_kernels.types import BlockArray, KVPages, PanelArray, QuantArray, QuantRows
+from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.paged_attention import reference
+from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
+from jaxserve.pallas_kernels.types import BlockArray, KVPages, PanelArray, QuantArray, QuantRows
 
 if TYPE_CHECKING:  # which is imported where a device is tried
-    from pallas_kernels.selfcheck import Finding
+    from jaxserve.pallas_kernels.selfcheck import Finding
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def quant_matmul(
 def panel_matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.Array:
     """x float32 [tokens, in] times a weight in panels [out, in], transposed -> float32 [tokens, out]; `count` as in
     `matmul`. On CPU alone."""
-    from pallas_kernels import cpu_panels  # which needs the functions above
+    from jaxserve.pallas_kernels import cpu_panels  # which needs the functions above
 
     return cpu_panels.matmul(x, w, count)
 
@@ -103,7 +103,7 @@ def panel_matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) ->
 def embed(table: jax.Array | QuantArray | BlockArray | PanelArray, ids: jax.Array) -> jax.Array:
     """Rows ids int32 [tokens] of table [vocab, hidden]; of a quantized one, in blocks of one row, in float32."""
     if isinstance(table, PanelArray):
-        from pallas_kernels import cpu_panels
+        from jaxserve.pallas_kernels import cpu_panels
 
         return cpu_panels.rows(table, ids)
     rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode="clip"), table)
@@ -248,7 +248,7 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
 
     `partitioned` models are split over devices by XLA, which can split none but its own dense operations.
     """
-    from pallas_kernels import cpu  # which needs the functions above
+    from jaxserve.pallas_kernels import cpu  # which needs the functions above
 
     module = load("attention", choose("attention", device, attention, backend))
     kinds: dict[str, Any] = {"paged_attention": module.paged_attention}
@@ -264,7 +264,7 @@ def _with_triton(ops: Ops, device: Device, dtype: Any, *, partitioned: bool) -> 
     if device.platform != "gpu":
         return ops
     try:
-        from pallas_kernels import draw_triton, fused_triton
+        from jaxserve.pallas_kernels import draw_triton, fused_triton
     except ImportError as error:
         log.warning("%s is not installed, so steps launch more kernels", error.name)
         return ops
@@ -280,8 +280,8 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
     A kernel that is wrong there gives way to plain XLA, with a warning; when it was asked for by name, to BackendError.
     What is plain XLA already is not tried: there would be nothing to take its place.
     """
-    from pallas_kernels.selfcheck import check_attention, check_write
-    from pallas_kernels.selfcheck_fused import check_write_and_attend
+    from jaxserve.pallas_kernels.selfcheck import check_attention, check_write
+    from jaxserve.pallas_kernels.selfcheck_fused import check_write_and_attend
 
     variants = ("mixed", "decode", "window") if windows else ("mixed", "decode")
     attend, write = ops.paged_attention, ops.write_kv
@@ -302,7 +302,7 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
 def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:
     """The same, after its fused kernels were tried on the first of this machine's devices; without them, and with a
     warning, where one is wrong."""
-    from pallas_kernels.selfcheck_fused import check_fused
+    from jaxserve.pallas_kernels.selfcheck_fused import check_fused
 
     if ops.fused is None or _is_right("fused", "auto", lambda: check_fused(ops.fused, problem)):
         return ops
@@ -312,7 +312,7 @@ def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:
 def checked_draw(ops: Ops, vocab: int) -> Ops:
     """The same, after the kernel that draws was tried on rows of so many tokens; without it, and with a warning, where
     it is wrong."""
-    from pallas_kernels.selfcheck_draw import check_draw
+    from jaxserve.pallas_kernels.selfcheck_draw import check_draw
 
     draw = ops.draw
     if draw is None or _is_right("draw", "auto", lambda: check_draw(draw, vocab)):
@@ -326,7 +326,7 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
 
     Raises BackendError for one asked for by name that cannot do a form, or does it wrong.
     """
-    from pallas_kernels.selfcheck import check_matmul, check_parts
+    from jaxserve.pallas_kernels.selfcheck import check_matmul, check_parts
 
     problems = list(problems)
     rounding = [p for p in problems if backend == "auto" and w8a8.why_not(device, p) is None]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:  # the command line reads BACKENDS, and must not wait for JAX
-    from pallas_kernels.types import Activations
+    from jaxserve.pallas_kernels.types import Activations
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 FOLDERS = {"attention": "paged_attention", "matmul": "quant_matmul"}

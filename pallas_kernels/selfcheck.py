@@ -43,10 +43,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quant_matmul import reference as quantized
-from pallas_kernels.quant_matmul import w8a8
-from pallas_kernels.registry import AttentionProblem, MatmulProblem
-from pallas_kernels.selfcheck_cases import (
+from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.registry import AttentionProblem, MatmulProblem
+from jaxserve.pallas_kernels.selfcheck_cases import (
     LAYER,
     LENGTHS,
     STARTUP,
@@ -61,7 +61,7 @@ from pallas_kernels.selfcheck_cases import (
     make_write,
     options,
 )
-from pallas_kernels.types import BlockArray, KVPages, QuantArray
+from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray
 
 REPEATS = 20
 TOLERANCE, MATMUL_TOLERANCE = 2.0, 0.75  # in eps of the queries' type, or of x's

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quant_matmul import fragments
-from pallas_kernels.registry import AttentionProblem, MatmulProblem
-from pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
+from jaxserve.pallas_kernels.quant_matmul import fragments
+from jaxserve.pallas_kernels.registry import AttentionProblem, MatmulProblem
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
 
 LAYER = 3  # first page of the layer that is looked at; the pages before it belong to other layers
 LOUD = 4.0  # times the other values: those of a row's first and last token, so that none of them is missed in silence

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.selfcheck import Finding
-from pallas_kernels.types import DrawSettings
+from jaxserve.pallas_kernels.selfcheck import Finding
+from jaxserve.pallas_kernels.types import DrawSettings
 
 ALLOWED = 1e-5
 COLDEST = 1e-5  # temperatures below it are greedy

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops import Ops
-from pallas_kernels.parts import Heads, Parts, Row
-from pallas_kernels.quant_matmul import w8a8
-from pallas_kernels.registry import AttentionProblem
-from pallas_kernels.selfcheck import REPEATS, Finding, check_attention, tolerance
-from pallas_kernels.selfcheck_cases import STARTUP, Rows
-from pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import Heads, Parts, Row
+from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.registry import AttentionProblem
+from jaxserve.pallas_kernels.selfcheck import REPEATS, Finding, check_attention, tolerance
+from jaxserve.pallas_kernels.selfcheck_cases import STARTUP, Rows
+from jaxserve.pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
 
 TOKENS, PARTS, EPS = 37, 3, 1e-5
 SIZES = (4096, 2880)  # of a token: one a power of two, one not

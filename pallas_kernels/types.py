@@ -7,6 +7,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+PAGE_SIZES = {"tpu": 128}  # tokens in a page where the operator says nothing; elsewhere OTHER_PAGE_SIZE
+OTHER_PAGE_SIZE = 16
 
 
 class KVPages(NamedTuple):
@@ -31,6 +35,23 @@ class KVPages(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.data.shape[4]
+
+
+def default_page_size(platform: str) -> int:
+    """Tokens in a page where the operator says nothing. A TPU copies a page of a head by one DMA, and scales of 8-bit
+    pages lie along its 128 lanes; small pages fit prompts that share their beginnings more closely."""
+    return PAGE_SIZES.get(platform, OTHER_PAGE_SIZE)
+
+
+def has_scale(dtype: Any) -> bool:
+    """Whether keys and values of this dtype are codes, which need a scale."""
+    return dtype in (jnp.int8, jnp.float8_e4m3fn)
+
+
+def stored_head_dim(head_dim: int, platform: str) -> int:
+    """A head's width in the cache. TPUs hold rows of 128 numbers in any case; XLA lays narrower ones out in another
+    order, which kernels cannot read without a copy of the whole cache."""
+    return -(-head_dim // 128) * 128 if platform == "tpu" else head_dim
 
 
 @dataclass(frozen=True)

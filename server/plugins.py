@@ -12,6 +12,11 @@ def names(package: str) -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__))
 
 
+def choices(package: str) -> list[str]:
+    """What a flag may name: a module in the package, or a choice that `find` knows besides."""
+    return ["auto", "none", *names(package)]
+
+
 def find(package: str, choice: str, template: str | None) -> ModuleType | None:
     """The module named `choice`; for "auto" the first that `matches` the chat template; for "none" no module."""
     if choice == "auto":

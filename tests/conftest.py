@@ -14,7 +14,7 @@ os.environ.setdefault("JAXSERVE_CACHE", str(CACHE))
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxserve.compile_cache import enable_compile_cache  # noqa: E402
+from jaxserve.devices.compile_cache import enable_compile_cache  # noqa: E402
 
 enable_compile_cache()
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxserve.targets import target_devices
+from jaxserve.devices.targets import target_devices
 
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # with no driver, the CUDA compiler loads only then

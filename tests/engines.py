@@ -4,8 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
-from jaxserve.steps import StepShape
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.steps import StepShape
 from jaxserve.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprob
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from checkpoints.safetensors import read_folder
+from jaxserve.checkpoints.safetensors import read_folder
 
 Kind = gguf.GGMLQuantizationType
 PARTS = {

@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
-from checkpoints.formats import find_format
-from checkpoints.int4 import FLOAT4
-from checkpoints.quantized import INT4
-from checkpoints.safetensors import DTYPES, read_header
+from jaxserve.checkpoints.formats import find_format
+from jaxserve.checkpoints.int4 import FLOAT4
+from jaxserve.checkpoints.quantized import INT4
+from jaxserve.checkpoints.safetensors import DTYPES, read_header
 
 GOLDENS = Path(__file__).parent / "goldens" / "formats"
 INT8, FP8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import main
-from server.batch import BatchError, model_of
+from jaxserve.commands.cli import main
+from jaxserve.server.process.batch_files import BatchError, model_of
 
 ROOT = Path(__file__).parent.parent
 CASE = "llama3_gqa"
@@ -207,7 +207,7 @@ def refused(monkeypatch, capsys, tmp_path):
     def start(*_):
         raise AssertionError("the engine was started")
 
-    monkeypatch.setattr("server.batch.EngineProcess", start)
+    monkeypatch.setattr("jaxserve.server.process.batch_files.EngineProcess", start)
 
     def attempt(source, target=tmp_path / "out.jsonl"):
         assert main(["batch", str(source), str(target), "--model", "demo"]) == 1

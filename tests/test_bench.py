@@ -14,7 +14,7 @@ from jaxserve.bench.client import Client
 from jaxserve.bench.prompts import Lengths, Vocabulary, prefix_prompts, sharegpt_prompts
 from jaxserve.bench.serve import arrival_times
 from jaxserve.bench.stats import RequestRecord, distribution, parse_goodput, peak_concurrency, summarize
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 
 RECORDS = [
     RequestRecord(start=0.0, end=1.0, input_tokens=10, output_tokens=4, arrivals=[0.1, 0.3, 0.5, 0.7], last=0.7),

@@ -13,10 +13,11 @@ import jax
 import pytest
 from engines import make_engine
 
-from jaxserve import LLM, SamplingParams, memory
-from jaxserve.cli import main
+from jaxserve import LLM, SamplingParams
+from jaxserve.commands.cli import main
 from jaxserve.config import EngineConfig
-from jaxserve.steps import StepShape
+from jaxserve.execution import memory
+from jaxserve.execution.steps import StepShape
 
 ROOT = Path(__file__).parent.parent
 CASE = "qwen3_tied"
@@ -61,7 +62,7 @@ def refused(call, monkeypatch):
     def load(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("jaxserve.engine.Engine.load", load)
+    monkeypatch.setattr("jaxserve.engine.engine.Engine.load", load)
 
     def refused(*arguments):
         code, out, err = call(*arguments)
@@ -106,7 +107,9 @@ def test_every_setting_of_the_engine_has_a_flag(call):
 
 
 def test_help_loads_nothing_heavy():
-    code = "import sys, jaxserve.cli as c; c.make_parser(); assert not {'jax', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys, jaxserve.commands.cli as c; c.make_parser(); assert not {'jax', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
@@ -325,4 +328,4 @@ def test_inspect(model_folders, call):
         assert out.splitlines()[3] == memory.describe_weights(engine.runner.params)
         assert sum(memory.bytes_by_dtype(leaves).values()) == engine.runner.weight_bytes
         assert f"KV cache per token: {engine.runner.layout.token_bytes:,} bytes in" in out
-        assert "tokens that fit the KV cache: 1,600" in out
+        assert "tokens that fit the KV cache: 1,584" in out

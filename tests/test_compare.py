@@ -17,7 +17,7 @@ from peers.engines import PeerLoad
 from peers.model import SHAPE, SHAPES, make_model, parameters, token_texts, tokens_of
 
 from jaxserve.bench.stats import RequestRecord
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.text.tokenizer import load_tokenizer
 
 TINY = {
     **SHAPE,
@@ -112,7 +112,7 @@ def test_memory_of_this_process():
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_file_that_is_written_is_the_model(tmp_path, family):
     """Every weight of the folder, read back through our own reader, and the run of a server on the file."""
-    from checkpoints.gguf import known_gguf
+    from jaxserve.checkpoints.gguf import known_gguf
 
     architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
     config = TINY | {"model_type": family, "architectures": [architecture]}

@@ -15,8 +15,8 @@ import first_light
 from light import correctness, engine, record, resources, table
 from light.record import OutOfTimeError, Record, read
 
-from pallas_kernels import selfcheck
-from pallas_kernels.registry import Device
+from jaxserve.pallas_kernels import selfcheck
+from jaxserve.pallas_kernels.registry import Device
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPT = str(BENCHMARKS / "first_light.py")
@@ -276,7 +276,7 @@ def test_gaps_between_steps():
 
 def test_the_floor_counts_what_a_step_reads(tmp_path):
     from jaxserve.config import EngineConfig
-    from jaxserve.engine import Engine
+    from jaxserve.engine.engine import Engine
 
     folder = engine.folder_of(engine.SMALL, tmp_path / "model")
     one = Engine.load(EngineConfig(model=str(folder), load_format="dummy", max_num_seqs=2, kv_pages=16, page_size=8))

@@ -1,21 +1,55 @@
-"""The rooms of the house import one way: server -> jaxserve -> {checkpoints, pallas_kernels}."""
+"""The tree is what ARCHITECTURE.md says; imports run one way between the four packages, and between their folders."""
+
+from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ALLOWED = {
-    "server": {"server", "jaxserve", "checkpoints", "pallas_kernels"},
-    "jaxserve": {"jaxserve", "checkpoints", "pallas_kernels"},
-    "checkpoints": {"checkpoints"},
-    "pallas_kernels": {"pallas_kernels"},
+PACKAGES = ("jaxserve", "server", "checkpoints", "pallas_kernels")
+ALLOWED = {  # what a package may import of the others
+    "server": {"jaxserve", "checkpoints", "pallas_kernels"},
+    "jaxserve": {"checkpoints", "pallas_kernels"},
+    "checkpoints": set[str](),
+    "pallas_kernels": set[str](),
 }
-LEAVES = ("checkpoints", "pallas_kernels")
-SHARED_TYPES = "pallas_kernels.types"  # what `checkpoints` may know of the kernels
-COMPOSITION_ROOT = Path("jaxserve/cli.py")  # may import the server, inside the functions that start it
+SHARED_TYPES = "jaxserve.pallas_kernels.types"  # what `checkpoints` may know of the kernels
+COMPOSITION_ROOT = "jaxserve.commands.cli"  # may import the server, inside the functions that start it
+MOST_LINES = 400
+
+
+def files(package: str) -> list[Path]:
+    return sorted(path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """A file's name as a module: `server/http/sse.py` is imported as `jaxserve.server.http.sse`."""
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    return name if path.parts[0] == "jaxserve" else f"jaxserve.{name}"
+
+
+MODULES = {name_of(path): path for package in PACKAGES for path in files(package)}
+
+
+def package_of(module: str) -> str | None:
+    """Which of the four packages a module belongs to; None: another project's."""
+    first, _, rest = module.partition(".")
+    if first != "jaxserve":
+        return None
+    inner = rest.partition(".")[0]
+    return inner if inner in PACKAGES else "jaxserve"
+
+
+def folder_of(module: str) -> str:
+    """The folder directly below its package that a module lies in, or the module itself where it lies in none."""
+    path = MODULES[module]
+    return "/".join(path.parts[:2]) if len(path.parts) > 2 else str(path)
 
 
 def imports(source: str, package: str) -> Iterator[tuple[str, bool]]:
@@ -37,72 +71,132 @@ def imports(source: str, package: str) -> Iterator[tuple[str, bool]]:
     return visit(ast.parse(source), True)
 
 
-def files(room: str) -> list[Path]:
-    return sorted(path.relative_to(ROOT) for path in (ROOT / room).rglob("*.py"))
+def imports_of(name: str) -> Iterator[tuple[str, bool]]:
+    path = MODULES[name]
+    return imports((ROOT / path).read_text(), name if path.name == "__init__.py" else name.rpartition(".")[0])
 
 
-def why_not(path: Path, module: str, at_import: bool) -> str | None:
-    """What is wrong with a file importing a module, if anything."""
-    room, target = path.parts[0], module.split(".")[0]
-    if target in ("tests", "benchmarks"):
+def needs(name: str) -> set[str]:
+    """Our own modules that are imported when a module is."""
+    found = set()
+    for module, at_import in imports_of(name):
+        target = module if module in MODULES else module.rpartition(".")[0]
+        if at_import and target in MODULES and target != name:
+            found.add(target)
+    return found
+
+
+def why_not(name: str, module: str, at_import: bool) -> str | None:
+    """What is wrong with one of our modules importing another one, if anything."""
+    mine, target = package_of(name), package_of(module)
+    first = module.partition(".")[0]
+    if first in ("tests", "benchmarks"):
         return "belongs to the workshop, not to the house"
-    if target not in ALLOWED or target in ALLOWED[room]:
+    if first in PACKAGES and first != "jaxserve":
+        return f"is called jaxserve.{module}: nothing but jaxserve stands at the top of an installation"
+    if mine is None or target is None or target == mine or target in ALLOWED[mine]:
         return None
-    if room == "checkpoints" and (module == SHARED_TYPES or module.startswith(SHARED_TYPES + ".")):
+    if mine == "checkpoints" and (module == SHARED_TYPES or module.startswith(SHARED_TYPES + ".")):
         return None
-    if path == COMPOSITION_ROOT and target == "server":
+    if name == COMPOSITION_ROOT and target == "server":
         return "must be imported inside the function that needs it" if at_import else None
-    return f"{room} may import only {', '.join(sorted(ALLOWED[room]))}"
+    return f"{mine} may import only {', '.join(sorted(ALLOWED[mine])) or 'itself'}"
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_imports_run_one_way(room):
-    assert files(room)
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """What is left of a graph when whatever leads to no circle has been taken away."""
+    graph = {name: needed & graph.keys() for name, needed in graph.items()}
+    while graph:
+        ends = {name for name, needed in graph.items() if not needed & graph.keys()}
+        if not ends:
+            break
+        graph = {name: needed for name, needed in graph.items() if name not in ends}
+    return set(graph)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_one_way(package):
+    mine = [name for name in MODULES if package_of(name) == package]
+    assert mine
     wrong = [
-        f"{path} imports {module}: {reason}"
-        for path in files(room)
-        for module, at_import in imports((ROOT / path).read_text(), ".".join(path.parent.parts))
-        if (reason := why_not(path, module, at_import))
+        f"{MODULES[name]} imports {module}: {reason}"
+        for name in mine
+        for module, at_import in imports_of(name)
+        if (reason := why_not(name, module, at_import))
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_files_have_no_cycle_of_imports():
-    """Among imports that run when a file is imported, those for type checking alone excepted."""
-    modules = {
-        ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for room in ALLOWED for path in files(room)
-    }
+def test_modules_have_no_circle_of_imports():
+    """Among imports that run when a file is imported."""
+    assert not circles({name: needs(name) for name in MODULES})
 
-    def needs(name: str) -> set[str]:
-        path = modules[name]
-        source = (ROOT / path).read_text()
-        found = set()
-        for module, at_import in imports(source, ".".join(path.parent.parts)):
-            target = module if module in modules else module.rpartition(".")[0]
-            if at_import and target in modules and target != name:
-                found.add(target)
-        return found
 
-    graph = {name: needs(name) for name in modules}
-    while graph:
-        leaves = {name for name, needed in graph.items() if not needed & graph.keys()}
-        assert leaves, f"a cycle among {sorted(graph)}"
-        graph = {name: needed for name, needed in graph.items() if name not in leaves}
+@pytest.mark.parametrize("package", ["jaxserve", "server"])
+def test_folders_have_no_circle_of_imports(package):
+    """Folders are layers: where one imports another, be it inside a function, no way leads back."""
+    graph: dict[str, set[str]] = {}
+    for name in MODULES:
+        if package_of(name) != package:
+            continue
+        here = graph.setdefault(folder_of(name), set())
+        for module, _ in imports_of(name):
+            target = module if module in MODULES else module.rpartition(".")[0]
+            if target in MODULES and package_of(target) == package and folder_of(target) != folder_of(name):
+                here.add(folder_of(target))
+    graph.pop("jaxserve/__init__.py", None)  # names what users import, and imports it when they do
+    assert not circles(graph)
+
+
+def test_scheduling_needs_no_jax():
+    """The scheduler plans with NumPy alone, so that it can be tested, and run, where there is no device."""
+    modules = sorted(name for name in MODULES if name.startswith("jaxserve.scheduling."))
+    assert len(modules) > 5
+    code = f"import {', '.join(modules)}, sys; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_files_are_short():
+    lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in MODULES.values()}
+    long = {path: count for path, count in lines.items() if count > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines: {long}"
+
+
+def test_architecture_shows_the_tree():
+    """Every folder has a row of its own, every file of the engine and the server stands below its folder's, and nothing
+    is listed that is not there."""
+    listed: set[str] = set()
+    folder = None
+    for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines():
+        if found := re.match(r"\| \*\*([\w/]+)\*\* \|", line):
+            folder = found[1]
+            listed.add(folder)
+        elif line.startswith("| `") and folder:
+            for name in re.findall(r"`([^`]+)`", line.split("|")[1]):
+                there = list((ROOT / folder).glob(name.rstrip("/")))
+                assert there, f"ARCHITECTURE.md lists {name} in {folder}, where it is not"
+                listed |= {str(path.relative_to(ROOT)) for path in there}
+    paths = [path for path in MODULES.values() if path.name not in ("__init__.py", "__main__.py")]
+    folders = {str(path.parent) for path in paths}
+    assert not folders - listed
+    assert not {str(path) for path in paths} - listed
 
 
 def test_the_rules_bite():
     """What this file forbids, it finds."""
-    kernels, leaf, cli = Path("pallas_kernels/x.py"), Path("checkpoints/x.py"), COMPOSITION_ROOT
-    assert why_not(kernels, "checkpoints.load", True)
-    assert why_not(kernels, "jaxserve", False)
-    assert why_not(leaf, "pallas_kernels.kv_write", True)
-    assert why_not(leaf, "pallas_kernels.types_of_something", True)
-    assert why_not(leaf, "pallas_kernels.types.QuantArray", True) is None
+    kernels, leaf, cli = "jaxserve.pallas_kernels.x", "jaxserve.checkpoints.x", COMPOSITION_ROOT
+    assert why_not(kernels, "jaxserve.checkpoints.load", True)
+    assert why_not(kernels, "jaxserve.config", False)
+    assert why_not(leaf, "jaxserve.pallas_kernels.kv_write", True)
+    assert why_not(leaf, "pallas_kernels.types", True)
+    assert why_not(leaf, "jaxserve.pallas_kernels.types.QuantArray", True) is None
     assert why_not(leaf, "jaxserve.config", False)
-    assert why_not(Path("jaxserve/llm.py"), "server.run", False)
-    assert why_not(cli, "server.run", True)
-    assert why_not(cli, "server.run", False) is None
-    assert why_not(Path("server/app.py"), "jaxserve.engine", True) is None
+    assert why_not("jaxserve.llm", "jaxserve.server.process.run", False)
+    assert why_not(cli, "jaxserve.server.process.run", True)
+    assert why_not(cli, "jaxserve.server.process.run", False) is None
+    assert why_not("jaxserve.server.process.app", "jaxserve.engine.engine", True) is None
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
+    assert not circles({"a": {"b"}, "b": {"c"}, "c": set()})
     source = "import a.b\nfrom . import c\nfrom ..d import e\ndef f():\n    from g import h\nif True:\n    import i\n"
     found = [("a.b", True), ("p.q.c", True), ("p.d.e", True), ("g.h", False), ("i", True)]
     assert sorted(imports(source, "p.q")) == sorted(found)

@@ -17,7 +17,7 @@ from peers.kernel_backends import Backend, RaggedPagedAttention, XlaDense
 
 from jaxserve.bench import kernel_shapes, timing
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase, WriteCase, largest_error
-from pallas_kernels.registry import Device, load
+from jaxserve.pallas_kernels.registry import Device, load
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CEILINGS = {"bytes_per_s": 1e9, "flops_per_s": 1e12}

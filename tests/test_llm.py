@@ -10,8 +10,8 @@ import pytest
 import tiny_models
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.steps import StepShape
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.execution.steps import StepShape
+from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
 
 CASE = "qwen2_tied"  # its generation_config.json recommends temperature 0.7, top_k 20 and top_p 0.8

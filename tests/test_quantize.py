@@ -16,15 +16,15 @@ import pytest
 import tiny_models
 from unpacking import unpacked, write_plain
 
-from checkpoints.safetensors import read_folder
-from jaxserve.calibration import fuse, measure, read_windows
-from jaxserve.cli import main
+from jaxserve.checkpoints.safetensors import read_folder
+from jaxserve.commands.cli import main
 from jaxserve.config import ConfigError
-from jaxserve.mesh import make_mesh
+from jaxserve.convert.calibration import fuse, measure, read_windows
+from jaxserve.convert.quantize import QuantizeConfig, _Run, quantize_model
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import load_params, read_model
-from jaxserve.quantize import QuantizeConfig, _Run, quantize_model
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXT = ROOT / "checkpoints" / "demo" / "calibration.txt"
@@ -178,7 +178,7 @@ def digests(folder):
 def test_a_killed_run_goes_on(model_folders, tmp_path):
     folder, out = model_folders("mistral_window"), tmp_path / "out"
     given = f"quantize_model({str(folder)!r}, Path({str(out)!r}), QuantizeConfig(method='gptq', **{SETTINGS!r}))"
-    script = f"{KILLED}\nfrom pathlib import Path\nfrom jaxserve.quantize import *\n{given}"
+    script = f"{KILLED}\nfrom pathlib import Path\nfrom jaxserve.convert.quantize import *\n{given}"
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.returncode == -signal.SIGKILL
     assert not (out / "config.json").exists()  # so that nobody takes it for a model
@@ -196,7 +196,7 @@ MEASURED = """
 import resource, sys
 from functools import partial
 from pathlib import Path
-from jaxserve.quantize import *
+from jaxserve.convert.quantize import *
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 quantize_model(sys.argv[1], Path(sys.argv[2]), QuantizeConfig(scheme="int8"), progress=False)
 before = peak()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.stats import EngineStats, Histogram
-from server.metrics import Metrics
+from jaxserve.scheduling.stats import EngineStats, Histogram
+from jaxserve.server.observe.metrics import Metrics
 
 
 def stats(count: int) -> EngineStats:

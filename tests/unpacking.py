@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from checkpoints.safetensors import read_folder
+from jaxserve.checkpoints.safetensors import read_folder
 
 
 def nibbles(words: np.ndarray, bits: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Stage `correctness`: the checks of `pallas_kernels.selfcheck`, at more and larger sizes, for every backend.
+"""Stage `correctness`: the checks of `jaxserve.pallas_kernels.selfcheck`, at more and larger sizes, for every backend.
 
 Cases come by how many of their settings differ from the usual ones, so that what is left out when time runs short is
 what matters least.
@@ -18,10 +18,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.bench.kernel_shapes import FORMATS, WEIGHTS
+from jaxserve.pallas_kernels import kv_write, selfcheck
+from jaxserve.pallas_kernels.registry import BACKENDS, AttentionProblem, Device, MatmulProblem, explain, load
+from jaxserve.pallas_kernels.selfcheck_cases import DECODES, PROMPTS, STARTUP, Rows
 from light.record import Record
-from pallas_kernels import kv_write, selfcheck
-from pallas_kernels.registry import BACKENDS, AttentionProblem, Device, MatmulProblem, explain, load
-from pallas_kernels.selfcheck_cases import DECODES, PROMPTS, STARTUP, Rows
 
 CODES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int4": np.dtype(ml_dtypes.int4)}
 GROUPS = {128: 4, 64: 8, 256: 2, 96: 3, 80: 7, 32: 1}  # query heads of a key-value head, by head_dim

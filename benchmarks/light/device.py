@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jaxserve.bench import report, timing
+from jaxserve.pallas_kernels.registry import BACKENDS, Device, load
 from light.record import Record
-from pallas_kernels.registry import BACKENDS, Device, load
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "jax-triton", "triton", "torch",
             "flashinfer-python", "transformers", "flax", "numpy", "msgspec", "llguidance")  # fmt: skip

@@ -25,13 +25,13 @@ import numpy as np
 from jaxserve.bench import timing
 from jaxserve.bench.local import fixed_length, random_ids
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
-from jaxserve.flight import Flight
-from jaxserve.memory import stored_bytes
-from jaxserve.running import StepPlan
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.in_flight import Flight
+from jaxserve.execution.memory import stored_bytes
+from jaxserve.pallas_kernels.registry import Device
+from jaxserve.scheduling.running_table import StepPlan
 from jaxserve.types import Request
 from light.record import Record, read
-from pallas_kernels.registry import Device
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,

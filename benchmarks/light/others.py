@@ -16,8 +16,8 @@ def run_kernels(record: Record, *, rehearse: bool) -> None:
 
     from jaxserve.bench import timing
     from jaxserve.bench.kernel_shapes import cases
-    from jaxserve.kv_cache import default_page_size
-    from pallas_kernels.registry import Device
+    from jaxserve.pallas_kernels.registry import Device
+    from jaxserve.pallas_kernels.types import default_page_size
 
     platform = Device.of(jax.devices()[0]).platform
     ceilings = record.data["facts"].get("ceilings") or _ceilings(record) or timing.ceilings(platform)

@@ -100,7 +100,7 @@ def run(record: Any, *, rehearse: bool) -> None:
     import jax
 
     from jaxserve.bench.kernel_shapes import cases
-    from pallas_kernels.registry import Device, explain
+    from jaxserve.pallas_kernels.registry import Device, explain
 
     device = Device.of(jax.devices()[0])
     jax.config.update("jax_enable_compilation_cache", False)  # what is read from it says nothing
@@ -127,7 +127,7 @@ def _telling(cases: list[Any]) -> list[Any]:
 def _compile(case: Any, backend: str) -> dict[str, Any]:
     import jax
 
-    from pallas_kernels.registry import load
+    from jaxserve.pallas_kernels.registry import load
 
     call = case.call(load(case.operation, backend))
     shapes = jax.eval_shape(partial(case.arguments, 0)) if jax.default_backend() != "cpu" else case.arguments(0)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoints.gguf import known_gguf
+from jaxserve.checkpoints.gguf import known_gguf
 
 HERE = Path(__file__).resolve().parent
 

@@ -2,7 +2,7 @@
 
 A module in this folder that defines `open_format`, and the `METHODS` (quant_method in config.json) that it
 understands, is found by itself. A weight comes out as a QuantArray of NumPy
-arrays whose values (`checkpoints.quantized.dequantize`) are exactly those of the format's own reference.
+arrays whose values (`jaxserve.checkpoints.quantized.dequantize`) are exactly those of the format's own reference.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import method, quant_config
-from checkpoints.safetensors import TensorInfo
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import method, quant_config
+from jaxserve.checkpoints.safetensors import TensorInfo
+from jaxserve.pallas_kernels.types import QuantArray
 
 
 class QuantReader(Protocol):

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import FLOATS, Tensors, fetch, group_size
-from pallas_kernels.types import Activations
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import FLOATS, Tensors, fetch, group_size
+from jaxserve.pallas_kernels.types import Activations
 
 CODES = {"int": "int8", "float": "float8_e4m3fn"}
 FBGEMM_CEILING = 1200.0  # activation_scale_ub where config.json has none, as in transformers' FbgemmFp8Config

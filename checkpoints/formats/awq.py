@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import (
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import (
     FLOATS,
     Tensors,
     fetch,
@@ -27,8 +27,8 @@ from checkpoints.formats.packing import (
     unpack,
     words,
 )
-from checkpoints.int4 import PackedInt4, signed_bytes
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.int4 import PackedInt4, signed_bytes
+from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("awq",)
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

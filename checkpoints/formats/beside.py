@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import quant_config
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import quant_config
 
 AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 

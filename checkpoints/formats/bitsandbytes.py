@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import FLOATS, Tensors, block_size, fetch, find, method, quant_config, unpack
-from checkpoints.quantized import expand
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import FLOATS, Tensors, block_size, fetch, find, method, quant_config, unpack
+from jaxserve.checkpoints.quantized import expand
+from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("bitsandbytes",)
 KINDS = ("nf4", "fp4")

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats import mxfp4, nvfp4
-from checkpoints.formats.activations import Wanted, describe, input_scale_name, of_compressed, with_scale
-from checkpoints.formats.packing import (
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats import mxfp4, nvfp4
+from jaxserve.checkpoints.formats.activations import Wanted, describe, input_scale_name, of_compressed, with_scale
+from jaxserve.checkpoints.formats.packing import (
     Tensors,
     block_size,
     fetch,
@@ -35,8 +35,8 @@ from checkpoints.formats.packing import (
     signed,
     unpack,
 )
-from checkpoints.int4 import PackedInt4, signed_bytes
-from pallas_kernels.types import Activations, QuantArray
+from jaxserve.checkpoints.int4 import PackedInt4, signed_bytes
+from jaxserve.pallas_kernels.types import Activations, QuantArray
 
 METHODS = ("compressed-tensors",)
 FORMATS = (

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import Tensors, fetch, find, method, quant_config, signed, unpack
-from checkpoints.quantized import INT4
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import Tensors, fetch, find, method, quant_config, signed, unpack
+from jaxserve.checkpoints.quantized import INT4
+from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("exl2",)
 WIDTHS = (2, 3, 4, 5, 6, 8)

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.activations import Wanted, describe, input_scale_name, of_fp8, with_scale
-from checkpoints.formats.nvfp4 import is_nvfp4
-from checkpoints.formats.packing import Tensors, block_size, fetch, fetch_scale, method, quant_config
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.activations import Wanted, describe, input_scale_name, of_fp8, with_scale
+from jaxserve.checkpoints.formats.nvfp4 import is_nvfp4
+from jaxserve.checkpoints.formats.packing import Tensors, block_size, fetch, fetch_scale, method, quant_config
+from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("fp8", "fbgemm_fp8", "modelopt")
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # of ModelOpt

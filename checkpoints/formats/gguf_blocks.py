@@ -14,11 +14,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import PIECE_BYTES, exponents_of
-from checkpoints.gguf import TYPES, BlockType
-from checkpoints.int4 import FLOAT4, INT4, PackedInt4
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import PIECE_BYTES, exponents_of
+from jaxserve.checkpoints.gguf import TYPES, BlockType
+from jaxserve.checkpoints.int4 import FLOAT4, INT4, PackedInt4
+from jaxserve.pallas_kernels.types import QuantArray
 
 FLOATS = {
     "F64": np.dtype("<f8"),

@@ -1,15 +1,15 @@
 """Rows of a GGUF file as BlockArrays: the fields of their blocks, each an array of its own.
 
-The layouts are those of ggml (ggml-common.h); what fields mean is told in `pallas_kernels.types.BlockArray`.
+The layouts are those of ggml (ggml-common.h); what fields mean is told in `jaxserve.pallas_kernels.types.BlockArray`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from checkpoints.formats.gguf_blocks import six_bits
-from checkpoints.quantized import StoredRows
-from pallas_kernels.types import BLOCK_KINDS, BlockArray
+from jaxserve.checkpoints.formats.gguf_blocks import six_bits
+from jaxserve.checkpoints.quantized import StoredRows
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray
 
 # Of each kind the bytes of a block that hold factors, integer scales, high bits and low bits.
 _FIELDS: dict[str, tuple[slice, slice, slice, slice]] = {

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import (
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import (
     FLOATS,
     Tensors,
     fetch,
@@ -29,8 +29,8 @@ from checkpoints.formats.packing import (
     unpack,
     words,
 )
-from checkpoints.int4 import signed_bytes
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.int4 import signed_bytes
+from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("gptq",)
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import EXPONENTS, Tensors, exponents_of, fetch, find, method
-from checkpoints.int4 import FLOAT4, PackedInt4
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import EXPONENTS, Tensors, exponents_of, fetch, find, method
+from jaxserve.checkpoints.int4 import FLOAT4, PackedInt4
+from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("mxfp4",)
 GROUP = 32

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats.packing import Tensors, fetch, groups, method, quant_config
-from checkpoints.int4 import FLOAT4, PackedInt4
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.packing import Tensors, fetch, groups, method, quant_config
+from jaxserve.checkpoints.int4 import FLOAT4, PackedInt4
+from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("modelopt", "modelopt_fp4")
 GROUP = 16

@@ -8,9 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.int4 import INT4, halves
-from checkpoints.safetensors import TensorInfo
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.int4 import INT4, halves
+from jaxserve.checkpoints.safetensors import TensorInfo
 
 FLOATS = ("float16", "bfloat16", "float32")
 EXPONENTS = ("float8_e8m0fnu", "uint8")  # powers of two

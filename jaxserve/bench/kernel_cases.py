@@ -20,9 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.bench.timing import Work
-from pallas_kernels import kv_write
-from pallas_kernels.registry import AttentionProblem, MatmulProblem
-from pallas_kernels.types import KVPages, QuantArray
+from jaxserve.pallas_kernels import kv_write
+from jaxserve.pallas_kernels.registry import AttentionProblem, MatmulProblem
+from jaxserve.pallas_kernels.types import KVPages, QuantArray
 
 DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int4": np.dtype(ml_dtypes.int4)}
 CHECKED = 16  # pairs of a token and a head, or of a row and an output, that are computed in float64

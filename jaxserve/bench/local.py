@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.types import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.engine import Engine
+    from jaxserve.engine.engine import Engine
     from jaxserve.llm import LLM
 
 

@@ -222,3 +222,31 @@ def take_token_ids(value: Any) -> tuple[int, ...]:
     if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
         raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r:.80}")
     return ids
+
+
+def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
+    """KV heads as laid out over the mesh: each is repeated when there are more devices than heads.
+
+    Raises ConfigError when the heads, the MLP or the vocabulary cannot be split evenly.
+    """
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, tensor_parallel_size
+    problems = []
+    if size <= kv_heads:
+        if kv_heads % size:
+            problems.append(f"{kv_heads} key-value heads")
+    elif size % kv_heads or heads % size:
+        problems.append(f"{heads} query heads over {kv_heads} key-value heads")
+    if config.intermediate_size % size:
+        problems.append(f"an MLP width of {config.intermediate_size}")
+    if problems:
+        allowed = [n for n in range(1, heads + 1) if _splits(config, n)]
+        raise ConfigError(
+            f"tensor_parallel_size {size} does not divide {' and '.join(problems)}; this model allows {allowed}"
+        )
+    return max(kv_heads, size)
+
+
+def _splits(config: ModelConfig, size: int) -> bool:
+    kv = config.num_kv_heads
+    heads_fit = kv % size == 0 if size <= kv else (size % kv == 0 and config.num_heads % size == 0)
+    return heads_fit and config.intermediate_size % size == 0

@@ -1,8 +1,7 @@
 """The one decoder: embeddings, layers of attention and MLP, final norm, output head.
 
-A step's attention is an argument (`AttentionFn`), so that the model knows neither pages nor kernels: `jaxserve.steps`
-closes it over the KV cache and the batch's block tables.
-"""
+A step's attention is an argument (`AttentionFn`), so that the model knows neither pages nor kernels:
+`jaxserve.execution.steps` closes it over the KV cache and the batch's block tables."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ import jax.numpy as jnp
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm, Scale, reader
 from jaxserve.models.rope import rope_angles
-from pallas_kernels.ops import Ops
-from pallas_kernels.parts import Heads, Parts, value_of
-from pallas_kernels.types import QuantRows
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import Heads, Parts, value_of
+from jaxserve.pallas_kernels.types import QuantRows
 
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines, see `rope.rope_angles`
 

@@ -10,15 +10,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops import Ops
-from pallas_kernels.parts import Parts, Row
-from pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import Parts, Row
+from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
 
 
 def weight(
     module: nn.Module, name: str, init: Callable, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """Declares a parameter with its logical axes (`jaxserve.mesh.RULES`) and returns its value.
+    """Declares a parameter with its logical axes (`jaxserve.devices.mesh.RULES`) and returns its value.
 
     A quantized one, or one in panels, stands in the place of a matrix that is declared like any other, and a Row in
     that of a vector.

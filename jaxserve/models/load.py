@@ -17,20 +17,19 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding
 
-from checkpoints import orbax
-from checkpoints.formats import QuantReader, find_format
-from checkpoints.formats.beside import with_settings
-from checkpoints.gguf_model import open_gguf
-from checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
-from checkpoints.load import Piece, load_weights, read_weight
-from checkpoints.mistral_native import PARAMS, is_native, open_native, read_params
-from checkpoints.quantized import StoredRows
-from checkpoints.quantized import dequantize as in_floats
-from checkpoints.safetensors import TensorInfo, read_folder
+from jaxserve.checkpoints import orbax
+from jaxserve.checkpoints.formats import QuantReader, find_format
+from jaxserve.checkpoints.formats.beside import with_settings
+from jaxserve.checkpoints.gguf_model import open_gguf
+from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
+from jaxserve.checkpoints.load import Piece, load_weights, read_weight
+from jaxserve.checkpoints.mistral_native import PARAMS, is_native, open_native, read_params
+from jaxserve.checkpoints.quantized import StoredRows
+from jaxserve.checkpoints.quantized import dequantize as in_floats
+from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.kv_cache import has_scale, stored_head_dim
-from jaxserve.mesh import embed_sharded, matmul_sharded, padded_vocab, quant_matmul_sharded, sharded_kv_heads
-from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
+from jaxserve.devices.mesh import embed_sharded, matmul_sharded, padded_vocab, quant_matmul_sharded
+from jaxserve.models.config import HFConfig, ModelConfig, sharded_kv_heads, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.panels import Packing, is_matrix
@@ -47,10 +46,18 @@ from jaxserve.models.quantized import (
     splits_evenly,
 )
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
-from pallas_kernels import cpu_panels
-from pallas_kernels.ops import checked, checked_draw, checked_fused, checked_matmul, choose_ops, matmul_of, quant_matmul
-from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
-from pallas_kernels.types import BLOCK_KINDS, BlockArray, QuantArray
+from jaxserve.pallas_kernels import cpu_panels
+from jaxserve.pallas_kernels.ops import (
+    checked,
+    checked_draw,
+    checked_fused,
+    checked_matmul,
+    choose_ops,
+    matmul_of,
+    quant_matmul,
+)
+from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, QuantArray, has_scale, stored_head_dim
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpoints.load import Piece
-from checkpoints.quantized import StoredRows
-from checkpoints.safetensors import TensorInfo
+from jaxserve.checkpoints.load import Piece
+from jaxserve.checkpoints.quantized import StoredRows
+from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.config import EngineConfig
-from pallas_kernels import cpu_panels
-from pallas_kernels.types import PanelArray, QuantArray
+from jaxserve.pallas_kernels import cpu_panels
+from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 SHORT = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 SMALLEST_GROUP = 64  # of other formats than GGUF's: a group has 8 bytes of scale and shift

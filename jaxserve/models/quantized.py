@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from checkpoints.formats.gguf_fields import block_array
-from checkpoints.int4 import PackedInt4
-from checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
-from checkpoints.quantized import StoredRows, refine, with_bytes
-from jaxserve.mesh import quant_block, quant_specs
-from pallas_kernels import cpu
-from pallas_kernels.int4 import int4_of_bytes
-from pallas_kernels.quant_matmul import fragments, w8a8
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import BlockArray, PanelArray, QuantArray
+from jaxserve.checkpoints.formats.gguf_fields import block_array
+from jaxserve.checkpoints.int4 import PackedInt4
+from jaxserve.checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
+from jaxserve.checkpoints.quantized import StoredRows, refine, with_bytes
+from jaxserve.devices.mesh import quant_block, quant_specs
+from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.int4 import int4_of_bytes
+from jaxserve.pallas_kernels.quant_matmul import fragments, w8a8
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 log = logging.getLogger(__name__)
 

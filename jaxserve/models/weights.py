@@ -16,13 +16,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from checkpoints.load import Piece
-from jaxserve.mesh import sharding
+from jaxserve.checkpoints.load import Piece
+from jaxserve.devices.mesh import sharding
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.quantized import quantized_abstract, random_weight
-from pallas_kernels.ops import Ops
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.types import QuantArray
 
 # Role -> name in the checkpoint; "{i}" is the layer. Roles: embed, norm, head, attention_norm, mlp_norm, q, k, v, o,
 # q_norm, k_norm, gate, up, down; biases add ".bias", weights have ".weight".

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cpu, cpu_build, kv_write
-from pallas_kernels.cpu_build import ATTENTION
-from pallas_kernels.paged_attention import reference
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels import cpu, cpu_build, kv_write
+from jaxserve.pallas_kernels.cpu_build import ATTENTION
+from jaxserve.pallas_kernels.paged_attention import reference
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import KVPages
 
 FLOATS = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 CODES = tuple(map(np.dtype, (jnp.int8, jnp.float8_e4m3fn)))  # which have scales

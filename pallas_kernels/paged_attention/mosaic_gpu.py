@@ -33,15 +33,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuning
-from pallas_kernels.paged_attention import mosaic_gpu_decode
-from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
-from pallas_kernels.paged_attention.mosaic_gpu_kernel import LOG2E, launch
-from pallas_kernels.paged_attention.mosaic_gpu_prompt import prompts
-from pallas_kernels.paged_attention.reference import MASKED
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import FIRST, LAST, MIN_BLOCKS, DecodeItems, decode_items
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu_decode
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_kernel import LOG2E, launch
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt import prompts
+from jaxserve.pallas_kernels.paged_attention.reference import MASKED
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.work_lists import FIRST, LAST, MIN_BLOCKS, DecodeItems, decode_items
 
 PARALLEL = 4 * 132  # programs of decode where few rows are to fill the device: four for each multiprocessor of an H200
 MOST_PROGRAMS = 2048  # of decode, for the sake of a long row among short ones

@@ -54,10 +54,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu_decode_kernel import LOG2E, kernel
-from pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
-from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import MIN_BLOCKS, decode_items, equal_spans
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_kernel import LOG2E, kernel
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
+from jaxserve.pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.work_lists import MIN_BLOCKS, decode_items, equal_spans
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 MOST_PARTS = 32  # of a row: one program merges them

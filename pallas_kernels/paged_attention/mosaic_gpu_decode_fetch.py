@@ -9,10 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper_rules
-from pallas_kernels.hopper_rules import Span
-from pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
-from pallas_kernels.work_lists import BEGIN, FIRST, LAST, LENGTH, PARTS, ROW
+from jaxserve.pallas_kernels import hopper_rules
+from jaxserve.pallas_kernels.hopper_rules import Span
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
+from jaxserve.pallas_kernels.work_lists import BEGIN, FIRST, LAST, LENGTH, PARTS, ROW
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of arrays [columns]: what each warp has a copy of
 

@@ -15,11 +15,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels import hopper_rules
-from pallas_kernels.hopper_rules import Span
-from pallas_kernels.paged_attention.mosaic_gpu_decode_fetch import COLUMN, Arrays, Work, fetch, queries_of, work_of
-from pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
-from pallas_kernels.paged_attention.reference import MASKED
+from jaxserve.pallas_kernels import hopper_rules
+from jaxserve.pallas_kernels.hopper_rules import Span
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_fetch import (
+    COLUMN,
+    Arrays,
+    Work,
+    fetch,
+    queries_of,
+    work_of,
+)
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
+from jaxserve.pallas_kernels.paged_attention.reference import MASKED
 
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pallas_kernels.paged_attention.mosaic_gpu_items import HALF_SHARED_MEMORY, SHARED_MEMORY
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_items import HALF_SHARED_MEMORY, SHARED_MEMORY
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper_rules
-from pallas_kernels.hopper_rules import Span
-from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
-from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile
-from pallas_kernels.work_lists import FIRST, LAST, LENGTH, ROW
+from jaxserve.pallas_kernels import hopper_rules
+from jaxserve.pallas_kernels.hopper_rules import Span
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile
+from jaxserve.pallas_kernels.work_lists import FIRST, LAST, LENGTH, ROW
 
 
 def code_width(tile: PromptTile | Tile) -> int:

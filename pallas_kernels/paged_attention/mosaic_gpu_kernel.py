@@ -19,13 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper_rules
-from pallas_kernels.hopper_rules import Span
-from pallas_kernels.paged_attention.mosaic_gpu_fetch import clear_values, drain, fetch, pieces_of, widen
-from pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
-from pallas_kernels.paged_attention.reference import MASKED
-from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import FIRST, LAST, LENGTH, POSITION, ROW
+from jaxserve.pallas_kernels import hopper_rules
+from jaxserve.pallas_kernels.hopper_rules import Span
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_fetch import clear_values, drain, fetch, pieces_of, widen
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
+from jaxserve.pallas_kernels.paged_attention.reference import MASKED
+from jaxserve.pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.work_lists import FIRST, LAST, LENGTH, POSITION, ROW
 
 LOG2E = math.log2(math.e)
 

@@ -42,12 +42,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuning
-from pallas_kernels.paged_attention.mosaic_gpu_prompt_kernel import LOG2E, launch
-from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile, heads_of_tile, tokens_of_tile
-from pallas_kernels.paged_attention.reference import MASKED
-from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import FIRST, LAST, TOKEN, Tiles, prompt_items
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_kernel import LOG2E, launch
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile, heads_of_tile, tokens_of_tile
+from jaxserve.pallas_kernels.paged_attention.reference import MASKED
+from jaxserve.pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.work_lists import FIRST, LAST, TOKEN, Tiles, prompt_items
 
 PROGRAMS = 1088  # that parts of rows may take, eight for each of 132 multiprocessors and a few more
 MOST_PARTS = 34  # an even number: eight tokens may lie in two tiles, and 17 parts of 8 KV heads fill the device

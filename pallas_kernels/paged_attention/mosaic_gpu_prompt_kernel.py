@@ -12,22 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper_rules
-from pallas_kernels.hopper_rules import Span
-from pallas_kernels.paged_attention.mosaic_gpu_fetch import code_width, fetch, fetch_codes
-from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import LANES, WARPGROUPS, PromptTile
-from pallas_kernels.paged_attention.reference import MASKED
-from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import (
-    FIRST,
-    FULL_FIRST,
-    FULL_LAST,
-    LAST,
-    LENGTH,
-    POSITION,
-    SLOT,
-    TOKEN,
-)
+from jaxserve.pallas_kernels import hopper_rules
+from jaxserve.pallas_kernels.hopper_rules import Span
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_fetch import code_width, fetch, fetch_codes
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import LANES, WARPGROUPS, PromptTile
+from jaxserve.pallas_kernels.paged_attention.reference import MASKED
+from jaxserve.pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.work_lists import FIRST, FULL_FIRST, FULL_LAST, LAST, LENGTH, POSITION, SLOT, TOKEN
 
 LOG2E = math.log2(math.e)
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import KVPages
 
 ROWS = 8  # decode rows per block
 TILE = 64  # query tokens per tile of a prompt

@@ -32,9 +32,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_write_tpu import new_tokens, write_kv, write_vmem_bytes
-from pallas_kernels.paged_attention.tpu_kernel import kernel
-from pallas_kernels.paged_attention.tpu_plan import (
+from jaxserve.pallas_kernels.kv_write_tpu import new_tokens, write_kv, write_vmem_bytes
+from jaxserve.pallas_kernels.paged_attention.tpu_kernel import kernel
+from jaxserve.pallas_kernels.paged_attention.tpu_plan import (
     BLOCK,
     LANES,
     OTHER_VMEM_BYTES,
@@ -44,8 +44,8 @@ from pallas_kernels.paged_attention.tpu_plan import (
     Scratch,
     make_plan,
 )
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import KVPages
 
 __all__ = ["paged_attention", "why_not", "write_and_attend", "write_kv"]
 

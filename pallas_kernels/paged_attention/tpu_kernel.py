@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.paged_attention import tpu_write
-from pallas_kernels.paged_attention.tpu_plan import LANES, TABLE_CHUNK, TABLES, Plan, Refs, Scalars, Scratch
-from pallas_kernels.tpu_dma import aligned, copy
+from jaxserve.pallas_kernels.paged_attention import tpu_write
+from jaxserve.pallas_kernels.paged_attention.tpu_plan import LANES, TABLE_CHUNK, TABLES, Plan, Refs, Scalars, Scratch
+from jaxserve.pallas_kernels.tpu_dma import aligned, copy
 
 MASKED = -1e30  # a score that is not seen
 UNSEEN = -1e20  # largest score of a token that has seen nothing; exp(MASKED - UNSEEN) is 0

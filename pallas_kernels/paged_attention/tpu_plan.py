@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import tuning
-from pallas_kernels.registry import AttentionProblem
-from pallas_kernels.tpu_dma import LANES, SMEM_BYTES, SMEM_RESERVED, smem_bytes
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.registry import AttentionProblem
+from jaxserve.pallas_kernels.tpu_dma import LANES, SMEM_BYTES, SMEM_RESERVED, smem_bytes
 
 TILE = 128  # most query tokens in a tile of a prompt
 TILE_ELEMENTS = 4096 * LANES  # most float32 elements of a tile's result, all heads

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.paged_attention.tpu_plan import TABLES, Plan, Refs, Scalars, Scratch
-from pallas_kernels.tpu_dma import TILE_BYTES, aligned, copy, word_rows
+from jaxserve.pallas_kernels.paged_attention.tpu_plan import TABLES, Plan, Refs, Scalars, Scratch
+from jaxserve.pallas_kernels.tpu_dma import TILE_BYTES, aligned, copy, word_rows
 
 
 def put(plan: Plan, refs: Refs, scratch: Scratch, position: Any, block: Any, slot: Any) -> None:

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_compat, tuning
-from pallas_kernels.kv_write_triton import QUANTIZED, write_kv
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.triton_compat import pad
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels import triton_compat, tuning
+from jaxserve.pallas_kernels.kv_write_triton import QUANTIZED, write_kv
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.triton_compat import pad
+from jaxserve.pallas_kernels.types import KVPages
 
 __all__ = ["paged_attention", "why_not", "write_kv"]
 

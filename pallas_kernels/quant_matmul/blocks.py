@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.types import BLOCK_KINDS, BlockArray
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray
 
 LOW_MASK = {name: 3 if name in ("Q2_K", "Q3_K") else 15 for name in BLOCK_KINDS}
 HIGH_MASK = {name: 3 if name == "Q6_K" else 1 for name in BLOCK_KINDS}

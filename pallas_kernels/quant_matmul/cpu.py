@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cpu, cpu_build
-from pallas_kernels.quant_matmul import reference
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels import cpu, cpu_build
+from jaxserve.pallas_kernels.quant_matmul import reference
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.types import QuantArray
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:

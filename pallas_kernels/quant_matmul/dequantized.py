@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from jax import lax
 
-from pallas_kernels import triton_compat
-from pallas_kernels.quant_matmul import fragments
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.quant_matmul import fragments
+from jaxserve.pallas_kernels.types import QuantArray
 
 FP8_SHIFT = 256.0  # of float8 codes that are moved into the bits of a float16, see `fp8_bits`
 MOST_BYTES = 1 << 30  # of a buffer

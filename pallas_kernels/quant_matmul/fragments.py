@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.registry import Device, MatmulProblem, load
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem, load
+from jaxserve.pallas_kernels.types import QuantArray
 
 CHUNK_BITS = 512
 WORDS = 16  # of 32 bits in a chunk

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.quant_matmul.fragments import WORDS, parts
+from jaxserve.pallas_kernels.quant_matmul.fragments import WORDS, parts
 
 AND_XOR, AND_OR = "0x6A", "0xEA"  # of lop3: (a & b) ^ c, (a & b) | c
 

@@ -35,18 +35,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper_rules, tuning
-from pallas_kernels.hopper_rules import Span
-from pallas_kernels.quant_matmul import fragments
-from pallas_kernels.quant_matmul.mosaic_fragments import load_operand
-from pallas_kernels.quant_matmul.reference import expand, per_row
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import QuantArray
-from pallas_kernels.work_lists import expert_tiles
+from jaxserve.pallas_kernels import hopper_rules, tuning
+from jaxserve.pallas_kernels.hopper_rules import Span
+from jaxserve.pallas_kernels.quant_matmul import fragments
+from jaxserve.pallas_kernels.quant_matmul.mosaic_fragments import load_operand
+from jaxserve.pallas_kernels.quant_matmul.reference import expand, per_row
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.work_lists import expert_tiles
 
 dequantized: Any
 try:  # it needs Triton
-    from pallas_kernels.quant_matmul import dequantized
+    from jaxserve.pallas_kernels.quant_matmul import dequantized
 except ImportError:
     dequantized = None
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quant_matmul import blocks
-from pallas_kernels.quant_matmul.fragments import in_order
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import BlockArray, QuantArray
+from jaxserve.pallas_kernels.quant_matmul import blocks
+from jaxserve.pallas_kernels.quant_matmul.fragments import in_order
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 
 BLOCK_BYTES = 16 << 20  # of dequantized rows at a time, in float32
 

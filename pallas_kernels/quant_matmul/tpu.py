@@ -31,11 +31,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.quant_matmul.tpu_codes import numbers
-from pallas_kernels.quant_matmul.tpu_plan import FEW_TOKENS, LANES, TOKENS, Plan, make_plan
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.tpu_dma import aligned, block
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.quant_matmul.tpu_codes import numbers
+from jaxserve.pallas_kernels.quant_matmul.tpu_plan import FEW_TOKENS, LANES, TOKENS, Plan, make_plan
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.tpu_dma import aligned, block
+from jaxserve.pallas_kernels.types import QuantArray
 
 OUTS_STEP = 256  # of a tile that are multiplied at a time, which bounds the size of the program
 VMEM_LIMIT = 48 << 20

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import tuning
-from pallas_kernels.quant_matmul.tpu_codes import factor
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.quant_matmul.tpu_codes import factor
+from jaxserve.pallas_kernels.types import QuantArray
 
 LANES = 128
 FEW_TOKENS = 64  # up to here the weights' traffic is the bound

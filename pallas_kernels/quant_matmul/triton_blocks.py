@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_compat
-from pallas_kernels.quant_matmul.blocks import GROUPS, HIGH_MASK, HIGH_UP, LOW_MASK
-from pallas_kernels.registry import MatmulProblem
-from pallas_kernels.triton_compat import pad
-from pallas_kernels.types import BLOCK_KINDS, BlockArray
+from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.quant_matmul.blocks import GROUPS, HIGH_MASK, HIGH_UP, LOW_MASK
+from jaxserve.pallas_kernels.registry import MatmulProblem
+from jaxserve.pallas_kernels.triton_compat import pad
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray
 
 PTX = True  # inline; Triton's interpreter has none
 NAMES = tuple(BLOCK_KINDS)  # a kernel is told a kind by its place

@@ -30,13 +30,13 @@ import triton
 import triton.language as tl
 from jax import lax
 
-from pallas_kernels import triton_compat, tuning
-from pallas_kernels.quant_matmul import dequantized, triton_blocks
-from pallas_kernels.quant_matmul.dequantized import FP8_SHIFT, fp8_bits
-from pallas_kernels.quant_matmul.triton_fp4 import E8M0, SCALES, fp4_scales, fp4_weights
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.triton_compat import Target, pad
-from pallas_kernels.types import BlockArray, QuantArray
+from jaxserve.pallas_kernels import triton_compat, tuning
+from jaxserve.pallas_kernels.quant_matmul import dequantized, triton_blocks
+from jaxserve.pallas_kernels.quant_matmul.dequantized import FP8_SHIFT, fp8_bits
+from jaxserve.pallas_kernels.quant_matmul.triton_fp4 import E8M0, SCALES, fp4_scales, fp4_weights
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.triton_compat import Target, pad
+from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 
 FLOATS = ("bfloat16", "float16", "float32")
 FLOAT4 = "float4_e2m1fn"

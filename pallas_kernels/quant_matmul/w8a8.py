@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quant_matmul import reference
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import Activations, QuantArray, QuantRows
+from jaxserve.pallas_kernels.quant_matmul import reference
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.types import Activations, QuantArray, QuantRows
 
 TOPS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest code
 TINY = 1e-30  # a token (or group) whose largest magnitude is smaller counts as zeros
@@ -126,7 +126,7 @@ def dequantize(rows: QuantRows) -> jax.Array:
 def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
     """Rounded inputs [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out]."""
     if w.activations is not None and w.activations.group is not None:
-        from pallas_kernels.quant_matmul import w8a8_triton
+        from jaxserve.pallas_kernels.quant_matmul import w8a8_triton
 
         return w8a8_triton.quant_matmul(rows, w)
     exact = jnp.int32 if rows.codes.dtype == jnp.int8 else jnp.float32
@@ -137,7 +137,7 @@ def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
 
 def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
     """The same as `parts.Parts.sums`, on GPUs: float32 of each split of the inputs, or one in the dtype of x."""
-    from pallas_kernels.quant_matmul import w8a8_triton
+    from jaxserve.pallas_kernels.quant_matmul import w8a8_triton
 
     return w8a8_triton.quant_matmul_parts(rows, w)
 

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_compat
-from pallas_kernels.triton_compat import Target, pad
-from pallas_kernels.types import QuantArray, QuantRows
+from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.triton_compat import Target, pad
+from jaxserve.pallas_kernels.types import QuantArray, QuantRows
 
 STEP = 128  # inputs that the matrix unit adds up at a time, where no block says otherwise
 

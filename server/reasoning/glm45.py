@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from server.reasoning import OPENING
-from server.reasoning.qwen3 import splitter
+from jaxserve.server.reasoning import OPENING
+from jaxserve.server.reasoning.qwen3 import splitter
 
 __all__ = ["matches", "splitter"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.reasoning import CLOSING, OPENING, Splitter
+from jaxserve.server.reasoning import CLOSING, OPENING, Splitter
 
 
 class GraniteSplitter(Splitter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.reasoning import Splitter, ends_inside
+from jaxserve.server.reasoning import Splitter, ends_inside
 
 OPENING, CLOSING = "[THINK]", "[/THINK]"
 keeps_special_tokens = True

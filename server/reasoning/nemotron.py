@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.reasoning.qwen3 import splitter
+from jaxserve.server.reasoning.qwen3 import splitter
 
 __all__ = ["matches", "splitter"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.reasoning import CLOSING, OPENING, Splitter, ends_inside
+from jaxserve.server.reasoning import CLOSING, OPENING, Splitter, ends_inside
 
 
 def matches(template: str) -> bool:

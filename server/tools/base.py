@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from server.tools.json_scan import CallScanner, ValueScanner
+from jaxserve.server.tools.json_scan import CallScanner, ValueScanner
 
 
 class CallDelta(msgspec.Struct, kw_only=True):

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.limits import MAX_TOOLS
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.json_scan import ValueScanner
 from jaxserve.types import InvalidRequestError
-from server.tools.base import ToolParser
-from server.tools.json_scan import ValueScanner
 
 FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 _NAME = re.compile(FUNCTION_NAME)
@@ -120,8 +120,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
 
 
 def forced_parser(tools: Mapping[str, Mapping[str, Any]], mode: Mode) -> ToolParser:
-    """A parser of what `server.forms` has a model write: the arguments of the only function where that is named, else
-    a list of {"name", "parameters"}."""
+    """A parser of what `jaxserve.server.chat.forms` has a model write: the arguments of the only function where that is
+    named, else a list of {"name", "parameters"}."""
     return NamedCallParser(tools, next(iter(tools))) if mode == "named" else CallListParser(tools)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from server.tools.base import ToolParser
-from server.tools.syntax import Called, Syntax, call_object, one_or_more
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
 
 
 def list_syntax(functions: Sequence[Called], many: bool, opening: str, bracket: str = '"["') -> Syntax:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.syntax import Called, quoted
 from jaxserve.types import Grammar
-from server.tools.base import ToolParser
-from server.tools.syntax import Called, quoted
 
 
 class KeyedParser(ToolParser):

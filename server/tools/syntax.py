@@ -1,6 +1,6 @@
 """How formats write calls, as rules of a Lark grammar, for outputs that have to hold to a form.
 
-A module of `server.tools.parsers` may define `syntax(functions, many)`, which gives a Syntax.
+A module of `jaxserve.server.tools.parsers` may define `syntax(functions, many)`, which gives a Syntax.
 """
 
 from __future__ import annotations

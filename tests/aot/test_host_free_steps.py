@@ -12,9 +12,9 @@ import jax
 import pytest
 from test_steps import make_runner
 
-from jaxserve.programs import LENGTHS, StepProgram
-from jaxserve.sampling import Sampler
-from jaxserve.steps import StepShape
+from jaxserve.execution.programs import LENGTHS, StepProgram
+from jaxserve.execution.steps import StepShape
+from jaxserve.scheduling.sampler import Sampler
 
 ROWS, VOCAB = 64, 128256
 KINDS = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}

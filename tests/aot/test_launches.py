@@ -10,9 +10,9 @@ import pytest
 from launches import Count, count, describe
 from test_steps import make_runner
 
-from jaxserve.programs import StepProgram
-from jaxserve.sampling import Sampler
-from jaxserve.steps import StepShape
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.steps import StepShape
+from jaxserve.scheduling.sampler import Sampler
 
 SHAPES = {
     "decode": StepShape.of(64, 64, 16, decode_only=True),

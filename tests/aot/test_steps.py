@@ -15,18 +15,18 @@ import pytest
 from devices import devices_of
 from flax.traverse_util import unflatten_dict
 
-from jaxserve.batch import step_shapes
-from jaxserve.cost import StepCost
-from jaxserve.kv_cache import CacheLayout
-from jaxserve.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.kv_cache import CacheLayout
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.step_buffer import step_shapes
+from jaxserve.execution.steps import StepShape
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder
 from jaxserve.models.quantized import arranged, is_quantizable, quantized_abstract
 from jaxserve.models.weights import abstract_params
-from jaxserve.runner import ModelRunner
-from jaxserve.steps import StepShape
-from pallas_kernels.types import BLOCK_KINDS, BlockArray, QuantArray
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, QuantArray
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -207,7 +207,9 @@ def test_steps_of_llama_8b(target, backend, page_size, scheme, layers, tmp_path)
 def test_layers_are_dequantized_one_by_one(backend, tmp_path, monkeypatch):
     """Steps of many tokens need the memory of the largest weight's copy, not of several at a time, and no more than
     what a memory plan reads from the compiled program."""
-    dequantized = pytest.importorskip("pallas_kernels.quant_matmul.dequantized", reason="Triton is not installed")
+    dequantized = pytest.importorskip(
+        "jaxserve.pallas_kernels.quant_matmul.dequantized", reason="Triton is not installed"
+    )
     with_copies, params = temporaries_of_prompts(tmp_path, backend)
     monkeypatch.setattr(dequantized, "pays", lambda *_: False)
     jax.clear_caches()

@@ -8,10 +8,10 @@ import jax
 import pytest
 from test_steps import make_runner
 
-from jaxserve.programs import StepProgram
-from jaxserve.sampling import Sampler
-from jaxserve.steps import StepShape
-from jaxserve.targets import GPUS
+from jaxserve.devices.targets import GPUS
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.steps import StepShape
+from jaxserve.scheduling.sampler import Sampler
 
 STEPS = StepShape.of(64, 64, 16, decode_only=True), StepShape.of(1152, 64, 16, decode_only=False)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from test_steps import cache_copies, make_runner
 
-from jaxserve.programs import LENGTHS, StepProgram
-from jaxserve.sampling import Sampler
-from jaxserve.steps import StepShape
+from jaxserve.execution.programs import LENGTHS, StepProgram
+from jaxserve.execution.steps import StepShape
+from jaxserve.scheduling.sampler import Sampler
 
 LAYERS, CONTEXT, SLOTS, PAGE = 2, 131_072, 2048, 128
 

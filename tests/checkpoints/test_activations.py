@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from quantized_files import GOLDENS, WEIGHT, load, save
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats import find_format
-from checkpoints.formats.activations import of_compressed, of_fp8
-from checkpoints.quantized import common_form
-from pallas_kernels.types import Activations
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats import find_format
+from jaxserve.checkpoints.formats.activations import of_compressed, of_fp8
+from jaxserve.checkpoints.quantized import common_form
+from jaxserve.pallas_kernels.types import Activations
 
 FP8 = "float8_e4m3fn"
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

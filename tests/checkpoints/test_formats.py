@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from quantized_files import CASES, EXL2, FP8, GOLDENS, INT8, WEIGHT, as_bytes, exl2, load, read, save
 
-from checkpoints.formats import find_format
-from checkpoints.formats.packing import unpack
-from checkpoints.quantized import INT4, dequantize
+from jaxserve.checkpoints.formats import find_format
+from jaxserve.checkpoints.formats.packing import unpack
+from jaxserve.checkpoints.quantized import INT4, dequantize
 
 
 @pytest.fixture

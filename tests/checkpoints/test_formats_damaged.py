@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantized_files import CASES, EXL2, WEIGHT, as_bytes, exl2, load, read, save
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats import find_format
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats import find_format
 
 
 @pytest.fixture

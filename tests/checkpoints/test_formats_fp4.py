@@ -6,13 +6,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from quantized_files import WEIGHT, read
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats import mxfp4
-from checkpoints.int4 import FLOAT4, PackedInt4
-from checkpoints.quantized import common_form, dequantize, refine, with_bytes
-from jaxserve.mesh import make_mesh
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats import mxfp4
+from jaxserve.checkpoints.int4 import FLOAT4, PackedInt4
+from jaxserve.checkpoints.quantized import common_form, dequantize, refine, with_bytes
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.quantized import _put
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.types import QuantArray
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 VALUES = np.concatenate([E2M1, -E2M1])  # OCP Microscaling Formats 1.0, table 4

@@ -11,12 +11,12 @@ from gguf_files import Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats import gguf_blocks
-from checkpoints.gguf import TYPES, read_gguf
-from checkpoints.gguf_model import GGUFTensor, open_gguf
-from checkpoints.quantized import dequantize
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats import gguf_blocks
+from jaxserve.checkpoints.gguf import TYPES, read_gguf
+from jaxserve.checkpoints.gguf_model import GGUFTensor, open_gguf
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.pallas_kernels.types import QuantArray
 
 BY_PACKAGE = [kind.name for kind in TYPES.values() if kind.name.startswith("IQ") and kind.name[:3] != "IQ4"]
 QUANTIZED = [kind.name for kind in TYPES.values() if kind.name not in (*gguf_blocks.FLOATS, *BY_PACKAGE)]

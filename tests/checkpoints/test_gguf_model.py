@@ -9,14 +9,14 @@ import pytest
 from gguf_files import Kind
 from tiny_models import CASES, IM_END
 
-from checkpoints.errors import CheckpointError
-from checkpoints.gguf import end_ids
-from checkpoints.gguf_model import open_gguf
-from checkpoints.quantized import dequantize
-from checkpoints.safetensors import read_folder
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.gguf import end_ids
+from jaxserve.checkpoints.gguf_model import open_gguf
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import find_family, read_model_config
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.types import QuantArray
 
 # What GGUF cannot say: dynamic scaling, YaRN's fine points, windows on some layers only.
 UNSAID = (

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from fake_hub import running_hub
 
-from checkpoints.errors import CheckpointError
-from checkpoints.hub import commit_of, local_folder, resolve_model, resolve_tokenizer, wanted_files
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.hub import commit_of, local_folder, resolve_model, resolve_tokenizer, wanted_files
 
 ROOT = Path(__file__).parents[2]
 REPO = "org/tiny"
 PROGRAM = """
 import json, sys
-from checkpoints.hub import resolve_model, commit_of
-from checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.hub import resolve_model, commit_of
+from jaxserve.checkpoints.errors import CheckpointError
 for options in json.loads(sys.argv[1]):
     try:
         folder = resolve_model(**options)

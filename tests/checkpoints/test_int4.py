@@ -9,19 +9,19 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from quantized_files import WEIGHT, load, read
 
-from checkpoints.formats.gguf_blocks import decode
-from checkpoints.gguf import TYPES, _Header
-from checkpoints.gguf_model import open_gguf
-from checkpoints.int4 import INT4, PackedInt4, signed_bytes
-from checkpoints.quantized import dequantize
+from jaxserve.checkpoints.formats.gguf_blocks import decode
+from jaxserve.checkpoints.gguf import TYPES, _Header
+from jaxserve.checkpoints.gguf_model import open_gguf
+from jaxserve.checkpoints.int4 import INT4, PackedInt4, signed_bytes
+from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
-from jaxserve.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.engine.engine import Engine
 from jaxserve.models.quantized import place
-from jaxserve.tokenizer import load_tokenizer
-from pallas_kernels import cpu
-from pallas_kernels.int4 import int4_of_bytes
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.int4 import int4_of_bytes
+from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.text.tokenizer import load_tokenizer
 
 
 def random_weight(out=16, inputs=256, seed=0):

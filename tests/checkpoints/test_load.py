@@ -15,9 +15,9 @@ import tiny_models
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
-from checkpoints.errors import CheckpointError
-from checkpoints.load import READ_BYTES
-from jaxserve.mesh import make_mesh
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.load import READ_BYTES
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.load import load_params, make_decoder, read_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -135,7 +135,7 @@ def test_weights_are_rounded_to_the_computation_s_dtype(model_folders, dtype):
 
 
 def test_large_tensors_are_read_in_parts(model_folders, monkeypatch):
-    monkeypatch.setattr("checkpoints.load.READ_BYTES", 1000)
+    monkeypatch.setattr("jaxserve.checkpoints.load.READ_BYTES", 1000)
     assert_same(load(model_folders("tp_gqa")), expected("tp_gqa", 1))
 
 
@@ -219,7 +219,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jaxserve.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.load import load_params, make_decoder, read_model
 
 def kilobytes(field):

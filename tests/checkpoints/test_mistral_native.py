@@ -11,11 +11,11 @@ import tiny_models
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
-from checkpoints.errors import CheckpointError
-from checkpoints.mistral_native import is_native, read_params
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.mistral_native import is_native, read_params
 from jaxserve.config import ConfigError
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.llm import LLM
-from jaxserve.mesh import make_mesh
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import load_params, make_decoder, read_model

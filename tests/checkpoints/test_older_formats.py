@@ -12,11 +12,11 @@ from flax.traverse_util import flatten_dict
 from quantized_files import FP8, WEIGHT, exl2, load, save
 from safetensors.numpy import save_file
 
-from checkpoints.errors import CheckpointError
-from checkpoints.formats import find_format
-from checkpoints.formats.beside import with_settings
-from checkpoints.quantized import INT4, dequantize
-from jaxserve.mesh import make_mesh
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats import find_format
+from jaxserve.checkpoints.formats.beside import with_settings
+from jaxserve.checkpoints.quantized import INT4, dequantize
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.load import Checkpoint, load_params, make_decoder, read_model
 
 ALIASES = {"group_size": "q_group_size", "bits": "w_bit"}

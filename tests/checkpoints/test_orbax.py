@@ -12,18 +12,18 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from unpacking import unpacked
 
-from checkpoints import orbax
-from checkpoints.errors import CheckpointError
-from checkpoints.quantize import Scheme, rtn
-from checkpoints.quantized import dequantize
-from checkpoints.safetensors import read_folder
-from jaxserve.cli import main
-from jaxserve.convert import take
-from jaxserve.mesh import make_mesh
+from jaxserve.checkpoints import orbax
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.quantize import Scheme, rtn
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.checkpoints.safetensors import read_folder
+from jaxserve.commands.cli import main
+from jaxserve.convert.convert import take
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.families.llama import NAMES
 from jaxserve.models.load import load_params, make_decoder, read_model
 from jaxserve.models.weights import abstract_params, weight_pieces
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.types import QuantArray
 
 
 def weights():

@@ -6,11 +6,11 @@ import pytest
 from goldens.record_compressed import GOLDENS, cases
 from unpacking import unpack
 
-from checkpoints.errors import CheckpointError
-from checkpoints.export import compress, quantization_config
-from checkpoints.quantize import Scheme, awq_scales, clipped, gptq, rtn
-from checkpoints.quantized import dequantize
-from pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.export import compress, quantization_config
+from jaxserve.checkpoints.quantize import Scheme, awq_scales, clipped, gptq, rtn
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.pallas_kernels.types import QuantArray
 
 SCHEMES = [
     Scheme("int8"),

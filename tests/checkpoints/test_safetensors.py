@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from checkpoints.errors import CheckpointError
-from checkpoints.safetensors import DTYPES, read_folder, read_header
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.safetensors import DTYPES, read_folder, read_header
 
 TINY = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.int8)}
 

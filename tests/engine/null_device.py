@@ -1,10 +1,9 @@
 """A device that keeps, in every place of every page, what was written there.
 
-It obeys the packed buffers of `jaxserve.batch` alone, as the compiled step does. It "computes" a token as a fingerprint
-of the whole prefix up to it, chained through the pages, and compares all that a row can see with what the row's own
-sequence should have written. Wrong sharing, a missing copy, a page reused too early, a stale block table or a wrong
-prefix hit all show at once.
-"""
+It obeys the packed buffers of `jaxserve.execution.step_buffer` alone, as the compiled step does. It "computes" a token
+as a fingerprint of the whole prefix up to it, chained through the pages, and compares all that a row can see with what
+the row's own sequence should have written. Wrong sharing, a missing copy, a page reused too early, a stale block table
+or a wrong prefix hit all show at once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,15 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.batch import Batch, pack, split
-from jaxserve.block_manager import BlockManager
-from jaxserve.cost import StepCost
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.sampling import SCORE_WORDS
+from jaxserve.execution.step_buffer import Batch, pack, split
+from jaxserve.execution.steps import StepShape
 from jaxserve.limits import MAX_LOGPROBS
-from jaxserve.running import Rows, Running
-from jaxserve.sampling import SCORE_WORDS
-from jaxserve.scheduler import StepPlan
-from jaxserve.sequence import Sequence, child_seed
-from jaxserve.steps import StepShape
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.running_table import Rows, Running
+from jaxserve.scheduling.scheduler import StepPlan
+from jaxserve.scheduling.sequence import Sequence, child_seed
 
 VOCAB = 6
 
@@ -78,7 +77,7 @@ class Ran:
 
 
 class Device:
-    """Pages, block tables and slots; the last slot is nobody's, as in `jaxserve.slots`."""
+    """Pages, block tables and slots; the last slot is nobody's, as in `jaxserve.execution.slots`."""
 
     def __init__(
         self,

@@ -7,18 +7,19 @@ from itertools import count
 
 from null_device import Device, Ran, each, fingerprint, next_token, root_state
 
-from jaxserve.beam import Beams
-from jaxserve.block_manager import BlockManager
-from jaxserve.scheduler import Scheduler, StepPlan
-from jaxserve.sequence import Sequence, Status, child_seed
-from jaxserve.stats import EngineStats
+from jaxserve.scheduling.beam import Beams
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.scheduler import Scheduler, StepPlan
+from jaxserve.scheduling.sequence import Sequence, Status, child_seed
+from jaxserve.scheduling.stats import EngineStats
 from jaxserve.types import Request, SamplingParams
 
 STEPS = (1, 3, 16)  # tokens that a row may draw in one call
 
 
 class Grammar:
-    """No token twice in a row, and an end where nothing can follow; stands in for `jaxserve.grammar.Matcher`."""
+    """No token twice in a row, and an end where nothing can follow; stands in for
+    `jaxserve.grammars.grammar.Matcher`."""
 
     error = None
 

@@ -6,15 +6,15 @@ import pytest
 from engines import make_engine
 from engines import request as engine_request
 
-from jaxserve.admission import Admission
-from jaxserve.beam import Beams
-from jaxserve.block_manager import BlockManager
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.scheduler import Scheduler
-from jaxserve.sequence import Sequence
-from jaxserve.structured import Structured
+from jaxserve.engine.admission import Admission
+from jaxserve.engine.constraints import Structured
+from jaxserve.scheduling.beam import Beams
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.server.ipc.messages import MAX_FRAME, Submit, decode_front_message, to_frame
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams
-from server.messages import MAX_FRAME, Submit, decode_front_message, to_frame
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import pytest
 from engines import generate, make_engine, request
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.batch import PADDING, split, step_shapes
 from jaxserve.config import EngineConfig
-from jaxserve.cost import CALL_SECONDS, FEW, StepCost, prefill_chunk
-from jaxserve.engine import Engine
-from jaxserve.mesh import make_mesh
-from jaxserve.running import Rows
-from jaxserve.targets import RATES, UNKNOWN_RATES, rates
-from pallas_kernels.types import QuantArray
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.devices.targets import RATES, UNKNOWN_RATES, rates
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.cost import CALL_SECONDS, FEW, StepCost, prefill_chunk
+from jaxserve.execution.step_buffer import PADDING, split, step_shapes
+from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.scheduling.running_table import Rows
 
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
 

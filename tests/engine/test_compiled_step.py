@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
-from jaxserve.steps import StepShape
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.types import KVPages
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.steps import StepShape
+from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.types import KVPages
 
 PAGES = 997  # collides with no other dimension
 BUCKETS = range(4)

@@ -12,9 +12,9 @@ from engines import bound, drain, make_engine, request, run_all
 from json_schemas import PERSON
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.grammar import Compiler, _build, read_vocabulary
+from jaxserve.grammars.grammar import Compiler, _build, read_vocabulary
 from jaxserve.limits import MAX_GRAMMAR
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import Grammar, InvalidRequestError, QueueFullError
 
 CASE = "llama3_gqa"  # two end-of-sequence ids
@@ -173,13 +173,13 @@ def build_slowly(monkeypatch, seconds):
         time.sleep(seconds)
         return _build(tokens, grammar)
 
-    monkeypatch.setattr("jaxserve.grammar._build", build)
+    monkeypatch.setattr("jaxserve.grammars.grammar._build", build)
     return begun
 
 
 def test_the_time_in_the_queue_does_not_count(engine, monkeypatch):
     """Twelve at 0.3 s on two threads: the last waits longer than a grammar may take."""
-    monkeypatch.setattr("jaxserve.grammar.COMPILE_SECONDS", 1.2)
+    monkeypatch.setattr("jaxserve.grammars.grammar.COMPILE_SECONDS", 1.2)
     build_slowly(monkeypatch, 0.3)
     results = run_all(engine, *(bound(f"q{i}", Grammar("regex", f"q{i}[a-z]")) for i in range(12)))
     assert [one.finish_reason for one in results.values()] == ["stop"] * 12
@@ -210,8 +210,8 @@ def test_the_queue_is_bounded_and_those_who_leave_make_room(engine, monkeypatch)
 
 
 def test_compiling_has_a_time_limit_and_holds_nobody_up(engine, monkeypatch):
-    monkeypatch.setattr("jaxserve.grammar.COMPILE_SECONDS", 0.3)
-    monkeypatch.setattr("jaxserve.grammar._build", lambda vocabulary, grammar: time.sleep(1.5))
+    monkeypatch.setattr("jaxserve.grammars.grammar.COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr("jaxserve.grammars.grammar._build", lambda vocabulary, grammar: time.sleep(1.5))
     engine.add_request(bound("slow", Grammar("regex", "slow")))
     engine.add_request(request("other", [5], max_tokens=4))
     start, ended = time.monotonic(), {}
@@ -230,7 +230,7 @@ def test_compiling_has_a_time_limit_and_holds_nobody_up(engine, monkeypatch):
 def test_the_vocabulary_has_the_bytes_of_the_tokenizer(model_folders, tmp_path, monkeypatch, kind):
     folder, tokenizer = model_folders(CASE), load_tokenizer(model_folders(CASE))
     if kind == "another kind":
-        monkeypatch.setattr("jaxserve.grammar.load_tokenizer", lambda *_, **__: tokenizer)
+        monkeypatch.setattr("jaxserve.grammars.grammar.load_tokenizer", lambda *_, **__: tokenizer)
         folder = tmp_path
     vocabulary = read_vocabulary(folder, 515, (2, 4))  # the model's own is padded
     assert (vocabulary.vocab_size, sorted(vocabulary.eos_tokens)) == (515, [2, 4])
@@ -244,7 +244,7 @@ def test_the_vocabulary_has_the_bytes_of_the_tokenizer(model_folders, tmp_path, 
 def test_marks_are_tokens_or_text(model_folders, tmp_path, monkeypatch, tokenizer, kind):
     folder = model_folders(CASE)
     if kind == "another kind":
-        monkeypatch.setattr("jaxserve.grammar.load_tokenizer", lambda *_, **__: tokenizer)
+        monkeypatch.setattr("jaxserve.grammars.grammar.load_tokenizer", lambda *_, **__: tokenizer)
         folder = tmp_path
     vocabulary = read_vocabulary(folder, 512, (2, 4))
     for mark in ("<|im_start|>", "</think>", "[A/B] #1&~"):

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from engines import generate, make_engine, request
 
-from jaxserve.block_manager import NULL_PAGE
 from jaxserve.config import EngineConfig
-from jaxserve.kernels import describe
-from jaxserve.kv_cache import COPIES, CacheLayout, copy_pages, default_page_size
-from jaxserve.mesh import make_mesh
-from pallas_kernels import cpu
-from pallas_kernels.registry import Device
+from jaxserve.devices.kernel_report import describe
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution.kv_cache import COPIES, CacheLayout, copy_pages
+from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.registry import Device
+from jaxserve.pallas_kernels.types import default_page_size
+from jaxserve.scheduling.block_manager import NULL_PAGE
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from engines import generate, request
 
-from jaxserve import memory, runner
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.cost import StepCost
-from jaxserve.engine import Engine
-from jaxserve.memory import Budget, Needs
+from jaxserve.engine.engine import Engine
+from jaxserve.execution import memory, runner
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.memory import Budget, Needs
 
 MIB = 2**20
 
@@ -126,7 +126,7 @@ def test_an_engine_starts_with_an_accelerator_s_buckets(start, monkeypatch):
 
 def test_a_good_guess_compiles_nothing_twice(start, monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr("jaxserve.sizing.Sizing._guess", lambda self: Needs(gpu.temporaries, 2 * MIB, 44 * MIB))
+    monkeypatch.setattr("jaxserve.engine.sizing.Sizing._guess", lambda self: Needs(gpu.temporaries, 2 * MIB, 44 * MIB))
     engine = start(gpu)
     engine.compile()
     assert sorted(gpu.compiled) == sorted(set(gpu.compiled))
@@ -137,7 +137,7 @@ def test_a_good_guess_compiles_nothing_twice(start, monkeypatch):
 def test_a_bad_guess_is_corrected(start, monkeypatch, guess):
     """And what does not depend on the number of pages is compiled once."""
     gpu = Gpu()
-    monkeypatch.setattr("jaxserve.sizing.Sizing._guess", lambda self: Needs(guess))
+    monkeypatch.setattr("jaxserve.engine.sizing.Sizing._guess", lambda self: Needs(guess))
     engine = start(gpu)
     engine.compile()
     assert 0.95 < used(engine, gpu) <= 1

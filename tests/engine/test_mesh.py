@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.mesh import embed_sharded, make_mesh, matmul_sharded, quant_matmul_sharded, sharding
-from pallas_kernels.ops import embed, matmul, quant_matmul
-from pallas_kernels.types import QuantArray
+from jaxserve.devices.mesh import embed_sharded, make_mesh, matmul_sharded, quant_matmul_sharded, sharding
+from jaxserve.pallas_kernels.ops import embed, matmul, quant_matmul
+from jaxserve.pallas_kernels.types import QuantArray
 
 DEVICES, TOKENS, OUT, INPUTS = 8, 5, 24, 256
 RNG = np.random.default_rng(3)

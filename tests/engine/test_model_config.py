@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve import memory
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.mesh import make_mesh, sharded_kv_heads
-from jaxserve.models.config import HFConfig, ModelConfig
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution import memory
+from jaxserve.execution.slots import create_slots
+from jaxserve.models.config import HFConfig, ModelConfig, sharded_kv_heads
 from jaxserve.models.families import families, read_model_config
 from jaxserve.models.load import compute_dtype, read_model
 from jaxserve.models.rope import inverse_frequencies
-from jaxserve.slots import create_slots
 
 LLAMA_2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",

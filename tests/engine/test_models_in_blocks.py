@@ -9,14 +9,14 @@ from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec
 
-import checkpoints
+from jaxserve import checkpoints
+from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import EngineConfig
-from jaxserve.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models import load, quantized
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import make_decoder, read_model
-from jaxserve.plan import abstract_weights
-from pallas_kernels.types import BlockArray
+from jaxserve.pallas_kernels.types import BlockArray
 
 gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
 
@@ -57,7 +57,7 @@ def test_a_model_in_blocks(tmp_path, monkeypatch):
 
 def test_the_plan_tells_what_loading_makes(tmp_path, monkeypatch):
     path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", kind_of)
-    for module in ("jaxserve.plan", "jaxserve.models.load"):
+    for module in ("jaxserve.commands.model_report", "jaxserve.models.load"):
         monkeypatch.setattr(f"{module}.keeps_blocks", lambda mesh: True)
     mesh, config = make_mesh(2), EngineConfig(model=str(path), tensor_parallel_size=2)
     decoder: Decoder = make_decoder(read_model(path), mesh, "float32")
@@ -74,7 +74,7 @@ def test_the_plan_tells_what_loading_makes(tmp_path, monkeypatch):
 
 def test_blocks_that_devices_would_cut():
     """As many blocks as devices, or a multiple, or the weight does not stay in blocks."""
-    from checkpoints.quantized import StoredRows
+    from jaxserve.checkpoints.quantized import StoredRows
 
     data = gguf_files.random_blocks(Kind.Q6_K, 4, 512)
     rows, mesh = StoredRows([("Q6_K", data)], np.arange(4), 512), make_mesh(4)

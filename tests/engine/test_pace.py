@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from engines import generate, make_engine, request
 
-from jaxserve.flight import Flight
-from jaxserve.pace import Pace
+from jaxserve.engine.in_flight import Flight
+from jaxserve.scheduling.pace import Pace
 
 PROMPT = list(range(5, 25))
 

@@ -11,12 +11,12 @@ from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-import checkpoints
+from jaxserve import checkpoints
+from jaxserve.commands.model_report import abstract_weights
 from jaxserve.models.panels import is_matrix
-from jaxserve.plan import abstract_weights
-from pallas_kernels import cpu_panels
-from pallas_kernels.cpu_panels import PanelType
-from pallas_kernels.types import PanelArray, QuantArray
+from jaxserve.pallas_kernels import cpu_panels
+from jaxserve.pallas_kernels.cpu_panels import PanelType
+from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")

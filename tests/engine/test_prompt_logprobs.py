@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engines import drain, make_engine, request
 
-from jaxserve.steps import CPU_SCORED_ROWS
+from jaxserve.execution.steps import CPU_SCORED_ROWS
 
 RNG = np.random.default_rng(3)
 PROMPTS = {f"r{n}": RNG.integers(5, 500, n).tolist() for n in (2, 17, 40, 90)}

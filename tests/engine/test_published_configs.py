@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.cli import engine_config, make_parser
+from jaxserve.commands.arguments import engine_config
+from jaxserve.commands.cli import make_parser
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder, make_params, read_model

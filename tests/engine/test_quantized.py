@@ -7,15 +7,15 @@ import pytest
 from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from checkpoints.quantize import DYNAMIC
-from checkpoints.quantized import dequantize
-from jaxserve.bundle import bundle
+from jaxserve.checkpoints.quantize import DYNAMIC
+from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.memory import stored_bytes
+from jaxserve.execution.memory import stored_bytes
+from jaxserve.execution.packed_params import bundle
 from jaxserve.models.quantized import SCHEMES, is_quantizable
 from jaxserve.models.weights import abstract_params
-from pallas_kernels import cpu_panels
-from pallas_kernels.types import PanelArray, QuantArray
+from jaxserve.pallas_kernels import cpu_panels
+from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 CASE = "tp_gqa"
 RNG = np.random.default_rng(11)
@@ -139,7 +139,7 @@ def test_floats_are_rounded_while_they_are_loaded(model_folders, scheme):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_orbax_checkpoint(model_folders, tmp_path, devices):
     """Converted, a model gives the same tokens, on one device and on two; also a quantized one."""
-    from jaxserve.convert import convert_model
+    from jaxserve.convert.convert import convert_model
 
     convert_model(str(model_folders(CASE)), tmp_path / "orbax", "orbax")
     expected = tokens_of(make_engine(model_folders(CASE)))

@@ -9,8 +9,8 @@ import tiny_models
 from engines import generate, make_engine, request
 from safetensors.numpy import save_file
 
-from pallas_kernels.cpu_panels import PanelType
-from pallas_kernels.types import PanelArray, QuantArray
+from jaxserve.pallas_kernels.cpu_panels import PanelType
+from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 CASE, GROUP = "tp_gqa", 32
 RNG = np.random.default_rng(21)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from engines import Completion, drain, make_engine, request
 
-from jaxserve import engine as engine_module
-from jaxserve.engine import Engine
-from jaxserve.recovery import UNEXPLAINED
-from jaxserve.sequence import Sequence
-from jaxserve.structured import Structured
+from jaxserve.engine import engine as engine_module
+from jaxserve.engine.constraints import Structured
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.recovery import UNEXPLAINED
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.types import Grammar
 
 CASE = "llama3_gqa"

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
-from jaxserve.filters import EXCLUDED, filter_logits
-from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS
-from jaxserve.logprobs import read_scores
-from jaxserve.sampling import Sampled, TokenCounts, _inverse_cdf, sample, score_tokens, threefry
-from jaxserve.slots import (
+from jaxserve.execution.filters import EXCLUDED, filter_logits
+from jaxserve.execution.sampling import Sampled, TokenCounts, _inverse_cdf, sample, score_tokens, threefry
+from jaxserve.execution.slots import (
     SLOTS_PER_CALL,
     TOKENS_PER_CALL,
     RowParams,
@@ -26,6 +24,8 @@ from jaxserve.slots import (
     padding_slot,
     set_slots,
 )
+from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS
+from jaxserve.scheduling.logprobs import read_scores
 from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
 ROWS = SLOTS_PER_CALL

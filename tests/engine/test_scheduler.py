@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from null_device import VOCAB, each
 from simulation import STEPS, Simulation
 
-from jaxserve import block_manager, sequence
-from jaxserve.batch import split, step_shapes
-from jaxserve.cost import StepCost
-from jaxserve.scheduler import StepPlan
-from jaxserve.sequence import Sequence
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.step_buffer import split, step_shapes
+from jaxserve.scheduling import block_manager, sequence
+from jaxserve.scheduling.scheduler import StepPlan
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.types import InvalidRequestError, Request, SamplingParams
 
 # Random use

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from engines import generate, make_engine, request
 
-from jaxserve.batch import step_shapes
-from jaxserve.cost import StepCost
-from jaxserve.programs import LENGTHS, PLAIN_ROWS, StepPrograms
-from jaxserve.sampling import Sampler
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.programs import LENGTHS, PLAIN_ROWS, StepPrograms
+from jaxserve.execution.step_buffer import step_shapes
+from jaxserve.scheduling.sampler import Sampler
 from jaxserve.types import Grammar, SamplingParams
 
 CASE = "tp_gqa"

@@ -9,7 +9,7 @@ from engines import bound, drain, make_engine, request, run_all
 from json_schemas import PERSON, random_schema
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import Grammar
 
 CASE = "llama3_gqa"  # two end-of-sequence ids

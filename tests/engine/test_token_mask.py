@@ -6,8 +6,8 @@ from engines import generate, make_engine, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve import token_mask
-from jaxserve.token_mask import AllowedTokens, TokenMask, bits_of
+from jaxserve.grammars import token_mask
+from jaxserve.grammars.token_mask import AllowedTokens, TokenMask, bits_of
 from jaxserve.types import SamplingParams
 
 VOCAB = 70

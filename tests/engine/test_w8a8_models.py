@@ -10,15 +10,15 @@ import pytest
 from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
 
-from checkpoints import orbax
-from jaxserve.convert import convert_model
-from jaxserve.mesh import make_mesh, quant_matmul_sharded
+from jaxserve.checkpoints import orbax
+from jaxserve.convert.convert import convert_model
+from jaxserve.convert.quantize import QuantizeConfig, quantize_model
+from jaxserve.devices.mesh import make_mesh, quant_matmul_sharded
 from jaxserve.models.quantized import Rounding, is_quantizable
-from jaxserve.quantize import QuantizeConfig, quantize_model
-from pallas_kernels.ops import matmul_of, quant_matmul
-from pallas_kernels.quant_matmul import reference, w8a8
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import Activations, PanelArray, QuantArray
+from jaxserve.pallas_kernels.ops import matmul_of, quant_matmul
+from jaxserve.pallas_kernels.quant_matmul import reference, w8a8
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.types import Activations, PanelArray, QuantArray
 
 CASE = "tp_gqa"
 PROMPT = np.random.default_rng(5).integers(5, 500, 40).tolist()

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.block_manager import BlockManager
-from jaxserve.scheduler import Scheduler
-from jaxserve.sequence import Sequence
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.waiting import QUANTUM, Waiting
 from jaxserve.types import Request, SamplingParams
-from jaxserve.waiting import QUANTUM, Waiting
 
 
 def sequence(arrival, tenant="", *, tokens=1, priority=0, max_tokens=1, n=1) -> Sequence:

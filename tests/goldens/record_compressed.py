@@ -1,4 +1,4 @@
-"""Records what the compressed-tensors package reads from weights that `checkpoints.export` has packed.
+"""Records what the compressed-tensors package reads from weights that `jaxserve.checkpoints.export` has packed.
 
 pip install torch compressed-tensors numpy ml_dtypes safetensors jax tqdm
 python tests/goldens/record_compressed.py
@@ -13,8 +13,8 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 
-from checkpoints.export import compress, quantization_config  # noqa: E402
-from pallas_kernels.types import QuantArray  # noqa: E402
+from jaxserve.checkpoints.export import compress, quantization_config  # noqa: E402
+from jaxserve.pallas_kernels.types import QuantArray  # noqa: E402
 
 GOLDENS = Path(__file__).parent / "compressed_tensors.npz"
 OUT, IN = 20, 96  # outputs that fill no int32

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints.formats.gguf_fields import block_array
-from checkpoints.quantized import StoredRows
-from pallas_kernels import ops
-from pallas_kernels.quant_matmul import reference
-from pallas_kernels.types import BLOCK_KINDS
+from jaxserve.checkpoints.formats.gguf_fields import block_array
+from jaxserve.checkpoints.quantized import StoredRows
+from jaxserve.pallas_kernels import ops
+from jaxserve.pallas_kernels.quant_matmul import reference
+from jaxserve.pallas_kernels.types import BLOCK_KINDS
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)

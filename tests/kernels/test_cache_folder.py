@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import cpu_build
-from pallas_kernels.cache_folder import CacheFolder, open_cache
+from jaxserve.pallas_kernels import cpu_build
+from jaxserve.pallas_kernels.cache_folder import CacheFolder, open_cache
 
 ROOT = Path(__file__).parent.parent.parent
 USER = f"user-{os.geteuid()}"
@@ -143,7 +143,7 @@ def test_the_compiler_does_not_come_from_the_current_folder(tmp_path, monkeypatc
 COMPILES = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING)
-from jaxserve.compile_cache import CompileCounter, enable_compile_cache
+from jaxserve.devices.compile_cache import CompileCounter, enable_compile_cache
 import jax
 print(enable_compile_cache())
 counter = CompileCounter()

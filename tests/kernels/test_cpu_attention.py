@@ -13,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import cpu, cpu_build, kv_write
-from pallas_kernels.paged_attention import cpu as attention
-from pallas_kernels.paged_attention import reference
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.selfcheck import check_attention
-from pallas_kernels.selfcheck_cases import Rows
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels import cpu, cpu_build, kv_write
+from jaxserve.pallas_kernels.paged_attention import cpu as attention
+from jaxserve.pallas_kernels.paged_attention import reference
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.selfcheck import check_attention
+from jaxserve.pallas_kernels.selfcheck_cases import Rows
+from jaxserve.pallas_kernels.types import KVPages
 
 pytestmark = pytest.mark.skipif(not cpu.available(cpu_build.ATTENTION), reason="no C++ compiler")
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import cpu_build
+from jaxserve.pallas_kernels import cpu_build
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = """
 import logging
 logging.basicConfig(format="%(message)s")
 import jax, jax.numpy as jnp, numpy as np
-from pallas_kernels import cpu
-from pallas_kernels.ops import choose_ops
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.ops import choose_ops
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import KVPages
 
 for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
     scaled = jnp.dtype(dtype).itemsize == 1

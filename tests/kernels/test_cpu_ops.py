@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cpu
-from pallas_kernels.ops import Ops, gate, matmul_of
-from pallas_kernels.paged_attention import cpu as attention
-from pallas_kernels.parts import Heads, Parts
-from pallas_kernels.registry import Device
-from pallas_kernels.types import KVPages, QuantArray
+from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.ops import Ops, gate, matmul_of
+from jaxserve.pallas_kernels.paged_attention import cpu as attention
+from jaxserve.pallas_kernels.parts import Heads, Parts
+from jaxserve.pallas_kernels.registry import Device
+from jaxserve.pallas_kernels.types import KVPages, QuantArray
 
 OPS = cpu.CpuOps(matmul=cpu.matmul, write_kv=attention.write_kv)
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")

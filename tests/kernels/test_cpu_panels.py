@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints.formats.gguf_blocks import decode
-from checkpoints.gguf import TYPES
-from checkpoints.quantized import dequantize
-from pallas_kernels import cpu_panels
-from pallas_kernels.cpu_panels import GGUF_TYPES, Rows
-from pallas_kernels.types import PanelArray, QuantArray
+from jaxserve.checkpoints.formats.gguf_blocks import decode
+from jaxserve.checkpoints.gguf import TYPES
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.pallas_kernels import cpu_panels
+from jaxserve.pallas_kernels.cpu_panels import GGUF_TYPES, Rows
+from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 pytestmark = pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")
 

@@ -16,9 +16,9 @@ from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 from test_triton import INTERPRET, compiled, interpreted, quantized_weight, rounded
 
-from pallas_kernels import triton_compat, tuning
-from pallas_kernels.quant_matmul import dequantized, fragments, mosaic_gpu, triton_gpu
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels import triton_compat, tuning
+from jaxserve.pallas_kernels.quant_matmul import dequantized, fragments, mosaic_gpu, triton_gpu
+from jaxserve.pallas_kernels.types import QuantArray
 
 
 @compiled

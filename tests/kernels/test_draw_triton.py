@@ -17,10 +17,10 @@ from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 from test_triton import INTERPRET, compiled, interpreted
 
-from jaxserve.sampling import draw_plainly
-from pallas_kernels import draw_triton, selfcheck_draw, triton_compat
-from pallas_kernels.registry import Device
-from pallas_kernels.types import DrawSettings
+from jaxserve.execution.sampling import draw_plainly
+from jaxserve.pallas_kernels import draw_triton, selfcheck_draw, triton_compat
+from jaxserve.pallas_kernels.registry import Device
+from jaxserve.pallas_kernels.types import DrawSettings
 
 
 @compiled

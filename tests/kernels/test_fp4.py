@@ -8,12 +8,12 @@ import pytest
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve import memory
-from jaxserve.mesh import quant_block, quant_specs
-from jaxserve.targets import target_memory
-from pallas_kernels.quant_matmul import reference
-from pallas_kernels.registry import Device, MatmulProblem, choose
-from pallas_kernels.types import QuantArray
+from jaxserve.devices.mesh import quant_block, quant_specs
+from jaxserve.devices.targets import target_memory
+from jaxserve.execution import memory
+from jaxserve.pallas_kernels.quant_matmul import reference
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem, choose
+from jaxserve.pallas_kernels.types import QuantArray
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 VALUES = np.concatenate([E2M1, -E2M1])

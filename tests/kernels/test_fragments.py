@@ -20,11 +20,11 @@ from test_mosaic_gpu_matmul import HOPPER, needs_interpreter
 from test_quant_matmul import CODES, IN, OUT, check, make_weight, numbers, problem_of
 
 from jaxserve.models.quantized import arranged
-from pallas_kernels.hopper_rules import interpreter
-from pallas_kernels.quant_matmul import fragments, mosaic_gpu, reference, triton_gpu
-from pallas_kernels.quant_matmul.mosaic_fragments import address, pair_ptx, tile_of
-from pallas_kernels.registry import choose
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.hopper_rules import interpreter
+from jaxserve.pallas_kernels.quant_matmul import fragments, mosaic_gpu, reference, triton_gpu
+from jaxserve.pallas_kernels.quant_matmul.mosaic_fragments import address, pair_ptx, tile_of
+from jaxserve.pallas_kernels.registry import choose
+from jaxserve.pallas_kernels.types import QuantArray
 
 # --- plain XLA ---
 

@@ -19,12 +19,12 @@ from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 from test_triton import INTERPRET, compiled, interpreted
 
-from pallas_kernels import fused_triton, selfcheck_fused, triton_compat
-from pallas_kernels.ops import Ops
-from pallas_kernels.parts import Heads, Parts, Row
-from pallas_kernels.quant_matmul import w8a8
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
+from jaxserve.pallas_kernels import fused_triton, selfcheck_fused, triton_compat
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import Heads, Parts, Row
+from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
 
 # Of the largest value: a rounding or two more than the one that the result itself needs.
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}

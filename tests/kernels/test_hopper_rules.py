@@ -13,17 +13,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 from mosaic_resources import assembled_kernels, programs, traced_kernels
 
-from pallas_kernels.hopper_rules import RuleError, Span, fetch, interpreter, store
-from pallas_kernels.paged_attention import (
+from jaxserve.pallas_kernels.hopper_rules import RuleError, Span, fetch, interpreter, store
+from jaxserve.pallas_kernels.paged_attention import (
     mosaic_gpu,
     mosaic_gpu_decode,
     mosaic_gpu_kernel,
     mosaic_gpu_prompt,
     mosaic_gpu_prompt_kernel,
 )
-from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import heads_of_tile, tokens_of_tile
-from pallas_kernels.quant_matmul import mosaic_gpu as matmul
-from pallas_kernels.types import KVPages, QuantArray
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import heads_of_tile, tokens_of_tile
+from jaxserve.pallas_kernels.quant_matmul import mosaic_gpu as matmul
+from jaxserve.pallas_kernels.types import KVPages, QuantArray
 
 TILED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 

@@ -13,12 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 from test_paged_attention import DTYPES, Config, gold, make_batch
 
-from pallas_kernels.hopper_rules import interpreter
-from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_prompt
-from pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
-from pallas_kernels.work_lists import decode_items
+from jaxserve.pallas_kernels.hopper_rules import interpreter
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_prompt
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.work_lists import decode_items
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0))
 PROBLEM = AttentionProblem(np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16), 8, 4, 128, 16)

@@ -9,10 +9,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 from test_quant_matmul import CODES, IN, OUT, check, make_weight, numbers, problem_of
 
-from pallas_kernels.hopper_rules import interpreter
-from pallas_kernels.quant_matmul import mosaic_gpu
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.hopper_rules import interpreter
+from jaxserve.pallas_kernels.quant_matmul import mosaic_gpu
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.types import QuantArray
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0))
 # --- interpreted ---

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import cpu, reference
-from pallas_kernels.paged_attention.reference import KV_BLOCK, TILE
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.paged_attention import cpu, reference
+from jaxserve.pallas_kernels.paged_attention.reference import KV_BLOCK, TILE
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import KVPages
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 DTYPES = {

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.quant_matmul import cpu, reference
-from pallas_kernels.registry import BACKENDS, Device, MatmulProblem, load
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.quant_matmul import cpu, reference
+from jaxserve.pallas_kernels.registry import BACKENDS, Device, MatmulProblem, load
+from jaxserve.pallas_kernels.types import QuantArray
 
 CODES = {"int4": jnp.int4, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 IN, OUT = 0, 0  # in a block: all inputs, all outputs

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels import describe
-from jaxserve.targets import ConfigError, target_devices
-from pallas_kernels import cpu
-from pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, explain
+from jaxserve.devices.kernel_report import describe
+from jaxserve.devices.targets import ConfigError, target_devices
+from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, explain
 
 F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
 CPU = Device("cpu", "cpu")

@@ -10,18 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import kv_write
-from pallas_kernels.ops import Ops, checked
-from pallas_kernels.paged_attention import cpu, reference
-from pallas_kernels.registry import AttentionProblem, BackendError, Device
-from pallas_kernels.selfcheck import (
-    REPEATS,
-    check_attention,
-    check_write,
-    tolerance,
-)
-from pallas_kernels.selfcheck_cases import LAYER, STARTUP, Rows, make_batch
-from pallas_kernels.selfcheck_fused import check_write_and_attend
+from jaxserve.pallas_kernels import kv_write
+from jaxserve.pallas_kernels.ops import Ops, checked
+from jaxserve.pallas_kernels.paged_attention import cpu, reference
+from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device
+from jaxserve.pallas_kernels.selfcheck import REPEATS, check_attention, check_write, tolerance
+from jaxserve.pallas_kernels.selfcheck_cases import LAYER, STARTUP, Rows, make_batch
+from jaxserve.pallas_kernels.selfcheck_fused import check_write_and_attend
 
 F32, BF16, F16 = (np.dtype(name) for name in (np.float32, ml_dtypes.bfloat16, np.float16))
 INT8, INT4, FP8 = (np.dtype(name) for name in (np.int8, ml_dtypes.int4, ml_dtypes.float8_e4m3fn))
@@ -331,7 +326,7 @@ def right(*args, **options):
 @pytest.fixture
 def quick(monkeypatch):
     """The checks with few rows, and once."""
-    from pallas_kernels import selfcheck
+    from jaxserve.pallas_kernels import selfcheck
 
     few = partial(check_attention, rows=FEW, repeats=1)
     monkeypatch.setattr(selfcheck, "check_attention", few)

@@ -8,12 +8,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import kv_write_tpu
-from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode_kernel, tpu
-from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
-from pallas_kernels.selfcheck import Finding, check_attention, check_matmul, check_write
-from pallas_kernels.selfcheck_cases import Rows
-from pallas_kernels.selfcheck_fused import check_write_and_attend
+from jaxserve.pallas_kernels import kv_write_tpu
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_decode_kernel, tpu
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
+from jaxserve.pallas_kernels.selfcheck import Finding, check_attention, check_matmul, check_write
+from jaxserve.pallas_kernels.selfcheck_cases import Rows
+from jaxserve.pallas_kernels.selfcheck_fused import check_write_and_attend
 
 BF16, F16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.int8)
 # A row longer than a block of keys, another of one token; prompts that begin at offsets 2 and 3, one with a past.
@@ -72,7 +72,7 @@ def test_wrong_merges_of_hopper_decode_are_seen(function, wrong, monkeypatch):
 @hopper
 @pytest.mark.parametrize("block", [(1, 256), (1, 64)], ids=["channel", "groups"])
 def test_hopper_products(block):
-    from pallas_kernels.quant_matmul import mosaic_gpu as products
+    from jaxserve.pallas_kernels.quant_matmul import mosaic_gpu as products
 
     multiply = partial(products.quant_matmul, interpret=plgpu.InterpretGPUParams())
     problem = MatmulProblem(BF16, INT8, 64, 256, block, has_zero=block[1] < 256)

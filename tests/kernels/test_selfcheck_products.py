@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from test_selfcheck import findings, is_right, now_and_then
 
-from pallas_kernels import ops as operations
-from pallas_kernels.ops import checked_matmul
-from pallas_kernels.quant_matmul import reference as quantized
-from pallas_kernels.registry import BackendError, Device, MatmulProblem
-from pallas_kernels.selfcheck import MATMUL_ROWS, REPEATS, check_grouped, check_matmul, tolerance
-from pallas_kernels.selfcheck_cases import make_weight
+from jaxserve.pallas_kernels import ops as operations
+from jaxserve.pallas_kernels.ops import checked_matmul
+from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.registry import BackendError, Device, MatmulProblem
+from jaxserve.pallas_kernels.selfcheck import MATMUL_ROWS, REPEATS, check_grouped, check_matmul, tolerance
+from jaxserve.pallas_kernels.selfcheck_cases import make_weight
 
 F32, BF16, F16 = (np.dtype(name) for name in (np.float32, ml_dtypes.bfloat16, np.float16))
 INT8, INT4, FP8 = (np.dtype(name) for name in (np.int8, ml_dtypes.int4, ml_dtypes.float8_e4m3fn))

@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import kv_write_tpu
-from pallas_kernels.paged_attention import tpu, tpu_plan
-from pallas_kernels.registry import AttentionProblem, Device
-from pallas_kernels.tpu_dma import SMEM_RESERVED, checking
-from pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels import kv_write_tpu
+from jaxserve.pallas_kernels.paged_attention import tpu, tpu_plan
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.tpu_dma import SMEM_RESERVED, checking
+from jaxserve.pallas_kernels.types import KVPages
 
 NOWHERE = 10**6
 V5E = Device("tpu", "TPU v5 lite")

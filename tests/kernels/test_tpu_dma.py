@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_dma import CopyError, aligned, block, checking, copy, smem_bytes, word_rows
+from jaxserve.pallas_kernels.tpu_dma import CopyError, aligned, block, checking, copy, smem_bytes, word_rows
 
 
 def copy_rows(x, start, *, size=8, multiple=8):

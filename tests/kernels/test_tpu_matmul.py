@@ -13,11 +13,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.quant_matmul import tpu
-from pallas_kernels.quant_matmul.tpu_codes import factor, numbers
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.tpu_dma import checking
-from pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.quant_matmul import tpu
+from jaxserve.pallas_kernels.quant_matmul.tpu_codes import factor, numbers
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.tpu_dma import checking
+from jaxserve.pallas_kernels.types import QuantArray
 
 FP8 = jnp.float8_e4m3fn
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")

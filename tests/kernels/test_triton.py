@@ -22,13 +22,13 @@ pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import triton_compat
-from pallas_kernels.paged_attention import triton_gpu as attention
-from pallas_kernels.quant_matmul import blocks, reference, triton_blocks
-from pallas_kernels.quant_matmul import triton_gpu as matmul
-from pallas_kernels.quant_matmul.triton_fp4 import fp4_ptx
-from pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
-from pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
+from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.paged_attention import triton_gpu as attention
+from jaxserve.pallas_kernels.quant_matmul import blocks, reference, triton_blocks
+from jaxserve.pallas_kernels.quant_matmul import triton_gpu as matmul
+from jaxserve.pallas_kernels.quant_matmul.triton_fp4 import fp4_ptx
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRET, reason="runs in a process of its own, by test_interpreted")

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve import tune
-from jaxserve.bench import timing
+from jaxserve.bench import timing, tune
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase
-from jaxserve.cli import main
-from pallas_kernels import tuning
-from pallas_kernels.paged_attention import tpu_plan
-from pallas_kernels.quant_matmul import reference, tpu
-from pallas_kernels.quant_matmul.tpu_plan import make_plan
-from pallas_kernels.registry import Device
+from jaxserve.commands.cli import main
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.paged_attention import tpu_plan
+from jaxserve.pallas_kernels.quant_matmul import reference, tpu
+from jaxserve.pallas_kernels.quant_matmul.tpu_plan import make_plan
+from jaxserve.pallas_kernels.registry import Device
 
 HOPPER, CPU = "NVIDIA H200", "cpu"
 INT4 = MatmulCase("int4", "float32", "int4", (1, 32), 256, 512, tokens=16)
@@ -100,7 +99,7 @@ def test_the_device_is_that_of_the_mesh(monkeypatch):
 
 
 def test_plans_follow_the_tables(folders, monkeypatch):
-    from pallas_kernels.quant_matmul import mosaic_gpu
+    from jaxserve.pallas_kernels.quant_matmul import mosaic_gpu
 
     monkeypatch.setattr(tuning, "device_kind", lambda: HOPPER)
     before = mosaic_gpu.plan(13, (4096, 4096), (1, 128), 4)
@@ -125,7 +124,7 @@ def test_plans_follow_the_tables(folders, monkeypatch):
 
 
 def test_triton_plans_follow_the_tables():
-    triton_gpu = pytest.importorskip("pallas_kernels.quant_matmul.triton_gpu")
+    triton_gpu = pytest.importorskip("jaxserve.pallas_kernels.quant_matmul.triton_gpu")
     target = triton_gpu.Target(90, 132)
     before = triton_gpu.tiles("bfloat16", "int4", 16, 4096, 4096, 128, target)
     with tuning.trial("matmul", "triton", {"step": 64, "warps": 8, "outputs": 128}):
@@ -140,9 +139,9 @@ def test_triton_plans_follow_the_tables():
 def test_attention_on_gpus_asks_for_both_kernels(backend, monkeypatch):
     """Traced only; the sizes of a table change what is traced."""
     if backend == "triton":
-        triton_compat = pytest.importorskip("pallas_kernels.triton_compat")
+        triton_compat = pytest.importorskip("jaxserve.pallas_kernels.triton_compat")
         monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 132))
-    from pallas_kernels.registry import load
+    from jaxserve.pallas_kernels.registry import load
 
     case = AttentionCase("", "bfloat16", ((1, 300), (1, 200), (40, 100)), kv_heads=2)
     arguments = case.arguments(0)

@@ -14,11 +14,11 @@ import pytest
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import selfcheck
-from pallas_kernels.ops import checked_matmul, matmul_of
-from pallas_kernels.quant_matmul import fragments, reference, w8a8
-from pallas_kernels.registry import Device, MatmulProblem
-from pallas_kernels.types import Activations, QuantArray
+from jaxserve.pallas_kernels import selfcheck
+from jaxserve.pallas_kernels.ops import checked_matmul, matmul_of
+from jaxserve.pallas_kernels.quant_matmul import fragments, reference, w8a8
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.types import Activations, QuantArray
 
 FP8 = "float8_e4m3fn"
 H200, V5E = Device("gpu", "NVIDIA H200", (9, 0)), Device("tpu", "TPU v5 lite")
@@ -214,8 +214,8 @@ def test_interpreted():
 def test_kernel(monkeypatch, name, tokens, out, inputs, rows, parts):
     import test_triton
 
-    from pallas_kernels import triton_compat
-    from pallas_kernels.quant_matmul import w8a8_triton
+    from jaxserve.pallas_kernels import triton_compat
+    from jaxserve.pallas_kernels.quant_matmul import w8a8_triton
 
     test_triton.repair_interpreter(monkeypatch)
     monkeypatch.setattr(triton_compat, "call", test_triton.interpret)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import work_lists
-from pallas_kernels.work_lists import FIRST, LAST
+from jaxserve.pallas_kernels import work_lists
+from jaxserve.pallas_kernels.work_lists import FIRST, LAST
 
 
 def decode(lengths, window, most):
@@ -134,7 +134,7 @@ def test_a_prompt_row_has_the_same_parts_wherever_it_begins_in_the_batch(window)
 
 
 def test_eight_tokens_over_a_long_context_fill_the_device():
-    from pallas_kernels.paged_attention.mosaic_gpu_prompt import most_parts
+    from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt import most_parts
 
     for rows, tokens in ((1, 8), (8, 16), (8, 64)):
         most = most_parts(rows * 8, tokens)

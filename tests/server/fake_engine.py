@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from jaxserve.block_manager import hash_pages
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.pool import PoolSnapshot
-from jaxserve.stats import EngineStats
+from jaxserve.scheduling.block_manager import hash_pages
+from jaxserve.scheduling.page_snapshot import PoolSnapshot
+from jaxserve.scheduling.stats import EngineStats
+from jaxserve.server.chat.generation import LONG_PROMPT
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput, TokenLogprob
-from server.generation import LONG_PROMPT
 
 
 class ParrotEngine:

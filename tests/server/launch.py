@@ -6,7 +6,7 @@ import json
 import sys
 
 from jaxserve.config import EngineConfig
-from server.run import serve
+from jaxserve.server.process.run import serve
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])

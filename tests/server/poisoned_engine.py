@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve import engine
+from jaxserve.engine import engine
 
 POISON = 13  # top_k
 

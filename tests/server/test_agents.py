@@ -198,7 +198,7 @@ class TestDemo:
 
     def test_chats_without_tools_are_as_before(self):
         """The model was trained on ChatML without tools; such prompts must not change by a character."""
-        from jaxserve.tokenizer import load_tokenizer
+        from jaxserve.text.tokenizer import load_tokenizer
 
         turns = [("system", "Be brief."), ("user", " hi\n"), ("assistant", "ho"), ("tool", "x")]
         messages = [{"role": role, "content": content} for role, content in turns]

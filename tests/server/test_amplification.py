@@ -12,7 +12,7 @@ import sys
 import pytest
 from serving import DEMO, ROOT
 
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the bundled model is missing")
 

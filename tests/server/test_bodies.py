@@ -12,10 +12,10 @@ import pytest
 from starlette.requests import Request
 
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
-from server.body import read_bytes
-from server.errors import APIError
-from server.limits import Accounts, Bodies, Texts
-from server.middleware import BodyLimit
+from jaxserve.server.http.body import read_bytes
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.limits import Accounts, Bodies, Texts
+from jaxserve.server.http.middleware import BodyLimit
 
 USER = b'"messages":[{"role":"user","content":"hi"}]'
 

@@ -14,9 +14,9 @@ from serving import SMALL
 from test_clients import CITIES, CITY, needs_demo
 from test_messages_api import CALL, MODEL, TOOLS, body, events
 
-from server.conversation import encode_chat
-from server.messages import Ready
-from server.schemas_messages import CountTokensRequest
+from jaxserve.server.chat.conversation import encode_chat
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.schemas.anthropic import CountTokensRequest
 
 EVENT = TypeAdapter(anthropic.types.RawMessageStreamEvent)
 WARNING = "x-jaxserve-warning"

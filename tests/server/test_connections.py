@@ -12,7 +12,7 @@ import pytest
 from serving import make_certificate, wait_until
 from test_limits import error_of, everything
 
-from server.connections import REFUSAL, RESERVE, Connections
+from jaxserve.server.http.connections import REFUSAL, RESERVE, Connections
 
 
 class Transport:

@@ -14,7 +14,7 @@ import tokenizers_for_tests as kinds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.detokenizer import ChoiceDelta, Detokenizer, OutputProcessor, StopMatcher, StopStrings
+from jaxserve.text.detokenizer import ChoiceDelta, Detokenizer, OutputProcessor, StopMatcher, StopStrings
 from jaxserve.types import Request, SamplingParams, SequenceUpdate, TokenLogprob
 
 BYTE_LEVEL = kinds.byte_level()

@@ -30,7 +30,7 @@ MODULES = ("json", "msgspec", "logging", "runpy", "uvicorn", "sitecustomize", "u
 # What pip writes for an entry point, of a checkout that may not be installed.
 CONSOLE_SCRIPT = f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 sys.exit(main())
 """
 

@@ -10,11 +10,11 @@ import tokenizers_for_tests as kinds
 from serving import running_server
 from tokenizers import AddedToken
 
-from jaxserve.foreign_text import ForeignText
-from jaxserve.tokenizer import Tokenizer, load_tokenizer
-from server.conversation import encode_chat
-from server.messages import Ready
-from server.schemas_chat import Conversation, Message, Tool
+from jaxserve.server.chat.conversation import encode_chat
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.schemas.chat import Conversation, Message, Tool
+from jaxserve.text.foreign_text import ForeignText
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 HARMLESS = ["Hello world", "a < b, [x] and <b>bold</b> <|", "\ue000 \\ue001 private", "", "naïve 😀\n\n<"]
 ATTACKS = [

@@ -97,9 +97,9 @@ def test_templates_that_know_one_system_message(template):
     """Coding agents send several system messages, some of them late, and several of the user's in a row."""
     import tokenizers_for_tests as kinds
 
-    from server.conversation import encode_chat
-    from server.messages import Ready
-    from server.schemas_chat import Conversation, Message
+    from jaxserve.server.chat.conversation import encode_chat
+    from jaxserve.server.ipc.messages import Ready
+    from jaxserve.server.schemas.chat import Conversation, Message
 
     tokenizer = kinds.byte_level(template)
     turns = [

@@ -6,7 +6,7 @@ import pytest
 from fake_hub import running_hub
 from serving import SMALL, running_server
 
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.text.tokenizer import load_tokenizer
 
 WORDS = Path(__file__).parents[1] / "goldens" / "tokenizers" / "bpe.model"
 

@@ -14,10 +14,11 @@ import pytest
 from serving import DEMO, SMALL, ServerUnderTest, free_port
 from test_limits import error_of, post
 
-from jaxserve import cli, entry
-from jaxserve.timeline import MOST_STEPS, Timeline
-from server.keys import ApiKey, read_key, read_keys
-from server.state import ServerSettings
+from jaxserve import entry
+from jaxserve.commands import cli
+from jaxserve.engine.timeline import MOST_STEPS, Timeline
+from jaxserve.server.http.keys import ApiKey, read_key, read_keys
+from jaxserve.server.http.state import ServerSettings
 
 MONITORS = ("/metrics", "/load", "/pool")
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import wait_until
 
-from jaxserve.chat_template import read_chat_template
 from jaxserve.config import EngineConfig
-from jaxserve.tokenizer import TEMPLATE_INPUTS, GenerationDefaults
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.process.fingerprint import fingerprint
+from jaxserve.server.schemas.chat import Conversation, Message
+from jaxserve.text.chat_template import read_chat_template
+from jaxserve.text.tokenizer import TEMPLATE_INPUTS, GenerationDefaults
 from jaxserve.types import InvalidRequestError
-from server.fingerprint import fingerprint
-from server.messages import Ready
-from server.schemas_chat import Conversation, Message
 
 USER = [{"role": "user", "content": "Hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ x | default('none') | tojson }}"
@@ -129,7 +129,7 @@ def test_template_files(tmp_path):
 
 
 def test_a_template_that_is_missing_ends_the_start(capsys):
-    from jaxserve.cli import main
+    from jaxserve.commands.cli import main
 
     assert main(["serve", "demo", "--chat-template", "/nowhere/template.jinja"]) == 1
     assert "/nowhere/template.jinja' cannot be read" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from serving import ServerUnderTest
 
-from server.origin import is_local
+from jaxserve.server.http.origin import is_local
 
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2}
 

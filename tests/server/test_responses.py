@@ -9,8 +9,8 @@ import openai
 import pytest
 from test_messages_api import events
 
-from server.errors import APIError
-from server.response_store import ResponseStore, StoredResponse
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.response_store import ResponseStore, StoredResponse
 
 MODEL = "test-model"
 TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}]

@@ -17,7 +17,7 @@ import pytest
 import tokenizers_for_tests as kinds
 from serving import HERE, ROOT, free_port, wait_until
 
-from server import run
+from jaxserve.server.process import run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}

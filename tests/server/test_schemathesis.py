@@ -10,7 +10,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
-from server.openapi import numbers_up_to
+from jaxserve.server.endpoints.openapi import numbers_up_to
 
 ENDPOINTS = [
     "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages",

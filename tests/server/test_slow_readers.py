@@ -13,11 +13,11 @@ import pytest
 import tokenizers_for_tests as kinds
 from serving import wait_until
 
+from jaxserve.server.chat.generation import prompt_logprobs_json
+from jaxserve.server.http.state import ServerSettings, ServerState
+from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.observe.metrics import Metrics
 from jaxserve.types import TokenLogprob
-from server.client import EngineClient
-from server.generation import prompt_logprobs_json
-from server.metrics import Metrics
-from server.state import ServerSettings, ServerState
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200])

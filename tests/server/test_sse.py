@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from starlette.requests import ClientDisconnect
 
+from jaxserve.server.http.errors import APIError, to_api_error
+from jaxserve.server.http.sse import ChunkWriter, EventStream, run_until_disconnect
+from jaxserve.server.schemas.chat import Message, Part
+from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
-from server.errors import APIError, to_api_error
-from server.schemas import CompletionRequest
-from server.schemas_chat import Message, Part
-from server.sse import ChunkWriter, EventStream, run_until_disconnect
 
 
 async def never():

@@ -11,14 +11,14 @@ import pytest
 import tiny_models
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from jaxserve.detokenizer import ChoiceDelta
-from jaxserve.grammar import Compiler, Matcher
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.grammars.grammar import Compiler, Matcher
+from jaxserve.server.chat.forms import Functions, Thoughts, answer_grammar
+from jaxserve.server.chat.output_parser import OutputParser
+from jaxserve.server.plugins import names
+from jaxserve.server.tools.choice import Function, Tool
+from jaxserve.text.detokenizer import ChoiceDelta
+from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import Grammar
-from server.forms import Functions, Thoughts, answer_grammar
-from server.parsing import OutputParser
-from server.plugins import names
-from server.tools.choice import Function, Tool
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"]
 MARKS += ["<|tool_call|>", "<|python_start|>", "<|python_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
@@ -73,9 +73,9 @@ NOT_ENFORCED = {"gemma"}  # three ways to write calls
 
 
 def test_every_format_is_here():
-    assert set(CALLS) | NOT_ENFORCED == set(names("server.tools.parsers"))
+    assert set(CALLS) | NOT_ENFORCED == set(names("jaxserve.server.tools.parsers"))
     for name in NOT_ENFORCED:
-        assert not hasattr(importlib.import_module(f"server.tools.parsers.{name}"), "syntax")
+        assert not hasattr(importlib.import_module(f"jaxserve.server.tools.parsers.{name}"), "syntax")
 
 
 @pytest.fixture(scope="module", params=["marks are tokens", "marks are text"])
@@ -99,7 +99,7 @@ def reads(model, grammar: Grammar, text: str) -> str:
 
 
 def functions(name: str, mode="auto", *, many: bool = True, tools=TOOLS) -> Functions:
-    return Functions(tools, mode, many, format=importlib.import_module(f"server.tools.parsers.{name}"))
+    return Functions(tools, mode, many, format=importlib.import_module(f"jaxserve.server.tools.parsers.{name}"))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -10,8 +10,8 @@ import pytest
 import tokenizers_for_tests as kinds
 from transformers import PreTrainedTokenizerFast
 
-from jaxserve import tokenizer as module
-from jaxserve.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer, token_strings
+from jaxserve.text import tokenizer as module
+from jaxserve.text.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer, token_strings
 from jaxserve.types import InvalidRequestError
 
 TEXTS = ["Hello world", " two  spaces", "naïve café 😀👍🏽", "你好世界\n", "a\tb <|im_end|> c <tool>d"]

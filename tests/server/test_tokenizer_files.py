@@ -14,8 +14,8 @@ import tokenizers_for_tests as kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.gguf_tokenizer import _GPT4O, _SEED
-from jaxserve.tokenizer import load_tokenizer
+from jaxserve.text.gguf_tokenizer import _GPT4O, _SEED
+from jaxserve.text.tokenizer import load_tokenizer
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "tokenizers"
 EXPECTED = json.loads((GOLDENS / "expected.json").read_text(encoding="utf-8"))

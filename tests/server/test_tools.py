@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.detokenizer import ChoiceDelta
-from jaxserve.types import InvalidRequestError
-from server.parsing import OutputParser, Piece, merge_calls
-from server.plugins import find, names
-from server.schemas_chat import ChatRequest
-from server.tools.choice import (
+from jaxserve.server.chat.output_parser import OutputParser, Piece, merge_calls
+from jaxserve.server.plugins import find, names
+from jaxserve.server.schemas.chat import ChatRequest
+from jaxserve.server.tools.choice import (
     AllowedTool,
     AllowedTools,
     Function,
@@ -25,6 +23,8 @@ from server.tools.choice import (
     Tool,
     forced_parser,
 )
+from jaxserve.text.detokenizer import ChoiceDelta
+from jaxserve.types import InvalidRequestError
 
 TOOLS = {
     "get_weather": {
@@ -344,7 +344,7 @@ def cuts(text: str):
 
 
 def parser_of(name: str):
-    module = importlib.import_module(f"server.tools.parsers.{name}")
+    module = importlib.import_module(f"jaxserve.server.tools.parsers.{name}")
     return lambda: OutputParser(None, module.Parser(TOOLS))
 
 
@@ -357,7 +357,7 @@ def test_parser(case):
 
 FRAGMENTS = {
     name: sorted({mark for parser, text, *_ in CASES.values() if parser == name for mark in _MARKS.findall(text)})
-    for name in names("server.tools.parsers")
+    for name in names("jaxserve.server.tools.parsers")
 }
 COMMON = [
     '{"name": "add", "arguments": {"a": 1}}',
@@ -374,7 +374,7 @@ COMMON = [
 COMMON += ["add", "(a=1)", " ", "\n", "<", "text", "</", "é😀", "\\", "'", "```", "```json\n", ";", "1"]
 
 
-@pytest.mark.parametrize("name", names("server.tools.parsers"))
+@pytest.mark.parametrize("name", names("jaxserve.server.tools.parsers"))
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_streamed_and_whole_answers_agree(name, data):
@@ -402,7 +402,7 @@ def raw_parse(name: str, pieces: list[str]) -> tuple[str, list[tuple[str | None,
 
 
 def test_every_format_has_cases():
-    assert {case[0] for case in CASES.values()} == set(names("server.tools.parsers"))
+    assert {case[0] for case in CASES.values()} == set(names("jaxserve.server.tools.parsers"))
 
 
 def test_arguments_come_as_they_are_written():
@@ -414,7 +414,7 @@ def test_arguments_come_as_they_are_written():
 
 
 def test_mistral_ids_have_nine_letters_and_digits():
-    parser = importlib.import_module("server.tools.parsers.mistral").Parser(TOOLS)
+    parser = importlib.import_module("jaxserve.server.tools.parsers.mistral").Parser(TOOLS)
     (call,) = parser.push("[TOOL_CALLS]add{}").calls
     assert len(call.id) == 9
     assert call.id.isalnum()
@@ -497,14 +497,14 @@ REASONING = [
 
 
 def test_every_kind_of_reasoning_has_cases():
-    assert {case[0] for case in REASONING} == set(names("server.reasoning"))
+    assert {case[0] for case in REASONING} == set(names("jaxserve.server.reasoning"))
 
 
-@pytest.mark.parametrize("name", names("server.reasoning"))
+@pytest.mark.parametrize("name", names("jaxserve.server.reasoning"))
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_streamed_and_whole_reasoning_agree(name, data):
-    module = importlib.import_module(f"server.reasoning.{name}")
+    module = importlib.import_module(f"jaxserve.server.reasoning.{name}")
     prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]"]))
     kind = module.splitter(prompt)
     marks = [*kind.openings, *kind.closings]
@@ -523,22 +523,22 @@ def test_streamed_and_whole_reasoning_agree(name, data):
 
 @pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "rest"), REASONING)
 def test_reasoning(name, prompt, text, reasoning, rest):
-    module = importlib.import_module(f"server.reasoning.{name}")
+    module = importlib.import_module(f"jaxserve.server.reasoning.{name}")
     for pieces in cuts(text):
         assert parse(lambda: OutputParser(module.splitter(prompt), None), pieces) == (reasoning, rest, []), pieces
 
 
 def test_reasoning_before_a_call():
     text = "<think>\nI could write <tool_call>.\n</think>\n\n" + CASES["hermes, text and two"][1]
-    module = importlib.import_module("server.reasoning.qwen3")
-    hermes = importlib.import_module("server.tools.parsers.hermes")
+    module = importlib.import_module("jaxserve.server.reasoning.qwen3")
+    hermes = importlib.import_module("jaxserve.server.tools.parsers.hermes")
     for pieces in cuts(text):
         result = parse(lambda: OutputParser(module.splitter(""), hermes.Parser(TOOLS)), pieces)
         assert result == ("I could write <tool_call>.", "Let me look.", [PARIS, ADD])
 
 
 def test_reasoning_tokens_are_counted():
-    parser = OutputParser(importlib.import_module("server.reasoning.deepseek_r1").splitter(""), None)
+    parser = OutputParser(importlib.import_module("jaxserve.server.reasoning.deepseek_r1").splitter(""), None)
     for i, text in enumerate(["<think>", "a", "b", "</think>", "c", "d"]):
         parser.push(ChoiceDelta(index=0, text=text, token_ids=[i]))
     assert parser.reasoning_tokens == 4
@@ -570,7 +570,7 @@ def test_reasoning_tokens_are_counted():
     ],
 )
 def test_formats_are_found_by_the_template(template, tools, reasoning):
-    for package, expected in (("server.tools.parsers", tools), ("server.reasoning", reasoning)):
+    for package, expected in (("jaxserve.server.tools.parsers", tools), ("jaxserve.server.reasoning", reasoning)):
         module = find(package, "auto", template)
         assert (module and module.__name__) == (expected and f"{package}.{expected}")
         assert find(package, "none", template) is None

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from serving import ROOT, free_port, wait_until
 
-from jaxserve.cli import main
-from jaxserve.top import View, parse_metrics, quantile
+from jaxserve.commands.cli import main
+from jaxserve.commands.top import View, parse_metrics, quantile
 
 INF = float("inf")
 COMMAND = [sys.executable, "-m", "jaxserve", "top"]

@@ -12,19 +12,19 @@ import pytest
 from browser import CHROMIUM, open_page
 from fake_engine import ParrotEngine
 from serving import wait_until
-from test_bridge import READY, connected, engine_at
+from test_engine_server import READY, connected, engine_at
 
 from jaxserve.config import EngineConfig
-from jaxserve.pool import CACHED, LISTED, SHARED
+from jaxserve.scheduling.page_snapshot import CACHED, LISTED, SHARED
+from jaxserve.server.endpoints.page import PATHS
+from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.state import ServerSettings, ServerState
+from jaxserve.server.ipc import engine_client as client_module
+from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.ipc.engine_server import EngineServer
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.process.app import build_app
 from jaxserve.types import EngineDeadError
-from server import client as client_module
-from server import ui
-from server.app import build_app
-from server.bridge import EngineServer
-from server.client import EngineClient
-from server.keys import ApiKey
-from server.metrics import Metrics
-from server.state import ServerSettings, ServerState
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 
@@ -35,14 +35,14 @@ def test_files_of_the_page(http):
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "unsafe" not in page.headers["content-security-policy"]
     parts = {"/" + path for path in re.findall(r'(?:href|src)="(ui/[^"]+)"', page.text)}
-    for path in ui.PATHS - {"/"}:
+    for path in PATHS - {"/"}:
         answer = http.get(path)
         assert answer.status_code == 200
         parts |= {"/ui/" + name for name in re.findall(r'from "\./([^"]+)"', answer.text)}
         assert not re.search(r"https?://(?!www\.w3\.org)", answer.text), "it fetches from elsewhere"
         again = http.get(path, headers={"If-None-Match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-    assert parts == ui.PATHS - {"/"}
+    assert parts == PATHS - {"/"}
 
 
 def statuses(paths: set[str], key: str | None = None, **settings) -> set[int]:
@@ -59,13 +59,13 @@ def statuses(paths: set[str], key: str | None = None, **settings) -> set[int]:
 
 
 def test_no_page_where_it_is_off():
-    assert statuses(ui.PATHS) == {200}
-    assert statuses(ui.PATHS, ui=False) == {404}
+    assert statuses(PATHS) == {200}
+    assert statuses(PATHS, ui=False) == {404}
 
 
 def test_the_pool_needs_the_key_and_the_page_does_not():
     keys = (ApiKey("secret"),)
-    assert statuses(ui.PATHS, api_keys=keys) == {200}
+    assert statuses(PATHS, api_keys=keys) == {200}
     assert statuses({"/pool"}, api_keys=keys) == {401}
     assert statuses({"/pool"}, "secret", api_keys=keys) == {503}
 

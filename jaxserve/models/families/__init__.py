@@ -52,6 +52,6 @@ def read_model_config(hf: HFConfig) -> ModelConfig:
         if str(error).startswith(hf.source):
             raise
         raise ConfigError(f"{hf.source}: {error}") from None
-    hf.take("quantization_config", None)  # which `checkpoints.formats` understands, or refuses
+    hf.take("quantization_config", None)  # which `jaxserve.checkpoints.formats` understands, or refuses
     hf.finish()
     return config

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.tools.base import ToolParser
-from server.tools.syntax import Called, Syntax, one_or_more, quoted
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

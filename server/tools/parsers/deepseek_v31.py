@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.tools.parsers.deepseek_v3 import CALL, FENCE, SEPARATOR, Parser, marked_syntax
-from server.tools.syntax import Called, Syntax
+from jaxserve.server.tools.parsers.deepseek_v3 import CALL, FENCE, SEPARATOR, Parser, marked_syntax
+from jaxserve.server.tools.syntax import Called, Syntax
 
 __all__ = ["Parser", "matches", "syntax"]
 

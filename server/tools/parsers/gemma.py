@@ -12,9 +12,9 @@ import json
 import re
 from typing import Any
 
-from server.tools.base import ToolParser
-from server.tools.json_scan import MAX_NESTING
-from server.tools.parsers.pythonic import MAX_CALL, read_call
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.json_scan import MAX_NESTING
+from jaxserve.server.tools.parsers.pythonic import MAX_CALL, read_call
 
 CODE = "```tool_code"
 # What opens a call: the mark that closes it, and the mark around texts.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from jaxserve.server.tools.keyed import KeyedParser, strict_arguments
+from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
-from server.tools.keyed import KeyedParser, strict_arguments
-from server.tools.syntax import Called, Syntax, one_or_more, quoted
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

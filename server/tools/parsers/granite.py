@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.tools.json_list import JSONListParser, list_syntax
-from server.tools.syntax import Called, Syntax
+from jaxserve.server.tools.json_list import JSONListParser, list_syntax
+from jaxserve.server.tools.syntax import Called, Syntax
 
 OPENING = "<|tool_call|>"
 

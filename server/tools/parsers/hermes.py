@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.tools.base import ToolParser
-from server.tools.syntax import Called, Syntax, call_object, one_or_more
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 

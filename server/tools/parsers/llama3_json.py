@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.tools.base import ToolParser
-from server.tools.syntax import Called, Syntax, call_object, one_or_more
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
 
 TAG = "<|python_tag|>"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.tools.parsers import pythonic
-from server.tools.syntax import Called, Syntax
+from jaxserve.server.tools.parsers import pythonic
+from jaxserve.server.tools.syntax import Called, Syntax
 
 START, END = "<|python_start|>", "<|python_end|>"
 

@@ -6,8 +6,8 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from server.tools.base import ToolParser
-from server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted
 
 OPENING, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _ALPHANUMERIC = string.ascii_letters + string.digits

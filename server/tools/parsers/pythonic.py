@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.tools.base import ToolParser
-from server.tools.json_scan import MAX_NESTING
-from server.tools.syntax import Called, Syntax, one_or_more, quoted
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.json_scan import MAX_NESTING
+from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 
 MAX_CALL = 65_536  # characters of one call
 _OPENING = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")

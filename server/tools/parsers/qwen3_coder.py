@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxserve.server.tools.keyed import KeyedParser, strict_arguments
+from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
-from server.tools.keyed import KeyedParser, strict_arguments
-from server.tools.syntax import Called, Syntax, one_or_more, quoted
 
 FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 

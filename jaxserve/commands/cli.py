@@ -1,0 +1,263 @@
+"""The command line: `jaxserve serve`, `generate`, `quantize`, `bench` and the others that `make_parser` lists.
+
+The composition root: the one place below `server` that knows it, and imports it only for the commands that need it.
+Nothing heavy is imported before the arguments have been understood, so that help and mistakes are instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxserve.commands import bench, conversion
+from jaxserve.commands.arguments import PAGE_SIZE_HELP, add_command, add_engine_flags, add_model, engine_config
+
+TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the process's exit code."""
+    args = make_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("jaxserve").setLevel(logging.DEBUG if args.verbose else logging.INFO)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        # ConfigError, CheckpointError, InvalidRequestError, and what JAX says of missing or exhausted devices
+        if args.verbose:
+            raise
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    from jaxserve import __version__
+    from jaxserve.server.process.flags import add_server_flags
+
+    parser = argparse.ArgumentParser(prog="jaxserve", description="Serve open-weight language models with JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    serve = add_command(commands, "serve", run_serve, "serve a model over an OpenAI-compatible HTTP endpoint")
+    add_model(serve)
+    add_server_flags(serve)
+    add_engine_flags(serve)
+
+    generate = add_command(commands, "generate", run_generate, "continue a prompt and print the text as it comes")
+    add_model(generate)
+    generate.add_argument("prompt", help="the text to continue; '-' reads standard input")
+    _add_sampling_flags(generate)
+    add_engine_flags(generate)
+
+    chat = add_command(commands, "chat", run_chat, "talk to a model in the terminal")
+    add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    _add_sampling_flags(chat)
+    add_engine_flags(chat)
+
+    batch = add_command(commands, "batch", run_batch, "answer a file of requests in the OpenAI batch format")
+    batch.add_argument("input", type=Path, help="JSON lines: custom_id, method, url and body of each request")
+    batch.add_argument(
+        "output",
+        type=Path,
+        help="JSON lines, one answer a request as it ends; a file from an interrupted run is continued",
+    )
+    batch.add_argument(
+        "--model", help="folder, hub id, or 'demo'; None: the one that the requests name (otherwise that is ignored)"
+    )
+    add_engine_flags(batch)
+
+    kernels = add_command(commands, "kernels", run_kernels, "what a device would run, and why not the rest")
+    kernels.add_argument("--target", metavar="NAME", help="devices that are not here, such as h200x8, a100x1 or v5e-4")
+    for name, default, help_ in (("head-dim", 128, "of attention"), ("group", 4, "query heads of a key-value head"),
+                                 ("page-size", None, PAGE_SIZE_HELP)):  # fmt: skip
+        kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
+
+    tune = add_command(commands, "tune", run_tune, "measure the kernels' block sizes on this device and keep the best")
+    tune.add_argument("--op", nargs="+", choices=TUNABLE, default=TUNABLE, help="which operations")
+    tune.add_argument("--sizes", choices=["small", "full"], default="full", help="full: those of Llama 3 8B and 70B")
+    tune.add_argument("--page-size", type=int, metavar="TOKENS", help=PAGE_SIZE_HELP)
+    tune.add_argument("--out", type=Path, metavar="JSON", help="the table to write; None: in the user's cache folder")
+
+    models = add_command(commands, "models", run_models, "list the models on this machine, or inspect one")
+    models.set_defaults(folder=[])
+    about = models.add_subparsers(title="commands", metavar="COMMAND")
+    listing = add_command(about, "list", run_models, "list the models on this machine and the supported architectures")
+    listing.add_argument("folder", nargs="*", type=Path, help="further folders to look in")
+    inspect = add_command(
+        about, "inspect", run_inspect, "what a model needs of each device's memory, without loading it"
+    )
+    add_model(inspect)
+    inspect.add_argument("--target", metavar="NAME", help="devices that are not here, such as h200x8, a100x1 or v5e-4")
+    add_engine_flags(inspect)
+
+    top = add_command(commands, "top", run_top, "watch a server: its queue, batch, pages and latencies")
+    top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
+    top.add_argument("--api-key", metavar="KEY", help="also read from JAXSERVE_API_KEY; of a server with several "
+                     "keys: its admin key or metrics key")  # fmt: skip
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks")
+    top.add_argument("--once", action="store_true", help="print one frame and end")
+
+    conversion.add_commands(commands)
+    measure = commands.add_parser("bench", help="measure a server, the engine, or a start")
+    bench.add_commands(measure.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True))
+    return parser
+
+
+def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=128, metavar="TOKENS", help="most new tokens")
+    group.add_argument("--temperature", type=float, help="0: greedy; None: the model's recommendation, else 1")
+    group.add_argument("--top-p", type=float, help="in (0, 1]; None: the model's recommendation, else 1")
+    group.add_argument("--top-k", type=int, help="0: all; None: the model's recommendation, else all")
+    group.add_argument("--sampling-seed", type=int, help="makes the output repeatable")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output (up to 4 times)")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from jaxserve.server.process.flags import server_options
+    from jaxserve.server.process.run import serve
+
+    return serve(engine_config(args), **server_options(args))
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    llm, params = _load_llm(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    deltas = llm.stream(prompt, params)
+    print(prompt, end="", flush=True)
+    for delta in deltas:
+        print(delta.text, end="", flush=True)
+    print()
+    return 0
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    from jaxserve.types import InvalidRequestError
+
+    llm, params = _load_llm(args)
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(opening)
+    if sys.stdin.isatty():
+        print("Type a message; /reset starts over, /exit or Ctrl-D ends.", file=sys.stderr)
+    while (line := _ask()) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            messages = list(opening)
+            continue
+        if line:
+            messages.append({"role": "user", "content": line})
+            try:
+                messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+            except InvalidRequestError as error:  # a conversation that is too long, say, can begin anew
+                print(f"jaxserve: {error}", file=sys.stderr)
+                messages.pop()
+    return 0
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
+    prompt = llm.tokenizer.encode(llm.tokenizer.render_chat(messages), add_special_tokens=False)
+    text = ""
+    try:
+        for delta in llm.stream(prompt, params):
+            print(delta.text, end="", flush=True)
+            text += delta.text
+    except KeyboardInterrupt:  # ends this answer, not the conversation
+        pass
+    print()
+    return text
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    from jaxserve.server.process.batch_files import answer_file, model_of
+
+    args.model = args.model or model_of(args.input)
+    return answer_file(engine_config(args), args.input, args.output)
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    import jax
+
+    from jaxserve.devices.kernel_report import describe
+    from jaxserve.devices.targets import target_devices
+    from jaxserve.pallas_kernels.registry import Device
+
+    device = (target_devices(args.target) if args.target else jax.devices())[0]
+    print("\n".join(describe(Device.of(device), args.head_dim, args.group, args.page_size)))
+    return 0
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    from jaxserve.bench.tune import tune
+
+    return tune(args.op, args.sizes, args.page_size, args.out)
+
+
+def run_models(args: argparse.Namespace) -> int:
+    from jaxserve.checkpoints.hub import list_models
+    from jaxserve.config import ConfigError
+    from jaxserve.models.families import families
+    from jaxserve.models.load import read_model
+
+    for name, folder in list_models(args.folder):
+        try:
+            model = read_model(folder)
+            what = f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.max_position} tokens"
+        except ConfigError as error:
+            what = f"cannot be served: {error}"
+        print(f"{name:40} {what}")
+    print("\nsupported architectures:")
+    for family in families():
+        print(f"  {family.name:12} {', '.join(family.architectures)}")
+    return 0
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    from jaxserve.commands.model_report import describe_model
+    from jaxserve.devices.targets import target_devices
+
+    devices = target_devices(args.target) if args.target else None
+    if devices and args.tensor_parallel_size == 1:
+        args.tensor_parallel_size = len(devices)
+    print("\n".join(describe_model(engine_config(args), devices)))
+    return 0
+
+
+def run_top(args: argparse.Namespace) -> int:
+    from jaxserve.commands.top import run
+
+    key = args.api_key or os.environ.get("JAXSERVE_API_KEY")
+    return run(args.url, key=key, interval=args.interval, once=args.once)
+
+
+def _load_llm(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and the SamplingParams; mistakes in the flags are found before anything is loaded."""
+    import msgspec
+
+    from jaxserve.types import SamplingParams
+
+    given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "seed": args.sampling_seed}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {"max_tokens": args.max_tokens, "stop": tuple(args.stop)}
+    SamplingParams(**given)
+    config = engine_config(args)
+    from jaxserve.llm import LLM
+
+    llm = LLM(**config.__dict__)
+    return llm, msgspec.structs.replace(llm.default_params(), **given)

@@ -1,0 +1,127 @@
+"""What a model needs of each device's memory, told before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.checkpoints.load import RowReader, read_weight
+from jaxserve.checkpoints.quantized import StoredRows
+from jaxserve.config import EngineConfig
+from jaxserve.devices.targets import target_memory
+from jaxserve.engine.loading import ModelPlan
+from jaxserve.execution import memory
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.load import Checkpoint
+from jaxserve.models.panels import Packing, is_matrix
+from jaxserve.models.quantized import (
+    FORMS,
+    Rounding,
+    abstract_like,
+    arranged,
+    as_blocks,
+    keeps_blocks,
+    quantized_abstract,
+)
+from jaxserve.models.weights import abstract_params
+from jaxserve.pallas_kernels.registry import Device
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, PanelArray, QuantArray
+
+
+def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> Iterator[str]:
+    """Lines: shape, weights by dtype, KV cache, and what fits beside them; `devices` may be those of a target.
+
+    Raises ConfigError or CheckpointError for a model that could not be served so.
+    """
+    plan = ModelPlan.of(config, devices)
+    model, mesh, layout = plan.model, plan.mesh, plan.one_page
+    device = mesh.devices.flat[0]
+    params = abstract_weights(plan.decoder, plan.folder, mesh, config)
+    yield f"model: {_shape(model)}"
+    numbers = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params, is_leaf=_is_weight))
+    yield f"parameters: {numbers:,}"
+    yield f"devices: {mesh.size} x {device.device_kind}, computing in {plan.dtype}"
+    yield memory.describe_weights(params)
+    per_device = f"{layout.token_bytes // mesh.size:,} a device"
+    yield f"KV cache per token: {layout.token_bytes:,} bytes in {layout.dtype}, {per_device}"
+    weights = sum(memory.bytes_by_dtype(params).values())
+    if devices is None:
+        budget = memory.budget(config, device, mesh.size, weights, 0)
+    else:
+        total = target_memory(device)
+        budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True)
+    page_bytes = layout.page_bytes // mesh.size
+    pages = memory.fitting_pages(config, plan.longest, layout.page_size, page_bytes, budget, memory.Needs())
+    yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"
+    tokens = max(pages - 1, 0) * layout.page_size  # one page is nobody's
+    yield f"tokens that fit the KV cache: {tokens:,}, or {tokens // plan.longest:,} requests of {plan.longest:,} tokens"
+    yield f"tokens per page: {layout.page_size}"
+
+
+def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig) -> dict[str, Any]:
+    """Path -> the form that a weight of the checkpoint will have on the devices. Reads one of each kind of quantized
+    weight, and no other."""
+    packing = Packing.of(config, mesh)
+    rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
+    weights = {name: rounding(name, w) for name, w in _as_read(decoder, path, mesh, config, packing).items()}
+    if packing is None:
+        return arranged(weights, mesh, decoder.dtype, config.matmul_backend)
+    return {name: packing.abstract(w, mesh) if is_matrix(name) else w for name, w in weights.items()}
+
+
+def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, packing: Packing | None) -> dict[str, Any]:
+    """The same before matrices are packed."""
+    plain: dict[str, Any] = dict(abstract_params(decoder, mesh))
+    if config.load_format == "dummy":
+        return quantized_abstract(plain, config.quantization) if config.quantization in FORMS else plain
+    source = Checkpoint.open(path, config.quantization, config.ignore_config_keys)
+    pieces, reader = source.pieces(decoder), source.reader
+    if packing:
+        plain |= packing.stored(plain, pieces, source.tensors)
+    if reader is None:
+        return plain
+    as_stored = packing.types if packing else BLOCK_KINDS if keeps_blocks(mesh) and not config.dequantize else ()
+    known: dict[Any, Any] = {}
+    for weight, target in plain.items():
+        parts = [part for piece in pieces[weight] for part in reader.parts(piece.name)]
+        if not parts:
+            continue
+        stored = tuple(_form(source, part) for part in parts)
+        kind = (re.sub(r"^layers_\d+/", "", weight), stored)
+        if kind not in known:
+            known[kind] = read_weight(pieces[weight], source.tensors, target, reader, as_stored)
+            if packing and isinstance(known[kind], StoredRows) and packing.abstract(known[kind], mesh) is None:
+                known[kind] = read_weight(pieces[weight], source.tensors, target, reader)
+            elif isinstance(known[kind], StoredRows) and packing is None:
+                blocks = as_blocks(known[kind], target.sharding)
+                known[kind] = blocks or read_weight(pieces[weight], source.tensors, target, reader)
+        if isinstance(known[kind], StoredRows):
+            plain[weight] = known[kind]
+        elif isinstance(known[kind], QuantArray | BlockArray):
+            plain[weight] = abstract_like(known[kind], target.sharding)
+    return plain
+
+
+def _form(source: Checkpoint, part: str) -> tuple[Any, ...]:
+    """What the form of a weight follows from: how a tensor of it is stored. GGUF's types are floats by dtype."""
+    tensor, reader = source.tensors[part], source.reader
+    kind = reader.type_of(part) if isinstance(reader, RowReader) else None
+    return kind, tensor.dtype, tensor.shape
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, QuantArray | BlockArray | PanelArray)
+
+
+def _shape(model: ModelConfig) -> str:
+    heads = f"{model.num_heads} heads over {model.num_kv_heads} of keys and values"
+    return (
+        f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size}"
+    )

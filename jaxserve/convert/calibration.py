@@ -1,0 +1,140 @@
+"""What the linear layers of a model see: its decoder over texts, one layer at a time.
+
+The activations between two layers stand in a file, float32 [samples, length, hidden], so that the next layer can begin
+there, also in another process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from jaxserve.checkpoints.load import Piece
+from jaxserve.config import ConfigError
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.rope import rope_angles
+from jaxserve.pallas_kernels.ops import Ops, matmul
+from jaxserve.pallas_kernels.parts import Heads
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class Statistics(NamedTuple):
+    """Sums over the inputs x [tokens, in] of a linear layer: xᵀx [in, in] and |x| [in]."""
+
+    hessian: jax.Array
+    magnitude: jax.Array
+
+
+def read_windows(path: Path, tokenizer: Tokenizer, samples: int, length: int) -> np.ndarray:
+    """Token ids [samples or fewer, length] spread over a text file, or over the "text" of each of a file's JSON lines.
+
+    Raises ConfigError when there is too little text for one.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{path} is no calibration text, nor JSON lines with a "text" each: {error!r}') from None
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    windows = ids[: len(ids) // length * length].reshape(-1, length)
+    if not len(windows):
+        raise ConfigError(f"{path} has {len(ids)} tokens; one calibration sample is {length} (see --length)")
+    chosen = np.linspace(0, len(windows) - 1, min(samples, len(windows))).round().astype(int)
+    return windows[chosen]
+
+
+def fuse(pieces: Mapping[str, list[Piece]], shapes: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
+    """Parameters by path, float32 on the device, from the checkpoint's tensors by name."""
+    params = {}
+    for path, parts in pieces.items():
+        host = np.zeros(shapes[path].shape, np.float32)
+        for piece in parts:
+            value = tensors[piece.name]
+            piece.view(host)[...] = value if piece.split is None else value.reshape(piece.split)
+        params[path] = jnp.asarray(host)
+    return params
+
+
+def embed(table: np.ndarray, windows: np.ndarray, path: Path) -> None:
+    """The first layer's inputs."""
+    _write(path, (*windows.shape, table.shape[1]), (table[ids] for ids in windows))
+
+
+def measure(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], inputs: Path) -> dict[str, Statistics]:
+    """What the linear layers of a decoder layer see, by the path of their kernel."""
+    total: Any = None
+    for x in np.load(inputs, mmap_mode="r"):
+        seen = _forward(decoder, decoder.config.window(layer), dict(params), x)[1]
+        total = seen if total is None else jax.tree.map(jnp.add, total, seen)
+    return total
+
+
+def measure_rows(inputs: Path, transform: Any) -> Statistics:
+    """The same of a linear layer that sees `transform` of the activations."""
+    total: Any = None
+    for x in np.load(inputs, mmap_mode="r"):
+        seen = _statistics(transform(x))
+        total = seen if total is None else jax.tree.map(jnp.add, total, seen)
+    return total
+
+
+def advance(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], inputs: Path, outputs: Path) -> None:
+    """Writes what a decoder layer makes of its inputs."""
+    given = np.load(inputs, mmap_mode="r")
+    window = decoder.config.window(layer)
+    _write(outputs, given.shape, (_output(decoder, window, dict(params), x) for x in given))
+
+
+def _write(path: Path, shape: tuple[int, ...], samples: Any) -> None:
+    partial_path = path.with_name(f".{path.name}.partial")
+    file = np.lib.format.open_memmap(partial_path, "w+", np.float32, shape)
+    for i, sample in enumerate(samples):
+        file[i] = sample
+    file.flush()
+    os.replace(partial_path, path)
+
+
+def _statistics(x: jax.Array) -> Statistics:
+    return Statistics(x.T @ x, jnp.abs(x).sum(0))
+
+
+@partial(jax.jit, static_argnames=("decoder", "window"))
+def _forward(
+    decoder: Decoder, window: int | None, params: dict[str, jax.Array], x: jax.Array
+) -> tuple[jax.Array, dict[str, Statistics]]:
+    """x [tokens, hidden], a text from its beginning -> the layer's output, and what its linear layers saw."""
+    paths = {id(value): path for path, value in params.items()}
+    seen: dict[str, Statistics] = {}
+
+    def recording(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        seen[paths[id(w)]] = _statistics(x)
+        return matmul(x, w)
+
+    def attend(heads: Heads) -> jax.Array:
+        q, k, v = layer.ops.rotate(heads, config.norm_eps, x.dtype)
+        scores = jnp.einsum("tkgd,skd->kgts", q, k) * q.shape[-1] ** -0.5
+        back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
+        visible = (back >= 0) & (back < (window or len(q)))
+        return jnp.einsum("kgts,skd->tkgd", jax.nn.softmax(jnp.where(visible, scores, -1e30)), v)
+
+    config = decoder.config
+    rope = rope_angles(config.rope, config.head_dim, jnp.arange(len(x)))
+    layer = decoder.clone(ops=Ops(matmul=recording)).layer
+    output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, None, rope, attend)
+    x, y = output
+    return x + y.whole(x.dtype), seen
+
+
+@partial(jax.jit, static_argnames=("decoder", "window"))
+def _output(decoder: Decoder, window: int | None, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return _forward(decoder, window, params, x)[0]

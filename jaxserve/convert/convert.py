@@ -1,0 +1,124 @@
+"""A model's folder in another format: safetensors under Hugging Face's names, or the engine's parameters by Orbax.
+
+Memory holds the whole model once, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from jaxserve.checkpoints import orbax
+from jaxserve.checkpoints.export import compress, copy_rest, quantization_config, write_index, write_json, write_shard
+from jaxserve.checkpoints.hub import resolve_model
+from jaxserve.checkpoints.load import Piece
+from jaxserve.checkpoints.quantized import refine
+from jaxserve.config import ConfigError
+from jaxserve.devices.mesh import make_mesh, padded_vocab, replicated
+from jaxserve.models.config import ModelConfig, sharded_kv_heads
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families import find_family
+from jaxserve.models.load import load_params, read_hf_config, read_model
+from jaxserve.models.weights import weight_pieces
+from jaxserve.pallas_kernels.types import QuantArray
+
+FORMATS = ("orbax", "safetensors")
+
+
+def convert_model(model: str, out: Path, form: str, tensor_parallel_size: int = 1) -> None:
+    """Writes a copy of a model in either of FORMATS, whichever it has.
+
+    `tensor_parallel_size` is the largest that an Orbax checkpoint is for where that exceeds the model's KV heads, which
+    are then repeated in it. Raises ConfigError or CheckpointError.
+    """
+    folder = resolve_model(model)
+    if form not in FORMATS:
+        raise ConfigError(f"the format must be one of {', '.join(FORMATS)}, got {form!r}")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; only folders are converted")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; give a new folder")
+    decoder, params = _read(folder, tensor_parallel_size)
+    out.mkdir(parents=True, exist_ok=True)
+    copy_rest(folder, out)
+    source = read_hf_config(folder)
+    values = source.values
+    if form == "orbax":
+        orbax.save(out, params)
+    else:
+        quantized = _write_safetensors(out, decoder, find_family(source).names, params)
+        values = {name: value for name, value in values.items() if name != "quantization_config"} | quantized
+    write_json(out / "config.json", values)
+
+
+def _read(folder: Path, tensor_parallel_size: int) -> tuple[Decoder, dict[str, Any]]:
+    """The parameters by path, and the decoder that they are for."""
+    config, mesh = read_model(folder), make_mesh(1, jax.devices("cpu"))
+    if orbax.is_saved(folder):
+        stored = orbax.describe(folder)
+        place = replicated(mesh)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), stored)
+        return stored_decoder(config, stored), orbax.restore(folder, abstract)
+    kv_heads = sharded_kv_heads(config, tensor_parallel_size)
+    rows = padded_vocab(config.vocab_size, tensor_parallel_size)
+    decoder = Decoder(config, kv_heads, rows, np.dtype(config.dtype))
+    return decoder, flatten_dict(load_params(decoder, folder, mesh), sep="/")
+
+
+def stored_decoder(config: ModelConfig, stored: Mapping[str, orbax.Abstract]) -> Decoder:
+    """The decoder whose parameters have the shapes of a checkpoint's."""
+    rows = stored["layers_0/attention/qkv/kernel"].shape[0] // config.head_dim
+    dtype = jax.tree.leaves(stored["norm/scale"])[0].dtype
+    return Decoder(config, (rows - config.num_heads) // 2, stored["embed/table"].shape[0], dtype)
+
+
+def take(value: np.ndarray | QuantArray, piece: Piece) -> np.ndarray | QuantArray:
+    """The tensor of a checkpoint that a parameter was made of: the reverse of loading."""
+    if isinstance(value, QuantArray):
+        rows = np.broadcast_to(np.arange(value.shape[0])[:, None], value.shape)
+        chosen = _inside(rows, piece)[..., 0].ravel()
+        value = refine(value, (1, value.block[1]))
+        parts = {name: getattr(value, name) for name in ("codes", "scale", "zero", "bias", "gain")}
+        return replace(value, **{name: part[chosen] for name, part in parts.items() if part is not None})
+    return _inside(value, piece).reshape(piece.shape)
+
+
+def _inside(value: np.ndarray, piece: Piece) -> np.ndarray:
+    """What a piece fills, without further rows and repetitions."""
+    sizes = piece.split or piece.shape
+    return piece.view(value)[tuple(slice(None if size == -1 else size) for size in sizes)]
+
+
+def _write_safetensors(
+    out: Path, decoder: Decoder, names: Mapping[str, str], params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One file a layer, and one for the rest. Returns what config.json has to say of it."""
+    pieces = weight_pieces(decoder, names)
+    shards: dict[str, list[str]] = {}
+    for path in pieces:
+        shards.setdefault(path.split("/")[0] if path.startswith("layers_") else "rest", []).append(path)
+    sizes, weights = {}, {}
+    plain = {names["head.weight"].removesuffix(".weight")}
+    for i, paths in enumerate(shards.values()):
+        tensors: dict[str, np.ndarray] = {}
+        for path in paths:
+            whole = jax.tree.map(np.asarray, params[path])
+            for piece in pieces[path]:
+                value, module = take(whole, piece), piece.name.removesuffix(".weight")
+                if isinstance(value, QuantArray):
+                    tensors |= compress(module, value)
+                    weights[module] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), value)
+                else:
+                    tensors[piece.name] = value
+                    plain |= {module} if path.endswith("/kernel") else set()
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        write_shard(out / file, tensors)
+        sizes[file] = {name: value.nbytes for name, value in tensors.items()}
+    write_index(out, sizes)
+    return {"quantization_config": quantization_config(weights, sorted(plain - weights.keys()))} if weights else {}

@@ -1,0 +1,58 @@
+"""The persistent compilation cache: what one process compiled, the next one reads. And a count of both."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import jax
+
+from jaxserve.pallas_kernels.cache_folder import open_cache
+
+
+class CompileCounter:
+    """Counts every program that this process compiles from now on, whoever asks for it.
+
+    Attributes:
+      compilations: programs that XLA compiled.
+      cache_hits: programs that were read from the persistent cache instead.
+    """
+
+    def __init__(self) -> None:
+        self.compilations = 0
+        self.cache_hits = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
+        self.compilations += event == "/jax/core/compile/backend_compile_duration"
+
+    def _on_event(self, event: str, **_: object) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            self.cache_hits += 1
+            self.compilations -= 1  # it is reported as a compilation too
+
+
+def enable_compile_cache() -> Path | None:
+    """Turns the cache on, in $JAXSERVE_CACHE or the user's cache folder; None where it is off.
+
+    An empty JAXSERVE_CACHE turns it off, and so does a folder that others can write to (see `cache_folder`): compiled
+    programs are machine code. JAX's own settings go first, and are left as they are where nobody else can write there.
+    A cache that cannot be written to is only read.
+    """
+    present = jax.config.values["jax_compilation_cache_dir"]
+    if present and "://" in present:
+        return Path(present)
+    chosen = present or os.environ.get("JAXSERVE_CACHE")
+    if chosen == "":
+        return None
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = open_cache(Path(chosen) if chosen else base / "jaxserve" / "xla")
+    jax.config.update("jax_compilation_cache_dir", None if cache is None else str(cache.path))
+    if cache is None:
+        return None
+    if not present:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if cache.is_private else math.inf)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return cache.path

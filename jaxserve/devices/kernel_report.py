@@ -1,0 +1,82 @@
+"""`jaxserve kernels`: what a device would run, and why not the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, explain
+from jaxserve.pallas_kernels.types import Activations, default_page_size
+
+
+def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int | None = None) -> Iterator[str]:
+    """Lines: per operation and dtype each backend, with what speaks against it. `page_size`: tokens in a page; None:
+    what an engine takes on this device."""
+    page_size = page_size or default_page_size(device.platform)
+    dtype = np.dtype(np.float32) if device.platform == "cpu" else np.dtype(jnp.bfloat16)
+    fp8, int4 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.int4)
+    yield f"{device.kind} ({device.platform}), activations in {dtype}"
+    for kv in (dtype, np.dtype(np.int8), fp8):
+        problem = AttentionProblem(dtype, kv, 8, group, head_dim, page_size, has_scale=kv != dtype)
+        name = f"attention, {kv} cache, head_dim {head_dim}, group {group}, pages of {page_size} tokens"
+        yield from _backends(name, explain("attention", device, problem))
+    fp4, e8m0 = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+    for codes, block, scale, name in (
+        (np.dtype(np.int8), (1, 4096), None, "int8 per channel"),
+        (int4, (1, 128), None, "int4, groups of 128"),
+        (fp8, (128, 128), None, "fp8, blocks of 128 x 128"),
+        (fp4, (1, 32), e8m0, "MXFP4"),
+        (fp4, (1, 16), fp8, "NVFP4"),
+        ("Q4_K", (1, 256), None, "GGUF's blocks, Q4_K and others"),
+    ):
+        if isinstance(codes, str):  # kept so on GPUs alone
+            if device.platform != "gpu":
+                continue
+            matmul = MatmulProblem(dtype, np.dtype(np.uint8), 4096, 4096, block, kind=codes)
+            yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
+            continue
+        if codes == fp4 and device.platform == "cpu":
+            continue
+        matmul = MatmulProblem(dtype, codes, 4096, 4096, block, scale_dtype=scale)
+        yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
+    yield from _rounded_inputs(device, dtype)
+    if device.platform == "cpu":
+        yield ""
+        yield "4-bit floats (MXFP4, NVFP4) become int8 in groups of 32 and 16"
+        yield "one CPU with a C++ compiler keeps matrices in panels: floats of 16 bits as they are, GGUF's Q4_0 to Q8_0"
+        yield "and Q4_K to Q6_K in the file's width, int8 and int4 in groups of 64 inputs and more; products with"
+        yield "quantized panels round activations to 8 bits (--matmul-backend cpu: not)"
+
+
+def _rounded_inputs(device: Device, dtype: np.dtype) -> Iterator[str]:
+    """Lines on weights of 8 bits whose checkpoints have the inputs of their products in 8 bits too (W8A8)."""
+    int8, fp8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+    for codes, block, wanted in (
+        (int8, (1, 4096), Activations("int8")),
+        (fp8, (1, 4096), Activations(fp8.name)),
+        (fp8, (1, 4096), Activations(fp8.name, static=True)),
+        (fp8, (128, 128), Activations(fp8.name, group=128)),
+    ):
+        reason = w8a8.why_not(device, MatmulProblem(dtype, codes, 4096, 4096, block, activations=wanted))
+        yield ""
+        yield f"matmul, {codes} with activations {wanted} (--activation-quantization auto)"
+        if reason is None:
+            ours = device.platform == "gpu"
+            yield f"    products of 8-bit numbers on the matrix unit{', in Triton (w8a8_triton)' if ours else ''}"
+        else:
+            yield f"    activations as they are, as in matmul above: {reason}"
+
+
+def _backends(name: str, reasons: dict[str, str | None]) -> Iterator[str]:
+    yield ""
+    yield name
+    used = next(backend for backend, reason in reasons.items() if reason is None)
+    for backend, reason in reasons.items():
+        mark, said = ("*", "used") if backend == used else (" ", reason or "can run")
+        if backend == "xla" and name.startswith("matmul"):
+            said += "; XLA may hold a dequantized copy of the weights"
+        yield f"  {mark} {backend:10}  {said}"

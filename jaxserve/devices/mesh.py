@@ -1,0 +1,161 @@
+"""Devices as a mesh, and the one table from a weight's logical axes to the mesh's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.config import ConfigError
+from jaxserve.pallas_kernels.ops import embed, matmul
+from jaxserve.pallas_kernels.types import BlockArray, QuantArray
+
+AXES = ("data", "stage", "expert", "tensor")
+
+# Logical axis of a weight or an activation -> mesh axis; None is replicated.
+RULES: dict[str | None, str | None] = {
+    None: None,
+    "embed": None,
+    "vocab": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+
+
+def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of axes data, stage, expert (all 1 today) and tensor. Raises ConfigError when devices are missing."""
+    devices = jax.devices() if devices is None else devices
+    if len(devices) < tensor_parallel_size:
+        hint = (
+            f"; to try it on CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size}"
+            if devices[0].platform == "cpu"
+            else ""
+        )
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} needs as many devices, "
+            f"but JAX sees {len(devices)} {devices[0].platform} device(s){hint}"
+        )
+    chosen = np.asarray(devices[:tensor_parallel_size]).reshape(1, 1, 1, tensor_parallel_size)
+    return Mesh(chosen, AXES)
+
+
+def spec(*logical: str | None) -> PartitionSpec:
+    """PartitionSpec of an array whose dimensions have these logical axes."""
+    return PartitionSpec(*(RULES[axis] for axis in logical))
+
+
+def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:
+    return NamedSharding(mesh, spec(*logical))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray | BlockArray:
+    """PartitionSpecs of a quantized weight's arrays, whose two axes lie on these axes of the mesh (None: on none).
+
+    Inputs that an act-order format has permuted are not split, lest they be gathered; the outputs are, where they can.
+    """
+    out, inputs = (*axes, None, None)[:2]
+    if isinstance(w, BlockArray):
+        return jax.tree.map(lambda _: PartitionSpec(out, inputs), w)
+    if w.order is not None and inputs is not None:
+        out, inputs = (None if w.shape[0] % mesh.shape[inputs] else inputs), None
+
+    def of_blocks(values: jax.Array | None) -> PartitionSpec | None:
+        if values is None:
+            return None
+        return PartitionSpec(*(None if size == 1 else on for size, on in zip(values.shape, (out, inputs), strict=True)))
+
+    scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
+    order, input_scale = (None if x is None else PartitionSpec() for x in (w.order, w.input_scale))
+    gain, codes = None if w.gain is None else PartitionSpec(out), PartitionSpec(out, inputs)
+    return replace(w, codes=codes, scale=scale, zero=zero, bias=bias, order=order, gain=gain, input_scale=input_scale)
+
+
+def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, int]:
+    """The largest blocks, no larger than the weight's own, of which every device gets whole ones."""
+    specs = quant_specs(w, axes, mesh)
+    assert isinstance(specs, QuantArray)
+    split = specs.codes
+    sizes = []
+    for size, block, on, count in zip(w.shape, w.block, split, w.scale.shape, strict=True):
+        sizes.append(block if on is None or count == 1 else math.gcd(size // mesh.shape[on], block))
+    return sizes[0], sizes[1]
+
+
+def quant_matmul_sharded(
+    mesh: Mesh,
+    multiply: Callable[..., jax.Array],
+    x: jax.Array,
+    w: QuantArray | BlockArray,
+    axes: tuple[str | None, str | None],
+    count: jax.Array | None = None,
+) -> jax.Array:
+    """`jaxserve.pallas_kernels.ops.quant_matmul` by each device on its own part of the weight, with logical `axes`.
+
+    Where the inputs are split, each device accumulates in float32, and the parts are added in the dtype of x. Inputs
+    that the weight wants rounded to 8 bits are rounded by each device with scales of its own part: a finer grid than
+    one device's, and no maximum travels. Static scales are the same on all.
+    """
+    specs = quant_specs(w, spec(*axes), mesh)
+    out, inputs = specs.codes if isinstance(specs, QuantArray) else specs.low
+
+    def local(x: jax.Array, w: QuantArray | BlockArray, *count: jax.Array) -> jax.Array:
+        y = multiply(x, w, (None, None), *count)
+        return y if inputs is None else jax.lax.psum(y.astype(x.dtype), inputs)
+
+    counts = () if count is None else (count,)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, inputs), specs, *(PartitionSpec(),) * len(counts)),
+        out_specs=PartitionSpec(None, out),
+        check_vma=False,
+    )(x, w, *counts)
+
+
+def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
+    """`jaxserve.pallas_kernels.ops.matmul` where the weight, with logical `axes`, is split over the devices.
+
+    XLA splits the outputs by itself. Where the inputs are split, each device accumulates in float32, and the parts are
+    added in the dtype of x: left to itself, XLA:GPU sends float32, which is twice the traffic.
+    """
+    split = spec(*axes)
+    inputs = split[1]
+    if inputs is None:
+        return matmul(x, w)
+
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.psum(matmul(x, w).astype(x.dtype), inputs)
+
+    in_specs = (PartitionSpec(None, inputs), split)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)(x, w)
+
+
+def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
+    """Rows ids int32 [tokens] of table [vocab, hidden], in `dtype`. The table's rows are split over the devices: each
+    looks up its own, and all others count as 0. Left to itself, XLA gathers the whole table."""
+
+    def local(table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
+        own = ids - jax.lax.axis_index("tensor") * table.shape[0]
+        mine = (own >= 0) & (own < table.shape[0])
+        return jax.lax.psum(jnp.where(mine[:, None], embed(table, own).astype(dtype), 0), "tensor")
+
+    axes = spec("vocab", "embed")
+    specs = quant_specs(table, axes, mesh) if isinstance(table, QuantArray | BlockArray) else axes
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+    )(table, ids)
+
+
+def padded_vocab(vocab_size: int, tensor_parallel_size: int) -> int:
+    """Rows of embeddings and head so that every device holds as many."""
+    return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size

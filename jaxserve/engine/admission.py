@@ -1,0 +1,87 @@
+"""What an engine takes: requests that its model can serve, as long as there is room in the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.constraints import Structured
+from jaxserve.limits import MAX_STOP_TOKENS
+from jaxserve.models.config import ModelConfig
+from jaxserve.scheduling.beam import Beams
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams
+
+
+class Admission:
+    """The checks of one engine. They take requests that share one SamplingParams, which is checked once."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        scheduler: Scheduler,
+        structured: Structured,
+        beams: Beams,
+    ):
+        self._config, self._max_model_len = config, max_model_len
+        self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
+        self._scheduler, self._structured, self._beams = scheduler, structured, beams
+
+    def check_queue(self, requests: Sequence[Request]) -> None:
+        """Raises QueueFullError where there is no room in the queue; what would wait alone is always taken."""
+        here = self._scheduler.waiting.num_completions + self._structured.num_completions
+        more = sum(request.params.n for request in requests)
+        if (most := self._config.max_waiting) is not None and here and here + more > most:
+            raise QueueFullError(f"{here} completions are waiting, of at most {most}; try again later")
+        here = self._scheduler.waiting.num_tokens
+        more = sum(len(request.prompt_token_ids) for request in requests)
+        if (most := self._config.max_waiting_tokens) is not None and here and here + more > most:
+            raise QueueFullError(f"prompts of {here} tokens are waiting already; try again later")
+
+    def check(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """The ids that end these requests' outputs. Raises InvalidRequestError for what the model cannot serve."""
+        params = requests[0].params
+        stop_ids = self._check_params(params)
+        for request in requests:
+            if request.request_id in self._scheduler or request.request_id in self._structured:
+                raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
+            prompt = request.prompt_token_ids
+            self._check_prompt(prompt)
+            if params.use_beam_search:
+                room = self._max_model_len - len(prompt)
+                self._beams.check(request, len(prompt) + min(room, params.max_tokens or room), len(stop_ids))
+        return stop_ids
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token", "prompt")
+        if len(prompt) >= self._max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your prompt has "
+                f"{len(prompt)} tokens, which leaves no room for an answer. Please shorten the prompt.",
+                "prompt",
+                "context_length_exceeded",
+            )
+        if (low := min(prompt)) < 0 or (high := max(prompt)) >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequestError(f"token id {wrong} is outside the vocabulary [0, {self._vocab_size})", "prompt")
+
+    def _check_params(self, params: SamplingParams) -> tuple[int, ...]:
+        ids = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+        ids["bad_words"] = [token for word in params.bad_words for token in word]
+        for name, tokens in ids.items():
+            if (wrong := max(tokens, default=0)) >= self._vocab_size:
+                raise InvalidRequestError(
+                    f"{name}: token id {wrong} is outside the vocabulary [0, {self._vocab_size})", name
+                )
+        eos = () if params.ignore_eos else self._eos_token_ids
+        stop_ids = tuple(dict.fromkeys(eos + params.stop_token_ids))
+        if len(stop_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequestError(
+                f"stop_token_ids and the model's own end tokens are {len(stop_ids)}; at most {MAX_STOP_TOKENS} are "
+                "allowed",
+                "stop_token_ids",
+            )
+        return stop_ids

@@ -1,0 +1,142 @@
+"""What requests may draw (host side): grammars, lists of allowed tokens and bad words.
+
+Holds those that wait until their grammar is compiled, and masks what those that run may draw next.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLExecutor
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from jaxserve.engine.in_flight import Flight
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.grammars.grammar import Compilation, Compiler, Matcher
+from jaxserve.grammars.token_mask import AllowedTokens, TokenMask
+from jaxserve.scheduling.running_table import Running
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.types import Grammar, InvalidRequestError, SequenceUpdate
+
+
+@dataclass
+class _Held:
+    """A sequence that waits for its grammar. `aborted`: completions of its request that are not wanted any more."""
+
+    seq: Sequence
+    compilation: Compilation
+    aborted: list[int] = field(default_factory=list)
+
+
+class Structured:
+    """The requests of one engine that have a grammar."""
+
+    def __init__(self, compiler: Compiler):
+        self._compiler = compiler
+        self._masking = LLExecutor()
+        self._allowed = AllowedTokens(mask_words(compiler.vocab_size))
+        self._held: dict[str, _Held] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_completions(self) -> int:
+        return sum(held.seq.params.n for held in self._held.values())
+
+    def hold(self, seq: Sequence, grammar: Grammar) -> None:
+        """Keeps a sequence until its grammar is compiled; see `release`. Raises QueueFullError."""
+        compilation = self._compiler.compile(grammar)
+        compilation.join()
+        self._held[seq.request_id] = _Held(seq, compilation)
+
+    def abort(self, request_id: str, index: int | None) -> None:
+        """Drops a request that is held, or one of its completions."""
+        if (held := self._held.get(request_id)) is None:
+            return
+        if index is not None:
+            held.aborted.append(index)
+        if index is None or len(set(held.aborted)) == held.seq.params.n:
+            del self._held[request_id]
+            held.compilation.leave()
+
+    def release(self, scheduler: Scheduler, *, patience: float) -> list[SequenceUpdate]:
+        """Hands those whose grammar is ready to the scheduler.
+
+        Returns an update without tokens for each of them, and the last updates of those that failed. Waits up to
+        `patience` seconds for the first to be ready.
+        """
+        wait([held.compilation.future for held in self._held.values()], patience, FIRST_COMPLETED)
+        updates = []
+        for request_id, held in list(self._held.items()):
+            future = held.compilation.future
+            is_done, error = future.done(), held.compilation.error
+            if not is_done and error is None:
+                continue
+            del self._held[request_id]
+            held.compilation.leave()
+            if error is None:
+                held.seq.matcher = Matcher(future.result())
+                scheduler.add(held.seq)
+                for index in held.aborted:
+                    scheduler.abort(request_id, index)
+                updates.append(SequenceUpdate(request_id, 0, []))
+                continue
+            param = error.param if isinstance(error, InvalidRequestError) else None
+            indices = set(range(held.seq.params.n)) - set(held.aborted)
+            updates += [
+                SequenceUpdate(request_id, index, [], "error", error=str(error), error_param=param)
+                for index in sorted(indices)
+            ]
+        return updates
+
+    def draw(self, flight: Flight, running: Running, runner: ModelRunner) -> None:
+        """Has the rows of a step draw that left it for later; all steps before must have been taken in."""
+        for later in flight.later:
+            if later is None or later.drawn:
+                continue
+            rows = later.rows
+            later.index = index = later.index[(running.tenure[rows.slot] == rows.tenure)[later.index]]
+            if not len(index):
+                continue
+            seqs, slots, end = [rows.seqs[i] for i in index.tolist()], rows.slot[index], rows.end[index]
+            outputs = [
+                running.tokens[slot, seq.prompt_len : last]
+                for slot, last, seq in zip(slots.tolist(), end.tolist(), seqs, strict=True)
+            ]
+            later.drawn = runner.draw(slots, end, self._masks(seqs, outputs))
+            for one in later.drawn:
+                one.tokens.copy_to_host_async()
+
+    def _masks(self, seqs: list[Sequence], outputs: list[np.ndarray]) -> np.ndarray:
+        """What each may draw next, int32 [sequences, words], a bit per token; threads of its own do the work."""
+        masks = allocate_token_bitmask(len(seqs), self._compiler.vocab_size)
+        matchers = [(seq.matcher.state, i) for i, seq in enumerate(seqs) if seq.matcher is not None]
+        if matchers:
+            fill_next_token_bitmask_par(self._masking, matchers, masks)
+        for mask, seq, output in zip(masks, seqs, outputs, strict=True):
+            if (own := self._token_mask(seq)) is not None:
+                own.apply(mask, output, seq.stop_ids)
+        return masks
+
+    def _token_mask(self, seq: Sequence) -> TokenMask | None:
+        """What the request's own lists allow; made at its first step, and None for most requests."""
+        params = seq.params
+        if not (params.allowed_token_ids or params.bad_words or params.ignore_eos or params.min_tokens):
+            return None
+        if seq.token_mask is None:
+            ends = self._compiler.vocabulary.result().eos_tokens if seq.matcher and params.ignore_eos else []
+            allowed = self._allowed.mask(params.allowed_token_ids)
+            seq.token_mask = TokenMask(params, allowed, ends, mask_words(self._compiler.vocab_size))
+        return seq.token_mask
+
+
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a bitmask with a bit per token."""
+    return -(-vocab_size // 32)

@@ -1,0 +1,353 @@
+"""The engine: requests in, tokens out. A step is three calls: schedule, dispatch, commit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import deque
+from concurrent.futures import wait
+
+import jax
+import msgspec
+import numpy as np
+
+from jaxserve import heap
+from jaxserve.checkpoints import gguf
+from jaxserve.config import EngineConfig
+from jaxserve.devices.compile_cache import CompileCounter
+from jaxserve.engine.admission import Admission
+from jaxserve.engine.constraints import Structured
+from jaxserve.engine.in_flight import Flight, Later
+from jaxserve.engine.loading import EngineParts, load_parts
+from jaxserve.engine.prompt_scores import PromptScores
+from jaxserve.engine.recovery import Recovery
+from jaxserve.engine.timeline import Timeline
+from jaxserve.execution import memory
+from jaxserve.execution.cost import prefill_chunk
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.slots import encode_counts, encode_slot
+from jaxserve.execution.step_buffer import Batch, pack, split
+from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
+from jaxserve.scheduling.beam import Beams
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.logprobs import read_rows
+from jaxserve.scheduling.pace import Pace
+from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
+from jaxserve.scheduling.running_table import Notable, StepPlan
+from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.stats import EngineStats
+from jaxserve.types import Request, StepOutput
+
+log = logging.getLogger(__name__)
+
+GARBAGE = 50_000  # new objects before the garbage collector looks at them; the lists of a step are thousands
+
+
+class Engine:
+    """One model on one mesh. Not thread-safe: one thread calls everything."""
+
+    def __init__(self, config: EngineConfig, parts: EngineParts):
+        model, runner = parts.model, parts.runner
+        self.config, self.model, self.runner = config, model, runner
+        self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
+        self.model_folder, self.tokenizer_folder = parts.folders
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
+        self.dtype = np.dtype(runner.model.dtype).name
+        queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
+        self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
+        self.structured = Structured(self.grammars)
+        self.timeline = Timeline(config.profile_dir)
+        self.counters = EngineStats(step_seconds=self.timeline.seconds)
+        self.programs = CompileCounter()
+        self.pace = Pace(config.latency_goal(on_cpu=self._cost is None))
+        self._arrivals = 0
+        self._seeds = np.random.default_rng(config.seed)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Makes the cache, as it is planned, and all that depends on its size. Nobody has asked for anything yet."""
+        config, model, runner = self.config, self.model, self.runner
+        runner.allocate()
+        layout = runner.layout
+        self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
+        self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=memory.max_batched_tokens(config),
+            prefill_chunk=prefill_chunk(config, self._cost),
+            prefill_bursts=self._cost is None,
+            max_model_len=self.max_model_len,
+            penalty_rows=runner.penalty_rows,
+        )
+        self.beams = Beams(self.scheduler, model.eos_token_ids)
+        self._admission = Admission(config, model, self.max_model_len, self.scheduler, self.structured, self.beams)
+        self.flights: deque[Flight] = deque()
+        self.recovery = Recovery(self)
+        self.counters.pages_total = self.blocks.capacity
+        log.info(
+            "KV cache: %d pages of %d tokens (%s, %d bytes a token in %s), %d tokens; longest request %d tokens",
+            layout.num_pages, layout.page_size, memory.size(layout.num_pages * layout.page_bytes), layout.token_bytes,
+            layout.dtype, (layout.num_pages - 1) * layout.page_size, self.max_model_len,
+        )  # fmt: skip
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        *,
+        devices: list[jax.Device] | None = None,
+        progress: bool = True,
+        static_steps: bool | None = None,
+    ) -> Engine:
+        """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError.
+
+        `static_steps` has the programs of accelerators on CPU too, or the other way round; see `programs`.
+        """
+        return cls(config, load_parts(config, devices, progress=progress, static_steps=static_steps))
+
+    def compile(self) -> None:
+        """Compiles every executable that serving can need; without it they are compiled as they are met.
+
+        Where they need more memory than was kept for them, the cache is made smaller. Raises ConfigError where that
+        cannot be.
+        """
+        start = time.perf_counter()
+        early = [] if self._cost is None else [self.grammars.vocabulary]  # 60 MiB: on CPU the first grammar has it read
+        self.runner.compile(self.runner.names(self.shapes))
+        wait(early)  # what is wrong with it concerns those alone who bring a grammar
+        if self._sizing.finish(self.shapes):
+            assert not self.has_work
+            self._allocate()
+        self.runner.frozen = self.config.forbid_compile
+        seconds, hits = time.perf_counter() - start, self.programs.cache_hits
+        log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
+        gguf.forget()
+        heap.settle()
+        gc.set_threshold(max(gc.get_threshold()[0], GARBAGE), *gc.get_threshold()[1:])
+
+    # Requests
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request. Raises InvalidRequestError or QueueFullError; then nothing has changed."""
+        self.add_requests([request])
+
+    def add_requests(self, requests: list[Request]) -> None:
+        """Queues requests that share one SamplingParams, which is checked once: all of them, or none.
+
+        Raises InvalidRequestError or QueueFullError; then nothing has changed.
+        """
+        self._admission.check_queue(requests)
+        params, stop_ids = requests[0].params, frozenset(self._admission.check(requests))
+        for request in requests:
+            room = self.max_model_len - len(request.prompt_token_ids)
+            max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+            if self.config.scheduling_policy != "priority":
+                request.priority = 0
+            self._arrivals += 1
+            if params.use_beam_search:
+                self.beams.start(request, max_tokens, stop_ids, self._arrivals)
+                continue
+            seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
+            seq = Sequence(request, 0, seed, max_tokens, stop_ids, self._arrivals)
+            if params.grammar is None:
+                self.scheduler.add(seq)
+            else:
+                self.structured.hold(seq, params.grammar)
+
+    def pool(self) -> PoolSnapshot:
+        """Who owns which KV page now."""
+        return pool_snapshot(self.blocks, self.scheduler, self.stats())
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the pages of earlier prompts; those in use stay with their owners."""
+        self.blocks.reset_prefix_cache()
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drops a request, or one of its n completions, and frees its pages at once. Unknown ids are fine."""
+        if request_id in self.beams:
+            if index is None:  # beams come to their ends together
+                self.beams.abort(request_id)
+            return
+        self.structured.abort(request_id, index)
+        self.scheduler.abort(request_id, index)
+
+    def pause(self, request_id: str, paused: bool) -> None:
+        """Sets a request aside whose client does not read, or lets it go on. Unknown ids are fine."""
+        self.scheduler.pause(request_id, paused)
+
+    def check_request(self, request: Request) -> None:
+        """Raises InvalidRequestError for what this model cannot serve."""
+        self._admission.check([request])
+
+    # The step
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.flights) or len(self.structured) > 0
+
+    @property
+    def compiling(self) -> bool:
+        return self.runner.compiling
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting + len(self.structured)
+
+    def step(self) -> StepOutput:
+        """Advances the batch by one step; returns what a step added to each completion.
+
+        A request for which a step fails ends with an error, see `recovery`. Raises what fails for nobody's fault.
+        """
+        return self.recovery.step()
+
+    def advance(self, output: StepOutput) -> None:
+        """One step, which adds what there is to say to `output` as soon as that is certain.
+
+        With asynchronous scheduling the devices run the step that is dispatched here while the host takes in the one
+        before: its tokens come back with the next call.
+        """
+        self.timeline.begin_step()
+        self.pace.begin()
+        if len(self.structured) and not self.recovery.active:
+            busy = self.scheduler.has_work or self.flights
+            output.updates += self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
+        with self.timeline.phase("schedule"):
+            plan = self.scheduler.schedule(self._steps_per_call())
+        if plan is not None:
+            with self.timeline.phase("upload"):
+                self.flights.append(self.dispatch(plan))
+        if len(self.flights) > 1:
+            output.extend(self._land())
+        if self.flights:
+            with self.timeline.phase("mask"):
+                self.structured.draw(self.flights[-1], self.scheduler.running, self.runner)
+            if plan is None or not self.config.async_scheduling:
+                output.extend(self._land())
+        self.pace.end()
+        self.timeline.end_step()
+
+    def _land(self) -> StepOutput:
+        """Takes in the oldest step in flight."""
+        flight = self.flights.popleft()
+        tokens = self.wait(flight)
+        with self.timeline.phase("commit"), self.recovery.commit(flight):
+            return self.commit(flight, tokens)
+
+    def _steps_per_call(self) -> int:
+        """How many tokens a row may draw in the next call."""
+        scheduler, lineup = self.scheduler, self.scheduler.running.lineup
+        lengths = self.runner.programs.lengths(self.shapes, len(lineup.seqs), lineup.sampler)
+        return self.pace.steps(lengths, watched=scheduler.num_streaming > 0, holds_up=scheduler.holds_up)
+
+    def dispatch(self, plan: StepPlan) -> Flight:
+        """Sends a plan to the devices and returns without waiting for them."""
+        self._fill_slots(plan.placed)
+        self.runner.copy_pages(plan.copies)
+        flight = Flight([], [], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
+        copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
+        for batch in split(plan.rows, self.shapes, self._cost):
+            room = batch.shape.table_updates
+            self.runner.update_tables(copies, updates[:, room:])
+            drawn, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
+            copies, updates = [], updates[:, :0]  # the first batch took them all
+            drawn.tokens.copy_to_host_async()
+            flight.rows.append(batch.rows)
+            flight.drawn.append(drawn)
+            flight.later.append(Later.of(batch.rows, running.masked) if running.lineup.any_masked else None)
+            if hidden is not None and batch.rows.scores:
+                flight.prompt_scores.append(PromptScores.start(batch.rows, hidden, self.runner))
+        self.counters.steps += 1
+        self.counters.step_tokens.observe(plan.rows.num_tokens)
+        return flight
+
+    def _program(self, batch: Batch) -> StepProgram:
+        """The least program that does what a batch's rows ask for."""
+        rows, running = batch.rows, self.scheduler.running
+        sampler = running.lineup.sampler
+        if rows.seqs is not running.lineup.seqs:  # seldom
+            sampler = Sampler((running.sampler[rows.slot] * (rows.draws > 0)).max())
+        return self.runner.programs.choose(batch.shape, sampler, int(rows.draws.max()), rows.scores)
+
+    def _fill_slots(self, placed: list[Sequence]) -> None:
+        rows = []
+        for seq in placed:
+            stops = tuple(seq.stop_ids)
+            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, seq.prompt_len, seq.penalty_row))
+        self.runner.set_slots(rows)
+        penalized = [seq for seq in placed if seq.params.has_penalties]
+        if penalized:
+            counted = [encode_counts(seq.penalty_row, seq.tokens, seq.prompt_len) for seq in penalized]
+            self.runner.count_tokens(np.concatenate(counted, axis=1))
+
+    def wait(self, flight: Flight) -> list[np.ndarray]:
+        """A step's tokens, of each of its batches; waits until they are here."""
+        asked = time.perf_counter()
+        tokens = flight.tokens()
+        passes = flight.steps if self.runner.programs.static else flight.passes(tokens)
+        self.timeline.seconds["device"].observe(self.pace.arrived(asked, flight.dispatched, passes))
+        return tokens
+
+    def commit(self, flight: Flight, tokens: list[np.ndarray]) -> StepOutput:
+        """Takes in a step's tokens and says what they mean for each request."""
+        output = StepOutput([], [], [], [])
+        for prompt_scores in flight.prompt_scores:
+            prompt_scores.finish()
+        for rows, drawn, ids in zip(flight.rows, flight.drawn, tokens, strict=True):
+            part, notable = self.scheduler.commit(rows, ids[: flight.steps, : len(rows)].T)
+            for one in notable:
+                if one.seq.params.use_beam_search:
+                    assert drawn.scores is not None  # `Sampler.of` sees to it, here and below
+                    self.beams.take(one, np.asarray(drawn.scores))
+                    part.updates.remove(one.update)
+                else:
+                    self._annotate(one, drawn.scores)
+            output.extend(part)
+        output.updates += self.beams.advance(self.counters)
+        self.counters.generation_tokens += sum(map(len, output.tokens))
+        return output
+
+    def _annotate(self, notable: Notable, scores: jax.Array | None) -> None:
+        """Adds to an update what it has to say beyond its tokens."""
+        update, seq, row, is_first = notable
+        tokens = update.token_ids
+        self.counters.generation_tokens += len(tokens)
+        if update.finish_reason == "stop":
+            update.complete = tokens[-1] not in seq.stop_ids
+            if not update.complete and tokens[-1] not in self.eos_token_ids:
+                update.stop_token = tokens[-1]
+        if seq.matcher is not None and update.finish_reason == "error":
+            update.error = f"the grammar failed: {seq.matcher.error}"
+        if (count := seq.params.logprobs) is not None and tokens:
+            assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"
+            update.logprobs = read_rows(np.asarray(scores)[: len(tokens), row], tokens, count)
+        if is_first and seq.index == 0:
+            self.counters.prompt_tokens += seq.prompt_len
+            update.num_cached_tokens = seq.num_cached or 0
+            update.queue_seconds = seq.queue_seconds
+            if seq.params.prompt_logprobs is not None:
+                update.prompt_logprobs = seq.prompt_scores
+
+    def profile(self, steps: int) -> None:
+        """Has JAX's profiler trace the next `steps` steps, into the folder `profile_dir` of the settings, if one is."""
+        self.timeline.trace(steps)
+
+    def stats(self) -> EngineStats:
+        """A snapshot: gauges as they stand, counters since start."""
+        return msgspec.structs.replace(
+            self.counters,
+            num_running=len(self.scheduler.running),
+            num_waiting=self.num_waiting,
+            pages_used=self.blocks.num_used,
+            preemptions=self.scheduler.num_preemptions,
+            prefix_queries=self.scheduler.prefix_queries,
+            prefix_hits=self.scheduler.prefix_hits,
+            executables=self.runner.num_executables,
+            compilations=self.programs.compilations,
+            compile_cache_hits=self.programs.cache_hits,
+            compile_seconds=self.runner.compile_seconds,
+        )

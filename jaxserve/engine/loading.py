@@ -1,0 +1,121 @@
+"""From settings to everything that an engine is made of: files, devices, decoder, parameters, buckets, memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve import heap
+from jaxserve.config import EngineConfig
+from jaxserve.devices.compile_cache import enable_compile_cache
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.engine.sizing import Sizing
+from jaxserve.execution import memory
+from jaxserve.execution.cost import StepCost, prefill_chunk
+from jaxserve.execution.kv_cache import CacheLayout, cache_dtype
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.step_buffer import step_shapes
+from jaxserve.execution.steps import StepShape
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.load import compute_dtype, find_files, make_decoder, make_params, read_model, trust_matmul
+from jaxserve.pallas_kernels import cpu_build
+from jaxserve.pallas_kernels.types import default_page_size
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What follows from the settings, the model's config and the devices, before any weight is read.
+
+    Attributes:
+      folder, tokenizer: where the model's files and the tokenizer's are.
+      dtype: of the computation.
+      longest: prompt and output in tokens that a request may have.
+      one_page: the cache's layout with a single page, whose number is not known yet.
+    """
+
+    folder: Path
+    tokenizer: Path
+    model: ModelConfig
+    mesh: Mesh
+    dtype: np.dtype
+    longest: int
+    decoder: Decoder
+    one_page: CacheLayout
+
+    @classmethod
+    def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None) -> ModelPlan:
+        """Raises ConfigError or CheckpointError for a model that could not be served so."""
+        folder, tokenizer = find_files(config)
+        model, mesh = read_model(folder, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
+        platform = mesh.devices.flat[0].platform
+        dtype = compute_dtype(config, model, platform)
+        kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+        page_size = config.page_size or default_page_size(platform)
+        backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
+        decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform)
+        longest = memory.max_model_len(config, model)
+        return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page)
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine's loop works with.
+
+    Attributes:
+      folders: of the model and of the tokenizer.
+      shapes: the buckets that steps are padded to.
+      cost: what a step costs; None on CPU.
+    """
+
+    model: ModelConfig
+    runner: ModelRunner
+    folders: tuple[Path, Path]
+    shapes: list[StepShape]
+    cost: StepCost | None
+    sizing: Sizing
+
+
+def load_parts(
+    config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
+) -> EngineParts:
+    """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
+    start = time.perf_counter()
+    enable_compile_cache()
+    plan = ModelPlan.of(config, devices)
+    mesh, model = plan.mesh, plan.model
+    params = make_params(plan.decoder, plan.folder, mesh, config, progress=progress)
+    decoder, params = trust_matmul(plan.decoder, params, mesh, config.matmul_backend)
+    heap.trim()
+    log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
+    log.info("%s", memory.describe_weights(params))
+    rows = config.max_num_seqs, memory.penalty_rows(config, model)
+    runner = ModelRunner(decoder, params, mesh, *rows, most_steps=config.decode_steps, static=static_steps)
+    device = mesh.devices.flat[0]
+    cost = StepCost.of(params, model, device, mesh.size, plan.dtype)
+    shapes = _shapes(config, plan, cost)
+    runner.plan(plan.one_page, -(-plan.longest // plan.one_page.page_size))
+    budget = memory.budget(config, device, mesh.size, runner.weight_bytes, runner.slot_bytes)
+    sizing = Sizing(config, runner, plan.one_page, budget, shapes, plan.longest)
+    sizing.begin()
+    return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing)
+
+
+def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
+    """The buckets of steps; none that nothing can fill."""
+    tokens = max(memory.max_batched_tokens(config), config.max_num_seqs)
+    if cost is not None:
+        tokens = min(tokens, config.max_num_seqs * plan.longest)
+    on_one_cpu = plan.mesh.devices.flat[0].platform == "cpu" and plan.mesh.size == 1
+    free = on_one_cpu and plan.dtype == np.float32 and cpu_build.possible()
+    sizes = config.max_num_seqs, tokens, plan.one_page.page_size
+    return step_shapes(*sizes, cost=cost, chunk=prefill_chunk(config, cost), padding_is_free=free)

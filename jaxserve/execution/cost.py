@@ -1,0 +1,81 @@
+"""What a step costs on an accelerator: the longer of reading the weights and computing the tokens, as in the roofline
+model (Williams et al. 2009). Buckets, the cutting of plans into batches and the size of prompts' chunks follow it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.devices.targets import rates
+from jaxserve.execution.memory import bytes_by_dtype
+from jaxserve.models.config import ModelConfig
+from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
+
+BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the datasheet's; an H200 moved 4.3 of 4.8 TB/s, and computed 790 of 989 T
+FLOAT32_SHARE = 1 / 12  # of the 16-bit matmul rate, where float32 means float32
+CALL_SECONDS = 2e-4  # of each call, however small: launches, and the gaps between them; assumed, not measured
+CONTEXT = 2048  # cached tokens that a prompt's token attends to, for its share of the arithmetic
+FEW = 16  # tokens of a step with prompts, at least
+CPU_PREFILL_CHUNK = 32  # a step on CPU takes as long as it has tokens
+FREE = 1.1  # a step that costs so much more than the smallest one counts as no slower
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step on each of the devices that share it.
+
+    Attributes:
+      weights: seconds for reading the weights once.
+      token: seconds for the products of a token with the weights, padding or not.
+      attention: seconds for the attention of a prompt's token to CONTEXT others; padding has none.
+    """
+
+    weights: float
+    token: float
+    attention: float = 0.0
+
+    @classmethod
+    def of(cls, params: Any, model: ModelConfig, device: Any, devices: int, compute: Any) -> StepCost | None:
+        """For a model's parameters (or their shapes), sharded over `devices` like `device`, whose activations have the
+        dtype `compute`. None on CPU: there is no figure for all CPUs, and buckets were chosen by measurement."""
+        if device.platform == "cpu":
+            return None
+        speed = rates(device)
+        read = {name: part for name, part in params.items() if name != "embed" or "head" not in params}
+        stored = sum(bytes_by_dtype(read).values())
+        layers = [part for name, part in params.items() if name.startswith("layers_")]
+        matrices = [w for w in jax.tree.leaves(layers, is_leaf=_is_quantized) if len(w.shape) == 2]
+        attention = 4 * model.num_layers * model.num_heads * model.head_dim * min(CONTEXT, model.max_position)
+        products = 2 * sum(math.prod(w.shape) for w in matrices)
+        rate = devices * speed.matmul * (MATMUL_SHARE if np.dtype(compute).itemsize == 2 else FLOAT32_SHARE)
+        return cls(stored / (speed.bandwidth * BANDWIDTH_SHARE), products / rate, attention / rate)
+
+    def __call__(self, tokens: int) -> float:
+        """Of one call with so many tokens, padding included."""
+        return CALL_SECONDS + max(self.weights, tokens * self.token)
+
+    def chunk(self, goal: float) -> int:
+        """Tokens of a step that goes on with prompts while others decode: what fits `goal` seconds, or what costs
+        little more than the weights, where these alone take longer. It has three significant bits, and is FEW or more.
+        """
+        allowed = max(goal, FREE * self(1)) - CALL_SECONDS
+        tokens = int(allowed / (self.token + self.attention))
+        step = 1 << max(tokens.bit_length() - 3, 0)
+        return max(tokens // step * step, FEW)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QuantArray | BlockArray | PanelArray)
+
+
+def prefill_chunk(config: EngineConfig, cost: StepCost | None) -> int:
+    """Most tokens of a step with a prompt while others decode. `cost`: of an accelerator's steps."""
+    if config.prefill_chunk is not None:
+        return config.prefill_chunk
+    return CPU_PREFILL_CHUNK if cost is None else cost.chunk(config.latency_goal(on_cpu=False))

@@ -1,0 +1,107 @@
+"""The paged KV cache on the devices: its layout, its size, and copying of pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve.devices.mesh import sharding
+from jaxserve.models.config import ModelConfig
+from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.types import KVPages, has_scale, stored_head_dim
+
+COPIES = 16  # page copies per call of `copy_pages`
+
+MOST_LAYERS = 8  # in one array
+KVCache = list[KVPages]  # each of a few layers, see `CacheLayout`
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Shape of the cache: arrays [pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`.
+
+    An array holds the pages of a few layers, those of the first in front, since each array that a step takes and gives
+    costs the host about 3 us. Codes of int8 or fp8 have a scale for each head of each token.
+    """
+
+    num_layers: int
+    num_pages: int  # of each layer
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: Any
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, kv_heads: int, num_pages: int, page_size: int, dtype: Any, platform: str = "cpu"
+    ) -> CacheLayout:
+        head_dim = stored_head_dim(model.head_dim, platform)
+        return cls(model.num_layers, num_pages, page_size, kv_heads, head_dim, jnp.dtype(dtype))
+
+    @property
+    def num_arrays(self) -> int:
+        """As few as there can be, all alike."""
+        return self.num_layers // max(n for n in range(1, MOST_LAYERS + 1) if self.num_layers % n == 0)
+
+    @property
+    def array(self) -> KVPages:
+        """One of them, as shapes."""
+        pages = self.num_layers // self.num_arrays * self.num_pages
+        scales = (pages, 2, self.kv_heads, self.page_size)
+        data: Any = jax.ShapeDtypeStruct((*scales, self.head_dim), self.dtype)
+        scale: Any = jax.ShapeDtypeStruct(scales, jnp.float32) if has_scale(self.dtype) else None
+        return KVPages(data, scale)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers and devices."""
+        head = self.head_dim * self.dtype.itemsize + (4 if has_scale(self.dtype) else 0)
+        return self.num_layers * 2 * self.kv_heads * head
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.token_bytes
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return sharding(mesh, None, None, "kv_heads")
+
+    def abstract(self, mesh: Mesh) -> list[KVPages]:
+        """The cache's shapes, dtypes and shardings."""
+        sharding = self.sharding(mesh)
+        array = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.array)
+        return [array] * self.num_arrays
+
+    def create(self, mesh: Mesh) -> KVCache:
+        """The cache. On one CPU its contents are undefined, and memory is taken as pages are used for the first time: a
+        large cache then costs no time at start."""
+        on_one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+        fill = cpu.untouched if on_one_cpu else jnp.zeros
+
+        def empty() -> KVPages:
+            return jax.tree.map(lambda x: fill(x.shape, x.dtype), self.array)
+
+        make = jax.jit(empty, out_shardings=self.sharding(mesh))
+        return [make() for _ in range(self.num_arrays)]
+
+
+def cache_dtype(name: str, compute: Any) -> np.dtype:
+    """The dtype of keys and values for `EngineConfig.kv_cache_dtype`; auto is that of the computation."""
+    named = {"auto": compute, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+    return np.dtype(named[name])
+
+
+def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int) -> KVCache:
+    """Copies page sources[i] to targets[i] in each of `layers` layers, int32 [COPIES]; all are read before any is
+    written. Pad with NULL_PAGE."""
+    each = layers // len(cache)  # layers of an array
+
+    def copy(x: jax.Array) -> jax.Array:
+        first = jnp.arange(0, x.shape[0], x.shape[0] // each, dtype=jnp.int32)[:, None]
+        return x.at[first + targets].set(x[first + sources], mode="promise_in_bounds")
+
+    return jax.tree.map(copy, cache)

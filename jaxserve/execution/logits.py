@@ -1,0 +1,55 @@
+"""From hidden states to logits, and what is done with each row of them, over the devices of a mesh.
+
+Under tensor parallelism each device computes the logits of its own part of the vocabulary. The rows are then exchanged
+(all-to-all), so that each device has some rows whole, and works on these alone: for 256 rows of 128,256 tokens on 8
+devices each receives 14 MB, where gathering all rows would send 115 MB to each and repeat the work on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.devices.mesh import sharding, spec
+from jaxserve.models.decoder import Decoder
+
+
+def replicate(x: Any, mesh: Mesh) -> jax.Array:
+    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, PartitionSpec()))
+
+
+def from_logits(
+    function: Callable[..., Any], model: Decoder, params: Any, hidden: jax.Array, rows: tuple, shared: Any, mesh: Mesh
+) -> Any:
+    """`function(logits, *rows, shared)` of the float32 logits [rows, vocab] of hidden states [rows, hidden].
+
+    The arrays in `rows` begin with that dimension, as those of the result must; `shared` is the same for all rows. Each
+    device does its share of the rows; the result is on all of them.
+    """
+    logits = cast(jax.Array, model.apply({"params": params}, hidden, method="logits"))
+    logits = lax.with_sharding_constraint(logits, sharding(mesh, None, "vocab"))
+    vocab = model.config.vocab_size
+    if mesh.size == 1:
+        return function(logits[:, :vocab], *rows, shared)
+    count, devices = hidden.shape[0], mesh.shape["tensor"]
+    each = -(-count // devices)
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, each * devices - count),) + ((0, 0),) * (x.ndim - 1), mode="edge")
+
+    def local(logits: jax.Array, rows: tuple, shared: Any) -> Any:
+        """Cuts and joins the rows itself: the compiler would share out other parts of the step in the same way."""
+        whole = lax.all_to_all(pad(logits), "tensor", split_axis=0, concat_axis=1, tiled=True)[:, :vocab]
+        first = lax.axis_index("tensor") * each
+        mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(pad(x), first, each), rows)
+        result = function(whole, *mine, shared)
+        return jax.tree.map(lambda x: lax.all_gather(x, "tensor", tiled=True)[:count], result)
+
+    everywhere = PartitionSpec()
+    specs = spec(None, "vocab"), everywhere, everywhere
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)(logits, rows, shared)

@@ -1,0 +1,396 @@
+"""The device side of the engine: parameters, cache and slots, and the compiled functions that advance them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
+
+from jaxserve.config import MAX_STEPS
+from jaxserve.devices.jax_versions import with_int4_arguments
+from jaxserve.devices.mesh import replicated
+from jaxserve.execution import steps
+from jaxserve.execution.kv_cache import COPIES, CacheLayout, KVCache, copy_pages
+from jaxserve.execution.memory import Needs, available_host_bytes, stored_bytes
+from jaxserve.execution.packed_params import bundle
+from jaxserve.execution.programs import StepProgram, StepPrograms
+from jaxserve.execution.sampling import Sampled
+from jaxserve.execution.slots import (
+    SLOT_WORDS,
+    SLOTS_PER_CALL,
+    TOKENS_PER_CALL,
+    SlotState,
+    count_tokens,
+    create_slots,
+    padding_slot,
+    set_slots,
+)
+from jaxserve.execution.steps import StepShape
+from jaxserve.models.decoder import Decoder
+from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.parts import Row, value_of
+from jaxserve.scheduling.block_manager import NULL_PAGE
+from jaxserve.scheduling.sampler import Sampler
+from jaxserve.types import NO_PENALTY_ROW
+
+log = logging.getLogger(__name__)
+
+CPU_THREADS = 4  # that compile at a time
+MOST_THREADS = 16  # that compile: beyond that Python, which traces one program at a time, cannot keep up
+COMPILE_BYTES = 2**30  # of the host's memory for a program that is being compiled, with room to spare
+TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
+TABLE_COPIES = 32  # and rows of it that are copied
+COUNT_SIZES = (TOKENS_PER_CALL, 16 * TOKENS_PER_CALL)  # tokens that a call of `count_tokens` takes, but for the largest
+
+
+class ModelRunner:
+    """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits.
+
+    `most_steps`: tokens that a row may draw in one call. `static`: programs are fixed in what the host knows, see
+    `programs`; None: where that pays, which is not on CPU.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        params: Any,
+        mesh: Mesh,
+        num_slots: int,
+        penalty_rows: int,
+        *,
+        most_steps: int = MAX_STEPS,
+        static: bool | None = None,
+    ):
+        self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
+        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
+        static = not self._on_cpu if static is None else static
+        self.programs = StepPrograms(static=static, most=most_steps, costly_filters=model.ops.draw is None)
+        self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
+        self.layout: CacheLayout
+        self.slots: SlotState
+        self.cache: KVCache
+        self.compile_seconds = 0.0
+        self.frozen = False  # nothing may be compiled any more
+        self.compiling = False
+        self._executables: dict[Any, Compiled] = {}
+        self._planned = ""  # the slots' shapes
+        self._lock = threading.Lock()
+
+    @property
+    def params(self) -> Any:
+        """The model's own tree; vectors in it are copies."""
+        return jax.tree.map(value_of, self._unbundle(self._arrays), is_leaf=lambda x: isinstance(x, Row))
+
+    def plan(self, layout: CacheLayout, max_pages: int) -> None:
+        """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""
+        self.layout = layout
+        self.max_len = max_pages * layout.page_size
+        config = self.model.config
+        self._make_slots = partial(
+            create_slots,
+            self.num_slots,
+            max_pages,
+            config.vocab_size,
+            config.hidden_size,
+            self.model.dtype,
+            self.penalty_rows,
+        )
+        slots = str(jax.eval_shape(self._make_slots))
+        stale = [name for name in self._executables if slots != self._planned or _takes_cache(name)]
+        for name in stale:
+            del self._executables[name]
+        self._planned = slots
+
+    def allocate(self) -> None:
+        """Makes the cache and the slots, in place of those that there may be."""
+        vars(self).pop("cache", None)  # there may be no room for both
+        vars(self).pop("slots", None)
+        lazily = {"zeros": cpu.zeros} if self._on_cpu and self.mesh.size == 1 else {}
+        self.slots = jax.jit(partial(self._make_slots, **lazily), out_shardings=replicated(self.mesh))()
+        self.cache = self.layout.create(self.mesh)
+
+    def restore(self) -> None:
+        """Makes the cache and the slots anew where a step that failed took them along: then all their content is lost.
+
+        Raises what the devices say where they are at fault.
+        """
+        try:
+            whole = not any(x.is_deleted() for x in jax.tree.leaves((self.cache, self.slots)))
+            jax.block_until_ready((self.cache, self.slots) if whole else ())
+        except Exception:  # what a computation came to that failed on the devices
+            whole = False
+        if not whole:
+            del self.cache, self.slots  # there may be no room for both
+            self.allocate()
+
+    @property
+    def draw_sizes(self) -> list[int]:
+        """Rows of the compiled `draw`s; on CPU a few calls cost what a large one does."""
+        few = min(32, self.num_slots)
+        return [few] if self._on_cpu else sorted({few, self.num_slots})
+
+    @property
+    def slot_sizes(self) -> list[int]:
+        """Rows of the compiled `set_slots`, so that accelerators fill any number of slots in one call."""
+        few = SLOTS_PER_CALL
+        return [few] if self._on_cpu or self.num_slots <= few else [few, self.num_slots]
+
+    @property
+    def count_sizes(self) -> list[int]:
+        """Tokens of the compiled `count_tokens`: a few, a long prompt's, and as many as fit one call of all others."""
+        if self._on_cpu:
+            return [TOKENS_PER_CALL]
+        return [size for size in COUNT_SIZES if size < self.max_len] + [max(self.max_len, TOKENS_PER_CALL)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """On each device."""
+        return sum(_device_bytes(x) for x in self._arrays)
+
+    @property
+    def slot_bytes(self) -> int:
+        """On each device."""
+        return sum(stored_bytes(x) for x in jax.tree.leaves(jax.eval_shape(self._make_slots)))
+
+    @property
+    def cache_bytes(self) -> int:
+        """On each device."""
+        return sum(_device_bytes(x) for x in jax.tree.leaves(self.cache))
+
+    # Dispatch
+
+    def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
+        """Runs one step over int32 [program.shape.words]; see `steps.run_step`."""
+        result = self._get(program)(self._arrays, self.cache, self.slots, packed)
+        self.cache, self.slots = result.cache, result.slots
+        return result.drawn, result.hidden
+
+    def set_slots(self, rows: list[np.ndarray]) -> None:
+        """Writes the sampling parameters of slots; rows as from `encode_slot`."""
+        for some, size in _calls(len(rows), self.slot_sizes):
+            padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
+            self.slots = self._get(("set_slots", size))(self.slots, np.stack(rows[some] + padding))
+
+    def count_tokens(self, counted: np.ndarray) -> None:
+        """Counts tokens of sequences in their penalty rows, int32 [3, any] as from `encode_counts`."""
+        for some, size in _calls(counted.shape[1], self.count_sizes):
+            packed = np.full((3, size), self.model.config.vocab_size, np.int32)
+            packed[0] = NO_PENALTY_ROW
+            packed[:, : counted[:, some].shape[1]] = counted[:, some]
+            self.slots = self._get(("count_tokens", size))(self.slots, packed)
+
+    def draw(self, slots: np.ndarray, positions: np.ndarray, masks: np.ndarray) -> list[Sampled]:
+        """Draws the tokens of rows [n] that a step left for later, in calls of `draw_sizes`; see `steps.draw`."""
+        drawn = []
+        for some, size in _calls(len(slots), self.draw_sizes):
+            count = len(slots[some])
+            packed = np.zeros((size, 2 + masks.shape[1]), np.int32)
+            packed[:, 0] = self.num_slots
+            packed[:count, 0], packed[:count, 1], packed[:count, 2:] = slots[some], positions[some], masks[some]
+            one, self.slots = self._get(("draw", size))(self._arrays, self.slots, packed)
+            drawn.append(one)
+        return drawn
+
+    def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
+        """Copies rows of the block table, (source, target) slots one after the other, then writes entries of it, int32
+        [3, any] of (slot, index, page)."""
+        calls = [(copies[at : at + TABLE_COPIES], entries[:, :0]) for at in range(0, len(copies), TABLE_COPIES)]
+        calls += [([], entries[:, at : at + TABLE_UPDATES]) for at in range(0, entries.shape[1], TABLE_UPDATES)]
+        for rows, some in calls:
+            packed_rows = np.full((TABLE_COPIES, 2), self.num_slots, np.int32)
+            packed = np.zeros((3, TABLE_UPDATES), np.int32)
+            packed_rows[: len(rows)] = np.reshape(rows, (-1, 2))
+            packed[0] = self.num_slots
+            packed[:, : some.shape[1]] = some
+            self.slots = self._get("update_tables")(self.slots, packed_rows, packed)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages, (source, target) each, before the next step writes."""
+        for at in range(0, len(pairs), COPIES):
+            packed = np.full((2, COPIES), NULL_PAGE, np.int32)
+            some = np.asarray(pairs[at : at + COPIES], np.int32).T
+            packed[:, : some.shape[1]] = some
+            self.cache = self._get("copy_pages")(self.cache, packed[0], packed[1])
+
+    def score_prompt(self, hidden: jax.Array, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """Packed log-probabilities of targets [n] at rows [n] of a step's hidden states, n at most their number; int32
+        [n or more, SCORE_WORDS]."""
+        tokens = hidden.shape[0]
+        most, _ = steps.scored_words(tokens, self._on_cpu)
+        packed = np.zeros(1 + 2 * most, np.int32)
+        packed[0] = count = len(rows)
+        packed[1 : 1 + count], packed[1 + most : 1 + most + count] = rows, targets
+        return self._get(("score_prompt", tokens))(self._arrays, hidden, packed)
+
+    # Compilation
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._executables)
+
+    def needs(self, shapes: Sequence[StepShape]) -> Needs:
+        """What all programs of serving with these buckets need, by those of them that are compiled."""
+        names = self.names(shapes)
+        known: list[Any] = [self._executables[name].memory_analysis() for name in names if name in self._executables]
+        return Needs.of(known, pending=len(names) - len(known))
+
+    def names(self, shapes: Sequence[StepShape]) -> list[Any]:
+        """Of all programs that serving can need: the upkeep first, then the steps of these buckets by size."""
+        # First what needs no kernel: on CPU these may still be being built.
+        upkeep = [*(("set_slots", size) for size in self.slot_sizes), "update_tables", "copy_pages"]
+        upkeep += [("count_tokens", size) for size in self.count_sizes]
+        by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
+        return [*upkeep, *by_size, *self._others(shapes)]
+
+    def largest(self, shapes: Sequence[StepShape]) -> list[Any]:
+        """Those of them that need the most memory: one of each kind."""
+        kinds = [[shape for shape in shapes if shape.decode_only is kind] for kind in (True, False)]
+        steps = [self.programs.largest(max(some, key=lambda shape: shape.tokens)) for some in kinds if some]
+        return [*steps, *self._others(shapes)]
+
+    def _others(self, shapes: Sequence[StepShape]) -> list[Any]:
+        """Programs that multiply with the output head, beside the steps."""
+        most = max(shape.tokens for shape in shapes if not shape.decode_only)
+        return [("score_prompt", most), *(("draw", size) for size in self.draw_sizes)]
+
+    def compile(self, names: Sequence[Any]) -> None:
+        """Compiles these programs, in this order, some at a time."""
+        with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
+            list(pool.map(self._get, names))
+
+    def _get(self, name: Any) -> Compiled:
+        if isinstance(name, StepShape):
+            name = self.programs.largest(name)
+        found = self._executables.get(name)
+        if found is not None:
+            return found
+        if self.frozen:
+            raise RuntimeError(f"{name} was not compiled before the engine was ready")
+        return self._compile(name)
+
+    def _compile(self, name: Any) -> Compiled:
+        start = time.perf_counter()
+        self.compiling = True
+        try:
+            compiled = with_int4_arguments(self.lower(name).compile())
+        finally:
+            self.compiling = False
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self._executables[name] = compiled
+            self.compile_seconds += seconds
+        log.debug("compiled %s in %.2f s", name, seconds)
+        return compiled
+
+    def lower(self, name: Any) -> Lowered:
+        """The program of an executable; needs shapes only. A bucket stands for its largest program."""
+        if isinstance(name, StepShape):
+            name = self.programs.largest(name)
+        function, donated, arguments, results = self._signature(name)
+        with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # which tells Pallas the chip
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
+            return jitted.lower(*arguments)
+
+    @property
+    def _precision(self) -> str:
+        """float32 means float32, on every platform; smaller types leave the choice to the compiler."""
+        return "highest" if self.model.dtype == jnp.float32 else "default"
+
+    def _signature(self, name: Any) -> tuple[Callable, tuple[int, ...], tuple, Any]:
+        """Function, donated arguments, abstract arguments and shardings of the results of an executable."""
+
+        def host(*shape):
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
+
+        everywhere = replicated(self.mesh)
+
+        def with_params(function):
+            return lambda arrays, *rest: function(self._unbundle(arrays), *rest)
+
+        def on_all_devices(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+
+        slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
+        cache = self.layout.abstract(self.mesh)
+        params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._arrays]
+        cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_arrays
+        if isinstance(name, StepProgram):
+            step = partial(
+                steps.run_step,
+                model=self.model,
+                shape=name.shape,
+                mesh=self.mesh,
+                sampler=name.sampler,
+                steps=name.steps,
+                keeps_hidden=name.keeps_hidden,
+            )
+            fields: Any = (everywhere, everywhere if name.keeps_hidden else None, cache_sharding, everywhere)
+            results = steps.StepResult(*fields)
+            return with_params(step), (1, 2), (params, cache, slots, host(name.shape.words)), results
+        if name[0] == "set_slots":
+            return set_slots, (0,), (slots, host(name[1], SLOT_WORDS)), everywhere
+        if name[0] == "count_tokens":
+            return count_tokens, (0,), (slots, host(3, name[1])), everywhere
+        if name[0] == "draw":
+            sampler = Sampler.FULL if self.programs.static else Sampler.ANY
+            draw = partial(steps.draw, model=self.model, mesh=self.mesh, sampler=sampler)
+            packed = host(name[1], 2 + -(-self.model.config.vocab_size // 32))
+            return with_params(draw), (1,), (params, slots, packed), everywhere
+        if isinstance(name, tuple):
+            shape = (name[1], self.model.config.hidden_size)
+            hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)
+            most, each = steps.scored_words(name[1], self._on_cpu)
+            score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self._on_cpu)
+            return with_params(score), (), (params, hidden, host(1 + 2 * most)), everywhere
+        functions: dict[str, tuple[Callable, tuple, Any]] = {
+            "update_tables": (
+                steps.update_tables,
+                (slots, host(TABLE_COPIES, 2), host(3, TABLE_UPDATES)),
+                everywhere,
+            ),
+            "copy_pages": (
+                partial(copy_pages, layers=self.layout.num_layers),
+                (cache, host(COPIES), host(COPIES)),
+                cache_sharding,
+            ),
+        }
+        function, arguments, results = functions[name]
+        return function, (0,), arguments, results
+
+
+def compile_threads(programs: int, *, on_cpu: bool) -> int:
+    """How many programs are compiled at a time: as the cores of this process and the free memory allow.
+
+    For a CPU, XLA shares the code of each program out over all cores by itself, so that few at a time keep them busy.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = CPU_THREADS if on_cpu else MOST_THREADS
+    return max(1, min(most, cores, available_host_bytes() // COMPILE_BYTES, programs))
+
+
+def _takes_cache(name: Any) -> bool:
+    """Whether a program's arguments depend on the number of pages: steps do, the upkeep of slots does not."""
+    kind = name[0] if isinstance(name, tuple) else name
+    return not isinstance(kind, str) or kind == "copy_pages"
+
+
+def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:
+    """Cuts `count` items into as few calls as the sizes allow, ascending; each with the least size that will do."""
+    for at in range(0, count, sizes[-1]):
+        some = min(sizes[-1], count - at)
+        yield slice(at, at + some), next(size for size in sizes if size >= some)
+
+
+def _device_bytes(x: jax.Array) -> int:
+    return stored_bytes(x.addressable_shards[0].data)

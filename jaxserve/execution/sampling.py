@@ -1,0 +1,269 @@
+"""From logits to tokens, on the device, inside the step.
+
+Every row follows its own parameters, kept per slot (`jaxserve.execution.slots`). What no row of a batch asks for is
+left out: on accelerators by a program of its own for each `Sampler`, which the host chooses, because XLA:GPU makes the
+host wait for the predicate of a conditional; on CPU by `lax.cond` at run time, which makes for fewer programs. A row
+draws one random number, and takes the token at which the probabilities, summed up, pass it; so its token is a function
+of its logits, parameters, seed and position, whichever way it is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.execution.filters import EXCLUDED, filter_logits
+from jaxserve.execution.slots import RowParams, decode_slots, penalty_rows
+from jaxserve.limits import MAX_LOGPROBS
+from jaxserve.pallas_kernels.types import DrawSettings
+from jaxserve.scheduling.sampler import Sampler
+
+SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
+LANES = 128  # of a TPU's vectors
+
+
+class Sampled(NamedTuple):
+    """tokens int32 [rows]; scores are zero unless some row asked for log-probabilities, and None where a program is
+    not made for them.
+
+    `scores` int32 [rows, SCORE_WORDS] packs, as bits, the sampled token's log-probability and rank, then the
+    ids and log-probabilities of the most likely tokens: one array, so that the host fetches one buffer.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array | None
+
+
+class TokenCounts(NamedTuple):
+    """What penalties look at: SlotState's arrays, whole; rows of them are gathered only when one has a penalty."""
+
+    counts: jax.Array  # int32 [penalty_rows, vocab], how often each token stands in the output so far
+    in_prompt: jax.Array  # bool [penalty_rows, vocab], whether it stands in the prompt
+
+
+def sample(
+    logits: jax.Array,
+    words: jax.Array,
+    seen: TokenCounts,
+    position: jax.Array,
+    masks: jax.Array | None = None,
+    *,
+    sampler: Sampler = Sampler.ANY,
+    kernel: Callable[..., jax.Array] | None = None,
+    arg_max: Callable[[jax.Array], jax.Array] | None = None,
+) -> Sampled:
+    """Samples one token per row of float32 logits [rows, vocab].
+
+    `words`, int32 [rows, SLOT_WORDS], are the rows' parameters as `encode_slot` packs them; each branch unpacks what it
+    needs, which makes for fewer and smaller programs than a buffer for each field. `position`, int32 [rows], is the
+    position that the sampled token will have; with the seed it fixes the randomness.
+    `masks`, int32 [rows, words], has a bit for each token: whether it may be drawn.
+    `kernel` draws in one launch, as `Ops.draw`, and `arg_max` finds the likeliest tokens, as `Ops.arg_max`, where the
+    device has them.
+    """
+    if sampler is Sampler.ANY and masks is None and arg_max is not None:
+        # Most rows of a server on a CPU want no more than the likeliest token: no pass over the logits but that.
+        params = decode_slots(words)
+        plain = (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
+        return lax.cond(
+            jnp.all(plain),
+            lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
+            lambda logits: _sample(logits, words, seen, position, None, sampler, None),
+            logits,
+        )
+    return _sample(logits, words, seen, position, masks, sampler, kernel)
+
+
+def _is_penalized(params: RowParams) -> jax.Array:
+    return (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+
+
+def _is_biased(params: RowParams, position: jax.Array) -> jax.Array:
+    return (params.bias_ids >= 0).any(axis=1) | (position < params.no_stop_before)
+
+
+def _sample(
+    logits: jax.Array,
+    words: jax.Array,
+    seen: TokenCounts,
+    position: jax.Array,
+    masks: jax.Array | None,
+    sampler: Sampler,
+    kernel: Callable[..., jax.Array] | None,
+) -> Sampled:
+    raw, params = logits, decode_slots(words)
+    any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
+    if any_ or full:
+        penalized, biased = _is_penalized(params), _is_biased(params, position)
+        logits = _where_any(any_, penalized, _penalize, lambda x, *_: x, logits, words, seen)
+        logits = _where_any(any_, biased, _add_bias, lambda x, *_: x, logits, words, position)
+    if masks is not None:
+        bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
+        logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
+    if sampler is Sampler.GREEDY:
+        return Sampled(_greedy(logits) if kernel is None else kernel(logits, None), None)
+    draw = partial(_draw, kernel=kernel or partial(draw_plainly, sampler=sampler))
+    tokens = _where_any(any_, params.temperature > 0, draw, lambda x, *_: _greedy(x), logits, words, position)
+    if not (any_ or full):
+        return Sampled(tokens, None)
+    return Sampled(
+        tokens, _where_any(any_, params.logprobs, partial(score_tokens, sorts=any_), _no_scores, raw, tokens)
+    )
+
+
+def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwise: Callable, *args: Any) -> Any:
+    """`function` of the arguments; `at_run_time` only where some row wants it."""
+    return lax.cond(jnp.any(wanted), function, otherwise, *args) if at_run_time else function(*args)
+
+
+def score_tokens(logits: jax.Array, tokens: jax.Array, *, sorts: bool) -> jax.Array:
+    """Packed log-probabilities of `tokens` [rows] and of the most likely tokens; see Sampled.scores.
+
+    `sorts` leaves the most likely tokens to `lax.top_k`, which is fast on CPU; XLA:GPU sorts whole rows for it.
+    """
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    rank = jnp.sum(logprobs > chosen, axis=-1, keepdims=True, dtype=jnp.int32) + 1
+    count = min(MAX_LOGPROBS, logits.shape[-1])
+    top, ids = lax.top_k(logprobs, count) if sorts else most_likely(logprobs, count)
+    pad = ((0, 0), (0, MAX_LOGPROBS - count))
+    top, ids = jnp.pad(top, pad, constant_values=-jnp.inf), jnp.pad(ids, pad, constant_values=-1)
+
+    def bits(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    return jnp.concatenate([bits(chosen), rank, ids.astype(jnp.int32), bits(top)], axis=-1)
+
+
+def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of float32 x [rows, vocab] and their places, in `lax.top_k`'s order, the first of
+    equals first. One after the other: the largest of the blocks' maxima, then the largest of its block."""
+    blocks = _blocks(x)
+    rows, width = jnp.arange(x.shape[0]), blocks.shape[-1]
+    places = jnp.arange(width)
+
+    def take_one(i: jax.Array, state: tuple) -> tuple:
+        tops, values, ids = state  # ids: -1 where none was taken yet
+        block = jnp.argmax(tops, axis=-1)
+        taken = ((ids - block[:, None] * width)[:, :, None] == places).any(axis=1)
+        left = jnp.where(taken, -jnp.inf, _take(blocks, block))
+        place = jnp.argmax(left, axis=-1)
+        rest = jnp.where(places == place[:, None], -jnp.inf, left).max(axis=-1)
+        found = (block * width + place).astype(jnp.int32)
+        return tops.at[rows, block].set(rest), values.at[:, i].set(left[rows, place]), ids.at[:, i].set(found)
+
+    values, ids = jnp.zeros((len(x), count), x.dtype), jnp.full((len(x), count), -1, jnp.int32)
+    _, values, ids = lax.fori_loop(0, count, take_one, (blocks.max(axis=-1), values, ids))
+    return values, ids
+
+
+def _no_scores(logits: jax.Array, *_: jax.Array) -> jax.Array:
+    return jnp.zeros((logits.shape[0], SCORE_WORDS), jnp.int32)
+
+
+def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts) -> jax.Array:
+    """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; the others over the output."""
+    params, row = decode_slots(words), penalty_rows(words)
+    repetition = params.repetition[:, None]
+    counts = seen.counts[row]
+    repeated = seen.in_prompt[row] | (counts > 0)
+    logits = jnp.where(repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    often, present = counts.astype(jnp.float32), (counts > 0).astype(jnp.float32)
+    return logits - params.frequency[:, None] * often - params.presence[:, None] * present
+
+
+def _add_bias(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
+    """Logit bias, and no stop tokens where it is too early for them."""
+    params = decode_slots(words)
+    early = position < params.no_stop_before
+    ids = jnp.concatenate([params.bias_ids, jnp.where(early[:, None], params.stop_ids, -1)], axis=1)
+    bias = jnp.concatenate([params.bias, jnp.full(params.stop_ids.shape, EXCLUDED)], axis=1)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[rows, jnp.where(ids >= 0, ids, logits.shape[1])].add(bias, mode="drop")  # -1 falls outside
+
+
+def _greedy(logits: jax.Array) -> jax.Array:
+    """The most likely token, the first of several; by blocks, since XLA on CPU has no fast argmax of long rows."""
+    blocks = _blocks(logits)
+    block = jnp.argmax(blocks.max(axis=-1), axis=-1)
+    place = jnp.argmax(_take(blocks, block), axis=-1)
+    return (block * blocks.shape[-1] + place).astype(jnp.int32)
+
+
+def _blocks(logits: jax.Array) -> jax.Array:
+    """logits [rows, vocab] -> [rows, blocks, width], about as many blocks as tokens in each; -inf behind the last."""
+    rows, vocab = logits.shape
+    width = -(-math.isqrt(vocab) // LANES) * LANES
+    return jnp.pad(logits, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
+
+
+def _take(blocks: jax.Array, block: jax.Array) -> jax.Array:
+    """One block [rows, width] of each row."""
+    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+
+
+def _draw(logits: jax.Array, words: jax.Array, position: jax.Array, *, kernel: Callable[..., jax.Array]) -> jax.Array:
+    params = decode_slots(words)
+    uniform = _uniform(params.seed, position)
+    return kernel(logits, DrawSettings(params.temperature, params.top_k, params.top_p, params.min_p, uniform))
+
+
+def draw_plainly(logits: jax.Array, settings: DrawSettings, *, sampler: Sampler = Sampler.FILTERED) -> jax.Array:
+    """A token int32 [rows] of each row of float32 logits [rows, vocab], in plain XLA."""
+    hot = settings.temperature >= 1e-5
+    scaled = logits / jnp.where(hot, settings.temperature, 1.0)[:, None]
+    if sampler is not Sampler.PLAIN:
+        any_ = sampler is Sampler.ANY
+        filtered = hot & ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
+        keep = partial(filter_logits, unrolled=not any_)
+        scaled = _where_any(any_, filtered, keep, lambda x, _: x, scaled, settings)
+    return jnp.where(hot, _inverse_cdf(scaled, settings.uniform), _greedy(logits))
+
+
+def _inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The token [rows] at which the probabilities of logits [rows, vocab], summed up, pass `uniform` [rows].
+
+    First among blocks, then within one, which needs no running sum over a whole vocabulary.
+    """
+    blocks = _blocks(logits)
+    peak = logits.max(axis=-1)[:, None]
+    block, target = _crossing(jnp.exp(blocks - peak[:, None]).sum(axis=-1), uniform)
+    place, _ = _crossing(jnp.exp(_take(blocks, block) - peak), target)
+    return block * blocks.shape[-1] + place
+
+
+def _crossing(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The index [rows] at which the sum of weights [rows, n] passes a part `target` in (0, 1) of all, and the part of
+    its own weight at which it does. Never one whose weight is 0, whatever the rounding."""
+    up_to = jnp.dot(weights, jnp.triu(jnp.ones((weights.shape[1],) * 2, weights.dtype)), precision="highest")
+    aim = target * up_to[:, -1]
+    passed = (weights > 0) & (up_to > aim[:, None])
+    index = jnp.where(passed.any(axis=1), jnp.argmax(passed, axis=1), jnp.argmax(weights, axis=1)).astype(jnp.int32)
+    weight, end = (jnp.take_along_axis(x, index[:, None], axis=1)[:, 0] for x in (weights, up_to))
+    return index, jnp.clip((aim - (end - weight)) / weight, 0, 1)
+
+
+def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """A number in (0, 1) for each row: a function of seed (uint32 [rows, 2]) and position alone."""
+    bits, _ = threefry(seed[:, 0], seed[:, 1], position.astype(jnp.uint32), jnp.zeros_like(seed[:, 0]))
+    return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
+
+
+def threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, doi:10.1145/2063384.2063405) of counters x0, x1, all uint32.
+
+    Its own code, because JAX's compiles three times and runs twice as long on CPU.
+    """
+    keys = key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA)
+    x0, x1 = x0 + key0, x1 + key1
+    for i in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ (x1 << turn | x1 >> 32 - turn)
+        x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x0, x1

@@ -1,0 +1,224 @@
+"""From a plan to packed buffers of a few fixed shapes (host side)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from jaxserve.execution.cost import FEW, StepCost
+from jaxserve.execution.steps import StepShape
+from jaxserve.scheduling.running_table import Rows, Running
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that one call of a compiled step advances; those of one token first."""
+
+    shape: StepShape
+    rows: Rows
+
+
+PADDING = 1.5  # a bucket costs at most so many times what its smallest batch would
+STEP = 4  # and has at most so many times its tokens: what the weights hide is not quite free
+GRAIN = 8  # of which tokens of a bucket are a multiple, as kernels want
+
+
+def step_shapes(
+    max_num_seqs: int,
+    max_tokens: int,
+    page_size: int,
+    *,
+    cost: StepCost | None = None,
+    chunk: int | None = None,
+    padding_is_free: bool = False,
+) -> list[StepShape]:
+    """The buckets of an engine, those of decodes first, the smaller first within each kind.
+
+    A plan larger than the largest bucket runs as several batches. On CPU (`cost` None) that costs nothing from a few
+    rows on, because the arithmetic dominates, so there are few buckets, which compile fast. Where kernels skip the
+    padding, two and one will do.
+
+    Accelerators read all weights for each batch, so theirs go up to the engine's limits, rounded up to what kernels
+    want. As long as reading the weights takes longer than the arithmetic, padding costs little, and a bucket is up to
+    four times the one before; beyond, each costs at most 1.5 times what its smallest batch would. Steps with prompts
+    beside decodes mostly have `chunk` tokens, so there is a bucket for those. Of an 8B model on an H200 with 256
+    sequences and 8,192 tokens (`tests/engine/test_buckets.py` has this and what padding costs):
+
+      weights   decodes                                  mixed
+      bf16      1 4 16 64 256                            16 64 256 384 512 768 1024 1536 ... 8192
+      int4      1 2 8 32 96 128 192 256                  16 32 96 128 192 256 384 512 768 ... 8192
+    """
+    if cost is None:
+        decodes, mixed = ({1, 32}, {(128, 32)}) if padding_is_free else ({1, 8, 32}, {(64, 32), (256, 32)})
+        decodes = {min(rows, max_num_seqs) for rows in decodes}
+        mixed = {(min(tokens, max_tokens), min(rows, max_num_seqs)) for tokens, rows in mixed}
+    else:
+        decodes = set(_sizes(1, max_num_seqs, cost))
+        sizes = {*_sizes(FEW, max_tokens, cost), *([_rounded(chunk)] if chunk and FEW <= chunk < max_tokens else [])}
+        mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in sizes}
+    return [StepShape.of(rows, rows, page_size, decode_only=True) for rows in sorted(decodes)] + [
+        StepShape.of(tokens, rows, page_size, decode_only=False) for tokens, rows in sorted(mixed)
+    ]
+
+
+def _sizes(first: int, last: int, cost: StepCost) -> Iterator[int]:
+    """Tokens of buckets for 1 to `last` tokens, the largest first and none below `first`."""
+    size = max(_rounded(last), first)
+    yield size
+    while size > first:
+        least = next(n for n in range(1, size) if cost(size) <= PADDING * cost(n + 1))
+        step = 1 << max(least.bit_length() - 2, 0)
+        below = -(-least // step) * step  # of two significant bits, unless that is hardly less
+        below = min(_rounded(below if 8 * below <= 7 * size else least), size // 2 if size <= FEW else size - GRAIN)
+        size = max(below, 1 << ((size - 1) // STEP).bit_length(), first)
+        yield size
+
+
+def _rounded(tokens: int) -> int:
+    """The next size above that kernels take: a few, or a multiple of GRAIN."""
+    return 1 << (tokens - 1).bit_length() if tokens <= GRAIN else -(-tokens // GRAIN) * GRAIN
+
+
+def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> Iterator[Batch]:
+    """Cuts a plan's rows into batches that fit the buckets; a prompt's chunk may go on in the next batch.
+
+    With `cost`, into those that cost least. Rows of one token go through decode buckets where there are any, unless
+    they cost less, or (without `cost`) add no padding, beside the prompts.
+    """
+    decode_shapes = [shape for shape in shapes if shape.decode_only]
+    mixed_shapes = [shape for shape in shapes if not shape.decode_only]
+    if rows.only_decodes and decode_shapes and len(rows) <= decode_shapes[-1].rows:
+        yield _batch(decode_shapes, rows, len(rows))
+        return
+    decodes = (rows.count == 1) & ~rows.scores_prompt & bool(decode_shapes)
+    if decodes.any() and not decodes.all() and _go_together(rows, decodes, decode_shapes, mixed_shapes, cost):
+        decodes = np.zeros_like(decodes)
+    if decodes.any():
+        index = np.flatnonzero(decodes)
+        most = decode_shapes[-1].rows
+        for at in range(0, len(index), most):
+            some = rows.take(index[at : at + most])
+            yield _batch(decode_shapes, some, len(some))
+    if not decodes.all():
+        yield from _split_mixed(rows.take(np.flatnonzero(~decodes)), mixed_shapes, cost)
+
+
+def _go_together(
+    rows: Rows,
+    decodes: np.ndarray,
+    decode_shapes: list[StepShape],
+    mixed_shapes: list[StepShape],
+    cost: StepCost | None,
+) -> bool:
+    """All rows together cost less than decodes and prompts apart; without `cost`, as one batch no more tokens, padding
+    included."""
+    tokens, alone = int(rows.count.sum()), int(np.count_nonzero(decodes))
+    if cost is not None:
+        sizes = _tokens(mixed_shapes[-1:] if rows.scores_prompt.any() else mixed_shapes)  # see `_mixed`
+        apart = (*_cheapest(alone, _tokens(decode_shapes), None), *_cheapest(tokens - alone, sizes, cost))
+        return sum(map(cost, _cheapest(tokens, sizes, cost))) < sum(map(cost, apart))
+    one = _fitting(mixed_shapes, tokens, len(rows))
+    decode, other = _fitting(decode_shapes, alone, alone), _fitting(mixed_shapes, tokens - alone, len(rows) - alone)
+    return bool(one and (not decode or not other or one.tokens <= decode.tokens + other.tokens))
+
+
+def _fitting(shapes: list[StepShape], tokens: int, rows: int) -> StepShape | None:
+    """The first bucket that is large enough."""
+    return next((shape for shape in shapes if shape.tokens >= tokens and shape.rows >= rows), None)
+
+
+def _tokens(shapes: list[StepShape]) -> tuple[int, ...]:
+    return tuple(shape.tokens for shape in shapes)
+
+
+def _cheapest(tokens: int, sizes: tuple[int, ...], cost: StepCost | None) -> tuple[int, ...]:
+    """Sizes of the buckets that together take so many tokens at the least cost; all but the last are full."""
+    full, rest = divmod(tokens, sizes[-1])
+    return (sizes[-1],) * full + (_cheapest_within(rest, sizes, cost) if rest else ())
+
+
+@lru_cache(maxsize=2**15)
+def _cheapest_within(tokens: int, sizes: tuple[int, ...], cost: StepCost | None) -> tuple[int, ...]:
+    whole = (next(size for size in sizes if size >= tokens),)
+    smaller = max((size for size in sizes if size < tokens), default=None)
+    if cost is None or smaller is None:
+        return whole
+    cut = (smaller, *_cheapest(tokens - smaller, sizes, cost))
+    return min(whole, cut, key=lambda some: sum(map(cost, some)))
+
+
+def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[Batch]:
+    """Fills batch after batch with as many tokens and rows as buckets hold."""
+    most = shapes[-1]
+    cut = cost is not None and not rows.scores_prompt.any()
+    sizes = iter(_cheapest(int(rows.count.sum()), _tokens(shapes), cost) if cut else ())
+    whole, first, count = [], [], []  # of each piece: its row, its first token in that row, its tokens
+    room = next(sizes, most.tokens)
+    for i, left in enumerate(rows.count.tolist()):
+        at = 0
+        while left:
+            piece = min(left, room)
+            whole.append(i)
+            first.append(at)
+            count.append(piece)
+            at, left, room = at + piece, left - piece, room - piece
+            if room == 0 or len(whole) == most.rows:
+                yield _mixed(rows, whole, first, count, shapes)
+                whole, first, count, room = [], [], [], next(sizes, most.tokens)
+    if whole:
+        yield _mixed(rows, whole, first, count, shapes)
+
+
+def _mixed(rows: Rows, whole: list[int], first: list[int], count: list[int], shapes: list[StepShape]) -> Batch:
+    """A batch of pieces of rows, those of one token first; a row's last piece draws its tokens."""
+    order = np.argsort(np.asarray(count) > 1, kind="stable")
+    pieces = rows.take(np.asarray(whole)[order])
+    pieces.start, end = pieces.start + np.asarray(first, np.int32)[order], pieces.end
+    pieces.count = np.asarray(count, np.int32)[order]
+    pieces.draws = np.where(pieces.end == end, pieces.draws, 0)
+    if pieces.scores_prompt.any():
+        shapes = shapes[-1:]  # hidden states are scored in this bucket alone, which makes for one program less
+    return _batch(shapes, pieces, sum(count))
+
+
+def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> Batch:
+    shape = _fitting(shapes, tokens, len(rows))
+    assert shape is not None
+    return Batch(shape, rows)
+
+
+def pack(batch: Batch, running: Running, table_updates: np.ndarray) -> np.ndarray:
+    """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates]."""
+    shape, rows, n = batch.shape, batch.rows, len(batch.rows)
+    packed = shape.empty(running.num_slots)
+    field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
+    slot, end = rows.slot, rows.end
+    field["slot"][:n] = slot
+    field["kv_len"][:n] = end
+    draws = rows.draws
+    if running.lineup.any_masked:
+        draws = np.where(running.masked[slot] & (draws > 0), -1, draws)
+    field["draws"][:n] = draws
+    field["steps"][0] = max(rows.draws.max(), 1)
+    if rows.only_decodes:
+        field["q_start"][:n] = np.arange(n)
+        field["q_start"][n:] = n
+        field["num_decodes"][0] = n
+        position = rows.start
+    else:
+        q_end = np.cumsum(rows.count)
+        field["q_start"][1 : n + 1] = q_end
+        field["q_start"][n + 1 :] = q_end[-1]
+        field["num_decodes"][0] = np.count_nonzero(rows.count == 1)
+        row = np.repeat(np.arange(n), rows.count)
+        position, slot = (end - q_end)[row] + np.arange(len(row)), slot[row]
+    known = np.flatnonzero(position < running.known[slot])
+    if len(known):
+        field["tokens"][known] = running.tokens[slot[known], position[known]]
+    if table_updates.size:
+        for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
+            field[name][: len(column)] = column
+    return packed

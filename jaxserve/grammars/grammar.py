@@ -1,0 +1,269 @@
+"""Structured output (host side): grammars, compiled off the engine's loop, and what each allows next.
+
+llguidance parses and masks (https://github.com/guidance-ai/llguidance; its docs/json_schema.md says what of JSON Schema
+it knows). It bounds time and memory by itself, but walks grammars recursively: hence threads with a large stack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import llguidance
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from jaxserve import heap
+from jaxserve.grammars.json_schema import WHITESPACE, without_trivia
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.types import Grammar, InvalidRequestError, QueueFullError
+
+T = TypeVar("T")
+
+COMPILE_SECONDS = 5.0  # a grammar that takes longer is refused
+COMPILED = 256  # grammars that are kept
+MAX_QUEUED = 256  # grammars that may wait for a thread of a server that limits what waits
+STACK_BYTES = 2**29  # of a compiling thread; 16,000 rules that name each other need a part of it
+
+
+class Matcher:
+    """Where one completion stands in its grammar."""
+
+    def __init__(self, compiled: LLMatcher):
+        self._compiled = compiled
+        self.state = compiled.deep_copy()
+
+    def fork(self) -> Matcher:
+        """Another completion, at its beginning."""
+        return Matcher(self._compiled)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing can follow, or it failed."""
+        return self.state.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        return _reason(self.state.get_error()) if self.state.is_error() else None
+
+
+class Compilation:
+    """A grammar that waits for a thread, is being compiled, or is compiled.
+
+    Attributes:
+      future: the matcher at its beginning, or an InvalidRequestError.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, vocabulary: Future[LLTokenizer], grammar: Grammar):
+        self._vocabulary, self._grammar = vocabulary, grammar
+        self._started: float | None = None
+        self._wanted = 0  # requests that wait for it
+        self.future: Future[LLMatcher] = submit(pool, self._run)
+
+    def _run(self) -> LLMatcher:
+        tokens = self._vocabulary.result()
+        self._started = time.monotonic()
+        return _build(tokens, self._grammar)
+
+    @property
+    def is_queued(self) -> bool:
+        return self._started is None and not self.future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why there will be no matcher, or not in time; the time that it waited for a thread does not count."""
+        if self.future.done():
+            return self.future.exception()
+        late = self._started is not None and time.monotonic() - self._started > COMPILE_SECONDS
+        return _error(self._grammar, f"it was not compiled within {COMPILE_SECONDS:g} s") if late else None
+
+    def join(self) -> None:
+        """One more request waits for it."""
+        self._wanted += 1
+
+    def leave(self) -> None:
+        """A request waits no longer; without any it leaves the queue."""
+        self._wanted -= 1
+        if self._wanted == 0:
+            self.future.cancel()
+
+
+class Compiler:
+    """Compiles the grammars of one model's requests, and keeps them.
+
+    `max_queued`: grammars that may wait for a thread; None is no limit.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], *, max_queued: int | None = None):
+        self._folder, self.vocab_size, self._eos_token_ids = folder, vocab_size, eos_token_ids
+        self._max_queued = max_queued
+        self._pool = ThreadPoolExecutor(2, "grammar")
+        self._compiled: OrderedDict[Grammar, Compilation] = OrderedDict()
+
+    @cached_property
+    def vocabulary(self) -> Future[LLTokenizer]:
+        """The bytes of each token; the first to ask has them read in the background."""
+        return submit(self._pool, read_vocabulary, self._folder, self.vocab_size, self._eos_token_ids)
+
+    def check(self, grammar: Grammar) -> None:
+        """Waits until it is compiled. Raises InvalidRequestError when it cannot be, or not in time."""
+        compilation = self.compile(grammar)
+        compilation.join()
+        while not compilation.future.done() and compilation.error is None:
+            wait([compilation.future], 0.05)
+        compilation.leave()
+        if (error := compilation.error) is not None:
+            raise error
+
+    def compile(self, grammar: Grammar) -> Compilation:
+        """Begins to compile, unless somebody did before. Raises QueueFullError."""
+        vocabulary = self.vocabulary
+        found = self._compiled.pop(grammar, None)
+        if found is None or found.future.cancelled():
+            queued = sum(one.is_queued for one in self._compiled.values())
+            if self._max_queued is not None and queued >= self._max_queued:
+                raise QueueFullError(f"{queued} grammars wait to be compiled already; try again later")
+            found = Compilation(self._pool, vocabulary, grammar)
+        self._compiled[grammar] = found
+        if len(self._compiled) > COMPILED:
+            self._compiled.popitem(last=False)
+        return found
+
+
+def submit(pool: ThreadPoolExecutor, call: Callable[..., T], *args: Any) -> Future[T]:
+    """Has a thread with a large stack do it."""
+    usual = threading.stack_size(STACK_BYTES)  # of threads that the pool may start now
+    try:
+        return pool.submit(call, *args)
+    finally:
+        threading.stack_size(usual)
+
+
+def _build(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    try:
+        return _matcher(tokens, grammar)
+    except ValueError as error:
+        parts = tuple((name, _usable(tokens, part)) for name, part in grammar.parts)
+        if parts == grammar.parts:
+            raise _error(grammar, str(error)) from None
+    return _build(tokens, msgspec.structs.replace(grammar, parts=parts))
+
+
+def _usable(tokens: LLTokenizer, part: Grammar) -> Grammar:
+    """The part, or what stands in for it. Raises InvalidRequestError for one that is to blame."""
+    try:
+        _matcher(tokens, part)
+    except ValueError as error:
+        if part.is_loose:
+            known = {name: value for name, value in json.loads(part.value).items() if name == "type"}
+            return Grammar("json", json.dumps(known))
+        raise _error(part, str(error)) from None
+    return part
+
+
+def _matcher(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Raises ValueError, saying what is wrong with the grammar."""
+    sources = [_source(tokens, grammar)]
+    sources += [{**_source(tokens, part), "name": name} for name, part in grammar.parts]
+    matcher = LLMatcher(tokens, json.dumps({"grammars": sources}), log_level=0)
+    if not matcher.is_error():  # the first mask shows what is wrong with some
+        fill_next_token_bitmask(matcher, allocate_token_bitmask(1, tokens.vocab_size))
+    if matcher.is_error():
+        raise ValueError(_reason(matcher.get_error()))
+    return matcher
+
+
+def read_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+    """The bytes of each token; those of tokenizer.json where it is of a kind that llguidance reads."""
+    try:
+        return _read_vocabulary(folder, vocab_size, list(eos_token_ids) or None)
+    finally:
+        heap.trim()  # parsing takes as much again as what stays
+
+
+def _read_vocabulary(folder: Path, vocab_size: int, eos: list[int] | None) -> LLTokenizer:
+    file = folder / "tokenizer.json"
+    if file.exists():
+        try:
+            return LLTokenizer(file.read_text(encoding="utf-8"), vocab_size, eos)
+        except ValueError:
+            pass
+    return LLTokenizer(
+        llguidance.TokenizerWrapper(_Pieces(load_tokenizer(folder, placeholder=True), vocab_size)), eos_token=eos
+    )
+
+
+class _Pieces:
+    """A tokenizer as llguidance asks for it; it need not encode anything but special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self.eos_token_id = (*tokenizer.eos_token_ids, 0)[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self._special = {self.tokens[token]: token for token in self.special_token_ids if token < vocab_size}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        token = self._special.get(text.encode() if isinstance(text, str) else text)
+        return [] if token is None else [token]
+
+
+def _source(tokens: LLTokenizer, grammar: Grammar) -> dict[str, Any]:
+    """One grammar in llguidance's own form. Raises ValueError when it has none."""
+    if grammar.kind in ("json", "json_object"):
+        schema = json.loads(grammar.value or '{"type": "object"}')
+        if schema is False:
+            raise ValueError("the schema false allows nothing")
+        options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+        return {"json_schema": ({} if schema is True else without_trivia(schema)) | {"x-guidance": options}}
+    if grammar.parts or grammar.marks:
+        marks = [_mark_rules(tokens, name, text) for name, text in grammar.marks]
+        return {"lark_grammar": "\n".join([grammar.value, *marks])}
+    kind: Any = {"lark": "grammar"}.get(grammar.kind, grammar.kind)
+    source = llguidance.grammar_from(kind, grammar.value)
+    return json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+
+
+def _mark_rules(tokens: LLTokenizer, name: str, text: str) -> str:
+    """The rules of a mark, see Grammar. A model may write it as a token, or as text where it is no token."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    pattern = re.sub(r"([!-/:;?@\[-^`{-~])", r"\\\1", text)  # ASCII punctuation but < = > _
+    upper = name.upper()
+    mark, until = quoted, f"written_{name}"
+    if (token := _special_token(tokens, text)) is not None:
+        mark, until = f"<[{token}]> | {quoted}", f"written_{name} | NO_{upper}? <[{token}]>"
+    return f"""
+{name}: {mark}
+until_{name}: {until}
+written_{name}[lazy]: /(?s:.*){pattern}/
+no_{name}: NO_{upper}?
+NO_{upper}: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/
+"""
+
+
+def _special_token(tokens: LLTokenizer, text: str) -> int | None:
+    """The token that stands for this text and that llguidance takes for no part of any text."""
+    ids = tokens.tokenize_str(text, parse_special=True)
+    special = [token for token in ids if tokens.is_special_token(token)]
+    return special[0] if len(special) == 1 and len(ids) <= 2 else None
+
+
+def _reason(error: str) -> str:
+    """An error of llguidance without its inner state."""
+    text = error.split("<state>")[0].split("Enable 'coerce_one_of'")[0].strip().rstrip("|")
+    if text == "NoExtensionBias":
+        text = "no text can match it"
+    return text if len(text) <= 500 else text[:500] + "…"
+
+
+def _error(grammar: Grammar, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{grammar.origin} cannot be used: {why}", grammar.field)

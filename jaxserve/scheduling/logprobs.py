@@ -1,0 +1,25 @@
+"""Log-probabilities on their way from the device's packed rows to a request's answer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.limits import MAX_LOGPROBS
+from jaxserve.types import TokenLogprob
+
+
+def read_scores(row: np.ndarray, token: int, count: int) -> TokenLogprob:
+    """One row of `Sampled.scores`, with `count` alternatives."""
+    return read_rows(row[None], [token], count)[0]
+
+
+def read_rows(rows: np.ndarray, tokens: list[int], count: int) -> list[TokenLogprob]:
+    """Rows of `Sampled.scores`, int32 [tokens or more, SCORE_WORDS], with `count` alternatives each."""
+    rows = rows[: len(tokens)]
+    chosen = rows[:, :1].view(np.float32)[:, 0].tolist()
+    ranks, ids = rows[:, 1].tolist(), rows[:, 2 : 2 + count].tolist()
+    values = rows[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].view(np.float32).tolist()
+    return [
+        TokenLogprob(token, logprob, rank, [pair for pair in zip(some, their_values, strict=True) if pair[0] >= 0])
+        for token, logprob, rank, some, their_values in zip(tokens, chosen, ranks, ids, values, strict=True)
+    ]

@@ -1,0 +1,28 @@
+"""Which of the compiled ways of drawing a token a sequence needs."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from jaxserve.types import SamplingParams
+
+
+class Sampler(IntEnum):
+    """What a compiled step can do for its rows. Each does what those before it do, with the same tokens."""
+
+    GREEDY = 0  # the most likely token
+    PLAIN = 1  # draws at a temperature
+    FILTERED = 2  # top-k, top-p and min-p
+    FULL = 3  # penalties, bias, stop tokens that may not come yet, and log-probabilities
+    ANY = 4  # all of it, chosen at run time
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Sampler:
+        """The least that serves a sequence with these parameters. Those with a mask are drawn apart (`steps.draw`)."""
+        if params.has_mask:
+            return cls.GREEDY
+        if params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None:
+            return cls.FULL
+        if params.greedy:
+            return cls.GREEDY
+        return cls.FILTERED if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else cls.PLAIN

@@ -1,0 +1,77 @@
+"""What the engine counts of itself; it crosses to the front beside the updates of requests."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+
+class Histogram(msgspec.Struct):
+    """Observations counted by upper bound; the last count is of those above all bounds."""
+
+    bounds: list[float]
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def of_seconds(cls) -> Histogram:
+        """Bounds from 10 us to 10 s, three per decade."""
+        bounds = [m * 10.0**e for e in range(-5, 1) for m in (1, 2.5, 5)] + [10.0]
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    @classmethod
+    def of_counts(cls) -> Histogram:
+        """Bounds 1, 2, 4, … 16384."""
+        bounds = [2.0**e for e in range(15)]
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def plus(self, other: Histogram) -> Histogram:
+        """What both observed, whose bounds are the same."""
+        counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        return Histogram(self.bounds, counts, self.total + other.total)
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot of the engine: gauges as they stand, counters since start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of these, found
+    steps: int = 0
+    failed_steps: int = 0  # after which the sequences were computed again
+    failed_requests: int = 0  # that ended because steps failed wherever they were
+    step_tokens: Histogram = msgspec.field(default_factory=Histogram.of_counts)  # computed by each step
+    step_seconds: dict[str, Histogram] = {}  # by phase; see `jaxserve.engine.timeline`
+    prompt_tokens: int = 0  # prompt tokens computed or found in the cache
+    generation_tokens: int = 0
+    executables: int = 0  # compiled step functions
+    compilations: int = 0  # programs that this process compiled, whatever for
+    compile_cache_hits: int = 0  # programs that it read from the persistent cache instead
+    compile_seconds: float = 0.0
+
+    def after(self, past: EngineStats) -> EngineStats:
+        """These, of an engine that followed another, whose last ones were `past`: counters go on from there."""
+        counters = {name: getattr(self, name) + getattr(past, name) for name in _COUNTERS}
+        phases = {
+            phase: histogram.plus(self.step_seconds[phase]) if phase in self.step_seconds else histogram
+            for phase, histogram in past.step_seconds.items()
+        }
+        return msgspec.structs.replace(
+            self,
+            step_tokens=past.step_tokens.plus(self.step_tokens),
+            step_seconds={**self.step_seconds, **phases},
+            **counters,
+        )
+
+
+_GAUGES = {"num_running", "num_waiting", "pages_total", "pages_used", "executables", "step_tokens", "step_seconds"}
+_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES)

@@ -1,0 +1,75 @@
+"""Text of users and tools in which special tokens are to be nothing but text.
+
+Each character of such text that could begin a special token is replaced by a stand-in before the chat template sees it;
+so whatever special token the rendered text holds is the template's own. Then the characters come back, and where one of
+them does begin what looks like a special token, a separator follows it, whose own tokens are taken out again. Text
+without such looks has the same token ids as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxserve.text.tokenizer import Tokenizer
+
+_PRIVATE = range(0xE000, 0xF900)  # Unicode's private use area
+
+
+class ForeignText:
+    """The foreign text of one prompt.
+
+    Attributes:
+      hidden: the values that were given, strings, lists and mappings of them, with stand-ins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, value: Any):
+        """Where the tokenizer does not escape special tokens, nothing is changed."""
+        self._tokenizer = tokenizer
+        self.hidden = value
+        self._originals: dict[str, str] = {}  # by their stand-ins
+        if not tokenizer.escape_special_tokens or not tokenizer.markers:
+            return
+        used = {char for text in _strings(value) if not text.isascii() for char in text}
+        escaped = "".join(text for text in _strings(value) if "\\u" in text).lower()
+        free = (chr(code) for code in _PRIVATE if chr(code) not in used and f"\\u{code:04x}" not in escaped)
+        self._separator = next(free)
+        self._originals = {next(free): start for start in sorted({marker[0] for marker in tokenizer.markers})}
+        self._markers = re.compile("|".join(map(re.escape, tokenizer.markers)))
+        self._hide = {ord(start): stand_in for stand_in, start in self._originals.items()}
+        self.hidden = self._replace(value)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text that was made of `hidden` and of special tokens."""
+        return self._tokenizer.encode_separated(*self._separate(text), add_special_tokens)
+
+    def _separate(self, text: str) -> tuple[str, list[int]]:
+        """The text with its own characters and with separators, and where these are."""
+        if not self._originals:
+            return text, []
+        for stand_in in self._originals:  # a template may write JSON in ASCII alone
+            text = text.replace(f"\\u{ord(stand_in):04x}", stand_in)
+        plain = text.translate({ord(stand_in): start for stand_in, start in self._originals.items()})
+        begins = re.finditer(f"[{''.join(self._originals)}]", text)
+        cuts = [found.end() for found in begins if self._markers.match(plain, found.start())]
+        parts = [plain[start:end] for start, end in zip([0, *cuts], [*cuts, None], strict=True)]
+        return self._separator.join(parts), [cut + i for i, cut in enumerate(cuts)]
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return value.translate(self._hide)
+        if isinstance(value, Mapping):
+            return {self._replace(name): self._replace(item) for name, item in value.items()}
+        return [self._replace(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.items():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

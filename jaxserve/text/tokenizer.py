@@ -1,0 +1,388 @@
+"""Text <-> token ids, exact token bytes, chat templates, and the sampling defaults that come with a model.
+
+A thin layer over `transformers.AutoTokenizer`, which never runs code from a model's folder here. `transformers` is
+slow to import, so it is imported when the first tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import json
+import os
+import re
+import string
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxserve.text.byte_alphabet import byte_level_alphabet
+from jaxserve.types import InvalidRequestError, SamplingParams
+
+T = TypeVar("T")
+
+# What renders a template takes these from elsewhere, so they cannot be among the template's variables.
+TEMPLATE_INPUTS = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
+        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+TEMPLATE_SECONDS = 5.0  # a chat template that renders for longer is stopped
+_LONG_TEXT = 1000  # characters that take longer than what a batch costs
+_LETTERS = re.compile("[A-Za-z]+")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPIECE_SPACE = "\u2581"  # what sentencepiece writes for a space
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What generation_config.json recommends; None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, folder: Path) -> GenerationDefaults:
+        """Reads `folder`/generation_config.json; a missing file recommends nothing, a broken one is a ValueError.
+
+        `do_sample: false` recommends greedy sampling.
+        """
+        path = folder / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            eos = data.get("eos_token_id")
+            if data.get("do_sample") is False:
+                data = {**data, "temperature": 0.0}
+            known = {name: data[name] for name in cls.__struct_fields__ if data.get(name) is not None}
+            known["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+            return msgspec.convert(known, cls)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be used: {error}") from error
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads.
+
+    Attributes:
+      vocab_size: number of token ids, added tokens included (a model's own vocabulary may be padded beyond it).
+      bos_token_id: id that opens a sequence, or None.
+      eos_token_ids: ids that end a sequence, of the tokenizer and of generation_config.json together.
+      special_ids: ids that `skip_special_tokens` leaves out of decoded text.
+      generation_defaults: sampling settings that the model's authors recommend.
+      escape_special_tokens: special tokens in the text of users and tools are text (see `jaxserve.text.foreign_text`).
+      longest_token: characters that one token stands for at most; None where an unknown token stands for any number.
+    """
+
+    def __init__(self, hf_tokenizer: Any, generation_defaults: GenerationDefaults | None = None):
+        self._hf = hf_tokenizer
+        self.escape_special_tokens = False
+        self._backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+        self.generation_defaults = generation_defaults or GenerationDefaults()
+        self.vocab_size: int = len(hf_tokenizer)
+        self.bos_token_id: int | None = hf_tokenizer.bos_token_id
+        own_eos = [] if hf_tokenizer.eos_token_id is None else [hf_tokenizer.eos_token_id]
+        self.eos_token_ids = tuple(dict.fromkeys([*own_eos, *self.generation_defaults.eos_token_ids]))
+        added = hf_tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(hf_tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        self._added = {i: token.content for i, token in added.items()}
+        steps = _decoder_steps(self._backend)
+        kinds = [step["type"] for step in steps]
+        self._byte_level = kinds == ["ByteLevel"]
+        self._byte_fallback = "ByteFallback" in kinds
+        pieces = self._backend.get_vocab() if self._backend and (self._byte_level or self._byte_fallback) else ()
+        self.longest_token: int | None = max(map(len, pieces), default=None)
+        self._most_letters = max((len(piece) - len(_LETTERS.sub("", piece)) for piece in pieces), default=None)
+        # Those of this version of transformers, lest a request changes one that TEMPLATE_INPUTS does not know.
+        self._renderer_options = inspect.signature(hf_tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+        self._continuation = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
+        self._char_bytes = byte_level_alphabet() if self._byte_level else {}
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def class_name(self) -> str:
+        return type(self._hf).__name__
+
+    # text <-> ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, told in a moment: by its length, and by its letters, of which a
+        token holds far fewer than of spaces. 0 where nothing can be told."""
+        if not self.longest_token:
+            return 0
+        fewest = len(text) // self.longest_token
+        if self._most_letters and text.isascii():  # no normalization makes fewer letters of those
+            data = text.encode()
+            letters = len(data) - len(data.translate(None, string.ascii_letters.encode()))
+            fewest = max(fewest, letters // self._most_letters)
+        return fewest
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Text that already opens with the BOS token gets no second one."""
+        if self._backend is not None and len(text) > _LONG_TEXT:  # this alone lets other threads of Python go on
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        elif self._backend is not None:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        bos = self.bos_token_id
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self._hf.bos_token):
+            return ids[1:]
+        return ids
+
+    def encode_separated(self, text: str, separators: Sequence[int], add_special_tokens: bool) -> list[int]:
+        """Token ids of a text without the characters at these ascending places, which keep its neighbours apart.
+
+        Raises InvalidRequestError where the tokenizer joins neighbours to a special token all the same.
+        """
+        if not separators:
+            return self.encode(text, add_special_tokens)
+        if self._backend is None:
+            raise InvalidRequestError("the prompt holds special tokens, which this tokenizer cannot take as plain text")
+        encoding, places = self._backend.encode(text, add_special_tokens=add_special_tokens), set(separators)
+        ids = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if end - start > 1 and token in self._marker_ids and not places.isdisjoint(range(start, end)):
+                raise InvalidRequestError("the prompt holds special tokens, which this tokenizer cannot take as text")
+            if not (end - start == 1 and start in places):
+                ids.append(token)
+        return ids
+
+    @cached_property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that are read as one token and mean more than they say: special tokens, and what else of the added
+        tokens the chat template writes, such as those around tool calls."""
+        return tuple(sorted({self._added[i] for i in self._marker_ids}, key=len, reverse=True))
+
+    @cached_property
+    def _marker_ids(self) -> frozenset[int]:
+        """Without the token for what is unknown, which stands for nothing else."""
+        template, unknown = self.chat_template or "", self._hf.unk_token_id
+        added = ((i, text) for i, text in self._added.items() if len(text) > 1 and not text.isspace() and i != unknown)
+        return frozenset(i for i, text in added if i in self.special_ids or text in template)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids` as one piece; ids outside the vocabulary decode to nothing, broken UTF-8 to U+FFFD."""
+        if self._backend is not None:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for inside a text; empty for an id outside the vocabulary."""
+        cached = self._bytes.get(token_id)
+        if cached is None:
+            cached = self._bytes[token_id] = self._find_bytes(token_id)
+        return cached
+
+    def raw_bytes(self, token_id: int) -> bytes | None:
+        """The token's bytes where they do not depend on its neighbours, else None (see `jaxserve.text.detokenizer`)."""
+        if self._byte_level or (self._byte_fallback and _BYTE_TOKEN.fullmatch(self._piece(token_id) or "")):
+            return self.token_bytes(token_id)
+        return None
+
+    def _piece(self, token_id: int) -> str | None:
+        if self._backend is not None:
+            return self._backend.id_to_token(token_id)
+        return self._hf.convert_ids_to_tokens(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if (content := self._added.get(token_id)) is not None:
+            return content.encode()
+        piece = self._piece(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            mapped = [self._char_bytes.get(char) for char in piece]
+            return piece.encode() if None in mapped else bytes(value for value in mapped if value is not None)
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        if self._continuation is not None:
+            return piece.removeprefix(self._continuation).encode()
+        return piece.replace(_SPIECE_SPACE, " ").encode()
+
+    def with_eos(self, params: SamplingParams, known: Iterable[int]) -> SamplingParams:
+        """`params` that also stop at the tokenizer's end-of-sequence ids which the engine does not know by itself."""
+        if params.ignore_eos:
+            return params
+        missing = [token for token in self.eos_token_ids if token not in {*known, *params.stop_token_ids}]
+        if not missing:
+            return params
+        return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *missing))
+
+    # chat
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, the default one where there are several, or None."""
+        template = self._hf.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    @chat_template.setter
+    def chat_template(self, source: str) -> None:
+        self._hf.chat_template = source
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        *,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation, by `chat_template` or else the model's own; `kwargs` are its variables.
+
+        Renders in the calling thread, in Jinja's immutable sandbox, for at most TEMPLATE_SECONDS. The text already
+        holds whatever special tokens the template wants: encode it with `add_special_tokens=False`.
+
+        Raises:
+          InvalidRequestError: the model has no template, or the template refuses these messages.
+        """
+        if chat_template is None and self.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template, so it cannot hold a conversation; use /v1/completions", "messages"
+            )
+        if not messages:
+            raise InvalidRequestError("messages must hold at least one message", "messages")
+
+        if taken := kwargs.keys() & (TEMPLATE_INPUTS | self._renderer_options):
+            raise InvalidRequestError(f"{min(taken)} cannot be a variable of a chat template", "chat_template_kwargs")
+
+        def render() -> str:
+            return self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                tokenize=False,
+                **kwargs,
+            )
+
+        try:
+            return _within_time(render, TEMPLATE_SECONDS)
+        except _OutOfTimeError:
+            raise InvalidRequestError(
+                f"the chat template did not finish within {TEMPLATE_SECONDS:g} s", "messages"
+            ) from None
+        except Exception as error:  # a template is a program: whatever it raises is about these messages
+            raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
+
+
+def load_tokenizer(
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    placeholder: bool = False,
+    chat_template: str | None = None,
+) -> Tokenizer:
+    """Loads the tokenizer of a model's folder or GGUF file, or the one at `source`. Raises ValueError, naming it, where
+    none works.
+
+    With `placeholder`, a folder that has none at all (a config for dummy weights, say) gets one byte per token.
+    `chat_template` is the source of a template that takes the place of the model's own.
+    """
+    tokenizer = _load(Path(folder), Path(source or folder), placeholder)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _load(folder: Path, source: Path, placeholder: bool) -> Tokenizer:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that torch is missing, which nobody needs
+    from jaxserve.text.tokenizer_files import READABLE, read_tokenizer
+
+    if placeholder and source.is_dir() and not any((source / name).exists() for name in READABLE):
+        return _placeholder(folder)
+    try:
+        hf_tokenizer = read_tokenizer(source)
+    except Exception as error:  # many kinds, from many parsers
+        raise ValueError(f"no usable tokenizer in {source}: {error}") from error
+    return Tokenizer(hf_tokenizer, _generation_defaults(folder))
+
+
+def _generation_defaults(model: Path) -> GenerationDefaults:
+    if model.suffix != ".gguf":
+        return GenerationDefaults.load(model)
+    from jaxserve.checkpoints.gguf import end_ids, known_gguf
+    from jaxserve.text.gguf_tokenizer import recommended_sampling
+
+    metadata = known_gguf(model).metadata
+    try:
+        return msgspec.convert(
+            recommended_sampling(metadata) | {"eos_token_ids": end_ids(metadata)}, GenerationDefaults
+        )
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{model} recommends sampling that cannot be used: {error}") from error
+
+
+def _placeholder(folder: Path) -> Tokenizer:
+    """Bytes as the first 256 tokens; the rest of the vocabulary decodes to "<id>"."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocab = {char: value for char, value in byte_level_alphabet().items() if value < size}
+    vocab |= {f"<{i}>": i for i in range(len(vocab), size)}
+    backend = Backend(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), GenerationDefaults.load(folder))
+
+
+def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
+    """The backend's decoder as a flat list of its JSON descriptions."""
+    if backend is None or backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+class _OutOfTimeError(BaseException):
+    """Raised inside a thread whose work took too long; no `except Exception` on the way may swallow it."""
+
+
+def _within_time(work: Callable[[], T], seconds: float) -> T:
+    """`work()`, interrupted with _OutOfTimeError between two bytecodes of this thread once `seconds` have passed."""
+    thread = ctypes.c_ulong(threading.get_ident())
+    lock = threading.Lock()
+    finished = False
+
+    def interrupt() -> None:
+        with lock:
+            if not finished:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_OutOfTimeError))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        return work()
+    finally:
+        timer.cancel()
+        with lock:  # from here on the timer cannot fire
+            finished = True
+
+
+def token_strings(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """Each token as text; tokens that are no whole characters are written `bytes:\\xe4\\xbd`, as OpenAI does."""
+    strings = []
+    for token in ids:
+        data = tokenizer.token_bytes(token)
+        try:
+            strings.append(data.decode())
+        except UnicodeDecodeError:
+            strings.append("bytes:" + "".join(f"\\x{value:02x}" for value in data))
+    return strings

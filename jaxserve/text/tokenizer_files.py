@@ -1,0 +1,230 @@
+"""The files that a model's tokenizer may be: tokenizer.json and its kin, tokenizer.model, tekken.json, a GGUF file.
+
+tokenizer.model is a sentencepiece model (github.com/google/sentencepiece, sentencepiece_model.proto), whose pieces,
+scores and types a GGUF file has too; tekken.json is Mistral's byte-level vocabulary by ranks, as of tiktoken. Both are
+brought into the metadata of a GGUF file, from which `gguf_tokenizer` makes a tokenizer.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.checkpoints.gguf import known_gguf
+from jaxserve.text.byte_alphabet import byte_level_alphabet
+from jaxserve.text.gguf_tokenizer import CONTROL, UNKNOWN, USER_DEFINED, make_tokenizer
+
+READABLE = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "tokenizer.model")
+_ROLES = {"bos": 1, "eos": 2, "unknown": 0, "padding": -1}  # sentencepiece's own ids, where a model does not say
+_SPEC = {"unknown": 40, "bos": 41, "eos": 42, "padding": 43}  # fields of TrainerSpec
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of its files
+_TEKKEN_SPECIAL = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
+    "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+)  # where the file does not name them
+_TEKKEN_EDGES = {"bos": "<s>", "eos": "</s>"}
+
+
+def read_tokenizer(path: Path) -> Any:
+    """A transformers tokenizer from a folder or a GGUF file; no code of the folder runs. Raises ValueError that names
+    what is missing, and whatever the parsers of broken files raise."""
+    if path.suffix == ".gguf":
+        return make_tokenizer(known_gguf(path).metadata)
+    if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
+        if (tekken := path / "tekken.json").exists():
+            return _from_tekken(tekken)
+        if pieces := sorted(path.glob("tokenizer.model*")):  # Mistral's have a version behind: tokenizer.model.v3
+            return _from_sentencepiece(pieces[-1])
+        if tiktoken := sorted(path.glob("*.tiktoken")):
+            raise ValueError(_tiktoken(tiktoken[0]))
+        raise ValueError(
+            f"it has none of {', '.join(READABLE)}. Save the tokenizer there (AutoTokenizer.from_pretrained(...)"
+            ".save_pretrained(...) of transformers), or name a model that has it with --tokenizer"
+        )
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+
+
+def _tiktoken(path: Path) -> str:
+    return (
+        f"{path.name} is a vocabulary of tiktoken, which does not say how it splits words. Save it as tokenizer.json "
+        "(save_pretrained of transformers), or name a model that has that with --tokenizer"
+    )
+
+
+# Settings in other files
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with the template of a file of its own; a token as text however it is written."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (path := folder / name).is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError(f"{name} must hold a JSON object")
+            settings |= found
+    for name in ("bos", "eos", "unk", "pad"):
+        token = settings.get(f"{name}_token")
+        settings[f"{name}_token"] = token.get("content") if isinstance(token, dict) else token
+    if (path := folder / "chat_template.jinja").is_file():
+        settings["chat_template"] = path.read_text(encoding="utf-8")
+    return settings
+
+
+def _added(folder: Path, settings: dict[str, Any]) -> dict[int, tuple[str, bool]]:
+    """Tokens beyond the model's own by id: text, and whether it is special."""
+    path, found = folder / "added_tokens.json", {}
+    if path.is_file():
+        found = {i: (text, True) for text, i in json.loads(path.read_text(encoding="utf-8")).items()}
+    for i, token in (settings.get("added_tokens_decoder") or {}).items():
+        found[int(i)] = (token["content"], bool(token.get("special", False)))
+    return found
+
+
+def _templates(settings: dict[str, Any]) -> dict[str, str]:
+    """As metadata."""
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        found = {entry["name"]: entry["template"] for entry in template}
+        others = {f"tokenizer.chat_template.{name}": text for name, text in found.items() if name != "default"}
+        return others | ({"tokenizer.chat_template": found["default"]} if "default" in found else {})
+    return {"tokenizer.chat_template": template} if template else {}
+
+
+# sentencepiece
+
+
+def _from_sentencepiece(path: Path) -> Any:
+    data = path.read_bytes()
+    if _TIKTOKEN.match(data):
+        raise ValueError(_tiktoken(path))
+    try:
+        model = list(_fields(data))
+        pieces = [dict(_fields(value)) for field, value in model if field == 1]
+        trainer, normalizer = ({} | dict(_fields(dict(model).get(field, b""))) for field in (2, 3))
+        tokens = [piece[1].decode() for piece in pieces]
+        scores = [float(np.frombuffer(piece.get(2, bytes(4)), "<f4")[0]) for piece in pieces]
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path.name} is no sentencepiece model") from error
+    kinds = {1: "t5", 2: "llama"}
+    if trainer.get(3, 1) not in kinds or not tokens:
+        raise ValueError(f"{path.name} has the kind {trainer.get(3, 1)}; unigram (1) and BPE (2) are read")
+    types = [piece.get(3, 1) for piece in pieces]
+    settings = _settings(path.parent)
+    _add(_added(path.parent, settings), tokens, types, scores)
+    ids = {role: _signed(trainer.get(field, _ROLES[role])) for role, field in _SPEC.items()}
+    for role, name in {"unknown": "unk", "bos": "bos", "eos": "eos", "padding": "pad"}.items():
+        if settings[f"{name}_token"] in tokens:
+            ids[role] = tokens.index(settings[f"{name}_token"])
+    metadata = {
+        "model": kinds[trainer.get(3, 1)],
+        "tokens": tokens,
+        "token_type": np.array(types, np.int32),
+        "scores": np.array(scores, np.float32),
+        **{f"{role}_token_id": i for role, i in ids.items() if 0 <= i < len(tokens)},
+        "add_bos_token": bool(settings.get("add_bos_token", True)) and ids["bos"] >= 0,
+        "add_eos_token": bool(settings.get("add_eos_token", False)),
+        "add_space_prefix": bool(settings.get("add_prefix_space", normalizer.get(3, 1))),
+        "remove_extra_whitespaces": bool(normalizer.get(4, 1)),
+        "precompiled_charsmap": normalizer.get(2, b""),
+        "prefix_once": settings.get("legacy") is False and not normalizer.get(4, 1),
+    }
+    return make_tokenizer({f"tokenizer.ggml.{key}": x for key, x in metadata.items()} | _templates(settings))
+
+
+def _add(added: dict[int, tuple[str, bool]], tokens: list[str], types: list[int], scores: list[float]) -> None:
+    """Appends tokens, those that a gap of ids calls for too; one that is there becomes what is said of it."""
+    for i in sorted(added):
+        text, special = added[i]
+        for gap in range(len(tokens), i + 1):
+            tokens.append(text if gap == i else f"<unused_{gap}>")
+            types.append(CONTROL)
+            scores.append(0.0)
+        if tokens[i] != text:
+            raise ValueError(f"the added token {text!r} has the id {i}, which is that of {tokens[i]!r}")
+        if types[i] != UNKNOWN:
+            types[i] = CONTROL if special else USER_DEFINED
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protocol buffer message: numbers as they are, everything else as bytes. Raises IndexError or
+    ValueError where it is none."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+        elif kind in (1, 2, 5):
+            size, at = _varint(data, at) if kind == 2 else (8 if kind == 1 else 4, at)
+            part, at = data[at : at + size], at + size
+            if at > len(data):
+                raise ValueError("truncated")
+            yield key >> 3, part
+        else:
+            raise ValueError(f"wire type {kind}")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+    raise ValueError("a number of more than ten bytes")
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+# tekken
+
+
+def _from_tekken(path: Path) -> Any:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        config = data["config"]
+        count, size = config["default_num_special_tokens"], config["default_vocab_size"]
+        names = [token["token_str"] for token in data.get("special_tokens") or ()] or _TEKKEN_SPECIAL.split()
+        ranked = sorted(data["vocab"], key=lambda token: token["rank"])[: size - count]
+        words = [base64.b64decode(token["token_bytes"]) for token in ranked]
+        pattern = config["pattern"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path.name} is no vocabulary of Mistral's tekken: {error!r:.200}") from error
+    names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
+    letter = {value: char for char, value in byte_level_alphabet().items()}
+    tokens = ["".join(map(letter.__getitem__, word)) for word in words]
+    settings = _settings(path.parent)
+    metadata = {
+        "model": "gpt2",
+        "pre": "tekken",
+        "tokens": names + tokens,
+        "token_type": np.array([CONTROL] * len(names) + [1] * len(tokens), np.int32),
+        "merges": [f"{left} {right}" for left, right in _merges(tokens)],
+        **{f"{role}_token_id": names.index(text) for role, text in _TEKKEN_EDGES.items() if text in names},
+        "add_bos_token": True,
+    }
+    return make_tokenizer(
+        {f"tokenizer.ggml.{key}": x for key, x in metadata.items()} | _templates(settings), patterns=(pattern,)
+    )
+
+
+def _merges(tokens: list[str]) -> Iterator[tuple[str, str]]:
+    """Every way to put a token together from two others, the tokens by rank: what tiktoken does without a list."""
+    known = set(tokens)
+    for token in tokens:
+        for cut in range(1, len(token)):
+            if token[:cut] in known and token[cut:] in known:
+                yield token[:cut], token[cut:]

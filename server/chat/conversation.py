@@ -1,0 +1,263 @@
+"""From a conversation to its answers, whatever the shape in which a client asked for them.
+
+The endpoints for chat, responses and messages turn their bodies into a ChatRequest, and this module's pieces into their
+own answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+
+from jaxserve.server.chat.forms import Functions, Thoughts, answer_grammar
+from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage
+from jaxserve.server.chat.output_parser import OutputParser, Piece
+from jaxserve.server.chat.thinking_budget import BudgetedGeneration
+from jaxserve.server.chat.turns import in_turns
+from jaxserve.server.http.state import ServerState, fit_prompt, fit_text, key_of, room_for
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.reasoning import Splitter, ends_inside, qwen3
+from jaxserve.server.schemas.chat import ChatRequest, Conversation
+from jaxserve.server.schemas.response_format import binds_reasoning
+from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.choice import forced_parser
+from jaxserve.text.foreign_text import ForeignText
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import InvalidRequestError, SamplingParams
+
+_PROMPT_END = 16  # tokens that show whether a prompt opens the reasoning
+
+
+async def prepare(
+    state: ServerState, http: HTTPRequest, body: ChatRequest, *, form_field: str | None = None
+) -> ChatRun:
+    """Renders, tokenizes and checks a conversation. Raises APIError or InvalidRequestError.
+
+    `form_field`: what the client's body calls the form of the answer, where it is no chat request.
+    """
+    state.check_model(body.model)
+    body.check()
+    state.check_template(body.chat_template)
+    tokenizer, info = state.require_ready()
+    state.accounts.check(key_of(http), 1, body.n)
+    ids = await state.text_work(
+        http, lambda: encode_chat(tokenizer, info, body.conversation(), body.truncate_prompt_tokens)
+    )
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens)
+    room = room_for(max_tokens, len(ids), info)
+    params = await state.text_work(
+        http,
+        lambda: body.sampling_params(
+            tokenizer,
+            info.vocab_size,
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+        ),
+        short=True,
+    )
+    params = tokenizer.with_eos(params, info.eos_token_ids)
+    params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+    if params.grammar is not None and form_field is not None:
+        params = msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, field=form_field))
+    run = ChatRun(state, tokenizer, body, ids, params)
+    params = msgspec.structs.replace(
+        params,
+        grammar=run.grammar,
+        skip_special_tokens=params.skip_special_tokens and not run.keeps_special_tokens,
+    )
+
+    def generate(prompt: list[int], params: SamplingParams) -> Generation:
+        return Generation(
+            state,
+            tokenizer,
+            http,
+            [prompt],
+            params,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            streams=bool(body.stream),
+        )
+
+    run.generation = generate(ids, params)
+    if body.thinking_token_budget is not None and (splitter := run.splitter()) is not None:
+        run.generation = BudgetedGeneration(
+            run.generation,
+            generate,
+            budget=body.thinking_token_budget,
+            splitter=splitter,
+            grammar=run.grammar_after_reasoning,
+            tokenizer=tokenizer,
+            max_model_len=info.max_model_len,
+        )
+    return run
+
+
+def encode_chat(
+    tokenizer: Tokenizer, info: Ready, conversation: Conversation, truncate: int | None = None
+) -> list[int]:
+    """Token ids of a rendered conversation. Slow: run it off the event loop.
+
+    A conversation that the template refuses is rendered once more as `in_turns` puts it. Raises InvalidRequestError
+    when the template refuses that as well, or leaves a system message out in silence, and for what `fit_text` refuses.
+    """
+    messages = conversation.template_messages()
+    if "developer" not in (conversation.chat_template or tokenizer.chat_template or ""):
+        for message in messages:
+            if message["role"] == "developer":
+                message["role"] = "system"  # the older name of the same role
+    kwargs = conversation.template_kwargs()
+    theirs = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    foreign = ForeignText(tokenizer, [[messages[i] for i in theirs], conversation.template_tools(), kwargs])
+    hidden, tools, kwargs = foreign.hidden
+    for i, message in zip(theirs, hidden, strict=True):
+        messages[i] = message
+    options: dict[str, Any] = {
+        "tools": tools,
+        "add_generation_prompt": conversation.add_generation_prompt,
+        "continue_final_message": conversation.continue_final_message,
+        "chat_template": conversation.chat_template,
+        **kwargs,
+    }
+    try:
+        text = _render(tokenizer, messages, options)
+    except InvalidRequestError as refusal:
+        turns = in_turns(messages)
+        if turns == messages:
+            raise
+        try:
+            text = _render(tokenizer, turns, options)
+        except InvalidRequestError:
+            raise refusal from None
+    text = fit_text(text, tokenizer, info, truncate, "messages")
+    return foreign.encode(text, conversation.add_special_tokens)
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """The prompt's text; raises InvalidRequestError also where a system message would be left out in silence."""
+    text = tokenizer.render_chat(messages, **options)
+    others = [m for m in messages if m["role"] != "system" or m["content"].strip() in text]
+    if len(others) < len(messages) and _renders_to(text, tokenizer, others, options):
+        raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
+    return text
+
+
+def _renders_to(text: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:
+    try:
+        return tokenizer.render_chat(messages, **options) == text
+    except InvalidRequestError:
+        return False
+
+
+class ChatRun:
+    """One conversation's answers on their way.
+
+    Attributes:
+      generation: the completions behind them.
+      grammar: what the whole output has to be, reasoning included; None for any text.
+      grammar_after_reasoning: what the rest has to be once the reasoning has ended.
+      keeps_special_tokens: the format of the reasoning or of the tool calls needs them in the text.
+    """
+
+    generation: Generation | BudgetedGeneration
+
+    def __init__(
+        self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int], params: SamplingParams
+    ):
+        self.tokenizer, self.body = tokenizer, body
+        tools, self._mode = body.choose()
+        self._tools = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._tool_format = state.tool_format if self._mode == "auto" else None
+        if self._mode == "auto" and self._tool_format is None:
+            raise InvalidRequestError(
+                "the format of this model's tool calls is not known here, so the model cannot choose by itself; start "
+                "the server with --tool-call-parser, or set tool_choice to 'required', 'none' or a function",
+                "tool_choice",
+            )
+        self._prompt_end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+        self._reasoning = self._find_reasoning(state)
+        self.keeps_special_tokens = getattr(self._reasoning, "keeps_special_tokens", False)
+        if self._tool_format is not None:
+            self.keeps_special_tokens |= self._tool_format.Parser.keeps_special_tokens
+        functions = None
+        if self._mode != "none" and not (self._mode == "auto" and params.use_beam_search):
+            is_restricted = len(tools) < len(body.all_tools)
+            field = "functions" if body.functions else "tools"
+            functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format, field)
+        after = answer_grammar(params.grammar, functions, None, params.stop_token_ids)
+        if after is not None and binds_reasoning(body.structured_outputs):
+            self._reasoning = None
+        thoughts = self._thoughts()
+        self.grammar_after_reasoning = self.grammar = after
+        if after is not None and thoughts is not None:
+            self.grammar = answer_grammar(params.grammar, functions, thoughts, params.stop_token_ids)
+        self._parsers: dict[int, OutputParser] = {}
+
+    def _find_reasoning(self, state: ServerState) -> ModuleType | None:
+        """The module that finds the reasoning; a prompt that opens it says that there is some."""
+        inside = ends_inside(self._prompt_end)
+        if self.body.continue_final_message and not inside:
+            return None
+        if state.reasoning_format is None and inside and state.settings.reasoning_parser == "auto":
+            return qwen3
+        return state.reasoning_format
+
+    def _thoughts(self) -> Thoughts | None:
+        """The reasoning that the answer may begin with; none where the prompt has closed it."""
+        splitter = self.splitter()
+        if splitter is None:
+            return None
+        opening, closing = splitter.openings[0], splitter.closings[0]
+        if ends_inside(self._prompt_end, opening, closing) is False:
+            return None
+        return Thoughts(opening, closing, splitter.begins_inside)
+
+    def splitter(self) -> Splitter | None:
+        """What finds the reasoning in one answer; None where there is none."""
+        return self._reasoning.splitter(self._prompt_end) if self._reasoning else None
+
+    def _parser(self, index: int) -> OutputParser:
+        if (parser := self._parsers.get(index)) is None:
+            parser = OutputParser(self.splitter(), self._tool_parser(), self.body.include_reasoning)
+            self._parsers[index] = parser
+        return parser
+
+    def _tool_parser(self) -> ToolParser | None:
+        if self._tool_format is not None:
+            return self._tool_format.Parser(self._tools)
+        return None if self._mode == "none" else forced_parser(self._tools, self._mode)
+
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """What the choices gain, as it comes; see Generation.deltas."""
+        accepted = False
+        async with contextlib.aclosing(self.generation.deltas()) as batches:
+            async for deltas in batches:
+                parsed = (self._parser(delta.index).push(delta) for delta in deltas)
+                if (pieces := [piece for piece in parsed if piece is not None]) or not accepted:
+                    yield pieces
+                accepted = True
+
+    async def collect(self) -> list[Piece]:
+        """All choices, whole and in order."""
+        choices: dict[int, Piece] = {}
+        async with contextlib.aclosing(self.pieces()) as batches:
+            async for pieces in batches:
+                for piece in pieces:
+                    if (choice := choices.get(piece.index)) is not None:
+                        choice.extend(piece)
+                    else:
+                        choices[piece.index] = piece
+        return [choices[index] for index in sorted(choices)]
+
+    def usage(self) -> Usage:
+        usage = self.generation.usage()
+        if self._reasoning is not None:
+            tokens = sum(parser.reasoning_tokens for parser in self._parsers.values())
+            usage.completion_tokens_details = CompletionTokensDetails(tokens)
+        return usage

@@ -1,0 +1,153 @@
+"""What an answer has to be: reasoning, then calls of functions or a form that was asked for, as one grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import ModuleType
+
+import msgspec
+
+from jaxserve.grammars.json_schema import WHITESPACE
+from jaxserve.server.tools.choice import Mode, Tool
+from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
+from jaxserve.types import Grammar
+
+_NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
+
+
+class Thoughts(msgspec.Struct, frozen=True):
+    """The reasoning before an answer, between two marks. `is_open`: the opening stands in the prompt, or goes without
+    saying; else the answer may open it or not reason at all."""
+
+    opening: str
+    closing: str
+    is_open: bool
+
+
+class Functions(msgspec.Struct, frozen=True):
+    """Functions that an answer may call.
+
+    Attributes:
+      tools: the functions.
+      mode: "auto", "required" or "named".
+      is_parallel: an answer may hold several calls.
+      is_restricted: the prompt shows more functions than these.
+      format: the module of the model's own format of calls; None where it is not known.
+      field: what the client's body calls them.
+    """
+
+    tools: Sequence[Tool]
+    mode: Mode
+    is_parallel: bool
+    is_restricted: bool = False
+    format: ModuleType | None = None
+    field: str = "tools"
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode != "auto"
+
+    @property
+    def is_bound(self) -> bool:
+        """Calls have to hold to more than the format, where the model chooses."""
+        strict = any(tool.function.strict for tool in self.tools)
+        return strict or self.is_restricted or not self.is_parallel
+
+    def schema(self, tool: Tool, *, is_loose: bool = False) -> Grammar:
+        """The grammar of a function's arguments. A schema stands alone, so that its references resolve in it."""
+        text = json.dumps({"type": "object", **(tool.function.parameters or _NO_PARAMETERS)})
+        origin = f"the schema of {tool.function.name!r}"
+        return Grammar("json", text, field=self.field, origin=origin, is_loose=is_loose)
+
+
+def answer_grammar(
+    form: Grammar | None, functions: Functions | None, thoughts: Thoughts | None, stop_ids: Sequence[int] = ()
+) -> Grammar | None:
+    """The grammar of an answer, None for any text. `stop_ids`: tokens that may end a text, besides the model's own.
+
+    A forced call leaves the form for a later answer. Where the model chooses, it calls or holds to the form; without a
+    form it may write any text, and what follows the opening of a call is held to the functions. Where the format of the
+    calls cannot be enforced, they are as free as without a form, and a form leaves no room for them.
+
+    Raises InvalidRequestError, naming the field of the functions, for schemas that are too large.
+    """
+    rules = _Rules()
+    if functions is not None and functions.is_forced:
+        if functions.mode == "named":
+            form = functions.schema(functions.tools[0])
+        else:
+            rules.add_forced(functions)
+            form = None
+    elif functions is not None and (form is not None or functions.is_bound) and hasattr(functions.format, "syntax"):
+        rules.add_chosen(functions, has_form=form is not None)
+    if form is not None:
+        if thoughts is None and not rules.answers:
+            return form
+        rules.add_part("form", form)
+        rules.answers.append("@form")
+    return rules.grammar(thoughts, stop_ids) if rules.answers else None
+
+
+class _Rules:
+    """Collects a grammar's rules. `answers` are the expressions of which an answer is one."""
+
+    def __init__(self) -> None:
+        self.answers: list[str] = []
+        self._is_free = False  # any text is an answer
+        self._lines = [f"W: /{WHITESPACE}/", r"GAP: /[ \n]{1,3}/"]
+        self._marks: list[tuple[str, str]] = []
+        self._parts: list[tuple[str, Grammar]] = []
+
+    def add_part(self, name: str, part: Grammar) -> str:
+        self._parts.append((name, part))
+        return f"@{name}"
+
+    def add_forced(self, functions: Functions) -> None:
+        """A list of {"name", "parameters"}, which `choice.CallListParser` reads."""
+        called = [
+            Called(tool.function.name, self.add_part(f"arguments{i}", functions.schema(tool)), {}, True)
+            for i, tool in enumerate(functions.tools)
+        ]
+        calls = one_or_more("call", 'W? "," W?', functions.is_parallel)
+        self._lines.append(f"call: {call_object(called, 'parameters')}")
+        self.answers.append(f'"[" W? {calls} W? "]"')
+
+    def add_chosen(self, functions: Functions, *, has_form: bool) -> None:
+        """Calls in the model's own format; without a form, any text is an answer too."""
+        called = []
+        for i, tool in enumerate(functions.tools):
+            is_strict = bool(tool.function.strict)
+            part = functions.schema(tool, is_loose=True) if is_strict else Grammar("json_object", field=functions.field)
+            rule = self.add_part(f"arguments{i}", part)
+            called.append(Called(tool.function.name, rule, tool.function.parameters or _NO_PARAMETERS, is_strict))
+        assert functions.format is not None
+        syntax: Syntax = functions.format.syntax(called, functions.is_parallel)
+        self._lines.append(syntax.rules)
+        self._parts += syntax.parts
+        self._marks += syntax.marks
+        if syntax.start:
+            self.answers.append("calls")
+        if syntax.opening:
+            self._marks.append(("called", syntax.opening))
+            anywhere = not (has_form or syntax.start)
+            self.answers.append(f"{'until_called' if anywhere else 'called'} W? calls")
+        if not has_form:
+            self._is_free = True
+            self.answers.append("OTHERS?" if syntax.start else "no_called")
+        if not has_form and syntax.start:
+            self._lines.append(rf"OTHERS: /(?s:.*)/ & ~/\s*\{syntax.start}(?s:.*)/")
+
+    def grammar(self, thoughts: Thoughts | None, stop_ids: Sequence[int]) -> Grammar:
+        whole = "answer"
+        if thoughts is not None:
+            self._marks += [("open", thoughts.opening), ("close", thoughts.closing)]
+            whole = f"{'open? thought' if thoughts.is_open else '(open thought)?'} answer"
+            if self._is_free:
+                whole += f" | open{'?' if thoughts.is_open else ''} no_close"
+            self._lines.append("thought: until_close GAP?")
+        if self._is_free and stop_ids:
+            whole = f"({whole}) ({' | '.join(f'<[{token}]>' for token in stop_ids)})?"
+        lines = [f"start: {whole}", f"answer: {' | '.join(self.answers)}", *self._lines]
+        field = self._parts[0][1].field
+        return Grammar("lark", "\n".join(lines), tuple(self._parts), tuple(self._marks), field=field)

@@ -1,0 +1,249 @@
+"""One HTTP request's completions: submitted to the engine, turned into text, measured."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Sequence
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+
+from jaxserve.limits import MAX_HELD_LOGPROBS
+from jaxserve.scheduling.block_manager import hash_pages
+from jaxserve.server.http.body import body_of
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.state import ServerState, key_of, tenant_of
+from jaxserve.server.observe.metrics import RequestTimes
+from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
+from jaxserve.text.tokenizer import Tokenizer, token_strings
+from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
+
+TURN_SECONDS = 0.01
+LONG_PROMPT = 4096  # tokens; the engine hashes the pages of shorter ones itself, within 0.2 ms
+_PIECE = 64  # prompt tokens whose log-probabilities are written at a time
+_LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
+    """Token counts of one HTTP request; a prompt counts once however many completions it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class Turn:
+    """What one request may do on the event loop before others have theirs."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + TURN_SECONDS
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
+
+    async def give(self) -> None:
+        """Lets the others, and begins anew."""
+        await asyncio.sleep(0)
+        self._end = time.monotonic() + TURN_SECONDS
+
+
+class Generation:
+    """The completions of one or more prompts under the same parameters.
+
+    Choices are numbered prompt index × n + completion index.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        tokenizer: Tokenizer,
+        http: HTTPRequest,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        streams: bool = False,
+    ):
+        self._state, self._key, self._body = state, key_of(http), body_of(http)
+        priority, cache_salt, tenant = (
+            state.priority(http, priority),
+            state.cache_salt(http, cache_salt),
+            tenant_of(http),
+        )
+        self.requests = [
+            Request(
+                request_id=uuid.uuid4().hex,  # ours alone: what clients call their requests may repeat
+                prompt_token_ids=ids,
+                params=params,
+                priority=priority,
+                cache_salt=cache_salt,
+                streams=streams,
+                tenant=tenant,
+            )
+            for ids in prompts
+        ]
+        stops = StopStrings(params.stop)  # the same for all
+        self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
+        self._times = [RequestTimes(state.metrics, params, len(ids)) for ids in prompts]
+        self._prompt_tokens = sum(map(len, prompts))
+        self._output_tokens = self._cached_tokens = 0
+        self._held_logprobs = 0  # of an answer that is kept until it is whole
+        self._positions = {request.request_id: i for i, request in enumerate(self.requests)}
+
+    async def _hash_long_prompts(self) -> None:
+        """Computes the hashes of long prompts' pages here, in a thread, so that the engine need not between steps."""
+        long = [request for request in self.requests if len(request.prompt_token_ids) >= LONG_PROMPT]
+        if not long or self._state.client.info is None:
+            return
+        page_size = self._state.client.info.page_size
+
+        def work() -> None:
+            for request in long:
+                request.page_hashes = hash_pages(request.prompt_token_ids, request.cache_salt, page_size)
+
+        await self._state.off_loop(work)
+
+    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """What the choices gain, as it comes; `index` is the choice's number. Ends when all have ended.
+
+        The first list comes as soon as the engine has accepted the prompts, and may be empty.
+        Close it when leaving early (`contextlib.aclosing`): that aborts what still runs. Raises what
+        `EngineClient.generate` raises, and APIError (500) when the engine gives up on a completion.
+        """
+        client, timeout = self._state.client, self._state.settings.request_timeout
+        n = self.requests[0].params.n
+        accepted = False
+        await self._hash_long_prompts()
+        try:
+            with self._state.accounts.hold(self._key, len(self.requests), n):
+                async with contextlib.aclosing(client.generate(self.requests, timeout)) as batches:
+                    async for updates in batches:
+                        if self._body is not None:
+                            self._body.release()  # the engine has answered, so it has the request
+                        deltas, turn = [], Turn()
+                        for update in updates:
+                            if (delta := self._process(update)) is not None:
+                                deltas.append(delta)
+                            if deltas and turn.is_over:
+                                yield deltas
+                                deltas = []
+                                await turn.give()
+                        if deltas or not accepted:
+                            yield deltas
+                        accepted = True
+        except QueueFullError:
+            self._state.metrics.rejections.inc()
+            raise
+
+    def _process(self, update: SequenceUpdate) -> ChoiceDelta | None:
+        """What an update adds to its choice."""
+        position, now = self._positions[update.request_id], time.monotonic()
+        processor, times = self.processors[position], self._times[position]
+        self._count_logprobs(update, processor.request)
+        before, cached = processor.num_output_tokens, processor.num_cached_tokens
+        delta = processor.process(update)
+        more = processor.num_output_tokens - before
+        self._output_tokens += more
+        self._cached_tokens += processor.num_cached_tokens - cached
+        times.tokens(update.index, more, now, update.queue_seconds)
+        if delta is not None:
+            self._note_end(position, delta, now)
+            delta.index += position * processor.request.params.n
+        return delta
+
+    def _count_logprobs(self, update: SequenceUpdate, request: Request) -> None:
+        """Raises InvalidRequestError where an answer that is no stream holds too many log-probabilities."""
+        if request.streams or (update.logprobs is None and update.prompt_logprobs is None):
+            return
+        params = request.params
+        self._held_logprobs += len(update.logprobs or ()) * (1 + (params.logprobs or 0))
+        self._held_logprobs += len(update.prompt_logprobs or ()) * (1 + (params.prompt_logprobs or 0))
+        if self._held_logprobs > MAX_HELD_LOGPROBS:
+            raise InvalidRequestError(
+                f"the answer holds more than {MAX_HELD_LOGPROBS} log-probabilities; ask for fewer, or for a stream",
+                "logprobs",
+            )
+
+    def _note_end(self, position: int, delta: ChoiceDelta, now: float) -> None:
+        """Counts a completion that ended; stops it in the engine where a stop string ended it."""
+        if delta.finish_reason is None:
+            return
+        self._state.metrics.succeeded(delta.finish_reason)
+        self._times[position].finish_reasons.append(delta.finish_reason)
+        if self.processors[position].finished:
+            self._times[position].finished(now)
+        if delta.abort:
+            self._state.client.abort(self.requests[position].request_id, delta.index)
+        if delta.finish_reason in ("error", "abort"):
+            raise APIError(500, delta.error or "the engine gave up on the request", code="internal_error")
+
+    async def collect(self) -> list[ChoiceDelta]:
+        """All choices, whole and in order."""
+        choices: dict[int, ChoiceDelta] = {}
+        async with contextlib.aclosing(self.deltas()) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    if (choice := choices.get(delta.index)) is not None:
+                        choice.extend(delta)
+                    else:
+                        choices[delta.index] = delta
+        return [choices[index] for index in sorted(choices)]
+
+    def usage(self) -> Usage:
+        prompt, output = self._prompt_tokens, self._output_tokens
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(self._cached_tokens))
+
+
+def name_tokens(tokenizer: Tokenizer, ids: Iterable[int], as_ids: bool | None) -> list[str]:
+    """Tokens as they stand beside their log-probabilities: as text, or as "token_id:123", which is always distinct."""
+    return [f"token_id:{token}" for token in ids] if as_ids else token_strings(tokenizer, ids)
+
+
+def json_logprob(value: float) -> float:
+    """A log-probability as JSON can carry it."""
+    return value if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+
+
+def prompt_logprobs_json(tokenizer: Tokenizer, entries: list[TokenLogprob | None] | None) -> msgspec.Raw | None:
+    """The `prompt_logprobs` of a response: for each prompt token, its alternatives and itself by token id.
+
+    Takes long for long prompts: call it in a thread. It lets others run between pieces of _PIECE tokens.
+    """
+    if entries is None:
+        return None
+    pieces = (entries[at : at + _PIECE] for at in range(0, len(entries), _PIECE))
+    return msgspec.Raw(b"[%b]" % b",".join(_prompt_piece(tokenizer, piece)[1:-1] for piece in pieces))
+
+
+def _prompt_piece(tokenizer: Tokenizer, entries: list[TokenLogprob | None]) -> bytes:
+    result: list[dict[str, dict[str, object]] | None] = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
+        if all(token != entry.token_id for token, _, _ in ranked):
+            ranked.append((entry.token_id, entry.logprob, entry.rank))
+        texts = token_strings(tokenizer, (token for token, _, _ in ranked))
+        result.append(
+            {
+                str(token): {"logprob": json_logprob(logprob), "rank": rank, "decoded_token": text}
+                for (token, logprob, rank), text in zip(ranked, texts, strict=True)
+            }
+        )
+    return msgspec.json.encode(result)

@@ -1,0 +1,112 @@
+"""Reasoning that is closed by force once it has taken as many tokens as the client allows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+
+import msgspec
+
+from jaxserve.server.chat.generation import Generation, Usage
+from jaxserve.server.reasoning import Splitter
+from jaxserve.text.detokenizer import ChoiceDelta
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import Grammar, SamplingParams
+
+
+class BudgetedGeneration:
+    """A generation of one completion that goes on without reasoning when its budget is spent.
+
+    Until then it is the generation that it was made from. At the budget, that request is aborted in the engine, and
+    another continues the prompt, the reasoning so far and the mark that closes it; the prefix cache has all of these
+    but the last few tokens. The mark is a part of the text, and of no token count.
+
+    `generate(prompt, params)` makes the second generation, `splitter` finds the reasoning in the answer to the prompt,
+    and `grammar` is that of an answer without reasoning.
+    """
+
+    def __init__(
+        self,
+        first: Generation,
+        generate: Callable[[list[int], SamplingParams], Generation],
+        *,
+        budget: int,
+        splitter: Splitter,
+        grammar: Grammar | None,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+    ):
+        self.requests, self.processors = first.requests, first.processors
+        self._first, self._generate, self._budget, self._splitter = first, generate, budget, splitter
+        self._grammar = grammar
+        self._closing = f"\n{splitter.closings[0]}\n\n"
+        self._closing_ids = tokenizer.encode(self._closing, add_special_tokens=False)
+        self._max_model_len = max_model_len
+        self._second: Generation | None = None
+        self._kept: list[int] = []  # token ids of the first request that count
+        self._length = 0  # characters of its text so far
+        self._reasoned = 0  # tokens of reasoning so far
+        self._is_spent = False
+
+    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """As Generation.deltas."""
+        async with contextlib.aclosing(self._first.deltas()) as batches:
+            async for deltas in batches:
+                shown = []
+                for delta in deltas:
+                    if not self._is_spent:
+                        shown.append(self._within_budget(delta))
+                yield shown
+                if self._is_spent:
+                    break
+        if not self._is_spent:
+            return
+        self._second = self._continued()
+        if self._second is None:
+            yield [ChoiceDelta(index=0, finish_reason="length")]
+            return
+        async with contextlib.aclosing(self._second.deltas()) as batches:
+            async for deltas in batches:
+                yield deltas
+
+    def usage(self) -> Usage:
+        usage = self._first.usage()
+        if self._is_spent:
+            second = self._second.usage().completion_tokens if self._second else 0
+            usage.completion_tokens = len(self._kept) + second
+            usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
+        return usage
+
+    def _continued(self) -> Generation | None:
+        """The generation of the answer; None where there is no room for one."""
+        params, spent = self.requests[0].params, len(self._kept)
+        prompt = self.requests[0].prompt_token_ids + self._kept + self._closing_ids
+        room = min((params.max_tokens or self._max_model_len) - spent, self._max_model_len - len(prompt))
+        if room < 1:
+            return None
+        least = min(max(0, params.min_tokens - spent), room)
+        params = msgspec.structs.replace(params, max_tokens=room, min_tokens=least, grammar=self._grammar)
+        return self._generate(prompt, params)
+
+    def _within_budget(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """The delta, cut after the token that spends the budget, and with the closing mark then."""
+        for i in range(len(delta.token_ids)):
+            is_last = i + 1 == len(delta.token_ids)
+            begin = 0 if i == 0 else max(0, delta.text_offsets[i] - self._length)
+            end = len(delta.text) if is_last else max(0, delta.text_offsets[i + 1] - self._length)
+            self._reasoned += self._splitter.reasons
+            self._splitter.push(delta.text[begin:end])
+            is_over = is_last and delta.finish_reason is not None
+            if self._reasoned >= self._budget and self._splitter.reasons and not is_over:
+                self._is_spent = True
+                self._kept += delta.token_ids[: i + 1]
+                return ChoiceDelta(
+                    index=delta.index,
+                    text=delta.text[:end] + self._closing,
+                    token_ids=delta.token_ids[: i + 1],
+                    logprobs=delta.logprobs[: i + 1],
+                    text_offsets=delta.text_offsets[: i + 1],
+                )
+        self._kept += delta.token_ids
+        self._length += len(delta.text)
+        return delta

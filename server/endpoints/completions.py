@@ -1,0 +1,217 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, Literal, cast
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from jaxserve.server.chat.generation import Generation, Turn, json_logprob, name_tokens, prompt_logprobs_json
+from jaxserve.server.http.sse import ChunkWriter, EventStream, run_until_disconnect
+from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
+from jaxserve.server.schemas.common import COMPLETION_TOKENS, CompletionRequest
+from jaxserve.text.detokenizer import ChoiceDelta, Detokenizer
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import SamplingParams, TokenLogprob
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+async def create_completion(http: HTTPRequest) -> Response:
+    """Answers with one JSON object, or with a stream of chunks."""
+    state = state_of(http)
+    body = await read_body(http, _decoder)
+    state.check_model(body.model)
+    body.check()
+    answer = await run_until_disconnect(http.receive, _prepare(state, http, body))
+    if body.stream:
+        return EventStream(answer.stream())
+    return await run_until_disconnect(http.receive, answer.whole())
+
+
+async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionRequest) -> _Answer:
+    """Tokenizes and checks the prompts."""
+    tokenizer, info = state.require_ready()
+    prompts = body.prompts()
+    state.accounts.check(key_of(http), len(prompts), body.n)
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await state.encode(http, texts, body.add_special_tokens, body.truncate_prompt_tokens))
+    ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    ids = [fit_prompt(one, info, body.truncate_prompt_tokens, "prompt", max_tokens) for one in ids]
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(prompt_logprobs or 0, body.logprobs)
+
+    def prepare() -> tuple[SamplingParams, list[_Echo | None]]:
+        params = body.sampling_params(
+            tokenizer,
+            info.vocab_size,
+            max_tokens=max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        echoes: list[_Echo | None] = [None] * len(ids)
+        if body.echo:
+            echoes = [_Echo(tokenizer, prompt, one, body) for prompt, one in zip(prompts, ids, strict=True)]
+        return tokenizer.with_eos(params, info.eos_token_ids), echoes
+
+    params, echoes = await state.text_work(http, prepare, short=True)
+    generation = Generation(
+        state,
+        tokenizer,
+        http,
+        ids,
+        params,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        streams=bool(body.stream),
+    )
+    return _Answer(state, http, tokenizer, body, generation, echoes)
+
+
+class _Echo:
+    """A prompt as the beginning of its completions' text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str | list[int], ids: list[int], body: CompletionRequest):
+        cut = body.truncate_prompt_tokens is not None
+        self.ids = ids
+        if isinstance(prompt, str) and not cut:
+            self.text = prompt
+        else:
+            self.text = tokenizer.decode(ids, body.skip_special_tokens)
+        self.offsets: list[int] = []
+        if body.logprobs is not None:
+            self.offsets = _offsets(tokenizer, ids, self.text)
+
+
+def _offsets(tokenizer: Tokenizer, ids: list[int], text: str) -> list[int]:
+    """Where each token's text begins in `text`; a BOS token that the text does not show takes no room."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    hidden = 0
+    if ids[0] == tokenizer.bos_token_id and not text.startswith(tokenizer.decode(ids[:1], skip_special_tokens=False)):
+        hidden = 1
+    offsets, length = [0] * hidden, 0
+    for token in ids[hidden:]:
+        offsets.append(min(length, len(text)))
+        length += len(detokenizer.push(token))
+    return offsets
+
+
+class _Answer:
+    """Writes one request's response, whole or in chunks."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        http: HTTPRequest,
+        tokenizer: Tokenizer,
+        body: CompletionRequest,
+        generation: Generation,
+        echoes: list[_Echo | None],
+    ):
+        self._state, self._http = state, http
+        self._tokenizer = tokenizer
+        self._body = body
+        self._generation = generation
+        self._echoes = echoes
+        self._n = generation.requests[0].params.n
+        self._top = min(body.logprobs or 0, 20)
+        self._head = {
+            "id": f"cmpl-{body.request_id or uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or state.settings.model_name,
+            "system_fingerprint": state.fingerprint,
+        }
+
+    async def whole(self) -> Response:
+        deltas = await self._generation.collect()
+        long = self._body.logprobs is not None or self._body.prompt_logprobs is not None
+        data = await self._state.text_work(self._http, lambda: self._encoded(deltas), short=not long)
+        return Response(data, media_type="application/json")
+
+    def _encoded(self, deltas: list[ChoiceDelta]) -> bytes:
+        """The answer as JSON."""
+        choices = []
+        for delta in deltas:
+            choice = self._choice(delta, first=True)
+            processor = self._generation.processors[delta.index // self._n]
+            if self._body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, processor.prompt_logprobs)
+            choices.append(choice)
+        return to_json({**self._head, "choices": choices, "usage": self._generation.usage()})
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        mode = cast(Literal["off", "last", "always"], self._body.usage_mode)
+        writer = ChunkWriter(self._head, mode)
+        started: set[int] = set()
+        async with contextlib.aclosing(self._generation.deltas()) as batches:
+            async for deltas in batches:
+                chunks, turn = [], Turn()
+                for delta in deltas:
+                    choice = self._choice(delta, first=delta.index not in started)
+                    started.add(delta.index)
+                    usage = self._generation.usage() if mode == "always" else None
+                    chunks.append(writer.choice(to_json(choice), usage))
+                    if turn.is_over:
+                        yield b"".join(chunks)
+                        chunks = []
+                        await turn.give()
+                yield b"".join(chunks)
+        if last := writer.last(self._generation.usage()):
+            yield last
+
+    def _choice(self, delta: ChoiceDelta, first: bool) -> dict[str, Any]:
+        """A choice of the response; its first delta brings the echo."""
+        echo = self._echoes[delta.index // self._n]
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "text": echo.text + delta.text if echo and first else delta.text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._body.logprobs is not None:
+            choice["logprobs"] = self._logprobs(delta, echo, first)
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = self._generation.requests[delta.index // self._n].prompt_token_ids
+        return choice
+
+    def _logprobs(self, delta: ChoiceDelta, echo: _Echo | None, first: bool) -> dict[str, Any]:
+        """{tokens, token_logprobs, top_logprobs, text_offset} of a delta, the echoed prompt before it."""
+        base = len(echo.text) if echo else 0
+        entries: list[TokenLogprob | None] = list(delta.logprobs)
+        ids = delta.token_ids
+        offsets = [base + offset for offset in delta.text_offsets]
+        if echo and first:
+            processor = self._generation.processors[delta.index // self._n]
+            entries = (processor.prompt_logprobs or [None] * len(echo.ids)) + entries
+            ids = echo.ids + ids
+            offsets = echo.offsets + offsets
+        return {
+            "tokens": self._token_strings(ids),
+            "token_logprobs": [None if entry is None else json_logprob(entry.logprob) for entry in entries],
+            "top_logprobs": [self._alternatives(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _alternatives(self, entry: TokenLogprob | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        ranked = entry.top[: self._top]
+        if all(token != entry.token_id for token, _ in ranked):
+            ranked = [*ranked, (entry.token_id, entry.logprob)]
+        texts = self._token_strings([token for token, _ in ranked])
+        return {text: json_logprob(logprob) for text, (_, logprob) in reversed(list(zip(texts, ranked, strict=True)))}
+
+    def _token_strings(self, ids: list[int]) -> list[str]:
+        return name_tokens(self._tokenizer, ids, self._body.return_tokens_as_token_ids)

@@ -1,0 +1,36 @@
+"""POST /invocations, the one endpoint that Amazon SageMaker knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from jaxserve.server.endpoints.chat import create_chat_completion
+from jaxserve.server.endpoints.completions import create_completion
+from jaxserve.server.http.body import put_back, read_bytes
+from jaxserve.server.http.state import read_body
+from jaxserve.types import InvalidRequestError
+
+
+class Invocation(msgspec.Struct):
+    """What of a body tells which endpoint it is for."""
+
+    messages: Any = None
+    prompt: Any = None
+
+
+_decoder = msgspec.json.Decoder(Invocation)
+
+
+async def invoke(http: HTTPRequest) -> Response:
+    """A chat completion for a body with messages, a completion for one with a prompt."""
+    data = await read_bytes(http)
+    put_back(http, data)
+    body = await read_body(http, _decoder)
+    put_back(http, data)
+    if (body.messages is None) == (body.prompt is None):
+        raise InvalidRequestError("give either messages, for a chat completion, or prompt, for a completion", "prompt")
+    return await (create_completion(http) if body.messages is None else create_chat_completion(http))

@@ -1,0 +1,246 @@
+"""The small endpoints: models, tokens, health, version, metrics."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve import __version__
+from jaxserve.limits import MAX_DETOKENIZED
+from jaxserve.server.chat.conversation import encode_chat
+from jaxserve.server.endpoints.openapi import ModelFacts, openapi_document
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.keys import ApiKey, find_key
+from jaxserve.server.http.state import ServerState, read_body, state_of, to_json
+from jaxserve.server.schemas.chat import Conversation, TokenizeRequest
+from jaxserve.server.schemas.common import DetokenizeRequest
+from jaxserve.text.tokenizer import Tokenizer, token_strings
+from jaxserve.types import InvalidRequestError
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
+
+
+async def list_models(http: Request) -> Response:
+    """GET /v1/models."""
+    state = state_of(http)
+    return _json({"object": "list", "data": [_card(state, name) for name in state.settings.model_names]})
+
+
+async def get_model(http: Request) -> Response:
+    """GET /v1/models/{name}."""
+    state = state_of(http)
+    name = http.path_params["name"]
+    state.check_model(name)
+    return _json(_card(state, name))
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    info = state.client.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "jaxserve",
+        "root": state.settings.model_name,
+        "parent": None,
+        "max_model_len": None if info is None else info.max_model_len,
+    }
+
+
+async def tokenize(http: Request) -> Response:
+    """POST /tokenize: token ids of a prompt, or of messages as the chat endpoint would render them."""
+    state = state_of(http)
+    body = await read_body(http, _tokenize_decoder)
+    state.check_model(body.model)
+    tokenizer, info = state.require_ready()
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        (ids,) = await state.encode(http, [body.prompt], special)
+    else:
+        chat = Conversation(
+            messages=body.messages or [],
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=bool(body.add_special_tokens),
+            chat_template=body.chat_template,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        state.check_template(chat.chat_template)
+        ids = await state.text_work(http, lambda: encode_chat(tokenizer, info, chat))
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = await state.text_work(http, lambda: token_strings(tokenizer, ids), short=True)
+    return _json(answer)
+
+
+async def detokenize(http: Request) -> Response:
+    """POST /detokenize: the text of token ids, special ones included."""
+    state = state_of(http)
+    body = await read_body(http, _detokenize_decoder)
+    state.check_model(body.model)
+    tokenizer, info = state.require_ready()
+    if len(body.tokens) > MAX_DETOKENIZED:
+        raise InvalidRequestError(f"tokens has {len(body.tokens)} ids; at most {MAX_DETOKENIZED} are allowed", "tokens")
+    if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= info.vocab_size):
+        raise InvalidRequestError(f"tokens must be ids between 0 and {info.vocab_size - 1}", "tokens")
+    text = await state.text_work(http, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), short=True)
+    return _json({"prompt": text})
+
+
+async def health(http: Request) -> Response:
+    """GET /health: 200 as long as there is an engine that has loaded; 503 while it loads, or another one is started in
+    the place of one that died, whose reason is told."""
+    state = state_of(http)
+    status = state.status
+    if status in ("ready", "draining"):
+        return _json({"status": "ok"})
+    reason = state.client.error
+    return _json({"status": status} | ({"reason": reason} if reason else {}), 503)
+
+
+async def server_info(http: Request) -> Response:
+    """GET /server_info: what is served, and with which settings; nothing that is secret."""
+    state = state_of(http)
+    _, info = state.require_ready()
+    settings = state.settings
+    return _json(
+        {
+            "version": __version__,
+            "models": settings.model_names,
+            "system_fingerprint": state.fingerprint,
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "dtype": info.dtype,
+            "page_size": info.page_size,
+            "max_num_seqs": info.max_num_seqs,
+            "tool_call_parser": _module_name(state.tool_format),
+            "reasoning_parser": _module_name(state.reasoning_format),
+            "max_body_bytes": settings.max_body_bytes,
+            "request_timeout": settings.request_timeout,
+        }
+    )
+
+
+def _module_name(module: ModuleType | None) -> str | None:
+    return None if module is None else module.__name__.rpartition(".")[2]
+
+
+async def ready(http: Request) -> Response:
+    """GET /ready: 200 when requests are served, 503 while loading, restarting, draining or dead."""
+    status = state_of(http).status
+    return _json({"status": status}, 200 if status == "ready" else 503)
+
+
+async def version(http: Request) -> Response:
+    """GET /version."""
+    return _json({"version": __version__})
+
+
+async def metrics(http: Request) -> Response:
+    """GET /metrics, in Prometheus's text format."""
+    text = state_of(http).metrics.render()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def profile(http: Request) -> Response:
+    """POST /profile?steps=N: traces the engine's next steps, 10 unless told; only with `--profile DIR` and the admin
+    key."""
+    state = state_of(http)
+    _require_admin(http)
+    _, info = state.require_ready()
+    if info.profile_dir is None:
+        raise APIError(404, "profiling is off; start the server with --profile DIR")
+    text = http.query_params.get("steps", "10")
+    steps = int(text) if text.isdecimal() and len(text) < 6 else 0
+    if not 1 <= steps <= 10_000:
+        raise APIError(400, f"steps must be a number from 1 to 10000, got {text[:64]!r}", param="steps")
+    _not_too_often(http)
+    state.client.profile(steps)
+    return _json({"steps": steps, "folder": info.profile_dir})
+
+
+async def load(http: Request) -> Response:
+    """GET /load: requests that are being answered now."""
+    return _json({"server_load": state_of(http).client.num_streams})
+
+
+async def tokenizer_info(http: Request) -> Response:
+    """GET /tokenizer_info: what a client that tokenizes by itself has to know."""
+    tokenizer, info = state_of(http).require_ready()
+    eos = (*tokenizer.eos_token_ids, *info.eos_token_ids)
+    special = {token: text for token in sorted(tokenizer.special_ids) if (text := tokenizer.decode([token], False))}
+    return _json(
+        {
+            "tokenizer_class": tokenizer.class_name,
+            "vocab_size": tokenizer.vocab_size,
+            "model_vocab_size": info.vocab_size,
+            "max_model_len": info.max_model_len,
+            "bos_token": _text_of(tokenizer, tokenizer.bos_token_id),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token": _text_of(tokenizer, eos[0] if eos else None),
+            "eos_token_ids": sorted(set(eos)),
+            "special_tokens": special,
+            "chat_template": tokenizer.chat_template,
+        }
+    )
+
+
+def _text_of(tokenizer: Tokenizer, token: int | None) -> str | None:
+    return None if token is None else tokenizer.decode([token], skip_special_tokens=False)
+
+
+async def reset_prefix_cache(http: Request) -> Response:
+    """POST /reset_prefix_cache: forgets earlier prompts' pages; only with the admin key."""
+    state = state_of(http)
+    _require_admin(http)
+    state.require_ready()
+    _not_too_often(http)
+    state.client.reset_prefix_cache()
+    return _json({"status": "ok"})
+
+
+def _require_admin(http: Request) -> None:
+    """Raises APIError: 404 without `--admin-key KEY`, 401 for a request without that key, and 400 for one that is not
+    declared as JSON, as a form on another site's page would send it."""
+    if (key := state_of(http).settings.admin_key) is None:
+        raise APIError(404, "admin endpoints are off; start the server with --admin-key KEY")
+    if find_key([ApiKey(key)], http.headers) is None:
+        raise APIError(401, "the admin key is required, as in 'Authorization: Bearer KEY'", code="invalid_api_key")
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+
+
+def _not_too_often(http: Request) -> None:
+    """Raises APIError (429) where the endpoint was called within the last second."""
+    calls, now = state_of(http).admin_calls, time.monotonic()
+    if now - calls.get(http.url.path, -math.inf) < 1.0:
+        raise APIError(429, f"{http.url.path} may be called once a second", headers={"Retry-After": "1"})
+    calls[http.url.path] = now
+
+
+async def openapi(http: Request) -> Response:
+    """GET /openapi.json."""
+    state = state_of(http)
+    model = None
+    if state.status == "ready":
+        tokenizer, info = state.require_ready()
+        ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
+        model = ModelFacts(info.vocab_size, info.max_model_len, len(ends))
+    settings = state.settings
+    document = openapi_document(__version__, settings.model_names, model, settings.trust_request_chat_template)
+    return _json(document)

@@ -1,0 +1,155 @@
+"""The OpenAPI description of the endpoints; bodies are described from the types that decode them.
+
+The bounds stand in those types. Added here are what depends on the model, what is allowed of fields that are not
+served, and what fields demand of each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from jaxserve.limits import MAX_STOP_TOKENS
+from jaxserve.server.endpoints.openapi_rules import FIELDS, RULES
+from jaxserve.server.schemas.anthropic import CountTokensRequest, MessagesRequest
+from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
+from jaxserve.server.schemas.common import NOT_SERVED, CompletionRequest, DetokenizeRequest, SamplingFields
+from jaxserve.server.schemas.responses import InputTokensRequest, ResponsesRequest
+
+_POSTS = {
+    "/v1/completions": (CompletionRequest, "Continue a prompt"),
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation"),
+    "/v1/responses": (ResponsesRequest, "Answer, with earlier answers remembered"),
+    "/v1/responses/input_tokens": (InputTokensRequest, "Tokens of such a prompt"),
+    "/v1/messages": (MessagesRequest, "Answer a conversation, in Anthropic's shape"),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of such a conversation"),
+    "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
+    "/detokenize": (DetokenizeRequest, "Text of token ids"),
+}
+_GETS = {
+    "/v1/models": "The models that are served",
+    "/load": "How many requests are being answered",
+    "/server_info": "What is served, and with which settings",
+    "/tokenizer_info": "What a client that tokenizes has to know",
+    "/health": "Whether the server is alive",
+    "/ping": "The same",
+    "/ready": "Whether requests are served",
+    "/version": "The server's version",
+    "/metrics": "Prometheus metrics",
+    "/pool": "Who owns which KV page",
+    "/openapi.json": "This document",
+}
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What the bounds of a body take from the model that is loaded.
+
+    Attributes:
+      vocab_size: token ids are below it.
+      max_model_len: a prompt has fewer tokens.
+      num_end_ids: the model's own end-of-sequence ids, which share the places for stop token ids.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_end_ids: int
+
+
+def openapi_document(
+    version: str, names: Sequence[str], model: ModelFacts | None, own_templates: bool = False
+) -> dict[str, Any]:
+    """The document of /openapi.json, for a model with these names; without its bounds while they are not known.
+
+    With `own_templates` requests may bring a chat template.
+    """
+    types = [body for body, _ in _POSTS.values()]
+    references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for name, rules in RULES.items():
+        components[name]["allOf"] = rules
+    for name, better in FIELDS.items():
+        components[name]["properties"] |= better
+    for kind in types:
+        fields = components[kind.__name__]["properties"]
+        fields["model"] = {"enum": [None, *names], "default": None}
+        if issubclass(kind, SamplingFields):
+            fields |= {name: {"enum": [None, *harmless]} for name, harmless in NOT_SERVED.items()}
+        if "chat_template" in fields and not own_templates:
+            fields["chat_template"] = {"type": "null", "description": "Needs --trust-request-chat-template"}
+    components = {name: _with_bounds(schema, model) for name, schema in components.items()}
+    answers = {"200": {"description": "The answer"}, "default": {"description": "An error, in OpenAI's shape"}}
+    paths: dict[str, Any] = {
+        path: {"get": {"summary": summary, "responses": answers}} for path, summary in _GETS.items()
+    }
+    for (path, (_, summary)), reference in zip(_POSTS.items(), references, strict=True):
+        body = {"required": True, "content": {"application/json": {"schema": reference}}}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": answers}}
+    either = {"anyOf": [references[1], references[0]]}
+    paths["/invocations"] = {
+        "post": {
+            "summary": "A chat completion, or a completion, by its body",
+            "requestBody": {"required": True, "content": {"application/json": {"schema": either}}},
+            "responses": answers,
+        }
+    }
+    steps = {"name": "steps", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}}
+    paths["/profile"] = {"post": {"summary": "Trace the next steps", "parameters": [steps], "responses": answers}}
+    name_of_response = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/responses/{id}"] = {
+        "parameters": [name_of_response],
+        "get": {"summary": "A stored response", "responses": answers},
+        "delete": {"summary": "Forget a stored response", "responses": answers},
+    }
+    paths["/v1/responses/{id}/input_items"] = {
+        "parameters": [name_of_response],
+        "get": {"summary": "The items of a stored response's input", "responses": answers},
+    }
+    paths["/v1/responses/{id}/cancel"] = {
+        "parameters": [name_of_response],
+        "post": {"summary": "Stop a response that is made in the background", "responses": answers},
+    }
+    paths["/reset_prefix_cache"] = {"post": {"summary": "Forget earlier prompts (admin)", "responses": answers}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxserve", "version": version},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _with_bounds(node: Any, model: ModelFacts | None) -> Any:
+    """A schema with the bounds that its formats stand for, and with what replaces a type that says too little."""
+    if isinstance(node, list):
+        return [_with_bounds(child, model) for child in node]
+    if not isinstance(node, dict):
+        return node
+    if (better := node.get("x-replaced-by")) is not None:
+        return _with_bounds(better, model)
+    bounded = {name: _with_bounds(child, model) for name, child in node.items()}
+    if model is None or not isinstance(kind := bounded.get("format"), str):
+        return bounded
+    if kind == "token-id":
+        at_most = model.vocab_size - 1
+        return bounded | ({"pattern": numbers_up_to(at_most)} if "pattern" in bounded else {"maximum": at_most})
+    if kind == "token-ids":
+        return bounded | {"maxItems": model.max_model_len - 1}
+    if kind == "stop-tokens":
+        return bounded | {"maxItems": MAX_STOP_TOKENS - model.num_end_ids}
+    return bounded
+
+
+def numbers_up_to(most: int) -> str:
+    """A regular expression for the decimal numbers 0 to `most`, without leading zeros."""
+    digits = str(most)
+    shapes = ["0"] if len(digits) > 1 else []
+    if len(digits) > 2:
+        shapes.append(f"[1-9][0-9]{{0,{len(digits) - 2}}}")
+    elif len(digits) == 2:
+        shapes.append("[1-9]")
+    for place, digit in enumerate(digits):
+        low = "1" if place == 0 and len(digits) > 1 else "0"
+        if digit > low:
+            shapes.append(f"{digits[:place]}[{low}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
+    return f"^({'|'.join([*shapes, re.escape(digits)])})$"

@@ -1,0 +1,45 @@
+"""The page at `/`: a few static files, and GET /pool, which feeds its picture of the KV pages."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.server.http.state import state_of, to_json
+
+_FOLDER = Path(__file__).parent.parent / "static"
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/ui/app.css": ("app.css", "text/css"),
+} | {f"/ui/{name}": (name, "text/javascript") for name in ("page.js", "chat.js", "pool.js")}
+PATHS = frozenset(_FILES)  # they tell nothing, and are open to all; what the page asks for is not
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+async def _file(http: Request) -> Response:
+    name, kind = _FILES[http.scope["path"]]
+    data = (_FOLDER / name).read_bytes()
+    headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(data).hexdigest()[:32]}"'}
+    if http.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(data, headers=headers, media_type=kind)
+
+
+async def pool(http: Request) -> Response:
+    """GET /pool: a `jaxserve.scheduling.page_snapshot.PoolSnapshot`, at most half a second old."""
+    state = state_of(http)
+    state.require_ready()
+    return Response(to_json(await state.client.pool()), media_type="application/json")
+
+
+ROUTES = [Route(path, _file) for path in _FILES]

@@ -1,0 +1,122 @@
+"""Request bodies as bytes: read, weighed and bounded before anything is made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+
+from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.limits import Body
+
+# Fields that hold a schema, or another form that is not ours; of a list of tools, each is bounded.
+_FREE_FIELDS = (
+    "response_format", "structured_outputs", "text", "output_config", "output_format", "metadata", "tool_choice",
+    "logit_bias", "chat_template_kwargs", "function_call",
+)  # fmt: skip
+_LISTS = ("tools", "functions")
+_PIECE = 2**18  # bytes that are looked at before others have a turn
+_READ = "body_read"  # in a request's state: a body that was put back
+_FEW = MAX_NESTING  # brackets that cannot be nested too deeply
+_VALUE_BYTES, _STRING_BYTES, _CONTAINER_BYTES = 40, 60, 100  # what they take in Python, roughly
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def body_of(request: Request) -> Body | None:
+    """What is known of a request's body; None outside the application."""
+    return request.scope.get("state", {}).get("body")
+
+
+def put_back(request: Request, data: bytes) -> None:
+    """Has the next `read_bytes` give a body that was read already, to a handler that another one chose by it."""
+    request.scope.setdefault("state", {})[_READ] = data
+
+
+async def read_bytes(request: Request) -> bytes:
+    """A request's JSON body, unless it would become too much in memory: then raises APIError (400 or 503).
+
+    Nothing keeps it beyond the caller, unless that puts it back.
+    """
+    if (data := request.scope.get("state", {}).pop(_READ, None)) is not None:
+        return data
+    parts = [part async for part in request.stream()]
+    data = parts[0] if len(parts) == 1 else b"".join(parts)
+    del parts
+    brackets, strings = data.count(b"{") + data.count(b"["), data.count(b'"') // 2
+    if brackets > _FEW or strings > MAX_STRINGS:  # those inside of strings do not count
+        shape = _Shape()
+        for piece in _pieces(data):
+            shape.add(piece)
+            await asyncio.sleep(0)
+        brackets, strings = shape.containers, shape.quotes // 2
+    if len(data) > MAX_SCHEMA:
+        _check_forms(data)
+    if (body := body_of(request)) is not None:
+        values = data.count(b",")
+        body.expand(_VALUE_BYTES * values + _STRING_BYTES * strings + _CONTAINER_BYTES * brackets)
+    return data
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """The data in pieces, none of which ends within an escape."""
+    start = 0
+    while start < len(data):
+        end = start + _PIECE
+        while data[end - 1 : end] == b"\\":
+            end += _PIECE
+        yield data[start:end]
+        start = end
+
+
+class _Shape:
+    """What JSON amounts to so far, outside of its strings. `add` raises APIError (400) where that is too much."""
+
+    def __init__(self) -> None:
+        self.containers = self.quotes = self._depth = 0
+
+    def add(self, piece: bytes) -> None:
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        data = np.frombuffer(piece, np.uint8)
+        quote = data == ord('"')
+        outside = ~np.logical_xor.accumulate(quote)
+        if self.quotes % 2:
+            outside = ~outside
+        self.quotes += int(np.count_nonzero(quote))
+        folded = data | 0x20  # [ and { become {, ] and } become }
+        is_open, is_close = (folded == ord("{")) & outside, (folded == ord("}")) & outside
+        where = np.flatnonzero(is_open | is_close)
+        depth = self._depth + np.cumsum(np.where(is_open[where], 1, -1))
+        self.containers += int(np.count_nonzero(is_open))
+        if len(depth):
+            self._depth = int(depth[-1])
+            if (deepest := int(depth.max())) > MAX_NESTING:
+                raise APIError(400, f"the body is nested too deeply: {deepest} levels, of at most {MAX_NESTING}")
+        if self.containers > MAX_CONTAINERS:
+            raise APIError(400, f"the body holds more than {MAX_CONTAINERS} objects and lists")
+        if self.quotes > 2 * MAX_STRINGS:
+            raise APIError(400, f"the body holds more than {MAX_STRINGS} strings")
+
+
+def _check_forms(data: bytes) -> None:
+    """Raises APIError (400) for a schema that is too long. What is not JSON at all is told by whoever decodes it."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = _read_fields(data)
+        for name in _FREE_FIELDS:
+            if name in fields:
+                _check_form(name, name, fields[name])
+        for name in _LISTS:
+            if name in fields and memoryview(fields[name])[:1] == b"[":
+                for i, one in enumerate(_read_list(fields[name])):
+                    _check_form(f"{name}[{i}]", name, one)
+
+
+def _check_form(where: str, param: str, raw: msgspec.Raw) -> None:
+    if (size := memoryview(raw).nbytes) > MAX_SCHEMA:
+        raise APIError(400, f"{where} has {size} bytes of JSON; at most {MAX_SCHEMA} are allowed", param=param)

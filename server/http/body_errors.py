@@ -1,0 +1,77 @@
+"""What is wrong with a request's body, in words that name the field, what is allowed and what was given."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import msgspec
+
+from jaxserve.server.http.errors import APIError
+
+_WORDS = {
+    "str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "array": "a list",
+    "object": "an object", "null": "null",
+}  # fmt: skip
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_MOST_SHOWN = 64  # characters of a value
+
+
+def explain(error: msgspec.ValidationError, body: str) -> APIError:
+    """The answer (400) to a body that is JSON and not what was asked for. `param` is the field at the top."""
+    text, _, where = str(error).rpartition(" - at ")
+    if not text:  # it is about the body as a whole
+        text = str(error)
+        missing = re.search("missing required field `(.*)`", text)
+        return APIError(400, _in_words(text), param=missing[1] if missing else None)
+    is_key, path = where.startswith("`key`"), where.rpartition("`$")[2].rstrip("`").lstrip(".")
+    param = re.split(r"[.\[]", path)[0] or None
+    text = _in_words(text)
+    if text.startswith("Expected "):
+        subject = f"a key of {path}" if is_key else path
+        text = text.replace("Expected", f"{subject} must be", 1)
+    else:
+        text = f"{path}: {text}"
+    if ", got" not in text and not is_key and "..." not in path:
+        with contextlib.suppress(msgspec.ValidationError):  # a number that is out of any range
+            text += f", got {_shown(_value_at(body, path), by_length='of length' in text)}"
+    return APIError(400, text, param=param)
+
+
+def _in_words(text: str) -> str:
+    """Types as JSON's users call them, instead of as Python does."""
+
+    def words(match: re.Match[str]) -> str:
+        names = match[1].split(" | ")
+        return " or ".join(_WORDS[name] for name in names) if set(names) <= _WORDS.keys() else match[0]
+
+    return re.sub("`([^`]*)`", words, text)
+
+
+def _value_at(body: str, path: str) -> Any:
+    value = msgspec.json.decode(body)
+    for name, index in _STEP.findall("." + path):
+        value = value[name] if name else value[int(index)]
+    return value
+
+
+def _shown(value: Any, by_length: bool) -> str:
+    if by_length:
+        return f"one of length {len(value)}"
+    shown = msgspec.json.encode(value).decode()
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
+
+
+def with_whole_numbers(body: str) -> bytes:
+    """The body with numbers such as 16.0, which are integers to JSON Schema, as 16. Raises ValidationError for numbers
+    that are out of any range."""
+    return msgspec.json.encode(_whole(msgspec.json.decode(body)))
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _whole(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_whole(child) for child in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value

@@ -1,0 +1,181 @@
+"""Plain ASGI middleware: request ids, unexpected errors, API keys, and the limits on connections and bodies."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import Counter
+from collections.abc import Sequence, Set
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.server.http.connections import Connections
+from jaxserve.server.http.errors import APIError, to_api_error, unavailable
+from jaxserve.server.http.keys import ApiKey, find_key
+from jaxserve.server.http.limits import Bodies, too_long
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # answered without a key
+RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered when there are too many connections
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile"})  # their handlers ask for a key of their own
+MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they tell of everybody's requests
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class RequestId:
+    """Gives every response an `X-Request-Id`: the client's own where it is well-formed, else a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        header = (b"x-request-id", (given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex).encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class UnexpectedErrors:
+    """Answers 500, and keeps the connection, where a handler fails in a way that nobody thought of."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def send_noting_start(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noting_start)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise  # half an answer is out: all that is left is to break the connection
+            await to_api_error(error).response(scope)(scope, receive, send)
+
+
+class ConnectionLimit:
+    """Answers 503 on connections beyond the limit, but for RESERVED_PATHS, and closes them after any answer."""
+
+    def __init__(self, app: ASGIApp, connections: Connections):
+        self.app = app
+        self._connections = connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not (scope.get("state", {}).get("surplus") and self._connections.is_over_limit):
+            await self.app(scope, receive, send)
+            return
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        if scope["path"] in RESERVED_PATHS:
+            await self.app(scope, receive, send_and_close)
+            return
+        self._connections.refused()
+        text = f"{self._connections.limit} connections are open already; try again later"
+        await unavailable(text, "too_many_connections").response(scope)(scope, receive, send_and_close)
+
+
+class ApiKeys:
+    """Answers 401 to requests without one of the keys, whatever the path, but for OPEN_PATHS, ADMIN_PATHS and
+    `open_paths`; and 429 to those beyond what may run under their key at a time. Handlers find the key in
+    `scope["state"]["api_key"]`.
+
+    MONITOR_PATHS open to `monitor_keys`, and to an API key only where there is no other: with two or more they would
+    tell one client of the others' requests, so that they get 403.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[ApiKey],
+        monitor_keys: Sequence[ApiKey] = (),
+        open_paths: Set[str] = frozenset(),
+    ):
+        self.app = app
+        self._keys = keys
+        self._monitor_keys = monitor_keys
+        self._shared = len({key.key for key in keys}) > 1
+        self._open_paths = OPEN_PATHS | ADMIN_PATHS | open_paths
+        self._running: Counter[ApiKey] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self.app(scope, receive, send)
+            return
+        headers, monitors = Headers(scope=scope), scope["path"] in MONITOR_PATHS
+        if monitors and find_key(self._monitor_keys, headers) is not None:
+            await self.app(scope, receive, send)
+            return
+        key = find_key(self._keys, headers)
+        if key is None:
+            error = APIError(
+                401,
+                "a valid API key is required, as in 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error.response(scope)(scope, receive, send)
+            return
+        if monitors and self._shared:
+            text = (
+                f"{scope['path']} tells of the requests of all keys, so it needs the key that the server was started "
+                "with as --admin-key or --metrics-key"
+            )
+            await APIError(403, text, code="admin_key_required").response(scope)(scope, receive, send)
+            return
+        if key.max_concurrency is not None and self._running[key] >= key.max_concurrency:
+            text = f"{key.max_concurrency} requests are running under this key already; wait for one to end"
+            error = APIError(429, text, code="too_many_requests", headers={"Retry-After": "1"})
+            await error.response(scope)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["api_key"] = key
+        self._running[key] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._running[key] -= 1
+
+
+class BodyLimit:
+    """Answers 413 to bodies that are too long, without reading them to their end; and 503 to long ones while others
+    take too much memory, until what these ask for is submitted. Handlers find theirs in `scope["state"]["body"]`."""
+
+    def __init__(self, app: ASGIApp, bodies: Bodies):
+        self.app = app
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self._bodies.longest:
+            await too_long(self._bodies.longest).response(scope)(scope, receive, send)
+            return
+        body = scope.setdefault("state", {})["body"] = self._bodies.open()
+
+        async def receive_limited() -> Message:
+            message = await receive()
+            if data := message.get("body"):
+                body.grow(len(data))
+            return message
+
+        try:
+            await self.app(scope, receive_limited, send)
+        finally:
+            body.release()

@@ -1,0 +1,77 @@
+"""Keeps pages of other sites away from a server that asks for no key.
+
+A browser lets any page send requests to a server on its reader's machine. Such a request names the page in `Origin`;
+or, where the page's own name was made to lead to this machine (DNS rebinding), that name in `Host`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxserve.server.http.errors import APIError
+
+_HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})  # change nothing, and other sites' pages cannot read the answer
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class OriginCheck:
+    """Answers 421 to hosts that are not served here, and 403 to what another site's page sends.
+
+    `hosts`: names that `Host` may have, besides those of this machine to itself; None: any. `origins`: those whose
+    pages may send, as in "https://example.com"; "*": all.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]):
+        self.app = app
+        self._hosts = None if hosts is None else frozenset(map(str.lower, hosts))
+        self._origins = frozenset(map(str.lower, origins))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        if error is None:
+            await self.app(scope, receive, send)
+        else:
+            await error.response(scope)(scope, receive, send)
+
+    def _error(self, method: str, headers: Headers) -> APIError | None:
+        host = headers.get("host", "")
+        if (
+            self._hosts is not None
+            and host
+            and not is_local(name := _split(f"//{host}")[0])
+            and name not in self._hosts
+        ):
+            text = f"this server answers under the names of this machine alone, not {host[:256]!r}; see --allowed-host"
+            return APIError(421, text, code="unknown_host")
+        origin = headers.get("origin", "").lower()
+        if not origin or method in _HARMLESS or self._origins & {origin, "*"}:
+            return None
+        if headers.get("sec-fetch-site") == "same-origin":  # a page cannot set it
+            return None
+        own = {_split(f"//{name}", origin) for name in (host, headers.get("x-forwarded-host", "")) if name}
+        if _split(origin, origin) in own:
+            return None
+        text = f"pages of {origin[:256]!r} may not use this server, which asks for no API key; see --cors-origin"
+        return APIError(403, text, code="unknown_origin")
+
+
+def is_local(name: str) -> bool:
+    """Whether a host's name or address always means the machine that uses it."""
+    try:
+        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
+    except ValueError:
+        return name.rstrip(".") == "localhost" or name.rstrip(".").endswith(".localhost")
+
+
+def _split(url: str, origin: str = "") -> tuple[str, int | None]:
+    """Name and port of a URL; the port defaults to that of the origin's scheme."""
+    try:
+        parts = urlsplit(url.lower())
+        return parts.hostname or "", parts.port or _DEFAULT_PORTS.get(urlsplit(origin).scheme)
+    except ValueError:
+        return "", None

@@ -1,0 +1,194 @@
+"""HTTP/1.1 connections: uvicorn's, with bounds on what a client may keep waiting, and errors in the API's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import sys
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxserve.server.http.connections import REFUSAL, RESERVE_SECONDS, Connections, Ticket
+from jaxserve.server.http.errors import APIError, unavailable
+
+_PIECE = 16 * 2**10  # bytes that are parsed at a time, so that a long head is noticed before it is parsed
+_LINGER_SECONDS = 2.0  # in which a client that still sends may read why it was refused
+
+
+def accept(
+    *, connections: Connections, client_timeout: float, tls: ssl.SSLContext | None, **options: Any
+) -> asyncio.Protocol:
+    """The protocol of a socket that is being accepted; uvicorn gives the options."""
+    connection = Connection(places=connections, client_timeout=client_timeout, **options)
+    return connection if tls is None else Handshake(connection, connections, tls, client_timeout)
+
+
+class Connection(H11Protocol):
+    """One client's connection.
+
+    A request's head must have come within `client_timeout` seconds, and then its body: 408 otherwise. A client that has
+    taken nothing of its answer for so long is disconnected. `places` counts it; requests of one that is beyond the
+    limit find `surplus` in their `scope["state"]`.
+
+    Attributes:
+      ticket: its place; None before it has one.
+    """
+
+    def __init__(self, *args: Any, places: Connections, client_timeout: float, **options: Any):
+        super().__init__(*args, **options)
+        self._places = places
+        self.ticket: Ticket | None = None
+        self._client_timeout = client_timeout
+        self._receiving: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.ticket = self.ticket or self._places.enter(transport)
+        if self.ticket is None:
+            self._refused = True
+            transport.write(REFUSAL)
+            transport.close()
+            return
+        super().connection_made(transport)
+        if self.ticket.is_surplus:
+            self._client_timeout = min(self._client_timeout, RESERVE_SECONDS)
+            self.app_state = {**self.app_state, "surplus": True}
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.ticket is None:
+            return  # it was never let in
+        self.ticket.leave()
+        super().connection_lost(exc)
+        for timer in (self._receiving, self._sending):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        for at in range(0, len(data), _PIECE):
+            if self._refused or self.transport.is_closing():
+                return
+            before = self.conn.their_state
+            super().data_received(data[at : at + _PIECE])
+            if not self._refused and (self._receiving is None or self.conn.their_state is not before):
+                self._expect()
+
+    def _expect(self) -> None:
+        """Starts the time for the rest of a head or body; ends it where the request is whole."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._receiving = self.loop.call_later(self._client_timeout, self._too_late)
+
+    def _too_late(self) -> None:
+        text = f"the request did not come whole within {self._client_timeout:g} s"
+        self._refuse(APIError(408, text, code="request_timeout"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP; uvicorn calls it while it handles h11's exception."""
+        problem = sys.exception()
+        too_long = isinstance(problem, h11.RemoteProtocolError) and problem.error_status_hint == 431
+        text = "the request's head is too long" if too_long else f"not a valid HTTP/1.1 request: {problem!s:.200}"
+        self._refuse(APIError(431 if too_long else 400, text))
+
+    def _refuse(self, error: APIError) -> None:
+        """Answers where nothing was answered yet, and closes, with time for the client to read it."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = error.response(dict(self.scope or {"path": ""}))
+            headers = [*answer.raw_headers, (b"connection", b"close")]
+            for event in (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(data=bytes(answer.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:  # its handler may still wait for the body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._refused = True
+        if not self.transport.can_write_eof():  # TLS
+            self.transport.close()
+            return
+        self.flow.resume_reading()  # to close with unread data would take the answer back
+        self.transport.write_eof()
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._receiving = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+
+    def shutdown(self) -> None:
+        """uvicorn calls it at the end: a request that has not come whole is not waited for."""
+        if self.conn.their_state is h11.SEND_BODY and not self._refused:
+            self._refuse(unavailable("the server is shutting down", "shutting_down"))
+        else:
+            super().shutdown()
+
+    def drop_if_stuck(self) -> None:
+        """Disconnects a client that does not read its answer."""
+        if self.flow.write_paused:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._sending is not None:
+            self._sending.cancel()
+
+    def _watch_reader(self, before: int) -> None:
+        """Looks again in a while whether less waits to be sent than `before`, in bytes; disconnects if not."""
+
+        def look() -> None:
+            if (now := self.transport.get_write_buffer_size()) < before:
+                self._watch_reader(now)
+            else:
+                self.transport.abort()
+
+        self._sending = self.loop.call_later(self._client_timeout, look)
+
+
+class Handshake(asyncio.Protocol):
+    """A connection that is to speak TLS, until it does; then `connection` takes over."""
+
+    def __init__(self, connection: Connection, connections: Connections, tls: ssl.SSLContext, seconds: float):
+        self._connection, self._connections, self._tls, self._seconds = connection, connections, tls, seconds
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        ticket = self._connections.enter(transport)
+        if ticket is not None:
+            # The loops can begin TLS on a socket in one piece, but not on a transport that may be reading already.
+            own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            own.setblocking(False)
+            self._task = asyncio.get_running_loop().create_task(self._shake_hands(own, ticket))
+            self._connection.connections.add(self)  # type: ignore[arg-type]  # which uvicorn closes at its end
+        transport.abort()  # type: ignore[attr-defined]
+
+    async def _shake_hands(self, own: socket.socket, ticket: Ticket) -> None:
+        self._connection.ticket = ticket
+        seconds = min(self._seconds, RESERVE_SECONDS) if ticket.is_surplus else self._seconds
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._connection, own, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+        except OSError:  # ssl.SSLError and TimeoutError are such
+            ticket.leave()
+            own.close()
+        except BaseException:
+            ticket.leave()
+            raise
+        finally:
+            self._connection.connections.discard(self)  # type: ignore[arg-type]
+
+    def shutdown(self) -> None:
+        """uvicorn calls it at the end."""
+        self._task.cancel()
+
+    def drop_if_stuck(self) -> None:
+        self._task.cancel()

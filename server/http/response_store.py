@@ -1,0 +1,111 @@
+"""Responses that can be asked for again: in this process's memory, the latest of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.keys import ApiKey
+
+MAX_STORED_BYTES = 256 * 2**20  # of responses and their conversations together
+
+
+class EventLog:
+    """The events of a response that is made in the background, for everybody who follows it."""
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self._events))
+
+    def add(self, events: list[bytes]) -> None:
+        """Takes the next events; each has its place in the log as its number."""
+        self._events += events
+        self._tell()
+
+    def close(self) -> None:
+        """No event follows."""
+        self._is_closed = True
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """The events behind number `after`, up to the last one, those that are still to come included."""
+        place = after + 1
+        yield b""  # the stream is there, even if its next event takes time
+        while True:
+            changed = self._changed
+            if place < len(self._events):
+                events, place = self._events[place:], len(self._events)
+                yield b"".join(events)
+            elif self._is_closed:
+                return
+            else:
+                await changed.wait()
+
+
+@dataclass
+class StoredResponse:
+    """A response that can be asked for again, as JSON, and the conversation that led to it, its output included.
+
+    `items` are the items of its input as JSON, `output_ids` the ids of the items of its output.
+    """
+
+    owner: ApiKey | None
+    response: bytes
+    messages: bytes
+    task: asyncio.Task[None] | None = None
+    items: bytes = b""
+    output_ids: tuple[str, ...] = ()
+    log: EventLog | None = None
+
+    def __post_init__(self) -> None:
+        log = self.log.size if self.log else 0
+        self.size = len(self.response) + len(self.messages) + len(self.items) + log
+
+
+class ResponseStore:
+    """The latest responses, bounded in number and in bytes. Each is there for the key alone that it was made under."""
+
+    def __init__(self, limit: int, max_bytes: int = MAX_STORED_BYTES):
+        self._limit, self._max_bytes = limit, max_bytes
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._by_item: dict[str, str] = {}  # the id of an item of an output -> its response
+        self._bytes = 0
+
+    def put(self, name: str, stored: StoredResponse) -> None:
+        """Keeps a response, in place of what had its name, and forgets the oldest beyond the bounds."""
+        self.remove(name)
+        self._stored[name] = stored
+        self._by_item.update(dict.fromkeys(stored.output_ids, name))
+        self._bytes += stored.size
+        while len(self._stored) > self._limit or self._bytes > self._max_bytes:
+            self.remove(next(iter(self._stored)))
+
+    def get(self, name: str, owner: ApiKey | None, param: str | None = None) -> StoredResponse:
+        """Raises APIError (404) where there is none, or none of this owner's."""
+        stored = self._stored.get(name)
+        if stored is None or stored.owner != owner:
+            raise APIError(404, f"no response {name[:80]!r} is stored here", param=param, code="response_not_found")
+        return stored
+
+    def with_item(self, item_id: str, owner: ApiKey | None) -> StoredResponse | None:
+        """The response whose output has an item of this id, where there is one of this owner's."""
+        stored = self._stored.get(self._by_item.get(item_id, ""))
+        return stored if stored is not None and stored.owner == owner else None
+
+    def remove(self, name: str) -> None:
+        if (stored := self._stored.pop(name, None)) is not None:
+            self._bytes -= stored.size
+            for item_id in stored.output_ids:
+                self._by_item.pop(item_id, None)

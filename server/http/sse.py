@@ -1,0 +1,143 @@
+"""Server-sent events, and the watch for clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.server.http.errors import APIError, to_api_error
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
+KEEP_ALIVE_SECONDS = 15.0
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client hangs up; then raises ClientDisconnect.
+
+    The request's body must have been read: what `receive` still gives is the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for pending in (task, watch):
+            if not pending.done():
+                pending.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await pending
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(name: str, data: Any) -> bytes:
+    """An event with a name, as OpenAI's responses and Anthropic's messages have them."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
+
+
+def error_event(error: APIError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what a generator yields (whole events, one or more at a time) and closes with `closing`.
+
+    What the generator yields first may be empty: it says that the request is accepted, and status and headers are sent.
+    An error before that is an ordinary response with its status; a later one becomes an event, as `on_error` writes it.
+    While no event comes, a comment does every `keep_alive` seconds, lest a proxy takes the connection for dead.
+    The generator is closed when the client hangs up.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        closing: bytes = DONE,
+        on_error: Callable[[APIError], bytes] = error_event,
+        keep_alive: float = KEEP_ALIVE_SECONDS,
+    ):
+        self.events = events
+        self._closing, self._on_error, self._keep_alive = closing, on_error, keep_alive
+        self._sent = False  # an event, since the last look
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnect):
+            await run_until_disconnect(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        comments: asyncio.Task[None] | None = None
+        closing = self._closing
+        try:
+            async with contextlib.aclosing(self.events) as events:
+                async for data in events:
+                    if comments is None:
+                        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                        comments = asyncio.create_task(self._comments(send))
+                    if data:
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                        self._sent = True
+        except Exception as error:
+            answer = to_api_error(error)
+            if comments is None:
+                await answer.response(scope)(scope, receive, send)
+                return
+            closing = self._on_error(answer) + closing
+        finally:
+            if comments is not None:
+                comments.cancel()
+        await send({"type": "http.response.body", "body": closing, "more_body": False})
+
+    async def _comments(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self._keep_alive)
+            if not self._sent:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            self._sent = False
+
+
+class ChunkWriter:
+    """Writes the chunks of one streamed response; what is the same in all of them is encoded once.
+
+    `usage` says which chunks report it: none ("off"), an extra last one ("last"), or all ("always"). Where usage is
+    asked for, the chunks without it carry null.
+    """
+
+    def __init__(self, head: dict[str, Any], usage: Literal["off", "last", "always"]):
+        self._head = b"data: " + msgspec.json.encode(head)[:-1]
+        self._mode = usage
+
+    def choice(self, choice: bytes, usage: Any = None, extra: bytes = b"") -> bytes:
+        """A chunk with one choice, given as JSON; `extra` is more JSON members, each with a leading comma."""
+        return b"".join((self._head, b',"choices":[', choice, b"]", extra, self._usage(usage), b"}\n\n"))
+
+    def last(self, usage: Any) -> bytes:
+        """The closing chunk with the usage; empty where it was not asked for."""
+        if self._mode == "off":
+            return b""
+        return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(usage), b"}\n\n"))
+
+    def _usage(self, usage: Any) -> bytes:
+        if self._mode == "off":
+            return b""
+        return b',"usage":' + (msgspec.json.encode(usage) if self._mode == "always" else b"null")

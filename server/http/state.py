@@ -1,0 +1,351 @@
+"""What the handlers of one front share, and the settings it was started with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import ModuleType
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from jaxserve.limits import MAX_COMPLETIONS
+from jaxserve.server import plugins
+from jaxserve.server.http.body import body_of, read_bytes
+from jaxserve.server.http.body_errors import explain, with_whole_numbers
+from jaxserve.server.http.connections import Connections
+from jaxserve.server.http.errors import APIError, unavailable
+from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.limits import Accounts, Bodies, Texts
+from jaxserve.server.http.response_store import ResponseStore
+from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.text.foreign_text import ForeignText
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import InvalidRequestError
+
+T = TypeVar("T")
+
+_MOST_REPAIRED = 2**20  # characters of a body in which 16.0 may stand for 16
+_INLINE_BYTES = 2000  # of a body whose texts are tokenized on the event loop; those of longer ones would hold it up
+_TURN = 200_000  # characters that are tokenized before others have a turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What the operator chooses for the front.
+
+    Attributes:
+      model_names: what clients call the model; the first is the default, and the `model_name` label of the metrics.
+      api_keys: accepted keys; none leaves the server open.
+      salt_by_key: requests under different keys share no prefix cache; None: where there are two keys or more.
+      admin_key: opens the admin endpoints; without one they do not exist.
+      metrics_key: opens /metrics, /load and /pool, as the admin key does.
+      open_metrics: /metrics needs no key.
+      max_body_bytes: longest request body.
+      max_completions_per_request: of all prompts together.
+      max_connections: open connections beyond which requests get 503.
+      max_connections_per_address: most of one client; None and 0: see `Connections`.
+      request_timeout: seconds that a request may take; None: any time.
+      max_stored_responses: answers of /v1/responses that are kept.
+      cors_origins: origins that browsers may call from; none by default.
+      hosts: what clients may call this machine, besides its names for itself, where there are no keys; None: anything.
+      metrics_prefix: begins the names of the metrics.
+      drain_seconds: how long running requests may go on after the first signal to stop.
+      engine_restarts: how often in ten minutes an engine that died is started again.
+      watchdog_seconds: how long an engine that has work may go without finishing a step; 0: any time.
+      tool_call_parser: a module of `jaxserve.server.tools.parsers`, "auto" (by the chat template) or "none".
+      reasoning_parser: a module of `jaxserve.server.reasoning`, "auto" or "none".
+      escape_special_tokens: special tokens in the text of users and tools are plain text.
+      reasoning_field: what a chat's message calls its reasoning.
+      ui: whether there is a page at `/`.
+      access_log: whether a line is logged for each request.
+      otlp_endpoint: where OpenTelemetry traces go.
+      chat_template: the template's source, instead of the model's own.
+      trust_request_chat_template: requests may bring a template of their own.
+    """
+
+    model_names: tuple[str, ...]
+    api_keys: tuple[ApiKey, ...] = ()
+    salt_by_key: bool | None = None
+    admin_key: str | None = field(default=None, repr=False)
+    metrics_key: str | None = field(default=None, repr=False)
+    open_metrics: bool = False
+    max_body_bytes: int = 32 * 2**20
+    max_completions_per_request: int = MAX_COMPLETIONS
+    max_connections: int = 4096
+    max_connections_per_address: int | None = None
+    request_timeout: float | None = None
+    max_stored_responses: int = 1000
+    cors_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
+    metrics_prefix: str = "jaxserve"
+    drain_seconds: float = 30.0
+    engine_restarts: int = 3
+    watchdog_seconds: float = 120.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    escape_special_tokens: bool = False
+    reasoning_field: str = "reasoning"
+    ui: bool = True
+    access_log: bool = False
+    otlp_endpoint: str | None = None
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """The default name."""
+        return self.model_names[0]
+
+    @property
+    def salts_by_key(self) -> bool:
+        """Whether what one key had cached would tell another of its prompts."""
+        return len({key.key for key in self.api_keys}) > 1 if self.salt_by_key is None else self.salt_by_key
+
+
+@dataclass
+class ServerState:
+    """One front: its connection to the engine, its tokenizer once loaded, its metrics, its clients.
+
+    `fingerprint` names the weights and settings that answers come from, once they are loaded.
+    """
+
+    settings: ServerSettings
+    client: EngineClient
+    metrics: Metrics
+    tokenizer: Tokenizer | None = None
+    fingerprint: str | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    texts: Texts = field(default_factory=Texts)
+    responses: ResponseStore = field(init=False)
+    bodies: Bodies = field(init=False)
+    accounts: Accounts = field(init=False)
+    connections: Connections = field(init=False)
+    admin_calls: dict[str, float] = field(default_factory=dict)  # by path: when it was called last, monotonic seconds
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.settings.max_stored_responses)
+        self.connections = Connections(self.settings.max_connections, self.settings.max_connections_per_address)
+        self.connections.refused = self.metrics.rejections.inc
+        self.bodies = Bodies(self.settings.max_body_bytes)
+        self.accounts = Accounts(self.settings.max_completions_per_request)
+
+    @property
+    def status(self) -> str:
+        """ "loading", "ready", "draining", "restarting" or "dead"."""
+        if self.client.status != "ready":
+            return self.client.status
+        return "draining" if self.draining else "loading" if self.tokenizer is None else "ready"
+
+    def require_ready(self) -> tuple[Tokenizer, Ready]:
+        """The tokenizer and the engine's facts; raises APIError (503) when no new request can be served."""
+        if self.client.is_dead:
+            again = "; another one is being started: try again" if self.client.revives else ""
+            raise unavailable(f"the engine is gone: {self.client.error}{again}", "engine_unavailable")
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if self.tokenizer is None or self.client.info is None:
+            raise unavailable("the model is still loading", "loading")
+        return self.tokenizer, self.client.info
+
+    def check_model(self, name: str | None) -> None:
+        """Raises APIError (404) for a model that is not served here."""
+        names = self.settings.model_names
+        if name is not None and name not in names:
+            raise APIError(
+                404,
+                f"the model {name[:256]!r} does not exist; this server has {', '.join(map(repr, names))}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_template(self, chat_template: str | None) -> None:
+        """Raises InvalidRequestError for a request's own chat template where the operator does not trust those."""
+        if chat_template is not None and not self.settings.trust_request_chat_template:
+            raise InvalidRequestError(
+                "a request may bring a chat_template only where the server runs with --trust-request-chat-template",
+                "chat_template",
+                "unsupported_parameter",
+            )
+
+    @cached_property
+    def tool_format(self) -> ModuleType | None:
+        """How the model writes tool calls; the tokenizer must be there."""
+        return self._format("jaxserve.server.tools.parsers", self.settings.tool_call_parser)
+
+    @cached_property
+    def reasoning_format(self) -> ModuleType | None:
+        """How the model marks its reasoning; the tokenizer must be there."""
+        return self._format("jaxserve.server.reasoning", self.settings.reasoning_parser)
+
+    def _format(self, package: str, choice: str) -> ModuleType | None:
+        tokenizer, _ = self.require_ready()
+        return plugins.find(package, choice, tokenizer.chat_template)
+
+    def cache_salt(self, http: Request, given: str | None) -> str | None:
+        """The salt of a request's prefix-cache pages: the one it brings, and that of its API key where those matter."""
+        key = key_of(http)
+        return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """`work()` of the server's own in a thread, so that the event loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self.texts.pool, work)
+
+    async def text_work(self, http: Request, work: Callable[[], T], *, short: bool = False) -> T:
+        """`work()` for a request, in a thread when it is its key's turn; at once where both it and the body are short.
+
+        Raises APIError (503) where too much waits already.
+        """
+        body = body_of(http)
+        size = body.size if body is not None else 0
+        if short and size <= _INLINE_BYTES:
+            return work()
+        return await self.texts.run(tenant_of(http), size, work)
+
+    async def encode(
+        self, http: Request, texts: list[str], add_special_tokens: bool, truncate: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of each text. Raises InvalidRequestError for one that `fit_text` refuses."""
+        tokenizer, info = self.require_ready()
+        texts = [fit_text(text, tokenizer, info, truncate, "prompt") for text in texts]
+        ids: list[list[int]] = []
+        for some in _in_turns(texts):  # so that others come between, and those whose client left are left out
+            ids += await self.text_work(http, partial(_encode, tokenizer, some, add_special_tokens), short=True)
+        return ids
+
+    def priority(self, http: Request, given: int | None) -> int:
+        """The priority of a request: 0 unless priorities are on. Raises InvalidRequestError for what its key may not
+        have."""
+        _, info = self.require_ready()
+        if info.scheduling_policy != "priority" or given is None:
+            return 0
+        key = key_of(http)
+        if key is not None and given < key.min_priority:
+            raise InvalidRequestError(
+                f"priority must be at least {key.min_priority} under this key, got {given}", "priority"
+            )
+        return given
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    foreign = [ForeignText(tokenizer, text) for text in texts]
+    return [text.encode(text.hidden, add_special_tokens) for text in foreign]
+
+
+def _in_turns(texts: list[str]) -> Iterator[list[str]]:
+    """The texts in lists of at most _TURN characters, or of one text."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        if some and size + len(text) > _TURN:
+            yield some
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    if some:
+        yield some
+
+
+def state_of(request: Request) -> ServerState:
+    return request.app.state.server
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """The API key that a request came with, where keys are demanded."""
+    return request.scope.get("state", {}).get("api_key")
+
+
+def tenant_of(request: Request) -> str:
+    """On whose behalf a request is served: a name for its API key, the same for all where none is demanded."""
+    key = key_of(request)
+    return "" if key is None else key.digest[:8].hex()
+
+
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) for anything else."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise APIError(
+            415,
+            f"the body is encoded as {encoding[:64]!r}, which this server does not read; send it as plain JSON, "
+            "without a content-encoding",
+            code="unsupported_content_encoding",
+        )
+    try:
+        body = (await read_bytes(request)).decode()  # msgspec alone would not look into unknown fields
+        return _decode(body, decoder)
+    except UnicodeDecodeError as error:
+        raise APIError(400, f"the body is not valid UTF-8: {error}") from None
+    except msgspec.ValidationError as error:
+        raise explain(error, body) from None
+    except msgspec.DecodeError as error:
+        raise APIError(400, f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise APIError(400, "the body is nested too deeply") from None
+
+
+def _decode(body: str, decoder: msgspec.json.Decoder[T]) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error) or len(body) > _MOST_REPAIRED:
+            raise
+        return decoder.decode(with_whole_numbers(body))
+
+
+def fit_text(text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None, param: str) -> str:
+    """A text that `fit_prompt` can still fit once it is tokenized: tokenizing takes time, and 250 times its memory.
+
+    Of a text that is sure to be too long, the end is left where it is to be truncated; otherwise InvalidRequestError.
+    """
+    if len(text) < info.max_model_len or (fewest := tokenizer.fewest_tokens(text)) <= info.max_model_len:
+        return text
+    if truncate is None:
+        raise _too_long(info, f"at least {fewest}", param)
+    return text[-2 * info.max_model_len * (tokenizer.longest_token or 1) :]
+
+
+def _too_long(info: Ready, count: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"This model's maximum context length is {info.max_model_len} tokens, and your prompt has {count}. "
+        "Please shorten the prompt: at least one token must be left for the output.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def fit_prompt(ids: list[int], info: Ready, truncate: int | None, param: str, max_tokens: int | None) -> list[int]:
+    """The prompt cut to its last `truncate` tokens (-1: to what leaves room for output), checked against the model.
+
+    Raises InvalidRequestError for an empty or too long prompt and for ids outside the vocabulary.
+    """
+    if truncate is not None:
+        room = max(1, info.max_model_len - max(1, min(max_tokens or 1, info.max_model_len - 1)))
+        ids = ids[-(room if truncate == -1 else truncate) :]
+    if not ids:
+        raise InvalidRequestError("the prompt is empty; it must hold at least one token", param)
+    if len(ids) >= info.max_model_len:
+        raise _too_long(info, str(len(ids)), param)
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        raise InvalidRequestError(f"{param} holds token ids outside 0 to {info.vocab_size - 1}", param)
+    return ids
+
+
+def room_for(max_tokens: int | None, num_prompt_tokens: int, info: Ready) -> int:
+    """max_tokens clamped to what the context leaves; None asks for all of it."""
+    room = info.max_model_len - num_prompt_tokens
+    return room if max_tokens is None else min(max_tokens, room)
+
+
+def to_json(value: Any) -> bytes:
+    return msgspec.json.encode(value)

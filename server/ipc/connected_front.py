@@ -1,0 +1,107 @@
+"""One front that is connected to the engine's process: the threads that read its messages and write to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections import deque
+from typing import BinaryIO
+
+from jaxserve.server.ipc.messages import (
+    LENGTH_BYTES,
+    EngineMessage,
+    FrontMessage,
+    decode_front_message,
+    frame_length,
+    to_frame,
+)
+
+log = logging.getLogger("jaxserve.engine")
+
+MAX_BACKLOG = 64 * 2**20  # bytes waiting for one front, beyond which there are no more steps
+
+
+class ConnectedFront:
+    """One connected front: a thread that reads its messages into the loop's inbox, and one that writes to it."""
+
+    def __init__(self, number: int, connection: socket.socket, inbox: queue.SimpleQueue):
+        self.number = number
+        self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended, in the front's own ids
+        self._connection = connection
+        self._inbox = inbox
+        self._outgoing: deque[bytes] = deque()
+        self._backlog = 0  # bytes that are not written yet
+        self._closing = False
+        self._changed = threading.Condition()
+        self._writer = threading.Thread(target=self._write, name=f"front-{number}-write", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name=f"front-{number}-read", daemon=True).start()
+
+    def send(self, message: EngineMessage) -> None:
+        """Queues a message; never blocks."""
+        frame = to_frame(message)
+        with self._changed:
+            self._outgoing.append(frame)
+            self._backlog += len(frame)
+            self._changed.notify()
+
+    @property
+    def is_behind(self) -> bool:
+        return self._backlog > MAX_BACKLOG
+
+    def close(self, seconds: float) -> None:
+        """Waits up to `seconds` for what is queued to be written, then closes."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._writer.join(seconds)
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            with self._connection.makefile("rb") as stream:
+                while (message := read_message(stream)) is not None:
+                    self._inbox.put((self, message))
+        except (OSError, ValueError) as error:
+            log.warning("front %d: %s", self.number, error)
+        except Exception:
+            log.exception("front %d cannot be read any more", self.number)
+        finally:
+            self._inbox.put((self, None))  # however the thread ends, the loop hears of it
+
+    def _write(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._outgoing or self._closing)
+                    if not self._outgoing:
+                        return
+                    frames = list(self._outgoing)
+                    self._outgoing.clear()
+                data = b"".join(frames)
+                self._connection.sendall(data)
+                with self._changed:
+                    self._backlog -= len(data)
+        except OSError:
+            pass  # the front has gone
+        except Exception:
+            log.exception("front %d cannot be written to any more", self.number)
+        finally:
+            with self._changed:
+                closing = self._closing
+            if not closing:  # nothing more will be sent: the front must not wait, and the reading thread reports it
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def read_message(stream: BinaryIO) -> FrontMessage | None:
+    """The next message; None at the end of the stream. Raises ValueError for what is not a message."""
+    header = stream.read(LENGTH_BYTES)
+    if len(header) < LENGTH_BYTES:
+        return None
+    length = frame_length(header)
+    body = stream.read(length)
+    return decode_front_message(body) if len(body) == length else None

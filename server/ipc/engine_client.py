@@ -1,0 +1,397 @@
+"""The front's side of the bridge: requests go to the engine process, updates come back as async streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Literal
+
+from jaxserve.scheduling.page_snapshot import PoolSnapshot
+from jaxserve.scheduling.stats import EngineStats
+from jaxserve.server.ipc.messages import (
+    INTERNAL_ERROR,
+    LENGTH_BYTES,
+    QUEUE_FULL,
+    Abort,
+    Accepted,
+    AskPool,
+    Beat,
+    Drain,
+    EngineMessage,
+    Failed,
+    FrontMessage,
+    Pause,
+    Pool,
+    Profile,
+    Ready,
+    Rejected,
+    ResetPrefixCache,
+    Submit,
+    Update,
+    decode_engine_message,
+    frame_length,
+    to_frame,
+)
+from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError, Request, SequenceUpdate
+
+log = logging.getLogger("jaxserve.server")
+
+POOL_SECONDS = 0.5
+MAX_UNREAD = 2**16  # tokens and alternatives of them, of one stream, beyond which its requests pause
+MAX_ALL_UNREAD = 2**21  # of all streams; beyond it those pause that have an eighth of MAX_UNREAD
+EngineStatus = Literal["loading", "ready", "restarting", "dead"]
+
+
+class EngineClient:
+    """One front's connection to an engine process, or to one after the other. Belongs to one event loop.
+
+    Attributes:
+      info: what the engine said when it was ready; None before.
+      stats: the engine's latest statistics.
+      error: why the engine is dead; None while it is not, and again once another one is ready.
+      losses: engines that have died.
+      revives: somebody starts another engine where one has died, and connects to it.
+    """
+
+    def __init__(self) -> None:
+        self.info: Ready | None = None
+        self.stats = EngineStats()
+        self.error: str | None = None
+        self.losses = 0
+        self.revives = False
+        self.on_stats: Callable[[EngineStats], None] = lambda stats: None
+        self._streams: dict[str, _Stream] = {}
+        self._unread = 0  # of all streams, as in MAX_UNREAD
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task | None = None
+        self._ready = asyncio.Event()  # set when the engine that it connected to last is ready, or has died
+        self._lost = asyncio.Event()  # set when that engine has died
+        self._alive_at = -math.inf  # seconds of the event loop's clock: when the engine was last known to get on
+        self._pool: asyncio.Future[PoolSnapshot] | None = None
+        self._pool_asked = -math.inf  # seconds of the event loop's clock
+
+    async def connect(self, socket_path: str, engine_runs: Callable[[], bool]) -> None:
+        """Connects as soon as the engine listens. Raises EngineDeadError when `engine_runs()` turns false before."""
+        self._ready.clear()
+        self._lost.clear()
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(socket_path)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                if not engine_runs():
+                    self.lose("the engine process ended before it could be reached")
+                    raise EngineDeadError(self.error) from None
+                await asyncio.sleep(0.02)
+        if self._writer is not None:
+            self._writer.close()  # of an engine that has died
+        self._writer = writer
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def wait_ready(self) -> Ready:
+        """Waits for the engine to load. Raises EngineDeadError, with its message, when it did not."""
+        await self._ready.wait()
+        if self.info is None or self.error is not None:
+            raise EngineDeadError(self.error)
+        return self.info
+
+    async def wait_lost(self, seconds: float) -> bool:
+        """Waits for the engine to die, up to so many seconds; returns whether it has."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._lost.wait(), seconds)
+        return self._lost.is_set()
+
+    @property
+    def status(self) -> EngineStatus:
+        if self.error is not None:
+            return "restarting" if self.revives else "dead"
+        return "loading" if self.info is None else "ready"
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which the engine has not got on although there is work for it; compiling counts as getting on."""
+        works = self.is_ready and any(stream.running for stream in self._streams.values())
+        return asyncio.get_running_loop().time() - self._alive_at if works else 0.0
+
+    def forgive(self, seconds: float) -> None:
+        """Does not count so many seconds against the engine, as when it was this process that stood still."""
+        self._alive_at += seconds
+
+    def _note_life(self) -> None:
+        self._alive_at = asyncio.get_running_loop().time()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None and self.error is None
+
+    @property
+    def is_dead(self) -> bool:
+        return self.error is not None
+
+    @property
+    def num_streams(self) -> int:
+        """Calls of `generate` that are under way."""
+        return len({id(stream) for stream in self._streams.values()})
+
+    async def generate(
+        self, requests: Sequence[Request], timeout: float | None = None
+    ) -> AsyncGenerator[list[SequenceUpdate], None]:
+        """Submits requests that differ in ids and prompts alone, and yields their updates, as many at a time as have
+        arrived since the last.
+
+        The first batch comes as soon as the engine has accepted all requests; it is empty where no token is there yet.
+        Ends when every completion of every request has ended in the engine. Whatever still runs when the generator is
+        closed is aborted, so close it (`contextlib.aclosing`) also when leaving early.
+
+        Raises:
+          InvalidRequestError, QueueFullError: the engine refused the requests, or the grammar of one; the others are
+            aborted.
+          EngineDeadError: the engine is gone, or `fail_streams` was called.
+          TimeoutError: `timeout` seconds have passed.
+        """
+        if self.error is not None:
+            raise self._dead()
+        stream = _Stream()
+        if not self._streams:
+            self._note_life()  # there was no work so far
+        for request in requests:
+            if request.request_id in self._streams:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+            stream.running[request.request_id] = set(range(request.params.n))
+            stream.unaccepted.add(request.request_id)
+            self._streams[request.request_id] = stream
+        late = None
+        if timeout is not None:
+            error = TimeoutError(f"the request took longer than {timeout:g} s, the longest that this server allows")
+            late = asyncio.get_running_loop().call_later(timeout, stream.fail, error)
+        try:
+            self._send(Submit.of(requests))
+            yield await stream.start()
+            while not stream.over:
+                updates = await stream.take()
+                self._unread -= stream.unread
+                stream.unread = 0
+                for request_id in stream.paused:
+                    self._send(Pause(request_id, False))
+                stream.paused.clear()
+                yield updates
+        finally:
+            if late is not None:
+                late.cancel()
+            self._unread -= stream.unread
+            for request in requests:
+                del self._streams[request.request_id]
+            if stream.running:
+                self._send(Abort([(request_id, None) for request_id in stream.running]))
+
+    def abort(self, request_id: str, index: int) -> None:
+        """Stops one completion, of which no further updates are wanted."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.close(request_id, index)
+            self._send(Abort([(request_id, index)]))
+
+    def fail_streams(self, message: str) -> None:
+        """Makes every stream that is under way raise EngineDeadError; the engine itself goes on."""
+        for stream in set(self._streams.values()):
+            stream.fail(EngineDeadError(message))
+
+    async def close(self, drain: bool = False) -> None:
+        """Disconnects; with `drain`, asks the engine to finish and exit first."""
+        if drain:
+            self._send(Drain())
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reading
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+
+    def profile(self, steps: int) -> None:
+        """Has the engine trace its next steps, which must be 1 to 10000, into its `profile_dir`."""
+        self._send(Profile(steps))
+
+    def reset_prefix_cache(self) -> None:
+        """Has the engine forget what it keeps of earlier prompts."""
+        self._send(ResetPrefixCache())
+
+    async def pool(self) -> PoolSnapshot:
+        """Who owns which KV page. The engine is asked at most every POOL_SECONDS; until then the last answer stands.
+
+        Raises EngineDeadError when the engine is gone.
+        """
+        now = asyncio.get_running_loop().time()
+        if self.error is not None:
+            raise self._dead()
+        if self._pool is None or (self._pool.done() and now - self._pool_asked >= POOL_SECONDS):
+            self._pool, self._pool_asked = asyncio.get_running_loop().create_future(), now
+            self._send(AskPool())
+        return await asyncio.shield(self._pool)
+
+    def _send(self, message: FrontMessage) -> None:
+        if self._writer is not None and self.error is None:
+            self._writer.write(to_frame(message))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                length = frame_length(await reader.readexactly(LENGTH_BYTES))
+                self._handle(decode_engine_message(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, OSError):
+            self.lose("the engine process ended")
+        except ValueError as error:
+            self.lose(f"the engine sent something unreadable: {error}")
+        except Exception as error:
+            log.exception("what the engine sent could not be handled")
+            self.lose(f"what the engine sent could not be handled: {type(error).__name__}: {error}")
+
+    def _handle(self, message: EngineMessage) -> None:
+        self._note_life()
+        match message:
+            case Beat(busy):
+                self._alive_at -= busy
+            case Update(output, stats):
+                for update in output:
+                    if (stream := self._streams.get(update.request_id)) is not None:
+                        if update.error_param is None:
+                            self._put(stream, update)
+                        else:
+                            stream.running.pop(update.request_id, None)
+                            stream.fail(InvalidRequestError(update.error or "", update.error_param))
+                if stats is not None:
+                    self.stats = stats
+                    self.on_stats(stats)
+            case Pool(snapshot):
+                if self._pool is not None and not self._pool.done():
+                    self._pool.set_result(snapshot)
+            case Accepted(request_id):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.accept(*stream.unaccepted)
+            case Rejected(request_id, text, param, code):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.running.clear()
+                    stream.fail(_rejection(text, param, code))
+            case Ready():
+                self.info, self.error = message, None
+                self._ready.set()
+            case Failed(text):
+                self.lose(text)
+
+    def _put(self, stream: _Stream, update: SequenceUpdate) -> None:
+        """Adds an update to a stream, whose request pauses in the engine where its reader is too far behind."""
+        stream.put(update)
+        weight = _weight(update)
+        stream.unread += weight
+        self._unread += weight
+        most = MAX_UNREAD if self._unread <= MAX_ALL_UNREAD else MAX_UNREAD // 8
+        if stream.unread > most and update.request_id in stream.running:
+            stream.paused.add(update.request_id)
+            self._send(Pause(update.request_id, True))
+
+    def lose(self, message: str) -> None:
+        """Takes the engine for dead: everyone who waits for it hears why."""
+        if self._lost.is_set():
+            return  # the first reason is the real one
+        self.error = message
+        self.losses += 1
+        self._lost.set()
+        self._ready.set()
+        if self._reading is not None and self._reading is not asyncio.current_task():
+            self._reading.cancel()  # what it still says does not matter
+        if self._pool is not None and not self._pool.done():
+            self._pool.set_exception(self._dead())
+        self._pool = None
+        for stream in set(self._streams.values()):
+            stream.fail(self._dead())
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"{self.error}; it is being started again: try again" if self.revives else self.error)
+
+
+def _rejection(message: str, param: str | None, code: str | None) -> Exception:
+    if code == QUEUE_FULL:
+        return QueueFullError(message)
+    if code == INTERNAL_ERROR:
+        return RuntimeError(message)
+    return InvalidRequestError(message, param, code)
+
+
+def _weight(update: SequenceUpdate) -> int:
+    """How much memory an update takes, in tokens and alternatives of them."""
+    weight = 1 + len(update.token_ids)
+    for scores in (update.logprobs, update.prompt_logprobs):
+        if scores:
+            weight += sum(1 + len(score.top) for score in scores if score is not None)
+    return weight
+
+
+class _Stream:
+    """Updates of one `generate` call that have arrived and were not yet taken.
+
+    Attributes:
+      unread: their weight.
+      paused: requests that pause until they are taken.
+    """
+
+    def __init__(self) -> None:
+        self.unread = 0
+        self.paused: set[str] = set()
+        self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended in the engine
+        self.unaccepted: set[str] = set()  # request ids of which the engine has said nothing yet
+        self._updates: list[SequenceUpdate] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        return not self.running and not self._updates and self._error is None
+
+    def put(self, update: SequenceUpdate) -> None:
+        if update.finish_reason is not None:
+            self.close(update.request_id, update.index)
+        self._updates.append(update)
+        self.accept(update.request_id)
+
+    def accept(self, *request_ids: str) -> None:
+        self.unaccepted.difference_update(request_ids)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    def close(self, request_id: str, index: int) -> None:
+        indices = self.running.get(request_id, set())
+        indices.discard(index)
+        if not indices:
+            self.running.pop(request_id, None)
+
+    async def start(self) -> list[SequenceUpdate]:
+        """What has arrived when all requests are accepted, mostly nothing. Raises the error of one that is not."""
+        while self.unaccepted and self._error is None:
+            await self._change()
+        if self._error is not None:
+            raise self._error
+        updates, self._updates = self._updates, []
+        return updates
+
+    async def take(self) -> list[SequenceUpdate]:
+        """Everything that has arrived; waits when nothing has. Updates that came before an error come out before it."""
+        while not self._updates and self._error is None:
+            await self._change()
+        if not self._updates and self._error is not None:
+            raise self._error
+        updates, self._updates = self._updates, []
+        return updates
+
+    async def _change(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,343 @@
+"""Front process <-> engine process: typed msgpack messages, length-framed, over a unix socket. The engine's side.
+
+The engine listens and any number of fronts connect (`jaxserve.server.ipc.engine_client`). Each front gets one `Update`
+per step that concerns it. Threads read and write the sockets; the engine itself runs in one plain loop. It makes no
+steps while too much of what it said before is waiting for a front."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import queue
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from jaxserve import heap
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.scheduling.page_snapshot import PoolSnapshot
+from jaxserve.scheduling.stats import EngineStats
+from jaxserve.server.ipc.connected_front import ConnectedFront
+from jaxserve.server.ipc.messages import (
+    INTERNAL_ERROR,
+    QUEUE_FULL,
+    Abort,
+    Accepted,
+    AskPool,
+    Beat,
+    Drain,
+    EngineMessage,
+    Failed,
+    FrontMessage,
+    Pause,
+    Pool,
+    Profile,
+    Ready,
+    Rejected,
+    ResetPrefixCache,
+    Submit,
+    Update,
+)
+from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
+
+log = logging.getLogger("jaxserve.engine")
+
+BACKLOG_SECONDS = 0.01  # between two looks at whether it has read
+MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
+STATS_SECONDS = 0.1  # engine statistics are sent at most this often
+BEAT_SECONDS = 1.0  # between two messages that say that this process runs
+DEFAULT_ENGINE = "jaxserve.engine.engine:Engine"
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine (`jaxserve.engine.engine.Engine`)."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    model_folder: Path
+    page_size: int
+
+    @property
+    def compiling(self) -> bool: ...
+    def compile(self) -> None: ...
+    def add_requests(self, requests: list[Request]) -> None: ...
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+    def pause(self, request_id: str, paused: bool) -> None: ...
+    def step(self) -> StepOutput: ...
+    @property
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def profile(self, steps: int) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def pool(self) -> PoolSnapshot: ...
+
+
+class EngineServer:
+    """Serves one engine to the fronts that connect to a unix socket.
+
+    Fronts may connect before the engine has loaded; they hear `Ready` once `run` starts, or `Failed` through `fail`.
+    """
+
+    def __init__(self, socket_path: str):
+        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, FrontMessage | None]] = queue.SimpleQueue()
+        self._fronts: dict[int, ConnectedFront] = {}
+        self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
+        self._greeting: EngineMessage | None = None
+        self._draining = False
+        self._stats_due: float | None = None  # when to send statistics that changed
+        self._turn_began: float | None = None  # time.monotonic(); None while the loop waits for messages
+        self._closed = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(socket_path)
+        self._listener.listen()
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def run(self, engine: EngineLike, ready: Ready) -> None:
+        """The loop: take messages, step, deliver; returns when drained or when the last front has gone."""
+        self._announce(ready)
+        threading.Thread(target=self._beat, args=(engine,), name="beat", daemon=True).start()
+        self._stats_due = time.monotonic()
+        while True:
+            held_up = self._held_up()
+            self._take_messages(engine, held_up)
+            if self._draining and not engine.has_work:
+                return
+            if engine.has_work and not held_up:
+                self._deliver(engine.step())
+                self._stats_due = self._stats_due or time.monotonic()
+            if self._stats_due is not None and time.monotonic() >= self._stats_due:
+                self._send_stats(engine)
+
+    def fail(self, message: str, patience: float = 5.0) -> bool:
+        """Tells every front that the engine is gone, waiting for the first one to come; False when none came."""
+        self._announce(Failed(message))
+        deadline = time.monotonic() + patience
+        while not self._fronts and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return bool(self._fronts)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listener.close()
+        with self._fronts_lock:
+            fronts = list(self._fronts.values())
+        for front in fronts:
+            front.close(seconds=2.0)
+
+    def _accept(self) -> None:
+        number = 0
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                log.error("cannot take a front's connection: %s", error)
+                time.sleep(BEAT_SECONDS)  # as of too many open files, which may pass
+                continue
+            with self._fronts_lock:
+                front = self._fronts[number] = ConnectedFront(number, connection, self._inbox)
+                if self._greeting is not None:
+                    front.send(self._greeting)
+            number += 1
+
+    def _beat(self, engine: EngineLike) -> None:
+        """Tells the fronts, until `close`, that this process runs, and for how long the loop has been in one turn."""
+        while not self._closed.wait(BEAT_SECONDS):
+            now = time.monotonic()
+            if (began := self._turn_began) is not None and engine.compiling:
+                self._turn_began = began = now
+            beat = Beat(0.0 if began is None else now - began)
+            with self._fronts_lock:
+                for front in self._fronts.values():
+                    front.send(beat)
+
+    def _announce(self, message: EngineMessage) -> None:
+        with self._fronts_lock:
+            self._greeting = message
+            for front in self._fronts.values():
+                front.send(message)
+
+    def _held_up(self) -> bool:
+        """Whether a front has to read before more can be said."""
+        with self._fronts_lock:
+            return any(front.is_behind for front in self._fronts.values())
+
+    def _take_messages(self, engine: EngineLike, held_up: bool) -> None:
+        """Handles all messages that are there; waits for one (or for statistics to be due) when the engine is idle, or
+        a moment when a front has to read first."""
+        timeout = None
+        if self._stats_due is not None:
+            timeout = max(0.0, self._stats_due - time.monotonic())
+        block = held_up or (not engine.has_work and not self._draining)
+        if held_up:
+            timeout = BACKLOG_SECONDS if timeout is None else min(timeout, BACKLOG_SECONDS)
+        try:
+            while True:
+                self._turn_began = None if block else time.monotonic()
+                front, message = self._inbox.get(block=block, timeout=timeout)
+                self._turn_began = time.monotonic()
+                self._handle(engine, front, message)
+                block = False
+        except queue.Empty:
+            return
+
+    def _handle(self, engine: EngineLike, front: ConnectedFront, message: FrontMessage | None) -> None:
+        match message:
+            case Submit():
+                self._add(engine, front, message)
+            case Abort(targets):
+                for request_id, index in targets:
+                    _forget(front, request_id, index)
+                    engine.abort(f"{front.number}/{request_id}", index)
+                self._stats_due = self._stats_due or time.monotonic()
+            case Pause(request_id, paused):
+                engine.pause(f"{front.number}/{request_id}", paused)
+            case Profile(steps):
+                engine.profile(steps)
+            case ResetPrefixCache():
+                engine.reset_prefix_cache()
+            case AskPool():
+                front.send(Pool(engine.pool()))
+            case Drain():
+                self._draining = True
+            case None:
+                for request_id in front.running:
+                    engine.abort(f"{front.number}/{request_id}")
+                front.close(seconds=0.0)
+                with self._fronts_lock:
+                    del self._fronts[front.number]
+                    self._draining = self._draining or not self._fronts
+
+    def _add(self, engine: EngineLike, front: ConnectedFront, submit: Submit) -> None:
+        """Hands requests to the engine under ids that no other front can use: all of them, or none."""
+        name, prefix = submit.first.request_id, f"{front.number}/"
+        try:
+            if self._draining:
+                raise QueueFullError("the engine is shutting down")
+            requests = submit.requests(prefix)
+            engine.add_requests(requests)
+            for request in requests:
+                front.running[request.request_id.removeprefix(prefix)] = set(range(request.params.n))
+            if submit.first.params.grammar is None:
+                front.send(Accepted(name))
+        except InvalidRequestError as error:
+            front.send(Rejected(name, str(error), error.param, error.code))
+        except QueueFullError as error:
+            front.send(Rejected(name, str(error), code=QUEUE_FULL))
+        except Exception as error:  # whatever is wrong with one request must not reach the others
+            log.exception("a request could not be added")
+            front.send(Rejected(name, f"the engine could not take the request: {error}", code=INTERNAL_ERROR))
+
+    def _deliver(self, output: StepOutput) -> None:
+        """One message to each front that is concerned."""
+        with self._fronts_lock:
+            fronts = list(self._fronts.values())
+        for front in fronts:
+            mine = output.of(f"{front.number}/")
+            for update in mine.updates:
+                if update.finish_reason is not None:
+                    _forget(front, update.request_id, update.index)
+            for update in mine.updates:
+                _send_scores(front, update)
+            if len(mine):
+                _send_output(front, mine)
+
+    def _send_stats(self, engine: EngineLike) -> None:
+        stats = engine.stats()
+        with self._fronts_lock:
+            for front in self._fronts.values():
+                front.send(Update(StepOutput(), stats))
+        self._stats_due = time.monotonic() + STATS_SECONDS if engine.has_work else None
+
+
+def _forget(front: ConnectedFront, request_id: str, index: int | None) -> None:
+    running = front.running.get(request_id, set())
+    running.discard(index)  # type: ignore[arg-type]
+    if index is None or not running:
+        front.running.pop(request_id, None)
+
+
+def _send_scores(front: ConnectedFront, update: SequenceUpdate) -> None:
+    """Sends all but the last of an update's prompt log-probabilities ahead of it, where they are many."""
+    scores = update.prompt_logprobs
+    while scores is not None and len(scores) > MAX_SCORED:
+        ahead = SequenceUpdate(update.request_id, update.index, [], prompt_logprobs=scores[:MAX_SCORED])
+        front.send(Update(StepOutput(updates=[ahead])))
+        update.prompt_logprobs = scores = scores[MAX_SCORED:]
+
+
+def _send_output(front: ConnectedFront, output: StepOutput) -> None:
+    """Sends it in one frame, or in halves where it does not fit; an update that fits in no frame ends with an error."""
+    try:
+        front.send(Update(output))
+    except ValueError as error:
+        updates = list(output)
+        if len(updates) == 1:
+            lost = updates[0]
+            updates = [SequenceUpdate(lost.request_id, lost.index, [], "error", error=str(error))]
+            front.send(Update(StepOutput(updates=updates)))
+        else:
+            half = len(updates) // 2
+            _send_output(front, StepOutput(updates=updates[:half]))
+            _send_output(front, StepOutput(updates=updates[half:]))
+
+
+def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAULT_ENGINE) -> int:
+    """Loads an engine and serves it on a unix socket until it is drained or alone; returns the process's exit code.
+
+    `engine_class` is "module:Class", with the interface of `jaxserve.engine.engine.Engine`. The socket listens before
+    anything is loaded, so that a front can wait on it and hear why the engine did not come up."""
+    server = EngineServer(socket_path)
+    try:
+        engine = _load(config, engine_class)
+    except Exception as error:
+        expected = isinstance(error, ConfigError | ValueError | OSError)
+        if not expected:
+            log.exception("the engine did not start")
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        if not server.fail(text):
+            log.error("the engine did not start: %s", text)
+        server.close()
+        return 1
+    ready = Ready(
+        model_folder=str(engine.model_folder),
+        tokenizer_folder=str(getattr(engine, "tokenizer_folder", engine.model_folder)),
+        dtype=str(getattr(engine, "dtype", config.dtype)),
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=tuple(engine.eos_token_ids),
+        page_size=engine.page_size,
+        max_num_seqs=config.max_num_seqs,
+        profile_dir=config.profile_dir,
+        scheduling_policy=config.scheduling_policy,
+    )
+    try:
+        server.run(engine, ready)
+    except Exception as error:
+        log.exception("the engine failed")
+        server.fail(f"the engine failed: {type(error).__name__}: {error}", patience=0.0)
+        server.close()
+        return 1
+    server.close()
+    return 0
+
+
+def _load(config: EngineConfig, engine_class: str) -> EngineLike:
+    module, _, name = engine_class.partition(":")
+    engine = getattr(importlib.import_module(module), name).load(config)
+    engine.compile()  # before anyone hears Ready: from then on nothing compiles
+    _forget_traces()
+    return engine
+
+
+def _forget_traces() -> None:
+    """Has JAX forget what it keeps in case a program is compiled again: this process compiles no more. It takes 17 MiB
+    for a model of 28 layers. Compiled programs that somebody holds stay."""
+    if "jax" in sys.modules:  # engines of tests need none
+        sys.modules["jax"].clear_caches()
+        heap.settle()

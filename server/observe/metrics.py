@@ -1,0 +1,207 @@
+"""Prometheus metrics: gauges and counters from the engine's statistics, histograms from what the front observes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import Histogram as ObservedHistogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from jaxserve.scheduling.stats import EngineStats, Histogram
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.observe.request_record import note_generation
+from jaxserve.types import SamplingParams
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5)) + (1_000_000,)
+_FEW = (1, 2, 5, 10, 20, 50, 100)
+
+_LABELS = ("model_name", "engine")
+
+# name, kind, unit of text, field of EngineStats
+_FROM_STATS = (
+    ("num_requests_running", "gauge", "Requests in the running batch", "num_running"),
+    ("num_requests_waiting", "gauge", "Requests waiting for a place", "num_waiting"),
+    ("num_preemptions", "counter", "Requests whose pages were taken back", "preemptions"),
+    ("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
+    ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache", "prefix_hits"),
+    ("prompt_tokens", "counter", "Prompt tokens computed or found in the cache", "prompt_tokens"),
+    ("generation_tokens", "counter", "Tokens generated", "generation_tokens"),
+    ("failed_steps", "counter", "Steps that failed and were computed again", "failed_steps"),
+    ("failed_requests", "counter", "Requests ended because steps failed for them", "failed_requests"),
+    ("executables", "gauge", "Compiled step functions", "executables"),
+    ("compilations", "counter", "Programs compiled since start", "compilations"),
+    ("compilation_cache_hits", "counter", "Programs read from the compilation cache", "compile_cache_hits"),
+)
+
+
+class Metrics:
+    """The metrics of one front. `prefix` begins every name, as in `jaxserve:num_requests_running`."""
+
+    def __init__(self, model_name: str, prefix: str = "jaxserve"):
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._labels = (model_name, "0")
+        self._stats = EngineStats()
+        self._past = EngineStats()  # of the engines that have died
+        self._info: Ready | None = None
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self.itl = self._histogram("inter_token_latency_seconds", "Time between two tokens", _TOKEN_SECONDS)
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_SECONDS
+        )
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _REQUEST_SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "Arrival to a place in the batch", _REQUEST_SECONDS)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From there to first token", _REQUEST_SECONDS)
+        self.inference = self._histogram("request_inference_time_seconds", "From there to last token", _REQUEST_SECONDS)
+        self.decode = self._histogram("request_decode_time_seconds", "First token to last token", _REQUEST_SECONDS)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens per request", _TOKENS)
+        self.output_tokens = self._histogram("request_generation_tokens", "Output tokens per request", _TOKENS)
+        self.max_output_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Longest completion's tokens per request", _TOKENS
+        )
+        self.n = self._histogram("request_params_n", "n per request", _FEW)
+        self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens per request", _TOKENS)
+        self._success = Counter(
+            f"{prefix}:request_success", "Completions ended", (*_LABELS, "finished_reason"), registry=self.registry
+        )
+        rejections = Counter(
+            f"{prefix}:admission_rejections", "Requests turned away for now", _LABELS, registry=self.registry
+        )
+        self.rejections = rejections.labels(*self._labels)
+        restarts = Counter(
+            f"{prefix}:engine_restarts", "Engines started where one had died", _LABELS, registry=self.registry
+        )
+        self._restarts = restarts.labels(*self._labels)
+        self.registry.register(self)  # type: ignore[arg-type]  # see collect
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> ObservedHistogram:
+        histogram = ObservedHistogram(f"{self._prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+        return histogram.labels(*self._labels)
+
+    def succeeded(self, reason: str) -> None:
+        """Counts one completion that ended with `reason`."""
+        self._success.labels(*self._labels, reason).inc()
+
+    def on_ready(self, info: Ready) -> None:
+        self._info = info
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """Takes the engine's latest statistics."""
+        self._stats = stats.after(self._past)
+
+    def on_restart(self) -> None:
+        """Another engine is started, which counts from zero; the counters here go on."""
+        self._restarts.inc()
+        self._past = self._stats
+        self.on_stats(EngineStats())
+
+    def render(self) -> bytes:
+        """The exposition text of /metrics."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics that stand in the engine's statistics, for prometheus_client."""
+        stats = self._stats
+        for name, kind, text, field in _FROM_STATS:
+            yield self._family(kind, name, text, getattr(stats, field))
+        yield self._family("counter", "compile_seconds", "Time spent compiling", stats.compile_seconds)
+        yield self._histogram_family("iteration_tokens_total", "Tokens computed per step", {(): stats.step_tokens})
+        phases: dict[tuple[str, ...], Histogram] = {
+            (phase,): histogram for phase, histogram in stats.step_seconds.items()
+        }
+        yield self._histogram_family("step_seconds", "Host and device time of a step", phases, ("phase",))
+        used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
+        yield self._family("gauge", "kv_cache_usage_perc", "Fraction of KV pages in use, 0 to 1", used)
+        if self._info is not None:
+            info = GaugeMetricFamily(
+                f"{self._prefix}:cache_config_info", "Cache settings", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
+            )
+            info.add_metric([*self._labels, str(self._info.page_size), str(stats.pages_total)], 1)
+            yield info
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names are checked when they are collected."""
+        return []
+
+    def _histogram_family(
+        self, name: str, text: str, histograms: dict[tuple[str, ...], Histogram], labels: tuple[str, ...] = ()
+    ) -> Metric:
+        """The engine's own histograms, by the values of further labels."""
+        family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
+        for values, histogram in histograms.items():
+            counts = accumulate(histogram.counts)
+            bounds = (*map(str, histogram.bounds), "+Inf")
+            family.add_metric((*self._labels, *values), list(zip(bounds, counts, strict=True)), histogram.total)
+        return family
+
+    def _family(self, kind: str, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+        metric = family(f"{self._prefix}:{name}", text, labels=_LABELS)
+        metric.add_metric(self._labels, value)
+        return metric
+
+
+class RequestTimes:
+    """When one prompt's request arrived and when its tokens came; times from time.monotonic().
+
+    Attributes:
+      arrival, first, latest: when it came, and when its first and its latest token did; `first` is None before.
+      queued: seconds that it waited for a place.
+      ended: all its completions have ended, for `finish_reasons`.
+    """
+
+    def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int):
+        self._metrics = metrics
+        self.params, self.num_prompt_tokens = params, num_prompt_tokens
+        self.arrival = self.latest = time.monotonic()
+        self.queued = 0.0
+        self.first: float | None = None
+        self.ended = False
+        self.finish_reasons: list[str] = []
+        self._last: dict[int, float] = {}  # completion -> time of its latest token
+        self._tokens: dict[int, int] = {}
+        self._exchange = note_generation(self)
+        metrics.n.observe(params.n)
+        if params.max_tokens is not None:
+            metrics.max_tokens.observe(params.max_tokens)
+        metrics.prompt_tokens.observe(num_prompt_tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self._tokens.values())
+
+    def tokens(self, index: int, count: int, now: float, queued: float) -> None:
+        """`count` tokens of completion `index` have come; before the first, the request waited `queued` seconds."""
+        if count == 0:
+            return
+        if self.first is None:
+            self.first, self.queued = now, queued
+            self._metrics.ttft.observe(now - self.arrival)
+        if (last := self._last.get(index)) is not None:
+            self._metrics.itl.observe((now - last) / count)
+        self._last[index] = self.latest = now
+        self._tokens[index] = self._tokens.get(index, 0) + count
+
+    def finished(self, now: float) -> None:
+        """All completions have ended."""
+        metrics = self._metrics
+        self.ended = True
+        metrics.e2e.observe(now - self.arrival)
+        metrics.output_tokens.observe(self.num_output_tokens)
+        metrics.max_output_tokens.observe(max(self._tokens.values(), default=0))
+        if self.first is not None:
+            metrics.queue.observe(self.queued)
+            metrics.prefill.observe(max(self.first - self.arrival - self.queued, 0.0))
+            metrics.inference.observe(max(now - self.arrival - self.queued, 0.0))
+            metrics.decode.observe(now - self.first)
+            longest = max(self._tokens.values())
+            if longest > 1:
+                metrics.tpot.observe((now - self.first) / (longest - 1))
+        if self._exchange is not None and self._exchange.on_late is not None:
+            self._exchange.on_late(self)

@@ -1,0 +1,88 @@
+"""The HTTP application: routes, middleware, error answers."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.server.endpoints import invocations, models, page, responses
+from jaxserve.server.endpoints.anthropic import count_tokens, create_message
+from jaxserve.server.endpoints.chat import create_chat_completion
+from jaxserve.server.endpoints.completions import create_completion
+from jaxserve.server.http.errors import APIError, handle_exception
+from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
+from jaxserve.server.http.origin import OriginCheck
+from jaxserve.server.http.state import ServerState
+from jaxserve.server.observe.access import Access
+from jaxserve.server.observe.tracing import Tracer
+from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
+
+_ROUTES = [
+    Route("/v1/completions", create_completion, methods=["POST"]),
+    Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+    Route("/v1/responses", responses.create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", responses.count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{id}", responses.get_response),
+    Route("/v1/responses/{id}", responses.delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{id}/cancel", responses.cancel_response, methods=["POST"]),
+    Route("/v1/responses/{id}/input_items", responses.list_input_items),
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/models", models.list_models),
+    Route("/v1/models/", models.list_models),
+    Route("/invocations", invocations.invoke, methods=["POST"]),
+    Route("/v1/models/{name:path}", models.get_model),
+    Route("/tokenize", models.tokenize, methods=["POST"]),
+    Route("/detokenize", models.detokenize, methods=["POST"]),
+    Route("/health", models.health),
+    Route("/ping", models.health, methods=["GET", "POST"]),
+    Route("/ready", models.ready),
+    Route("/version", models.version),
+    Route("/metrics", models.metrics),
+    Route("/pool", page.pool),
+    Route("/profile", models.profile, methods=["POST"]),
+    Route("/load", models.load),
+    Route("/server_info", models.server_info),
+    Route("/tokenizer_info", models.tokenizer_info),
+    Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
+    Route("/openapi.json", models.openapi),
+]
+
+
+def build_app(state: ServerState) -> Starlette:
+    """The application of one front."""
+    settings = state.settings
+    middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
+    tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
+    if settings.access_log or tracer is not None:
+        watch = Middleware(Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer)
+        middleware.insert(0, watch)
+    if not settings.api_keys:
+        middleware.append(Middleware(OriginCheck, hosts=settings.hosts, origins=settings.cors_origins))
+    if settings.cors_origins:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        )
+    middleware.append(Middleware(ConnectionLimit, connections=state.connections))
+    if settings.api_keys:
+        open_paths = page.PATHS | ({"/metrics"} if settings.open_metrics else set())
+        monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
+        middleware.append(Middleware(ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_paths=open_paths))
+    middleware.append(Middleware(BodyLimit, bodies=state.bodies))
+    answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
+    handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}
+    routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
+    app.state.server = state
+    return app
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    """Nobody reads this; 499 is what proxies log for it."""
+    return Response(status_code=499)

@@ -1,0 +1,260 @@
+"""Answers a file of requests in the OpenAI batch format, through the same handlers as the HTTP endpoint.
+
+Each line of the input is {"custom_id", "method": "POST", "url", "body"}; each line of the output {"id", "custom_id",
+"response": {"status_code", "request_id", "body"}, "error"}, in the order in which they end. An answer is one line in
+one write, so a killed run leaves whole lines and at most one torn last one, which the next run removes before it goes
+on with the requests that have no answer yet. A line with another URL gets an error as its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import uuid
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from jaxserve import __version__
+from jaxserve.config import EngineConfig
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.state import ServerSettings, ServerState
+from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.process.app import build_app
+from jaxserve.server.process.batch_output import BatchOutput
+from jaxserve.server.process.fingerprint import fingerprint
+from jaxserve.server.process.run import EngineProcess
+from jaxserve.server.process.supervisor import Supervisor
+from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.types import EngineDeadError
+
+URLS = ("/v1/completions", "/v1/chat/completions")
+_AHEAD = 2  # requests in flight per sequence of the engine, so that it never waits for the next one
+_LOOK_SECONDS = 0.1  # between two looks for an engine, while another one is started
+_OPENING = b'{"id":"batch_req_'  # of every line of the output
+
+
+class BatchLine(msgspec.Struct):
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    method: str = "POST"
+
+
+class _Answered(msgspec.Struct):
+    """What of an output line matters for going on."""
+
+    custom_id: str
+
+
+class BatchError(ValueError):
+    """The input or output file cannot be used; the message names the file and the line."""
+
+
+def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: str = DEFAULT_ENGINE) -> int:
+    """Answers all requests of `source` that `target` does not answer yet; returns the process's exit code.
+
+    A request that is wrong in itself gets its error as an answer. Raises BatchError for a file that is no batch.
+    """
+    if target.resolve() == source.resolve():
+        raise BatchError(f"input and output are the same file: {source}")
+    asked = check_input(source)
+    with open(target, "ab+", buffering=0) as output:
+        done = recover_output(output, target)
+        if strangers := done - asked:
+            raise BatchError(f"{target} answers {min(strangers)!r}, which {source} does not ask: not its output")
+        left = asked - done
+        if not left:
+            print(f"all {len(asked)} requests are answered in {target}", file=sys.stderr)
+            return 0
+        if done:
+            print(f"{len(done)} of {len(asked)} requests are answered already; {len(left)} to go", file=sys.stderr)
+        # a request turned away would never be answered
+        config = dataclasses.replace(config, max_waiting=None, max_waiting_tokens=None)
+        with EngineProcess(config, engine_class) as engine:
+            try:
+                asyncio.run(_answer_all(config, engine, source, output, left))
+            except (EngineDeadError, OSError, ExceptionGroup) as error:
+                if not isinstance(first := _first(error), EngineDeadError | OSError):
+                    raise
+                print(f"jaxserve: {first}", file=sys.stderr)
+                return 1
+    return 0
+
+
+def read_lines(source: Path) -> Iterator[BatchLine]:
+    """The requests of a file. Raises BatchError, naming the line, for what is no request."""
+    decoder = msgspec.json.Decoder(BatchLine)
+    with open(source, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                line = decoder.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise BatchError(f"{source}:{number}: {error}") from None
+            yield line
+
+
+def model_of(source: Path) -> str:
+    """The model that all requests of a file name. Raises BatchError when they name none, or several."""
+    names = {line.body.get("model") for line in read_lines(source)}
+    if len(names) == 1 and isinstance(name := names.pop(), str):
+        return name
+    listed = ", ".join(sorted(map(repr, names))[:5]) or "none"
+    raise BatchError(f"{source}: the requests must name one model, or --model must; they name {listed}")
+
+
+def check_input(source: Path) -> set[str]:
+    """Reads the whole input once; returns its custom_ids. Raises BatchError before anything is loaded."""
+    seen: set[str] = set()
+    for line in read_lines(source):
+        if line.custom_id in seen:
+            raise BatchError(f"{source}: custom_id {line.custom_id!r} stands on several lines; each must be unique")
+        seen.add(line.custom_id)
+    return seen
+
+
+def recover_output(output: FileIO, target: Path) -> set[str]:
+    """custom_ids that the output answers already; cuts off a last line that a killed run left unfinished.
+
+    Raises BatchError, and leaves the file as it is, when it holds anything else.
+    """
+    decoder = msgspec.json.Decoder(_Answered)
+    done: set[str] = set()
+    output.seek(0)
+    end = 0
+    for raw in output:
+        torn = not raw.endswith(b"\n")
+        try:
+            if raw[: len(_OPENING)] != _OPENING[: len(raw)]:
+                raise msgspec.DecodeError
+            if not torn:
+                done.add(decoder.decode(raw).custom_id)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise BatchError(f"{target} is not the output of a batch: {raw[:80]!r}") from None
+        if not torn:
+            end += len(raw)
+    output.truncate(end)
+    output.seek(end)
+    return done
+
+
+def _first(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path, file: FileIO, left: set[str]) -> None:
+    client, output = EngineClient(), BatchOutput(file)
+    dummy = config.load_format == "dummy"
+    settings = ServerSettings(model_names=(config.model,))
+    state = ServerState(settings, client, Metrics(settings.model_name))
+    supervisor = Supervisor(client, engine, restarts=settings.engine_restarts, watchdog=settings.watchdog_seconds)
+    try:
+        await client.connect(engine.socket_path, engine.runs)
+        info = await client.wait_ready()
+        state.tokenizer = tokenizer = await state.off_loop(
+            lambda: load_tokenizer(info.model_folder, source=info.tokenizer_folder, placeholder=dummy)
+        )
+        state.fingerprint = await state.off_loop(
+            lambda: fingerprint(info, config, __version__, tokenizer.chat_template)
+        )
+        app = build_app(state)
+        places = asyncio.Semaphore(_AHEAD * config.max_num_seqs)
+        with tqdm(total=len(left), desc="answering", unit="request") as bar:
+
+            async def answer(line: BatchLine) -> None:
+                try:
+                    losses = None
+                    while losses != client.losses:  # the engine died, and what it said is no answer: ask the next one
+                        while not client.is_ready:
+                            await asyncio.sleep(_LOOK_SECONDS)
+                        losses = client.losses
+                        status, body = await _post(app, line)
+                        if status == 200:
+                            break
+                    await output.append(_line(line, status, body))
+                    bar.update()
+                finally:
+                    places.release()
+
+            async def watch() -> None:
+                try:
+                    await supervisor.run()
+                except EngineDeadError as error:
+                    raise EngineDeadError(f"{error}; run the same command again to go on") from None
+
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(watch())
+                async with asyncio.TaskGroup() as answers:
+                    for line in read_lines(source):
+                        if line.custom_id in left:
+                            await places.acquire()
+                            answers.create_task(answer(line))
+                watching.cancel()
+    finally:
+        output.close()
+        await client.close(drain=True)
+        state.texts.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _line(line: BatchLine, status: int, body: bytes) -> bytes:
+    """Of the output."""
+    answer = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": line.custom_id,
+        "response": {"status_code": status, "request_id": uuid.uuid4().hex, "body": msgspec.Raw(body)},
+        "error": None,
+    }
+    return msgspec.json.encode(answer) + b"\n"
+
+
+async def _post(app: Any, line: BatchLine) -> tuple[int, bytes]:
+    """Sends one request through the application, without a network."""
+    if line.method != "POST" or line.url not in URLS:
+        text = f"a batch takes POST to {' or '.join(URLS)}, got {line.method[:16]} {line.url[:128]}"
+        return 404, APIError(404, text, param="url", code="url_not_found").body()
+    payload = msgspec.json.encode({**line.body, "model": None, "stream": False})
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": line.url,
+        "raw_path": line.url.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())],
+        "server": ("batch", 0),
+        "client": ("batch", 0),
+    }
+    incoming = iter([{"type": "http.request", "body": payload, "more_body": False}])
+    status, parts = 500, []
+
+    async def receive() -> dict[str, Any]:
+        for message in incoming:
+            return message
+        await asyncio.Event().wait()  # this client never goes away
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, b"".join(parts)

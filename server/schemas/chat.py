@@ -1,0 +1,248 @@
+"""Conversations: messages, tools, and how both become a prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, NumLogprobs
+from jaxserve.server.schemas.common import PositiveTokens, SamplingFields
+from jaxserve.server.tools.call_arguments import as_object
+from jaxserve.server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
+from jaxserve.text.tokenizer import TEMPLATE_INPUTS
+from jaxserve.types import InvalidRequestError
+
+CUSTOM_INPUT = "input"  # the only parameter of a tool that takes free text
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # the roles whose content may be null
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+TemplateKwargs = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"propertyNames": {"not": {"enum": sorted(TEMPLATE_INPUTS)}}})
+]
+ReasoningEffort = Annotated[str, Meta(max_length=32)]
+
+
+class Part(msgspec.Struct):
+    type: str | None = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledCustomTool(msgspec.Struct):
+    name: str
+    input: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    """A call that an earlier answer made. `arguments` is an object, or its JSON text, which may have been cut short."""
+
+    function: CalledFunction | None = None
+    id: str | None = None
+    type: str | None = "function"
+    custom: CalledCustomTool | None = None
+
+    def to_template(self, where: str) -> dict[str, Any]:
+        """Templates get the arguments as an object."""
+        if self.function is not None:
+            given = self.function.arguments
+            arguments = as_object(given or "") if isinstance(given, str | None) else given
+            function = {"name": self.function.name, "arguments": arguments}
+        elif self.custom is not None:
+            function = {"name": self.custom.name, "arguments": {CUSTOM_INPUT: self.custom.input}}
+        else:
+            raise InvalidRequestError(f"{where}: a tool call must have a function", "messages")
+        return {"id": self.id or "", "type": "function", "function": function}
+
+
+class Message(msgspec.Struct):
+    """A message of a history. Whatever an answer of this server can be is accepted."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
+    tool_call_id: str | None = None
+
+    def to_template(self, position: int) -> dict[str, Any]:
+        """The message as a template sees it, text parts joined by newlines. Refuses what is not text."""
+        where = f"messages[{position}]"
+        if not 0 < len(self.role) <= 64:
+            raise InvalidRequestError(f"{where}.role must have 1 to 64 characters", "messages")
+        if self.content is None and self.role not in _MAY_BE_EMPTY:
+            raise InvalidRequestError(f"{where}.content is missing", "messages")
+        role = "tool" if self.role == "function" else self.role  # the older name of the same role
+        message: dict[str, Any] = {"role": role, "content": self.text(where)}
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        calls = self.tool_calls or ([ToolCall(self.function_call)] if self.function_call else [])
+        if calls:
+            if role != "assistant" or len(calls) > MAX_CALLS:
+                raise InvalidRequestError(
+                    f"{where}: only a message of role assistant may hold tool_calls, and at most {MAX_CALLS}",
+                    "messages",
+                )
+            message["tool_calls"] = [call.to_template(where) for call in calls]
+        if (reasoning := self.reasoning or self.reasoning_content) is not None:
+            message["reasoning_content"] = reasoning
+        return message
+
+    def text(self, where: str = "messages") -> str:
+        """The content's text parts, joined by newlines; a refusal is text as well.
+
+        Raises InvalidRequestError for a part of another type.
+        """
+        if not isinstance(self.content, list):
+            return self.content or self.refusal or ""
+        texts = []
+        for part in self.content:
+            text = part.text if part.type in _TEXT_PARTS else part.refusal if part.type == "refusal" else None
+            if text is None:
+                raise InvalidRequestError(
+                    f"{where} has a part of type {(part.type or '')[:64]!r}; only text is supported, no URL is ever "
+                    "fetched",
+                    "messages",
+                )
+            texts.append(text)
+        return "\n".join(texts)
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
+class Conversation(msgspec.Struct, kw_only=True):
+    """Messages and how to render them; the fields of a chat request that make its prompt."""
+
+    messages: Messages
+    tools: Tools | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        if not 0 < len(self.messages) <= MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"messages must hold 1 to {MAX_MESSAGES} messages, got {len(self.messages)}", "messages"
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise InvalidRequestError(
+                "continue_final_message needs a last message of role assistant", "continue_final_message"
+            )
+        return [message.to_template(i) for i, message in enumerate(self.messages)]
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        return msgspec.to_builtins(self.tools) if self.tools else None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The template's variables: any that a request likes, as templates run in a sandbox and for a limited time."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if taken := kwargs.keys() & TEMPLATE_INPUTS:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not hold {min(taken)}, which is no variable of a template",
+                "chat_template_kwargs",
+            )
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                kwargs.setdefault("enable_thinking", False)
+        return kwargs
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
+    function_call: str | NamedFunction | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: PositiveTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    max_tokens: PositiveTokens | None = None
+    max_completion_tokens: PositiveTokens | None = None
+    echo: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs above 0 is only allowed when logprobs is true", "top_logprobs")
+        if self.thinking_token_budget is not None and ((self.n or 1) > 1 or self.use_beam_search):
+            raise InvalidRequestError("thinking_token_budget needs n to be 1, without beams", "thinking_token_budget")
+        if self.tools and self.functions:
+            raise InvalidRequestError("functions is the older form of tools: give one of them", "functions")
+        try:
+            check_tools(self.all_tools)
+            self.choose()
+        except InvalidRequestError as error:
+            older = {"tools": "functions", "tool_choice": "function_call"} if self.is_legacy else {}
+            raise InvalidRequestError(str(error), older.get(error.param or "", error.param)) from None
+
+    @property
+    def is_legacy(self) -> bool:
+        """The client knows functions and one call at a time, and no tools."""
+        return bool(self.functions) or isinstance(self.function_call, NamedFunction)
+
+    @property
+    def all_tools(self) -> list[Tool]:
+        return [Tool(function) for function in self.functions or ()] or self.tools or []
+
+    @property
+    def is_parallel(self) -> bool:
+        """An answer may hold several calls."""
+        return self.parallel_tool_calls is not False and not self.is_legacy
+
+    def choose(self) -> tuple[list[Tool], Mode]:
+        """The tools that may be called, and how. Raises InvalidRequestError."""
+        choice = self.tool_choice
+        if self.is_legacy:
+            call = self.function_call
+            if isinstance(call, str) and call not in ("none", "auto"):
+                raise InvalidRequestError("function_call must be 'none', 'auto' or name a function", "function_call")
+            choice = NamedChoice(call) if isinstance(call, NamedFunction) else call
+        return choose(self.all_tools, choice)
+
+    def conversation(self) -> Conversation:
+        """What makes the prompt; tools that may not be called are no part of it."""
+        fields = {name: getattr(self, name) for name in Conversation.__struct_fields__}
+        _, mode = self.choose()
+        return Conversation(**fields | {"tools": None if mode == "none" else self.all_tools or None})
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of /tokenize: a prompt, or messages with the fields of Conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    return_token_strs: bool | None = None

@@ -1,0 +1,266 @@
+"""Request bodies: typed, bounded, and turned into SamplingParams.
+
+A field that we know and do not serve yet is refused by name when it is set; fields without effect on the output
+(`user`, `metadata`, `store`, …) and fields that we do not know are ignored, because clients send new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from jaxserve import limits
+from jaxserve.server.schemas.response_format import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, grammar_of
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import InvalidRequestError, SamplingParams
+
+COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the client gives none
+
+# Fields that are known and not served, with the values that ask for nothing.
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "early_stopping": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "documents": ([],),
+}
+
+# What the fields below have in common with other bodies. What is said here is checked, and stands in /openapi.json.
+TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": limits.MAX_INT, "format": "token-id"}
+PositiveTokens = Annotated[int, Meta(ge=1, le=limits.MAX_INT)]
+TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_INT, extra_json_schema={"format": "token-id"})]
+StopString = Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
+Stop = StopString | Annotated[list[StopString], Meta(max_length=limits.MAX_STOP_STRINGS)]
+Word = Annotated[str, Meta(min_length=1, max_length=limits.MAX_WORD_LENGTH)]
+BadWords = Annotated[list[Word], Meta(max_length=limits.MAX_WORDS)]
+StopTokens = Annotated[
+    list[TokenId], Meta(max_length=limits.MAX_STOP_TOKENS, extra_json_schema={"format": "stop-tokens"})
+]
+LogitBias = Annotated[
+    dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$", extra_json_schema={"format": "token-id"})], float],
+    Meta(max_length=limits.MAX_LOGIT_BIAS),
+]
+Priority = Annotated[int, Meta(ge=-limits.MAX_INT - 1, le=limits.MAX_INT)]
+Truncation = Annotated[int, Meta(ge=-1, le=limits.MAX_INT, extra_json_schema={"not": {"const": 0}})]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_LENGTH)]
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+
+
+# One prompt or several, as text or as token ids. The kinds are not mixed, which types cannot say: `prompts` checks it.
+Prompt = Annotated[
+    Annotated[str, Meta(min_length=1)] | Annotated[list[str | int | list[int]], Meta(min_length=1)],
+    Meta(
+        extra_json_schema={
+            "x-replaced-by": {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {
+                        "type": "array",
+                        "items": {"type": "string", "minLength": 1},
+                        "minItems": 1,
+                        "maxItems": limits.MAX_PROMPTS,
+                    },
+                    {"type": "array", "items": TOKEN_ID, "minItems": 1, "format": "token-ids"},
+                    {
+                        "type": "array",
+                        "items": {"type": "array", "items": TOKEN_ID, "minItems": 1, "format": "token-ids"},
+                        "minItems": 1,
+                        "maxItems": limits.MAX_PROMPTS,
+                    },
+                ]
+            }
+        }
+    ),
+]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common; None stands for the default."""
+
+    model: str | None = None
+    max_tokens: limits.Tokens | None = None
+    temperature: limits.Temperature | None = None
+    top_p: limits.Fraction | None = None
+    top_k: limits.TopK | None = None
+    min_p: limits.Fraction | None = None
+    repetition_penalty: limits.RepetitionPenalty | None = None
+    presence_penalty: limits.Penalty | None = None
+    frequency_penalty: limits.Penalty | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=limits.MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: BadWords | None = None
+    seed: limits.Seed | None = None
+    n: limits.Count | None = None
+    best_of: Annotated[int, Meta(description="1, or the same as n")] | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokens | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Annotated[limits.Tokens, Meta(description="At most max_tokens")] | None = None
+    skip_special_tokens: bool = True
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: limits.NumLogprobs | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    priority: Priority | None = None
+    request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: Annotated[Any, Meta(extra_json_schema=RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, Meta(extra_json_schema=STRUCTURED_OUTPUTS)] = None
+    use_beam_search: bool | None = None
+    length_penalty: limits.LengthPenalty | None = None
+    # known and not served, see NOT_SERVED
+    suffix: Any = None
+    early_stopping: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    logits_processors: Any = None
+    prompt_embeds: Any = None
+    audio: Any = None
+    modalities: Any = None
+    web_search_options: Any = None
+    documents: Any = None
+
+    def check(self) -> None:
+        """Raises InvalidRequestError, naming the field, for what can be told without the model."""
+        for name, harmless in NOT_SERVED.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
+        if self.best_of not in (None, 1, self.n):
+            raise InvalidRequestError(
+                f"best_of is only supported when it equals n ({self.n or 1}), got {self.best_of}; "
+                "use_beam_search with n gives the n most likely outputs",
+                "best_of",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
+        check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, limits.MAX_INT, excluded=0)
+
+    @property
+    def usage_mode(self) -> str:
+        options = self.stream_options or StreamOptions()
+        if not options.include_usage:
+            return "off"
+        return "always" if options.continuous_usage_stats else "last"
+
+    def sampling_params(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        """The engine's parameters: the client's where given, else the model's recommendation, else OpenAI's default."""
+        given, defaults = {}, tokenizer.generation_defaults
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if value is None and not self.use_beam_search:  # which looks at the model's own probabilities alone
+                value = getattr(defaults, name)
+            if value is not None:
+                given[name] = value
+        for name in ("n", "presence_penalty", "frequency_penalty", "min_tokens", "use_beam_search", "length_penalty"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
+        params = SamplingParams(
+            **given,
+            logit_bias=_logit_bias(self.logit_bias),
+            seed=self.seed,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=_bad_words(self.bad_words or (), tokenizer),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+            grammar=grammar_of(self.response_format, self.structured_outputs),
+        )
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids = getattr(params, field) or ()
+            if (beyond := max(ids, default=0)) >= vocab_size:
+                raise InvalidRequestError(f"{field} holds id {beyond}; the vocabulary has {vocab_size} tokens", field)
+        return params
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: limits.NumLogprobs | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one entry each. Raises InvalidRequestError for an empty or mixed list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequestError("prompt must not be an empty list", "prompt")
+        kinds = set(map(type, self.prompt))
+        if len(kinds) > 1:
+            raise InvalidRequestError(
+                "prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
+            )
+        if kinds == {int}:
+            return [self.prompt]  # type: ignore[list-item]
+        if len(self.prompt) > limits.MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt holds {len(self.prompt)} prompts; at most {limits.MAX_PROMPTS}", "prompt"
+            )
+        return self.prompt  # type: ignore[return-value]
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo", "max_tokens")
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    if not given:
+        return None
+    return {int(token): value for token, value in given.items()}
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word's tokens, as it stands at a text's beginning and after a space."""
+    forms = (tokenizer.encode(space + word, add_special_tokens=False) for word in words for space in ("", " "))
+    return tuple(dict.fromkeys(tuple(form) for form in forms if form))
+
+
+def check_range(name: str, value: int | None, low: int, high: int, excluded: int | None = None) -> None:
+    if value is not None and (not low <= value <= high or value == excluded):
+        but = "" if excluded is None else f" and not {excluded}"
+        raise InvalidRequestError(f"{name} must be between {low} and {high}{but}, got {value}", name)

@@ -1,0 +1,109 @@
+"""The arguments of tool calls: JSON text that a model wrote, whole, cut short or wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from jaxserve.server.tools.json_scan import MAX_NESTING
+
+# One character of a JSON string, escaped or not, or both halves of one beyond the basic plane.
+_CHARACTER = re.compile(
+    r'[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
+    r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
+)
+_LONGEST_OPENING = 256  # characters before a string, white space included
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text; None where it is none. Halves of characters, which cannot be encoded, are replaced."""
+    try:
+        value = json.loads(text, strict=False)
+        if "\\u" not in text:
+            return value
+        halves = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        return json.loads(halves.decode("utf-16-le", "replace"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_object(text: str) -> dict[str, Any]:
+    """The arguments as an object. Never fails.
+
+    Of a text that was cut short, the members that had come are there. A text that is no object at all stands whole
+    under the name `arguments`.
+    """
+    for candidate in (text, *_completions(text)):
+        if isinstance(value := loads(candidate), dict):
+            return value
+    return {"arguments": text} if text.strip() else {}
+
+
+def _completions(text: str) -> list[str]:
+    """Texts that may be whole where `text` is not: closed as it stands, and closed after its last whole member."""
+    due: list[str] = []  # closing brackets
+    last: tuple[int, list[str]] = (0, [])  # a place where a member may end, and the brackets that are due there
+    in_string = escaped = False
+    for position, char in enumerate(text):
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            if len(due) >= MAX_NESTING:
+                return []
+            due.append("}" if char == "{" else "]")
+            last = (position + 1, due.copy())
+        elif char in "}]" and due:
+            due.pop()
+        elif char == ",":
+            last = (position, due.copy())
+    end, closing = last
+    whole = (text[:-1] if escaped else text) + '"' * in_string
+    return [whole + "".join(reversed(due)), text[:end] + "".join(reversed(closing))]
+
+
+class StringReader:
+    """Reads the string of a growing object {"<name>": "…"} as it comes.
+
+    `push` takes more of the object's JSON text and returns the characters of the string that are certain by now;
+    `finish` returns the rest. Where the object has another form, all of it comes at the end: the string by that name,
+    else the only string there is, else the object's text.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._opening = re.compile(r'\s*\{\s*"' + re.escape(name) + r'"\s*:\s*"')
+        self._begun = False  # the string
+        self._unread = ""  # of the string's text, once it has begun; before, of the object's
+        self._other: list[str] = []  # the object's text, where it does not begin like this
+
+    def push(self, text: str) -> str:
+        if self._other:
+            self._other.append(text)
+            return ""
+        self._unread += text
+        if not self._begun:
+            opening = self._opening.match(self._unread)
+            if opening is None:
+                if len(self._unread) > _LONGEST_OPENING:
+                    self._other.append(self._unread)
+                return ""
+            self._begun, self._unread = True, self._unread[opening.end() :]
+        place = 0
+        while (found := _CHARACTER.match(self._unread, place)) is not None:
+            place = found.end()
+        shown, self._unread = self._unread[:place], self._unread[place:]
+        return json.loads(f'"{shown}"', strict=False)
+
+    def finish(self) -> str:
+        if self._begun:  # what is left is the end, or half a character
+            rest = {} if self._unread.startswith('"') else as_object('{"": "' + self._unread)
+            return rest.get("", "")
+        text = "".join(self._other) or self._unread
+        members = as_object(text)
+        value = members.get(self._name)
+        strings = [value] if isinstance(value, str) else [each for each in members.values() if isinstance(each, str)]
+        return strings[0] if len(strings) == 1 else text
