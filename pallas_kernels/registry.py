@@ -93,7 +93,7 @@ class MatmulProblem:
 def load(operation: str, backend: str) -> ModuleType:
     """The module of an operation's backend."""
     names = {"mosaic_tpu": "tpu", "xla": "reference", "triton": "triton_gpu"}
-    return importlib.import_module(f"pallas_kernels.{FOLDERS[operation]}.{names.get(backend, backend)}")
+    return importlib.import_module(f"{__package__}.{FOLDERS[operation]}.{names.get(backend, backend)}")
 
 
 def explain(operation: str, device: Device, problem: Any) -> dict[str, str | None]:
@@ -103,7 +103,7 @@ def explain(operation: str, device: Device, problem: Any) -> dict[str, str | Non
         try:
             reasons[backend] = load(operation, backend).why_not(device, problem)
         except ModuleNotFoundError as error:
-            ours = (error.name or "").startswith("pallas_kernels.")
+            ours = (error.name or "").startswith(f"{__package__}.")
             reasons[backend] = "it does not have this operation" if ours else f"{error.name} is not installed"
     return reasons
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -10,6 +11,11 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 os.environ.setdefault("JAXSERVE_CACHE", str(CACHE))
+
+# Folders of the checkout that are packages of jaxserve. Imported by these names they would exist a second time, and in
+# an installation not at all.
+for name in ("server", "checkpoints", "pallas_kernels"):
+    sys.modules[name] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
