@@ -3,11 +3,14 @@
 The kernel computes the transpose, [out, tokens] = W [out, in] x^T, so that the weight is wgmma's first operand, which
 may come from registers: codes go from shared memory to registers, become the dtype of x there, and stay there.
 
-  grid      (tiles of M outputs, tiles of N tokens, splits of the inputs), one warpgroup each
-  pipeline  `stages` slots of codes [M, K] and x [N, K], filled by TMA; a slot is filled anew when its product is done.
-            Two or more programs share a multiprocessor, so that one converts while another multiplies or waits
+  grid      (tiles of outputs, tiles of N tokens, splits of the inputs). With few or many tokens a program is one
+            warpgroup of M outputs; from 9 to 64 tokens two or three, which share x, and one that fetches for them
+  pipeline  `stages` slots of codes [M, K] of each warpgroup and x [N, K], filled by TMA; a slot is filled anew when its
+            products are done. Two warpgroups or more share a multiprocessor, of one program or of several, so that one
+            converts while another multiplies or waits
   traffic   codes once per tile of tokens, x once per tile of outputs (from L2), results once per split: in float32, or
             in the dtype of x where nothing is split and whoever asks wants that
+  sizes     by reckoning, see `mosaic_plan`
 
 One scale per row multiplies the sum. With groups, each group's product has an accumulator of its own, which is scaled
 in float32 and added to the total. Results change places between neighbouring threads, so that they are stored by token.
@@ -19,15 +22,17 @@ instead (`dequantized`), where Triton is installed.
 Codes of integers are shuffled when they are loaded (`fragments`), so that a thread reads what it multiplies 16 bytes at
 once; other codes, and shapes that do not fit, are read byte by byte. By its machine code, 128 x 128 weights of int4 in
 groups of 128 and 1, 16, 64 tokens take 449, 469, 517 instructions per scheduler, or 298, 307, 376 shuffled; of int8
-528, 556, 526 or 394, 396, 394; of float8 417, 450, 414. Memory delivers them in some 440 cycles (int4) or 880. With 64
-tokens x, read anew for every 128 outputs, is twice the traffic of int4's codes: expect that to be the bound there.
+528, 556, 526 or 394, 396, 394; of float8 417, 450, 414. Where warpgroups share x, those that compute take 274, 291 and
+326 of int4 at 16, 32, 64 tokens, 322 of int8 at 64, and the one that fetches some 37 for each of them. Memory delivers
+such weights in 440 cycles (int4) or 880. By reckoning, a layer of Llama 3 8B in int4 takes 27, 33 and 48 us for 16, 32
+and 64 tokens (before x was shared 32, 44, 72); memory needs 25, and the matrix unit 29 for 64 tokens times 16 bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +40,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels import hopper_rules, tuning
+from jaxserve.pallas_kernels import hopper_rules
 from jaxserve.pallas_kernels.hopper_rules import Span
 from jaxserve.pallas_kernels.quant_matmul import fragments
 from jaxserve.pallas_kernels.quant_matmul.mosaic_fragments import load_operand
+from jaxserve.pallas_kernels.quant_matmul.mosaic_plan import SWIZZLE_BITS, Plan, divided, measured, plan, step_size
 from jaxserve.pallas_kernels.quant_matmul.reference import expand, per_row
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import QuantArray
@@ -50,12 +56,7 @@ try:  # it needs Triton
 except ImportError:
     dequantized = None
 
-PROGRAMS = 264  # that run at once: two on each of 132 multiprocessors
-SLOT_BYTES = 72 << 10  # of shared memory for the slots of a program with few tokens: three fit a multiprocessor
-WIDE_SLOT_BYTES = 104 << 10  # with many tokens: two fit
-SWIZZLE_BITS = 256  # of a row in shared memory, at least
 HIGHEST = lax.Precision.HIGHEST
-MIN_STEPS = 4  # of the loop over the inputs per split
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
@@ -72,61 +73,9 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
         return f"the number of inputs must be a multiple of {SWIZZLE_BITS // bits}, not {problem.inputs}"
     if problem.shuffled:
         return fragments.why_not(problem.inputs, problem.block[1], problem.codes_dtype)
-    if _step_size(problem.inputs, problem.block[1], bits, 128) is None:
+    if step_size(problem.inputs, problem.block[1], bits, 128) is None:
         return f"groups must be multiples of 32 inputs that meet at multiples of 64 or 128, not {problem.block[1]}"
     return None
-
-
-class Plan(NamedTuple):
-    """Sizes of the kernel."""
-
-    m: int  # outputs per program
-    n: int  # tokens per program
-    k: int  # inputs per step
-    group: int  # inputs per accumulator, at most k
-    stages: int
-    splits: int
-    steps: int  # per split
-
-
-def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int, shuffled: bool = False) -> Plan:
-    out, inputs = shape
-    grouped = block[1] < inputs
-    few = tokens <= 64
-    tuned = _tuned(tokens, shape, block, bits)
-    m = tuned.get("m") or (128 if out >= 128 else 64)
-    n = tuned.get("n") or next((n for n in (8, 16, 32, 64) if n >= tokens), 64 if grouped else 128)
-    k: int | None = fragments.CHUNK_BITS // bits
-    if not shuffled:
-        k = _step_size(inputs, block[1], bits, tuned.get("k") or (128 if few or grouped else 64))
-    assert k is not None, "why_not refuses what has no step size"
-    slot = m * k * bits // 8 + n * k * 2
-    stages = tuned.get("stages") or min(max((SLOT_BYTES if few else WIDE_SLOT_BYTES) // slot, 2), 12)
-    most = tuned.get("splits") or inputs * bits // (128 * n)
-    splits = _splits(-(-out // m) * -(-tokens // n), inputs // k, most)
-    steps = inputs // k // splits
-    return Plan(m, n, k, min(block[1], k) if grouped else k, min(stages, steps), splits, steps)
-
-
-def _tuned(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int) -> Mapping[str, int]:
-    """Sizes that were measured for a problem."""
-    group, (out, inputs) = block[1] if block[1] < shape[1] else 0, shape
-    return tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)
-
-
-def _step_size(inputs: int, group: int, bits: int, most: int) -> int | None:
-    """Inputs per step of the pipeline: whole groups, or a part of one that is a piece of wgmma's own size."""
-    for k in (128, 64, 32):
-        one_scale, whole_groups = group >= inputs or group % k == 0, k % group == 0 and group % 32 == 0
-        if k <= most and inputs % k == 0 and k * bits >= SWIZZLE_BITS and (one_scale or whole_groups):
-            return k
-    return None
-
-
-def _splits(tiles: int, steps: int, most: int) -> int:
-    """How many programs share a tile's inputs: as many as run at once, but the partial results stay small."""
-    limit = min(PROGRAMS // tiles, steps // MIN_STEPS, most)
-    return next((splits for splits in range(limit, 1, -1) if steps % splits == 0), 1)
 
 
 def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None) -> jax.Array:
@@ -158,7 +107,7 @@ def _dequantizes(x: jax.Array, w: QuantArray) -> bool:
     if dequantized is None:
         return False
     out, inputs = w.shape
-    tuned = _tuned(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
+    tuned = measured(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype))
     return dequantized.pays(len(x), x.dtype, w, tuned.get("dequantize"))
 
 
@@ -181,10 +130,8 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *,
     bits = jax.dtypes.itemsize_bits(w.codes.dtype)
     sizes = plan(-(-tokens // experts), (out, inputs), w.block, bits, w.shuffled)
     items, column = expert_tiles(group_sizes, tokens, sizes.n)
-    steps = sizes.splits * sizes.steps
-    splits = _splits(-(-out // sizes.m) * len(items), steps, inputs * bits // (128 * sizes.n))
+    sizes = divided(sizes, (out, inputs), len(items), bits, sizes.n <= 64, {}, most=1)
     padded = jnp.pad(x, ((0, sizes.n + -tokens % 8), (0, 0)))  # whole tiles of eight rows, as copies demand
-    sizes = sizes._replace(splits=splits, steps=steps // splits)
     y = _call(sizes, w, padded, len(items), jnp.float32, interpret, items).sum(0)[column]
     owner = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(tokens), side="right")
     if w.zero is not None or w.bias is not None:
@@ -226,20 +173,23 @@ def _call(
     """The kernel: weights [experts, out, in] times `columns` tiles of x [tokens, in], as parts in `dtype` [splits,
     columns * n, out]. `items` as from `expert_tiles`; without it tiles follow each other."""
     out = w.shape[1]
-    if w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.m):
+    if w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.outputs):
         w = per_row(w)
-    tiles = -(-out // sizes.m)
+    tiles, several = -(-out // sizes.outputs), sizes.warpgroups > 1
     codes_bits, bits = jax.dtypes.itemsize_bits(w.codes.dtype), jax.dtypes.itemsize_bits(x.dtype)
-    codes_smem = _tiles((sizes.stages, sizes.m, sizes.k), w.codes.dtype, max(sizes.group * codes_bits, SWIZZLE_BITS))
+    slots = sizes.stages, sizes.warpgroups, sizes.m
+    codes_smem = _tiles((*slots, sizes.k), w.codes.dtype, max(sizes.group * codes_bits, SWIZZLE_BITS))
     if w.shuffled:
-        codes_smem = plgpu.SMEM((sizes.stages, sizes.m, fragments.WORDS), jnp.int32)
+        codes_smem = plgpu.SMEM((*slots, fragments.WORDS), jnp.int32)
     scratch = {
         "w_smem": codes_smem,
         "x_smem": _tiles((sizes.stages, sizes.n, sizes.k), x.dtype, sizes.group * bits),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages),
+        "full": plgpu.Barrier(num_arrivals=1 + sizes.warpgroups, num_barriers=sizes.stages),
     }
+    if several:
+        scratch["free"] = plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.stages)
     if interpret is not None:
-        scratch["a_smem"] = _tiles((sizes.m, sizes.group), x.dtype, sizes.group * bits)
+        scratch["a_smem"] = _tiles((sizes.warpgroups, sizes.m, sizes.group), x.dtype, sizes.group * bits)
     given = {"scale_gmem": w.scale} | ({} if items is None else {"items_gmem": items})
 
     def body(w_gmem, x_gmem, *refs, **scratch):
@@ -248,15 +198,17 @@ def _call(
 
     y = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((sizes.splits, columns * sizes.n, tiles * sizes.m), dtype),
+        out_type=jax.ShapeDtypeStruct((sizes.splits, columns * sizes.n, tiles * sizes.outputs), dtype),
         grid=(tiles, columns, sizes.splits),
         grid_names=("outputs", "tokens", "split"),
+        num_threads=sizes.warpgroups + 1 if several else None,
+        thread_name="warpgroup" if several else None,
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         kernel_name="quant_matmul" if items is None else "grouped_quant_matmul",
     )(fragments.words(w.codes) if w.shuffled else w.codes, x, *given.values())
-    return _drop_repeated(y, sizes.m, out)
+    return _drop_repeated(y, sizes.outputs, out)
 
 
 def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
@@ -281,30 +233,77 @@ def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, scale_gmem, it
 
 
 def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, scale_gmem, *,
-          interpret, w_smem, x_smem, full, a_smem=None):  # fmt: skip
+          interpret, full, free=None, w_smem, x_smem, a_smem=None):  # fmt: skip
     """A tile of outputs for n tokens from `token`, a multiple of eight. Of w only shapes and the like are used."""
-    block, (out, total_inputs) = w.block, w.shape[1:]
+    out = w.shape[1]
     # The last tile computes some outputs of the one before it again where they do not divide.
-    first = jnp.minimum(lax.axis_index("outputs") * sizes.m, out - sizes.m)
-    rows = pl.ds(first, sizes.m)
-    start = lax.axis_index("split") * sizes.steps
-    pieces = range(sizes.k // sizes.group)
+    first = jnp.minimum(lax.axis_index("outputs") * sizes.outputs, out - sizes.outputs)
+    start, steps = sizes.steps_of(lax.axis_index("split"), w.shape[2])
 
     def fetch(step, slot):
         inputs = Span((start + step) * sizes.k, sizes.k, multiple=sizes.k)
         columns = inputs
         if w.shuffled:
             columns = Span((start + step) * fragments.WORDS, fragments.WORDS, multiple=fragments.WORDS)
-        weights = expert, Span(first, sizes.m, multiple=math.gcd(sizes.m, out)), columns
+        for group in range(sizes.warpgroups):
+            weights = expert, Span(first + group * sizes.m, sizes.m, multiple=math.gcd(sizes.m, out)), columns
+            hopper_rules.fetch(w_gmem, weights, w_smem, (slot, group), full.at[slot], interpret=interpret)
         tokens = Span(token, sizes.n, multiple=8), inputs
-        hopper_rules.fetch(w_gmem, weights, w_smem, (slot,), full.at[slot], interpret=interpret)
         hopper_rules.fetch(x_gmem, tokens, x_smem, (slot,), full.at[slot], interpret=interpret)
+
+    def compute(group, done):
+        """A warpgroup's outputs. done(step, slot) is called when it has read the slot."""
+        refs = out_gmem, scale_gmem, w_smem, x_smem, a_smem if a_smem is None else a_smem.at[group]
+        _compute(sizes, w, (expert, first + group * sizes.m, start, steps), group, *refs, full, done, interpret)
+
+    if free is None:
+
+        def refill(step, slot):
+            @pl.when(step + sizes.stages < steps)
+            def _():
+                fetch(step + sizes.stages, slot)
+
+        for step in range(sizes.stages):
+            fetch(step, step)
+        compute(0, refill)
+        return
+
+    group = lax.axis_index("warpgroup")
+
+    @pl.when(group == sizes.warpgroups)
+    def fetch_all():
+        plgpu.set_max_registers(sizes.registers[0], action="decrease")
+
+        def bring(step, _):
+            slot = lax.rem(step, jnp.int32(sizes.stages))
+
+            @pl.when(step >= sizes.stages)
+            def await_slot():
+                plgpu.barrier_wait(free.at[slot])
+
+            fetch(step, slot)
+
+        lax.fori_loop(0, steps, bring, None)
+        for i in range(sizes.stages):  # what is left, so that each arrival is waited for
+            plgpu.barrier_wait(free.at[lax.rem(steps + i, jnp.int32(sizes.stages))])
+
+    @pl.when(group < sizes.warpgroups)
+    def compute_all():
+        plgpu.set_max_registers(sizes.registers[1], action="increase")
+        compute(group, lambda _, slot: plgpu.barrier_arrive(free.at[slot]))
+
+
+def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem, w_smem, x_smem, a_smem, full, done,
+             interpret):  # fmt: skip
+    """The sums of m outputs from `first`, written to global memory. place: expert, first, first step, steps."""
+    (expert, first, start, steps), block, total_inputs = place, w.block, w.shape[2]
+    rows, pieces = pl.ds(first, sizes.m), range(sizes.k // sizes.group)
 
     def shuffled_operand(slot, piece):
         """The codes of a piece, which lie in fragments' order, in the dtype of x."""
         if interpret is None:
-            return load_operand(w_smem.at[slot], sizes.m, piece, len(pieces), w.codes.dtype, x_smem.dtype)
-        codes = fragments.codes_of_words(w_smem[slot], w.codes.dtype).astype(x_smem.dtype)
+            return load_operand(w_smem.at[slot, warpgroup], sizes.m, piece, len(pieces), w.codes.dtype, x_smem.dtype)
+        codes = fragments.codes_of_words(w_smem[slot, warpgroup], w.codes.dtype).astype(x_smem.dtype)
         return codes[:, piece * sizes.group : (piece + 1) * sizes.group]
 
     def multiply(acc, slot, piece):
@@ -313,9 +312,9 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
         if w.shuffled:
             a = shuffled_operand(slot, piece)
         elif sizes.group * jax.dtypes.itemsize_bits(w_smem.dtype) >= SWIZZLE_BITS:
-            a = _convert(w_smem[slot, :, inputs], x_smem.dtype)
+            a = _convert(w_smem[slot, warpgroup, :, inputs], x_smem.dtype)
         else:  # a row too short to cut out of a tile
-            a = _convert(w_smem[slot], x_smem.dtype)[:, piece * sizes.group : (piece + 1) * sizes.group]
+            a = _convert(w_smem[slot, warpgroup], x_smem.dtype)[:, piece * sizes.group : (piece + 1) * sizes.group]
         if a_smem is not None:  # the interpreter knows wgmma with both operands in shared memory only
             a_smem[...] = a
             plgpu.commit_smem()
@@ -339,21 +338,16 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
 
     def loop(body, total):
         """body(step, slot, total) -> total, with the slot's tiles in shared memory."""
-        for step in range(sizes.stages):
-            fetch(step, step)
 
         def one(step, carry):
             slot, total = carry
             plgpu.barrier_wait(full.at[slot])
             total = body(step, slot, total)
 
-            @pl.when(step + sizes.stages < sizes.steps)
-            def _():
-                fetch(step + sizes.stages, slot)
-
+            done(step, slot)
             return jnp.where(slot == sizes.stages - 1, 0, slot + 1), total
 
-        return lax.fori_loop(0, sizes.steps, one, (jnp.int32(0), total))[1]
+        return lax.fori_loop(0, steps, one, (jnp.int32(0), total))[1]
 
     acc_type = plgpu.ACC((sizes.m, sizes.n), jnp.float32)
 
@@ -369,7 +363,7 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
 
     def grouped(step, slot, carry):
         total, scales = carry
-        following = scales_of(jnp.minimum(step + 1, sizes.steps - 1))  # in flight during this step
+        following = scales_of(jnp.minimum(step + 1, steps - 1))  # in flight during this step
         for piece in pieces:
 
             def product(acc, piece=piece):
@@ -385,7 +379,7 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
     else:
         (scale,) = scales_of(jnp.int32(0))  # in flight during the loop
         result = times(pl.run_scoped(whole, acc_type), scale)
-    outputs = pl.ds(lax.axis_index("outputs") * sizes.m, sizes.m)
+    outputs = pl.ds(lax.axis_index("outputs") * sizes.outputs + warpgroup * sizes.m, sizes.m)
     tokens = pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)
     place = out_gmem.at[lax.axis_index("split"), tokens, outputs]
     # In this layout a thread holds neighbouring outputs of a token, which it stores together.

@@ -35,6 +35,7 @@ SIZES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
         "k": (64, 128),
         "stages": (2, 3, 4, 6, 8, 12),
         "splits": (1, 2, 4, 8, 16),
+        "warpgroups": (1, 2, 3),  # that share a tile of x
         "dequantize": (1, 2),  # no, yes: the weight beforehand, see quant_matmul.dequantized
     },
     ("matmul", "triton"): {

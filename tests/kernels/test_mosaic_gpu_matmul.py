@@ -9,8 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 from test_quant_matmul import CODES, IN, OUT, check, make_weight, numbers, problem_of
 
+from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.hopper_rules import interpreter
-from jaxserve.pallas_kernels.quant_matmul import mosaic_gpu
+from jaxserve.pallas_kernels.quant_matmul import fragments, mosaic_gpu, mosaic_plan
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import QuantArray
 
@@ -36,12 +37,36 @@ needs_interpreter = pytest.mark.skipif(
     ],
 )
 def test_interpreted(tokens, shape, codes, block, options, capfd, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "SLOT_BYTES", 0)  # two slots, so that they are filled again
+    monkeypatch.setattr(mosaic_plan, "SLOT_BYTES", 0)  # two slots, so that they are filled again
     rng = np.random.default_rng(0)
     x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, codes, block, **options)
     assert mosaic_gpu.why_not(HOPPER, problem_of(x, w)) is None
     with interpreter(detect_races=True) as interpret:
         check(mosaic_gpu.quant_matmul(x, w, interpret=interpret), x, w)
+    output = capfd.readouterr()
+    assert "RACE" not in output.out + output.err
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shuffled", [False, True], ids=["", "shuffled"])
+@pytest.mark.parametrize(
+    ("warpgroups", "splits", "tokens", "shape", "codes", "block", "options"),
+    [
+        (2, 2, 13, (264, 640), "int8", (1, IN), {}),  # splits of different lengths; the last tile of outputs overlaps
+        (3, 1, 24, (384, 512), "int4", (1, 64), {"zero": True}),
+        (2, 1, 35, (256, 384), "int4", (1, 128), {"scale": jnp.bfloat16}),
+        (2, 2, 64, (512, 512), "fp8", (128, 128), {"bias": True}),  # one scale for each warpgroup's outputs
+    ],
+)
+def test_warpgroups_that_share_x(warpgroups, splits, tokens, shape, codes, block, options, shuffled, capfd):
+    rng = np.random.default_rng(3)
+    x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, codes, block, **options)
+    given = fragments.shuffle(w) if shuffled else w
+    with tuning.trial("matmul", "mosaic_gpu", {"warpgroups": warpgroups, "splits": splits, "stages": 2}):
+        sizes = mosaic_gpu.plan(tokens, shape, given.block, 4 if codes == "int4" else 8, shuffled)
+        assert (sizes.warpgroups, sizes.splits, sizes.stages) == (warpgroups, splits, 2)
+        with interpreter(detect_races=True) as interpret:
+            check(mosaic_gpu.quant_matmul(x, given, interpret=interpret), x, w)
     output = capfd.readouterr()
     assert "RACE" not in output.out + output.err
 

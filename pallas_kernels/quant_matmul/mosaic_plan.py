@@ -1,0 +1,164 @@
+"""Sizes of Hopper's kernel for quantized weights (`mosaic_gpu`): tiles, computing warpgroups, stages, splits.
+
+Nobody has measured any, so they are chosen by reckoning, in cycles; what `tuning` has comes first. A step is one of the
+loop over the inputs, of 128 x 128 weights for each warpgroup, with n tokens:
+
+  conversion  instructions of a scheduler for a warpgroup's step, by machine code: 300 + n of int4, 400 of 8 bits
+  products    8 n cycles of the matrix unit, which makes 2,048 products of 16 bits a cycle
+  computing   for the warpgroups of a multiprocessor the larger of the two each, since one converts while another
+              multiplies; at least what one takes alone, for both
+  memory      the codes, once
+  L2 cache    the codes once per tile of tokens; x [n, k] for each step of each program
+  parts       float32 sums of each split, written here and read by whoever adds them
+
+With n = 32 the x of a step is as large as 128 x 128 codes of int4, so that the L2 cache is what bounds programs of 128
+outputs. Several warpgroups of a program, 128 outputs each, share one x. A multiprocessor's 65,536 registers allow two
+of them with 64 tokens, three with 32. Products bound int4 from some 55 tokens on: 64 of them take 7.9 us at 1.755 GHz
+for the [14336, 4096] that memory delivers in 6.8 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.quant_matmul import fragments
+
+PROCESSORS = 132  # multiprocessors
+SLOT_BYTES = 72 << 10  # of shared memory for the slots of a program with few tokens: three fit a multiprocessor
+WIDE_SLOT_BYTES = 104 << 10  # with many tokens: two fit
+SHARED_SLOT_BYTES = 216 << 10  # of several warpgroups: one fits
+SWIZZLE_BITS = 256  # of a row in shared memory, at least
+MIN_STEPS = 4  # of the loop over the inputs per split
+FEW = 64  # tokens
+MEMORY_RATE = 2450  # bytes a cycle: 4.3 TB/s at 1.755 GHz
+CACHE_RATE = 3130  # 5.5 TB/s
+LONELY = 1.5  # cycles an instruction takes where a scheduler has one warp, which waits for its own results; a guess
+
+
+class Plan(NamedTuple):
+    """Sizes of the kernel."""
+
+    m: int  # outputs per warpgroup
+    n: int  # tokens per program
+    k: int  # inputs per step
+    group: int  # inputs per accumulator, at most k
+    stages: int = 1
+    splits: int = 1
+    steps: int = 1  # of the longest split
+    warpgroups: int = 1  # that compute; where several do, one more fetches for them
+
+    @property
+    def outputs(self) -> int:
+        """Of a program."""
+        return self.m * self.warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that fetches and of one that computes, where several warpgroups compute."""
+        return (40, 232) if self.warpgroups == 2 else (32, 160)
+
+    def steps_of(self, split: Any, inputs: int) -> tuple[Any, Any]:
+        """A split's first step and number of steps; some have one less than others where they do not divide."""
+        total = inputs // self.k
+        if total % self.splits == 0:
+            return split * self.steps, self.steps
+        first = lax.div(split * total, jnp.int32(self.splits))
+        return first, lax.div((split + 1) * total, jnp.int32(self.splits)) - first
+
+
+def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int, shuffled: bool = False) -> Plan:
+    """For x [tokens, in] and a weight of `shape` [out, in] with codes of `bits` bits."""
+    out, inputs = shape
+    grouped, few, tuned = block[1] < inputs, tokens <= FEW, measured(tokens, shape, block, bits)
+    m = tuned.get("m") or (128 if out >= 128 else 64)
+    n = tuned.get("n") or _even_tile(tokens, FEW if grouped else 2 * FEW)
+    k: int | None = fragments.CHUNK_BITS // bits
+    if not shuffled:
+        k = step_size(inputs, block[1], bits, tuned.get("k") or (128 if few or grouped else 64))
+    assert k is not None, "why_not refuses what has no step size"
+    sizes = Plan(m, n, k, min(block[1], k) if grouped else k)
+    return divided(sizes, shape, -(-tokens // n), bits, few, tuned)
+
+
+def divided(
+    sizes: Plan,
+    shape: tuple[int, int],
+    columns: int,
+    bits: int,
+    few: bool,
+    tuned: Mapping[str, int],
+    most: int = 3,
+) -> Plan:
+    """The sizes with warpgroups, at most `most`, and splits that take the fewest cycles for `columns` tiles of tokens,
+    and with the stages that there is room for."""
+    every, steps, most = [], shape[1] // sizes.k, _most_warpgroups(sizes, shape[0], few, most)
+    for warpgroups in _range(tuned.get("warpgroups"), most, most):
+        one = sizes._replace(warpgroups=warpgroups)
+        for splits in _range(tuned.get("splits"), _most_splits(one, shape, columns), steps):
+            every.append(one._replace(splits=splits, steps=-(-steps // splits)))
+    best = min(every, key=lambda one: cycles(one, shape, columns, bits))
+    slot = best.outputs * best.k * bits // 8 + best.n * best.k * 2
+    room = SHARED_SLOT_BYTES if best.warpgroups > 1 else SLOT_BYTES if few else WIDE_SLOT_BYTES
+    stages = tuned.get("stages") or min(max(room // slot, 2), 12)
+    return best._replace(stages=min(stages, steps // best.splits))
+
+
+def _range(chosen: int | None, most: int, limit: int) -> Iterable[int]:
+    """1 to `most`, or what was chosen, at most `limit`."""
+    return range(1, most + 1) if chosen is None else (min(chosen, limit),)
+
+
+def _most_warpgroups(sizes: Plan, out: int, few: bool, most: int) -> int:
+    """That registers, and copies of x that pay, allow: one with eight tokens or more than 64."""
+    if sizes.m < 128 or not few or sizes.n > FEW or sizes.n <= 8:
+        return 1
+    return min(3 if sizes.n <= 32 else 2, out // sizes.m, most)
+
+
+def _most_splits(sizes: Plan, shape: tuple[int, int], columns: int) -> int:
+    """As many as run at once, with some steps each."""
+    programs = -(-shape[0] // sizes.outputs) * columns
+    at_once = 2 * PROCESSORS if sizes.warpgroups == 1 else PROCESSORS
+    return max(min(at_once // programs, shape[1] // sizes.k // MIN_STEPS), 1)
+
+
+def cycles(sizes: Plan, shape: tuple[int, int], columns: int, bits: int) -> float:
+    """Of the kernel, and of adding the parts, with `columns` tiles of tokens."""
+    (out, inputs), tiles = shape, -(-shape[0] // sizes.outputs)
+    programs = tiles * columns * sizes.splits
+    share = sizes.m * sizes.k / (128 * 128)
+    conversion = share * (300 + sizes.n if bits == 4 else 400)
+    products = share * 8 * sizes.n
+    together = min(-(-programs // PROCESSORS), 2) if sizes.warpgroups == 1 else sizes.warpgroups
+    waves = -(-programs * sizes.warpgroups // (PROCESSORS * together))
+    computing = waves * sizes.steps * max(together * max(conversion, products), LONELY * conversion + products)
+    codes, x = out * inputs * bits / 8, 2 * sizes.n * inputs
+    cache = columns * (codes + tiles * x) / CACHE_RATE
+    parts = 2 * 4 * sizes.splits * columns * sizes.n * out / CACHE_RATE if sizes.splits > 1 else 0
+    return max(computing, codes / MEMORY_RATE, cache) + parts
+
+
+def _even_tile(tokens: int, most: int) -> int:
+    """Tokens per tile, a multiple of eight: all tiles are about as full."""
+    tiles = -(-tokens // most)
+    return -(-tokens // (8 * tiles)) * 8
+
+
+def step_size(inputs: int, group: int, bits: int, most: int) -> int | None:
+    """Inputs per step of the pipeline: whole groups, or a part of one that is a piece of wgmma's own size."""
+    for k in (128, 64, 32):
+        one_scale, whole_groups = group >= inputs or group % k == 0, k % group == 0 and group % 32 == 0
+        if k <= most and inputs % k == 0 and k * bits >= SWIZZLE_BITS and (one_scale or whole_groups):
+            return k
+    return None
+
+
+def measured(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int) -> Mapping[str, int]:
+    """Sizes that were measured for a problem."""
+    group, (out, inputs) = block[1] if block[1] < shape[1] else 0, shape
+    return tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)
