@@ -52,8 +52,10 @@ def logits(folder, ids):
     x, rope = decoder.apply({"params": params}, ids, jnp.arange(len(ids)), method="begin")
     y = None
     for i in range(config.num_layers):
-        attention = partial(attend, config.window(i))
-        x, y = decoder.layer.apply({"params": params[f"layers_{i}"]}, x, y, rope, attention)
+        attention = partial(attend, config.layers[i].attention.window)
+        x, y = decoder.layer(config.layers[i], parent=None).apply(
+            {"params": params[f"layers_{i}"]}, x, y, rope, attention
+        )
     return np.asarray(decoder.apply({"params": params}, x, y, method=lambda d, x, y: d.logits(d.finish(x, y))))
 
 

@@ -17,7 +17,6 @@ from jaxserve.config import EngineConfig
 from jaxserve.devices.targets import target_memory
 from jaxserve.engine.loading import ModelPlan
 from jaxserve.execution import memory
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint
 from jaxserve.models.panels import Packing, is_matrix
@@ -30,6 +29,7 @@ from jaxserve.models.quantized import (
     keeps_blocks,
     quantized_abstract,
 )
+from jaxserve.models.spec import ModelConfig
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, PanelArray, QuantArray

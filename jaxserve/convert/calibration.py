@@ -20,8 +20,8 @@ from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints.load import Piece
 from jaxserve.config import ConfigError
-from jaxserve.models.decoder import Decoder
-from jaxserve.models.rope import rope_angles
+from jaxserve.models.decoder import Decoder, angles
+from jaxserve.models.spec import LayerSpec
 from jaxserve.pallas_kernels.ops import Ops, matmul
 from jaxserve.pallas_kernels.parts import Heads
 from jaxserve.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def measure(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], input
     """What the linear layers of a decoder layer see, by the path of their kernel."""
     total: Any = None
     for x in np.load(inputs, mmap_mode="r"):
-        seen = _forward(decoder, decoder.config.window(layer), dict(params), x)[1]
+        seen = _forward(decoder, decoder.config.layers[layer], dict(params), x)[1]
         total = seen if total is None else jax.tree.map(jnp.add, total, seen)
     return total
 
@@ -91,8 +91,8 @@ def measure_rows(inputs: Path, transform: Any) -> Statistics:
 def advance(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], inputs: Path, outputs: Path) -> None:
     """Writes what a decoder layer makes of its inputs."""
     given = np.load(inputs, mmap_mode="r")
-    window = decoder.config.window(layer)
-    _write(outputs, given.shape, (_output(decoder, window, dict(params), x) for x in given))
+    spec = decoder.config.layers[layer]
+    _write(outputs, given.shape, (_output(decoder, spec, dict(params), x) for x in given))
 
 
 def _write(path: Path, shape: tuple[int, ...], samples: Any) -> None:
@@ -108,9 +108,9 @@ def _statistics(x: jax.Array) -> Statistics:
     return Statistics(x.T @ x, jnp.abs(x).sum(0))
 
 
-@partial(jax.jit, static_argnames=("decoder", "window"))
+@partial(jax.jit, static_argnames=("decoder", "spec"))
 def _forward(
-    decoder: Decoder, window: int | None, params: dict[str, jax.Array], x: jax.Array
+    decoder: Decoder, spec: LayerSpec, params: dict[str, jax.Array], x: jax.Array
 ) -> tuple[jax.Array, dict[str, Statistics]]:
     """x [tokens, hidden], a text from its beginning -> the layer's output, and what its linear layers saw."""
     paths = {id(value): path for path, value in params.items()}
@@ -122,19 +122,19 @@ def _forward(
 
     def attend(heads: Heads) -> jax.Array:
         q, k, v = layer.ops.rotate(heads, config.norm_eps, x.dtype)
-        scores = jnp.einsum("tkgd,skd->kgts", q, k) * q.shape[-1] ** -0.5
+        scores = jnp.einsum("tkgd,skd->kgts", q, k) * spec.attention.softmax_scale
         back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
-        visible = (back >= 0) & (back < (window or len(q)))
+        visible = (back >= 0) & (back < (spec.attention.window or len(q)))
         return jnp.einsum("kgts,skd->tkgd", jax.nn.softmax(jnp.where(visible, scores, -1e30)), v)
 
     config = decoder.config
-    rope = rope_angles(config.rope, config.head_dim, jnp.arange(len(x)))
-    layer = decoder.clone(ops=Ops(matmul=recording)).layer
-    output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, None, rope, attend)
+    ropes = angles(config, jnp.arange(len(x)))
+    layer = decoder.clone(ops=Ops(matmul=recording)).layer(spec, parent=None)
+    output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, None, ropes, attend)
     x, y = output
     return x + y.whole(x.dtype), seen
 
 
-@partial(jax.jit, static_argnames=("decoder", "window"))
-def _output(decoder: Decoder, window: int | None, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    return _forward(decoder, window, params, x)[0]
+@partial(jax.jit, static_argnames=("decoder", "spec"))
+def _output(decoder: Decoder, spec: LayerSpec, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return _forward(decoder, spec, params, x)[0]

@@ -21,10 +21,10 @@ from jaxserve.checkpoints.load import Piece
 from jaxserve.checkpoints.quantized import refine
 from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import make_mesh, padded_vocab, replicated
-from jaxserve.models.config import ModelConfig, sharded_kv_heads
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family
 from jaxserve.models.load import load_params, read_hf_config, read_model
+from jaxserve.models.spec import ModelConfig, sharded_kv_heads
 from jaxserve.models.weights import weight_pieces
 from jaxserve.pallas_kernels.types import QuantArray
 

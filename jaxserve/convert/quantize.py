@@ -36,9 +36,9 @@ from jaxserve.checkpoints.safetensors import read_header
 from jaxserve.config import ConfigError
 from jaxserve.convert.calibration import Statistics, advance, embed, fuse, measure, measure_rows, read_windows
 from jaxserve.devices.mesh import make_mesh
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, read_model
+from jaxserve.models.spec import ModelConfig
 from jaxserve.models.weights import abstract_params, weight_pieces
 from jaxserve.pallas_kernels.ops import rms_norm
 from jaxserve.pallas_kernels.types import QuantArray
@@ -105,7 +105,7 @@ class QuantizeConfig:
 
     def storage(self, model: ModelConfig) -> Scheme:
         """Raises ConfigError for groups that do not fit the model."""
-        inputs = {model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size}
+        inputs = {model.hidden_size, model.num_heads * model.head_dim, *(layer.mlp.size for layer in model.layers)}
         fitting = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
         size = self.group_size
         if size is None:
@@ -243,7 +243,7 @@ class _Run:
             hessian, magnitude = seen[path]
             heads = (1, 1, -1)
             if giver == "v":  # query heads of a group see the same values
-                heads = (self.model.num_kv_heads, self.model.group_size, -1)
+                heads = (self.model.num_kv_heads, self.model.num_heads // self.model.num_kv_heads, -1)
             by_head = np.asarray(magnitude).reshape(heads)
             alike = np.broadcast_to(by_head.mean(1, keepdims=True), by_head.shape).ravel()
             scales = awq_scales([tensors[name] for name in consumers], hessian, alike, self.scheme)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxserve.config import EngineConfig
 from jaxserve.engine.constraints import Structured
 from jaxserve.limits import MAX_STOP_TOKENS
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams

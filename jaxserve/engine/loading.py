@@ -22,9 +22,9 @@ from jaxserve.execution.kv_cache import CacheLayout, cache_dtype
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.steps import StepShape
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import compute_dtype, find_files, make_decoder, make_params, read_model, trust_matmul
+from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.pallas_kernels.types import default_page_size
 

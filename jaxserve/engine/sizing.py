@@ -95,7 +95,8 @@ class Sizing:
         """By the sizes of the largest arrays in a step."""
         model, dtype = self._runner.model.config, self._runner.model.dtype
         rows, tokens = max(s.rows for s in self._shapes), max(s.tokens for s in self._shapes)
-        width = 4 * model.hidden_size + 3 * model.intermediate_size // self._runner.mesh.size
+        widest = max(layer.mlp.size for layer in model.layers)
+        width = 4 * model.hidden_size + 3 * widest // self._runner.mesh.size
         arrays = tokens * width * dtype.itemsize
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
         return Needs(max(arrays, int(LOGITS * rows * 4 * model.vocab_size)), results, GUESSED_CODE)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.devices.targets import rates
 from jaxserve.execution.memory import bytes_by_dtype
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the datasheet's; an H200 moved 4.3 of 4.8 TB/s, and computed 790 of 989 T

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.devices.mesh import sharding
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import KVPages, has_scale, stored_head_dim
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxserve.config import POOL_FRACTION, ConfigError, EngineConfig
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.spec import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,9 @@ def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int,
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     """Longest request in tokens that the settings and the model allow. Raises ConfigError when they contradict."""
     limit = model.max_position
-    if model.rope.scaling in ("linear", "yarn", "dynamic"):
-        limit = max(limit, int(model.rope.original_max_position * model.rope.factor))
+    for rope in model.ropes.values():
+        if rope.scaling in ("linear", "yarn", "dynamic"):
+            limit = max(limit, int(rope.original_max_position * rope.factor))
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len {config.max_model_len} is beyond the model's own limit of {limit} tokens")
     return config.max_model_len or limit

@@ -25,7 +25,7 @@ from jaxserve.execution.kv_cache import KVCache
 from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.execution.slots import SlotState, decode_slots, penalty_rows
-from jaxserve.models.decoder import Decoder, DecoderLayer, Rope
+from jaxserve.models.decoder import Decoder, DecoderLayer, Ropes
 from jaxserve.pallas_kernels.parts import Heads, Parts
 from jaxserve.pallas_kernels.types import KVPages
 from jaxserve.scheduling.sampler import Sampler
@@ -217,20 +217,18 @@ def _forward(
     # Rows of padding come last, and matmuls may leave them out.
     model = model.counting(q_start[-1])
     decoder = partial(model.apply, {"params": params})
-    x, rope = decoder(tokens, position, method="begin")
+    x, ropes = decoder(tokens, position, method="begin")
     each = model.config.num_layers // len(cache)  # layers of an array of the cache
     pages = cache[0].data.shape[0] // each
     first_page = [jnp.int32(i * pages) for i in range(each)]
     where = (kv_slot, row_tables, q_start, kv_len, batch.num_decodes)
     # Jitted here, so that layers that are alike are traced and lowered once.
-    layer = jax.jit(
-        partial(_layer, module=model.layer, mesh=mesh, decode_only=shape.decode_only), static_argnames="window"
-    )
+    run = partial(_layer, mesh=mesh, decode_only=shape.decode_only)
+    kinds = {kind: jax.jit(partial(run, module=model.layer(kind, parent=None))) for kind in set(model.config.layers)}
     cache, y = list(cache), None
-    for i in range(model.config.num_layers):
-        at, window = i // each, model.config.window(i)
-        inputs, place = (x, y, rope, cache[at]), (*where, first_page[i % each])
-        x, y, cache[at] = layer(params[f"layers_{i}"], *inputs, place, window=window)
+    for i, kind in enumerate(model.config.layers):
+        inputs, place = (x, y, ropes, cache[i // each]), (*where, first_page[i % each])
+        x, y, cache[i // each] = kinds[kind](params[f"layers_{i}"], *inputs, place)
     hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
@@ -300,20 +298,21 @@ def _note(sampled: Sampled, slots: SlotState, slot: jax.Array, target: jax.Array
 
 
 def _layer(
-    params, x: jax.Array, y: Parts | None, rope: Rope, pages: KVPages, where: tuple,
-    *, module: DecoderLayer, mesh, decode_only, window,
+    params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: KVPages, where: tuple,
+    *, module: DecoderLayer, mesh, decode_only,
 ) -> tuple[jax.Array, Parts, KVPages]:  # fmt: skip
     """One layer on x [tokens, hidden], what the layer before left to add to it, and its pages of the cache; returns
     all three."""
 
     def attend(heads: Heads) -> jax.Array:
         nonlocal pages
-        options = {"scale": module.config.head_dim**-0.5, "window": window, "decode_only": decode_only}
-        attend = partial(module.ops.attend, eps=module.config.norm_eps, dtype=x.dtype, **options)
-        out, pages = _attention(attend, heads, pages, *where, mesh=mesh)
+        chosen = module.spec.attention
+        options: Any = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
+        options |= {"eps": module.norm_eps, "dtype": x.dtype, "decode_only": decode_only}
+        out, pages = _attention(partial(module.ops.attend, **options), heads, pages, *where, mesh=mesh)
         return out
 
-    x, y = cast(tuple[jax.Array, Parts], module.apply({"params": params}, x, y, rope, attend))
+    x, y = cast(tuple[jax.Array, Parts], module.apply({"params": params}, x, y, ropes, attend))
     return x, y, pages
 
 

@@ -1,88 +1,13 @@
-"""The shape of a model, and how a Hugging Face config.json becomes one."""
+"""A Hugging Face config.json being read: every setting is understood, or refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jaxserve.config import ConfigError
-
-RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
-
-    `factor` stretches positions: linear (Chen et al. 2023, arXiv:2306.15595), dynamic NTK, llama3 (Llama 3.1's
-    piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). Lengths are in tokens.
-    """
-
-    theta: float = 10000.0
-    scaling: RopeScaling = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        if self.theta <= 1:
-            raise ConfigError(f"rope_theta must be above 1, got {self.theta}")
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ConfigError(
-                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A decoder-only transformer. New maths is a new named field here; nothing branches on a family's name."""
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    norm_eps: float
-    rope: RopeConfig
-    max_position: int
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # per layer: how many tokens back it sees, itself included; None is all
-    eos_token_ids: tuple[int, ...] = ()
-    dtype: str = "float32"  # of the checkpoint
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}"
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even and positive for rotary positions, got {self.head_dim}")
-        if len(self.windows) not in (0, self.num_layers):
-            raise ConfigError(f"layer_types has {len(self.windows)} entries, num_hidden_layers is {self.num_layers}")
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per key-value head."""
-        return self.num_heads // self.num_kv_heads
-
-    def window(self, layer: int) -> int | None:
-        return self.windows[layer] if self.windows else None
 
 
 def _count(most: int, least: int = 1) -> tuple[str, Callable[[Any], bool]]:
@@ -222,31 +147,3 @@ def take_token_ids(value: Any) -> tuple[int, ...]:
     if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
         raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r:.80}")
     return ids
-
-
-def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
-    """KV heads as laid out over the mesh: each is repeated when there are more devices than heads.
-
-    Raises ConfigError when the heads, the MLP or the vocabulary cannot be split evenly.
-    """
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, tensor_parallel_size
-    problems = []
-    if size <= kv_heads:
-        if kv_heads % size:
-            problems.append(f"{kv_heads} key-value heads")
-    elif size % kv_heads or heads % size:
-        problems.append(f"{heads} query heads over {kv_heads} key-value heads")
-    if config.intermediate_size % size:
-        problems.append(f"an MLP width of {config.intermediate_size}")
-    if problems:
-        allowed = [n for n in range(1, heads + 1) if _splits(config, n)]
-        raise ConfigError(
-            f"tensor_parallel_size {size} does not divide {' and '.join(problems)}; this model allows {allowed}"
-        )
-    return max(kv_heads, size)
-
-
-def _splits(config: ModelConfig, size: int) -> bool:
-    kv = config.num_kv_heads
-    heads_fit = kv % size == 0 if size <= kv else (size % kv == 0 and config.num_heads % size == 0)
-    return heads_fit and config.intermediate_size % size == 0

@@ -5,20 +5,26 @@ A step's attention is an argument (`AttentionFn`), so that the model knows neith
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm, Scale, reader
 from jaxserve.models.rope import rope_angles
+from jaxserve.models.spec import AttentionSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import Heads, Parts, value_of
 from jaxserve.pallas_kernels.types import QuantRows
 
-Rope = tuple[jax.Array, jax.Array]  # cosines and sines, see `rope.rope_angles`
+Ropes = Mapping[str, tuple[jax.Array, jax.Array]]  # name in `ModelConfig.ropes` -> cosines and sines of all tokens
+
+
+def angles(config: ModelConfig, positions: jax.Array) -> Ropes:
+    """Of each of a model's rotary embeddings, at positions int32 [tokens]."""
+    return {name: rope_angles(rope, config.head_dim, positions) for name, rope in config.ropes.items()}
 
 
 class AttentionFn(Protocol):
@@ -35,58 +41,54 @@ class Attention(nn.Module):
     `kv_heads` may exceed the model's own when each is repeated over more devices than there are heads.
     """
 
-    config: ModelConfig
+    spec: AttentionSpec
+    hidden_size: int
     kv_heads: int
     dtype: Any
     ops: Ops
 
     @nn.compact
-    def __call__(self, x: jax.Array | QuantRows, rope: Rope, attend: AttentionFn) -> Parts:
-        config, dim = self.config, self.config.head_dim
-        group = config.num_heads // self.kv_heads
+    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
+        spec, dim = self.spec, self.spec.head_dim
+        group = spec.num_heads // self.kv_heads
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
             return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
 
         shape = (self.kv_heads, group + 2, dim)
-        qkv = linear("qkv", (config.hidden_size,), shape, ("kv_heads", None, None, "embed"), config.qkv_bias)(x)
+        qkv = linear("qkv", (self.hidden_size,), shape, ("kv_heads", None, None, "embed"), spec.qkv_bias)(x)
         sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
         qkv = Parts(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
-        norms = [Scale(dim, self.dtype, name=name)() for name in ("q_norm", "k_norm") if config.qk_norm]
-        out = attend(Heads(qkv, *rope, *norms))
+        norms = [Scale(dim, self.dtype, name=name)() for name in ("q_norm", "k_norm") if spec.qk_norm]
+        out = attend(Heads(qkv, *ropes[spec.rope], *norms))
         out_axes = ("embed", "kv_heads", None, None)
-        return linear("out", (self.kv_heads, group, dim), (config.hidden_size,), out_axes, config.o_bias)(out)
+        return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(out)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the norm of a residual stream x [tokens, hidden] to which its result is added; the
     last of these results, y, is left for the next layer, whose norm needs the sum."""
 
-    config: ModelConfig
+    spec: LayerSpec
+    hidden_size: int
+    norm_eps: float
     kv_heads: int
     dtype: Any
     ops: Ops
 
     @nn.compact
-    def __call__(self, x: jax.Array, y: Parts | None, rope: Rope, attend: AttentionFn) -> tuple[jax.Array, Parts]:
+    def __call__(self, x: jax.Array, y: Parts | None, ropes: Ropes, attend: AttentionFn) -> tuple[jax.Array, Parts]:
         """`y` is None in the first layer."""
-        config = self.config
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, self.ops, name=name)
+            return RMSNorm(self.hidden_size, self.norm_eps, self.dtype, self.ops, name=name)
 
-        attention = Attention(config, self.kv_heads, self.dtype, self.ops, name="attention")
-        mlp = MLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.activation,
-            config.mlp_bias,
-            self.dtype,
-            self.ops,
-            name="mlp",
+        attention = Attention(
+            self.spec.attention, self.hidden_size, self.kv_heads, self.dtype, self.ops, name="attention"
         )
+        mlp = MLP(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")
         x, normed = norm("attention_norm")(x, y, reader(self, "attention", "qkv"))
-        x, normed = norm("mlp_norm")(x, attention(normed, rope, attend), reader(self, "mlp", "gate_up"))
+        x, normed = norm("mlp_norm")(x, attention(normed, ropes, attend), reader(self, "mlp", "gate_up"))
         return x, mlp(normed)
 
 
@@ -107,7 +109,7 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.embed = Embedding(self.vocab_rows, config.hidden_size, self.dtype, self.ops)
-        self.layers = [DecoderLayer(config, self.kv_heads, self.dtype, self.ops) for _ in range(config.num_layers)]
+        self.layers = [self.layer(spec) for spec in config.layers]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype, self.ops)
         if not config.tie_embeddings:
             axes = ("vocab", "embed")
@@ -119,14 +121,14 @@ class Decoder(nn.Module):
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
         return self.clone(ops=self.ops.counting(tokens))
 
-    @property
-    def layer(self) -> DecoderLayer:
-        """Any of the layers, to be applied to its own parameters."""
-        return DecoderLayer(self.config, self.kv_heads, self.dtype, self.ops, parent=None)
+    def layer(self, spec: LayerSpec, **options: Any) -> DecoderLayer:
+        """A layer of this kind. With `parent=None` it is one to be applied to parameters from outside."""
+        config = self.config
+        return DecoderLayer(spec, config.hidden_size, config.norm_eps, self.kv_heads, self.dtype, self.ops, **options)
 
-    def begin(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Rope]:
+    def begin(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Ropes]:
         """int32 [tokens], int32 [tokens] -> the first layer's input [tokens, hidden], and rotary angles for all."""
-        return self.embed(token_ids), rope_angles(self.config.rope, self.config.head_dim, positions)
+        return self.embed(token_ids), angles(self.config, positions)
 
     def finish(self, x: jax.Array, y: Parts) -> jax.Array:
         """What the last layer leaves -> final hidden states [tokens, hidden], normed."""
@@ -138,8 +140,8 @@ class Decoder(nn.Module):
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
         """Touches every weight once; only its shapes matter."""
-        x, rope = self.begin(token_ids, token_ids)
+        x, ropes = self.begin(token_ids, token_ids)
         y: Any = None
         for layer in self.layers:
-            x, y = layer(x, y, rope, lambda heads: self.ops.rotate(heads, self.config.norm_eps, self.dtype)[0])
+            x, y = layer(x, y, ropes, lambda heads: self.ops.rotate(heads, self.config.norm_eps, self.dtype)[0])
         return self.logits(self.finish(x, y))

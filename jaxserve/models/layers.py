@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.spec import MLPSpec
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import Parts, Row
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
@@ -117,22 +118,20 @@ class Embedding(nn.Module):
 class MLP(nn.Module):
     """Gated MLP: down(activation(gate(x)) * up(x)), gate and up in one matmul."""
 
+    spec: MLPSpec
     hidden_size: int
-    intermediate_size: int
-    activation: str
-    use_bias: bool
     dtype: Any = jnp.float32
     ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows) -> Parts:
-        size = self.intermediate_size
+        size = self.spec.size
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
             return Linear(
-                in_shape, out_shape, axes, self.use_bias, self.dtype, None, self.ops, in_parts=True, name=name
+                in_shape, out_shape, axes, self.spec.bias, self.dtype, None, self.ops, in_parts=True, name=name
             )
 
         gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x)
-        hidden = self.ops.gated(gate_up, self.activation, x.dtype, reader(self, "down"))
+        hidden = self.ops.gated(gate_up, self.spec.activation, x.dtype, reader(self, "down"))
         return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden)

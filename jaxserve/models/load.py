@@ -29,7 +29,7 @@ from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import embed_sharded, matmul_sharded, padded_vocab, quant_matmul_sharded
-from jaxserve.models.config import HFConfig, ModelConfig, sharded_kv_heads, take_token_ids
+from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.panels import Packing, is_matrix
@@ -45,6 +45,7 @@ from jaxserve.models.quantized import (
     rounded,
     splits_evenly,
 )
+from jaxserve.models.spec import ModelConfig, sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.ops import (
@@ -168,7 +169,7 @@ def make_decoder(
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
-            ops = checked_fused(checked(ops, problem, attention, windows=any(model.windows)), problem)
+            ops = checked_fused(checked(ops, problem, attention, windows=model.has_windows), problem)
             ops = checked_draw(ops, model.vocab_size)
     except BackendError as error:
         raise ConfigError(str(error)) from None

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import ConfigError
-from jaxserve.models.config import HFConfig, RopeConfig
+from jaxserve.models.config import HFConfig
+from jaxserve.models.spec import RopeConfig
 
 _SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 

@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 
 from jaxserve.checkpoints.load import Piece
 from jaxserve.devices.mesh import sharding
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.quantized import quantized_abstract, random_weight
+from jaxserve.models.spec import AttentionSpec, LayerSpec
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
 
@@ -46,19 +46,20 @@ def _whole(target: np.ndarray) -> np.ndarray:
 def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape, dtype and sharding of every parameter, as the modules declare them.
 
-    Layers are alike, so one is traced and stands for all.
+    Equal layers have equal parameters, so of each kind one is traced.
     """
-    num_layers = model.config.num_layers
+    layers = model.config.layers
+    kinds = tuple(dict.fromkeys(layers))
     # The CPU's own operations may still be being built.
-    model = model.clone(ops=Ops(), config=replace(model.config, num_layers=1, windows=model.config.windows[:1]))
+    model = model.clone(ops=Ops(), config=replace(model.config, layers=kinds))
     boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(1, jnp.int32), method="init_all")["params"])
 
     def leaf(box: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(box.value.shape, box.value.dtype, sharding=sharding(mesh, *box.names))
 
     tree = jax.tree.map(leaf, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-    layer = tree.pop("layers_0")
-    tree |= {f"layers_{i}": layer for i in range(num_layers)}
+    of_kind = {kind: tree.pop(f"layers_{i}") for i, kind in enumerate(kinds)}
+    tree |= {f"layers_{i}": of_kind[layer] for i, layer in enumerate(layers)}
     return flatten_dict(dict(sorted(tree.items())), sep="/")
 
 
@@ -95,46 +96,46 @@ def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
     add("norm/scale", [_Source("norm.weight", (hidden,), _whole)])
     if not config.tie_embeddings:
         add("head/kernel", [_Source("head.weight", (vocab, hidden), _whole)])
-    for i in range(config.num_layers):
-        for path, sources in _layer(model).items():
+    for i, layer in enumerate(config.layers):
+        for path, sources in _layer(model, layer).items():
             add(f"layers_{i}/{path}", sources, i)
     return pieces
 
 
-def _layer(model: Decoder) -> dict[str, list[_Source]]:
-    config = model.config
-    hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
+def _layer(model: Decoder, spec: LayerSpec) -> dict[str, list[_Source]]:
+    config, attention = model.config, spec.attention
+    hidden, width, dim = config.hidden_size, spec.mlp.size, attention.head_dim
     layer = {
         "attention_norm/scale": [_Source("attention_norm.weight", (hidden,), _whole)],
         "mlp_norm/scale": [_Source("mlp_norm.weight", (hidden,), _whole)],
-        "attention/qkv/kernel": _qkv(config, model.kv_heads, "weight", (hidden,)),
-        "attention/out/kernel": [_Source("o.weight", (hidden, config.num_heads * dim), _whole)],
+        "attention/qkv/kernel": _qkv(attention, model.kv_heads, "weight", (hidden,)),
+        "attention/out/kernel": [_Source("o.weight", (hidden, attention.num_heads * dim), _whole)],
         "mlp/gate_up/kernel": [
             _Source("gate.weight", (width, hidden), lambda t: t.reshape(width, 2, -1)[:, 0]),
             _Source("up.weight", (width, hidden), lambda t: t.reshape(width, 2, -1)[:, 1]),
         ],
         "mlp/down/kernel": [_Source("down.weight", (hidden, width), _whole)],
     }
-    if config.qkv_bias:
-        layer["attention/qkv/bias"] = _qkv(config, model.kv_heads, "bias", ())
-    if config.o_bias:
+    if attention.qkv_bias:
+        layer["attention/qkv/bias"] = _qkv(attention, model.kv_heads, "bias", ())
+    if attention.out_bias:
         layer["attention/out/bias"] = [_Source("o.bias", (hidden,), _whole)]
-    if config.mlp_bias:
+    if spec.mlp.bias:
         layer["mlp/gate_up/bias"] = [
             _Source("gate.bias", (width,), lambda t: t[:, 0]),
             _Source("up.bias", (width,), lambda t: t[:, 1]),
         ]
         layer["mlp/down/bias"] = [_Source("down.bias", (hidden,), _whole)]
-    if config.qk_norm:
+    if attention.qk_norm:
         layer["attention/q_norm/scale"] = [_Source("q_norm.weight", (dim,), _whole)]
         layer["attention/k_norm/scale"] = [_Source("k_norm.weight", (dim,), _whole)]
     return layer
 
 
-def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...]) -> list[_Source]:
+def _qkv(spec: AttentionSpec, kv_heads: int, kind: str, inputs: tuple[int, ...]) -> list[_Source]:
     """[kv_heads, group + 2, head_dim, *inputs], or the same with the first three as one, from query, key and value;
     keys and values repeat over kv_heads."""
-    group, dim, own = config.num_heads // kv_heads, config.head_dim, config.num_kv_heads
+    group, dim, own = spec.num_heads // kv_heads, spec.head_dim, spec.num_kv_heads
     columns = (-1,) * len(inputs)  # inputs of a weight, groups of inputs of its scales
 
     def by_head(target: np.ndarray) -> np.ndarray:
@@ -152,7 +153,7 @@ def _qkv(config: ModelConfig, kv_heads: int, kind: str, inputs: tuple[int, ...])
 
     kv_shape, kv_split = (own * dim, *inputs), (own, 1, dim, *columns)
     return [
-        _Source(f"q.{kind}", (config.num_heads * dim, *inputs), query, (kv_heads, group, dim, *columns)),
+        _Source(f"q.{kind}", (spec.num_heads * dim, *inputs), query, (kv_heads, group, dim, *columns)),
         _Source(f"k.{kind}", kv_shape, shared(group), kv_split),
         _Source(f"v.{kind}", kv_shape, shared(group + 1), kv_split),
     ]

@@ -123,11 +123,11 @@ def read(folder, **values):
 
 
 def test_what_is_not_said(tmp_path):
-    assert read(tmp_path).rope.theta == 1e6
+    assert read(tmp_path).ropes["default"].theta == 1e6
     windowed = read(tmp_path, sliding_window=4096)
     assert (windowed.rope.theta, windowed.windows) == (10000.0, (4096, 4096))
     yarn = {"original_max_position_embeddings": 16384, "factor": 16, "apply_scale": False, "beta": 32, "alpha": 1}
-    rope = read(tmp_path, yarn=yarn).rope
+    rope = read(tmp_path, yarn=yarn).ropes["default"]
     assert (rope.scaling, rope.factor, rope.attention_factor, rope.beta_fast) == ("yarn", 16.0, 1.0, 32.0)
 
 

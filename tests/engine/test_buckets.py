@@ -97,7 +97,7 @@ def test_the_cost_of_a_model_that_is_loaded(model_folders, case, quantization):
     unread = 0 if model.tie_embeddings else sum(x.nbytes for x in jax.tree.leaves(params["embed"]["table"]))
     assert cost.weights * 0.9 * 4.8e12 == pytest.approx(engine.runner.weight_bytes - unread)
     heads = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    multiplications = model.num_layers * (heads + 3 * model.hidden_size * model.intermediate_size)
+    multiplications = model.num_layers * (heads + 3 * model.hidden_size * model.layers[0].mlp.size)
     assert cost.token * 0.8 * 989e12 == pytest.approx(2 * multiplications)
 
 

@@ -15,10 +15,11 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.execution import memory
 from jaxserve.execution.slots import create_slots
-from jaxserve.models.config import HFConfig, ModelConfig, sharded_kv_heads
+from jaxserve.models.config import HFConfig
 from jaxserve.models.families import families, read_model_config
 from jaxserve.models.load import compute_dtype, read_model
 from jaxserve.models.rope import inverse_frequencies
+from jaxserve.models.spec import ModelConfig, sharded_kv_heads
 
 LLAMA_2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",
@@ -263,20 +264,20 @@ QWEN3_8B = """{
 # fmt: off
 PUBLISHED = [  # text, what it means
     (LLAMA_2_7B, {"family": "llama", "vocab_size": 32000, "hidden_size": 4096, "num_layers": 32, "num_heads": 32,
-        "num_kv_heads": 32, "head_dim": 128, "intermediate_size": 11008, "norm_eps": 1e-5, "max_position": 4096,
+        "num_kv_heads": 32, "head_dim": 128, "size": 11008, "norm_eps": 1e-5, "max_position": 4096,
         "eos_token_ids": (2,), "dtype": "float16"}),
     (LLAMA_31_8B_INSTRUCT, {"family": "llama", "vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128,
         "max_position": 131072, "eos_token_ids": (128001, 128008, 128009), "dtype": "bfloat16", "qkv_bias": False}),
     (LLAMA_32_1B, {"num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64, "tie_embeddings": True,
         "eos_token_ids": (128001,)}),
-    (MISTRAL_7B_V01, {"family": "mistral", "windows": (4096,) * 32, "num_kv_heads": 8, "head_dim": 128}),
-    (MISTRAL_7B_V03, {"family": "mistral", "windows": (), "vocab_size": 32768}),
-    (QWEN_25_05B_INSTRUCT, {"family": "qwen2", "num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "windows": (),
-        "tie_embeddings": True, "qkv_bias": True, "o_bias": False, "norm_eps": 1e-6, "eos_token_ids": (151645,)}),
+    (MISTRAL_7B_V01, {"family": "mistral", "windows": {4096}, "num_kv_heads": 8, "head_dim": 128}),
+    (MISTRAL_7B_V03, {"family": "mistral", "windows": {None}, "vocab_size": 32768}),
+    (QWEN_25_05B_INSTRUCT, {"family": "qwen2", "num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "windows": {None},
+        "tie_embeddings": True, "qkv_bias": True, "out_bias": False, "norm_eps": 1e-6, "eos_token_ids": (151645,)}),
     (QWEN_25_7B_INSTRUCT, {"family": "qwen2", "num_heads": 28, "num_kv_heads": 4, "head_dim": 128,
-        "tie_embeddings": False, "qkv_bias": True, "qk_norm": False, "windows": ()}),
+        "tie_embeddings": False, "qkv_bias": True, "qk_norm": False, "windows": {None}}),
     (QWEN3_06B, {"family": "qwen3", "hidden_size": 1024, "num_heads": 16, "head_dim": 128, "qk_norm": True,
-        "tie_embeddings": True, "qkv_bias": False, "max_position": 40960, "windows": ()}),
+        "tie_embeddings": True, "qkv_bias": False, "max_position": 40960, "windows": {None}}),
     (QWEN3_8B, {"family": "qwen3", "num_layers": 36, "head_dim": 128, "num_kv_heads": 8, "tie_embeddings": False}),
 ]
 ROPES = [  # text, what its rotary settings mean
@@ -306,12 +307,15 @@ def is_refused(message, **changes):
 def test_published_configs(tmp_path, text, meaning):
     (tmp_path / "config.json").write_text(text)
     model = read_model(tmp_path)
-    assert {name: getattr(model, name) for name in meaning} == meaning
+    parts = (model.layers[0].attention, model.layers[0].mlp, model)
+    found = {name: getattr(part, name) for part in parts for name in meaning if hasattr(part, name)}
+    windows = {layer.attention.window for layer in model.layers}
+    assert {name: {"windows": windows, **found}[name] for name in meaning} == meaning
 
 
 @pytest.mark.parametrize(("text", "meaning"), ROPES)
 def test_published_rotary_settings(text, meaning):
-    rope = read(text).rope
+    rope = read(text).ropes["default"]
     assert {name: getattr(rope, name) for name in meaning} == meaning
 
 
@@ -327,18 +331,21 @@ def test_both_styles_of_rotary_settings_are_the_same():
 
 
 def test_yarn_as_qwen_recommends_it():
-    rope = read(QWEN_25_7B_INSTRUCT, rope_scaling=YARN).rope
+    rope = read(QWEN_25_7B_INSTRUCT, rope_scaling=YARN).ropes["default"]
     assert (rope.scaling, rope.factor, rope.original_max_position) == ("yarn", 4.0, 32768)
     assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
-    inferred = read(QWEN_25_7B_INSTRUCT, max_position_embeddings=131072, rope_scaling=YARN | {"factor": None}).rope
-    assert inferred.factor == 4.0
+    inferred = read(QWEN_25_7B_INSTRUCT, max_position_embeddings=131072, rope_scaling=YARN | {"factor": None})
+    assert inferred.ropes["default"].factor == 4.0
 
 
 def test_windows_by_layer():
+    def windows(**changes):
+        return [layer.attention.window for layer in read(QWEN3_8B, **changes).layers]
+
     used = {"use_sliding_window": True, "sliding_window": 100}
-    assert read(QWEN3_8B, **used, max_window_layers=30).windows == (None,) * 30 + (100,) * 6
+    assert windows(**used, max_window_layers=30) == [None] * 30 + [100] * 6
     kinds = ["sliding_attention"] + ["full_attention"] * 35
-    assert read(QWEN3_8B, **used, layer_types=kinds).windows == (100,) + (None,) * 35
+    assert windows(**used, layer_types=kinds) == [100] + [None] * 35
     is_refused("layer_types has 5 entries", base=QWEN3_8B, **used, layer_types=kinds[:5])
     is_refused(r"layer_types \['linear'\] are not supported", base=QWEN3_8B, layer_types=["linear"] * 36)
 
@@ -508,7 +515,7 @@ def test_any_change_gives_a_model_or_a_config_error(base, data):
     else:
         assert isinstance(model, ModelConfig)
         with np.errstate(over="ignore"):  # in a branch that is not taken
-            assert np.isfinite(inverse_frequencies(model.rope, model.head_dim)).all()
+            assert np.isfinite(inverse_frequencies(model.ropes["default"], model.head_dim)).all()
         assert sharded_kv_heads(model, 1) == model.num_kv_heads
         return
     assert refusal.startswith("some/config.json")

@@ -54,9 +54,9 @@ def test_is_read(name):
     assert config.num_layers == given["num_hidden_layers"]
     assert config.head_dim == given.get("head_dim", given["hidden_size"] // given["num_attention_heads"])
     assert config.tie_embeddings == given.get("tie_word_embeddings", False)
-    assert config.rope.theta == given.get("rope_theta", 10000.0)
+    assert config.ropes["default"].theta == given.get("rope_theta", 10000.0)
     assert config.max_position == given.get("max_position_embeddings", given.get("max_sequence_length"))
-    assert bool(config.windows) == (config.family == "mistral" and given["sliding_window"] is not None)
+    assert config.has_windows == (config.family == "mistral" and given["sliding_window"] is not None)
 
 
 def small(given):
@@ -125,8 +125,8 @@ def test_another_length_of_the_first_llamas():
 
 
 def test_the_factor_of_yarn_s_own_code_multiplies():
-    rope = read("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B").rope
+    rope = read("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B").ropes["default"]
     assert rope.attention_factor == pytest.approx(0.8782488562869419 * (0.1 * math.log(4) + 1))
     assert rope.attention_factor == pytest.approx(1.0)
-    plain = read("NousResearch/Yarn-Llama-2-7b-128k").rope
+    plain = read("NousResearch/Yarn-Llama-2-7b-128k").ropes["default"]
     assert plain.attention_factor == pytest.approx(0.1 * math.log(32) + 1)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from jaxserve.config import ConfigError
-from jaxserve.models.config import HFConfig, ModelConfig
+from jaxserve.models.config import HFConfig
+from jaxserve.models.spec import ModelConfig
 from jaxserve.models.weights import Names
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import ConfigError
-from jaxserve.models.config import HFConfig, ModelConfig, take_token_ids
+from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
 from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 
 NAMES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -30,53 +33,73 @@ NAMES = {
 }
 DEFAULT_WINDOW = 4096  # where a config that could have a window does not mention it, as in transformers
 IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints saved
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_shared(hf: HFConfig) -> dict[str, Any]:
-    """The fields that all descendants of Llama write alike."""
-    heads, hidden = hf.take("num_attention_heads"), hf.take("hidden_size")
-    head_dim = hf.take("head_dim", None) or hidden // heads
+    """The fields of ModelConfig, but for the layers, that all descendants of Llama write alike."""
     max_position = hf.take("max_position_embeddings", None) or hf.take("max_sequence_length", 2048)
     hf.expect("max_sequence_length", max_position)  # what the first conversions of Llama wrote beside it
-    hf.expect("hidden_act", *ACTIVATIONS)
-    hf.expect("activation", "swiglu")  # Falcon 3's word for the gate that all of these have
     return {
         "vocab_size": hf.take("vocab_size"),
-        "hidden_size": hidden,
-        "num_layers": hf.take("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": hf.take("num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "intermediate_size": hf.take("intermediate_size"),
+        "hidden_size": hf.take("hidden_size"),
         "norm_eps": float(hf.take("rms_norm_eps", 1e-6)),
-        "rope": read_rope(hf, max_position),
+        "ropes": {"default": read_rope(hf, max_position)},
         "max_position": max_position,
-        "activation": ACTIVATIONS[hf.take("hidden_act", "silu")],
         "tie_embeddings": bool(hf.take("tie_word_embeddings", False)),
         "eos_token_ids": take_token_ids(hf.take("eos_token_id", None)),
         "dtype": hf.take("torch_dtype", None) or hf.take("dtype", None) or "float32",
     }
 
 
-def read_windows(hf: HFConfig, num_layers: int, *, used: bool, first_layer: int = 0) -> tuple[int | None, ...]:
-    """Per-layer windows from `layer_types` where given, else from `sliding_window` for layers from `first_layer` on."""
+def read_attention(hf: HFConfig, *, head_dim: int | None = None, **choices: Any) -> AttentionSpec:
+    """`head_dim`: where the config names none; None: hidden_size / num_attention_heads. `choices`: other fields."""
+    heads = hf.take("num_attention_heads")
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=hf.take("num_key_value_heads", heads),
+        head_dim=hf.take("head_dim", None) or head_dim or hf.take("hidden_size") // heads,
+        **choices,
+    )
+
+
+def read_mlp(hf: HFConfig, **choices: Any) -> MLPSpec:
+    """`choices`: fields that this family has beyond its size and activation."""
+    hf.expect("hidden_act", *ACTIVATIONS)
+    hf.expect("activation", "swiglu")  # Falcon 3's word for the gate that all of these have
+    activation = ACTIVATIONS[hf.take("hidden_act", "silu")]
+    return MLPSpec(size=hf.take("intermediate_size"), activation=activation, **choices)
+
+
+def alike(
+    hf: HFConfig, attention: AttentionSpec, mlp: MLPSpec, windows: Sequence[int | None] | None = None
+) -> tuple[LayerSpec, ...]:
+    """The config's number of layers, which differ in nothing but their `windows` (see `read_windows`)."""
+    windows = windows or [None] * hf.take("num_hidden_layers")
+    return tuple(LayerSpec(attention=replace(attention, window=window), mlp=mlp) for window in windows)
+
+
+def read_windows(hf: HFConfig, *, used: bool, first_layer: int = 0) -> list[int | None]:
+    """The window of each layer: from `layer_types` where the config has that, else `sliding_window` for layers from
+    `first_layer` on; None for a layer that sees everything, and for all layers unless windows are `used`."""
+    num_layers = hf.take("num_hidden_layers")
     window = hf.take("sliding_window", None if "sliding_window" in hf.values else DEFAULT_WINDOW)
     types = hf.take("layer_types", None)
-    if types is not None:
-        allowed = {"full_attention": None, "sliding_attention": window if used else None}
-        if unknown := set(types) - set(allowed):
-            raise ConfigError(f"{hf.source}: layer_types {sorted(unknown)} are not supported (only {sorted(allowed)})")
-        windows = tuple(allowed[kind] for kind in types)
-    else:
-        windows = tuple(window if used and i >= first_layer else None for i in range(num_layers))
-    return windows if any(windows) else ()
+    if types is None:
+        return [window if used and i >= first_layer else None for i in range(num_layers)]
+    allowed = {"full_attention": None, "sliding_attention": window if used else None}
+    if unknown := set(types) - set(allowed):
+        raise ConfigError(f"{hf.source}: layer_types {sorted(unknown)} are not supported (only {sorted(allowed)})")
+    if len(types) != num_layers:
+        raise ConfigError(f"layer_types has {len(types)} entries, num_hidden_layers is {num_layers}")
+    return [allowed[kind] for kind in types]
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    shared = read_shared(hf)
     bias = bool(hf.take("attention_bias", False))
-    return ModelConfig(family="llama", **shared, qkv_bias=bias, o_bias=bias, mlp_bias=bool(hf.take("mlp_bias", False)))
+    attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
+    mlp = read_mlp(hf, bias=bool(hf.take("mlp_bias", False)))
+    return ModelConfig(family="llama", layers=alike(hf, attention, mlp), **read_shared(hf))
 
 
 # The second name is that of the first conversions, from before transformers had the model.

@@ -1,13 +1,14 @@
 """Mistral: Llama with a sliding window on every layer, where the config sets one."""
 
-from jaxserve.models.config import HFConfig, ModelConfig
+from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, read_shared, read_windows
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
+from jaxserve.models.spec import ModelConfig
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    shared = read_shared(hf)
-    return ModelConfig(family="mistral", **shared, windows=read_windows(hf, shared["num_layers"], used=True))
+    layers = alike(hf, read_attention(hf), read_mlp(hf), read_windows(hf, used=True))
+    return ModelConfig(family="mistral", layers=layers, **read_shared(hf))
 
 
 FAMILY = Family("mistral", ("MistralForCausalLM",), _read, NAMES, IGNORED)

@@ -1,20 +1,19 @@
 """Qwen2 and Qwen2.5: Llama with biases on query, key and value; windows, where used, from a given layer on."""
 
-from jaxserve.models.config import HFConfig, ModelConfig
+from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, read_shared, read_windows
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
+from jaxserve.models.spec import ModelConfig
 
 
-def read_qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
+def read_qwen_windows(hf: HFConfig) -> list[int | None]:
     used = bool(hf.take("use_sliding_window", False))
-    first = hf.take("max_window_layers", 28)
-    return read_windows(hf, num_layers, used=used, first_layer=first)
+    return read_windows(hf, used=used, first_layer=hf.take("max_window_layers", 28))
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    shared = read_shared(hf)
-    windows = read_qwen_windows(hf, shared["num_layers"])
-    return ModelConfig(family="qwen2", **shared, qkv_bias=True, windows=windows)
+    layers = alike(hf, read_attention(hf, qkv_bias=True), read_mlp(hf), read_qwen_windows(hf))
+    return ModelConfig(family="qwen2", layers=layers, **read_shared(hf))
 
 
 FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), _read, NAMES, IGNORED)

@@ -1,16 +1,17 @@
 """Qwen3 (dense): norms on each head's query and key, explicit head_dim, no biases by default."""
 
-from jaxserve.models.config import HFConfig, ModelConfig
+from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, read_shared
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared
 from jaxserve.models.families.qwen2 import read_qwen_windows
+from jaxserve.models.spec import ModelConfig
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    shared = read_shared(hf) | {"head_dim": hf.take("head_dim", 128)}
     bias = bool(hf.take("attention_bias", False))
-    windows = read_qwen_windows(hf, shared["num_layers"])
-    return ModelConfig(family="qwen3", **shared, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=windows)
+    attention = read_attention(hf, head_dim=128, qk_norm=True, qkv_bias=bias, out_bias=bias)
+    layers = alike(hf, attention, read_mlp(hf), read_qwen_windows(hf))
+    return ModelConfig(family="qwen3", layers=layers, **read_shared(hf))
 
 
 FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), _read, NAMES, IGNORED)
