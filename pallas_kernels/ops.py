@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
@@ -116,6 +117,7 @@ class Ops:
 
     `draw`: tokens from logits in one launch, as `draw_triton.draw`, or None.
     `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
+    `mixture`: as `experts.experts`.
     `write_and_attend`, where there is one, takes the place of `write_kv` and `paged_attention`.
     `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
     given their axes.
@@ -129,6 +131,7 @@ class Ops:
     rope: Callable[..., jax.Array] = rope
     gate: Callable[..., jax.Array] = gate
     embed: Callable[..., jax.Array] = embed
+    mixture: Callable[..., jax.Array] = experts.experts
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
     write_and_attend: Callable[..., tuple[jax.Array, KVPages]] | None = None
@@ -184,6 +187,24 @@ class Ops:
             return self.fused.gate(y, activation, dtype, reader)
         whole = y.whole(dtype)
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
+
+    def experts(
+        self,
+        x: jax.Array,
+        logits: jax.Array,
+        gate_up: jax.Array | QuantArray,
+        down: jax.Array | QuantArray,
+        top_k: int,
+        normalized: bool,
+        activation: str,
+    ) -> jax.Array:
+        """`mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see `route`."""
+        chosen, weights = experts.route(logits, top_k, normalized=normalized)
+        return self.mixture(x, chosen, weights, gate_up, down, gate=self.gate_of(activation), count=self.count)
+
+    def gate_of(self, activation: str) -> Callable[..., jax.Array]:
+        """`gate` with an activation."""
+        return partial(self.gate, activation=activation)
 
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 UNK, BOS, EOS, IM_START, IM_END = range(5)
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "mixtral": "Mixtral", "qwen3": "Qwen3"}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -204,6 +204,23 @@ CASES: dict[str, Case] = {
     "qwen3_window": _case(
         "qwen3", modern=True, layers=4, head_dim=32, use_sliding_window=True, sliding_window=16, max_window_layers=2
     ),
+    # Mixtral: experts in the place of the MLP.
+    "mixtral_experts": _case(
+        "mixtral",
+        hidden=128,
+        heads=8,
+        intermediate=64,
+        theta=1000000.0,
+        sliding_window=None,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        output_router_logits=False,
+        router_aux_loss_coef=0.02,
+        router_jitter_noise=0.0,
+    ),
+    "mixtral_window": _case(
+        "mixtral", modern=True, layers=3, sliding_window=16, num_local_experts=4, num_experts_per_tok=3, head_dim=32
+    ),
     # Shapes.
     "llama_head64": _case("llama", hidden=256, kv_heads=2),
     "llama_head80": _case("llama", hidden=240, heads=3, kv_heads=3),
@@ -239,10 +256,18 @@ def manifest(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv_heads * head_dim, hidden, attention_bias or family == "qwen2"),
         "self_attn.v_proj": (kv_heads * head_dim, hidden, attention_bias or family == "qwen2"),
         "self_attn.o_proj": (hidden, heads * head_dim, attention_bias),
-        "mlp.gate_proj": (wide, hidden, mlp_bias),
-        "mlp.up_proj": (wide, hidden, mlp_bias),
-        "mlp.down_proj": (hidden, wide, mlp_bias),
     }
+    if family == "mixtral":
+        linears["block_sparse_moe.gate"] = (config["num_local_experts"], hidden, False)
+        for expert in range(config["num_local_experts"]):
+            for name, shape in (("w1", (wide, hidden)), ("w3", (wide, hidden)), ("w2", (hidden, wide))):
+                linears[f"block_sparse_moe.experts.{expert}.{name}"] = (*shape, False)
+    else:
+        linears |= {
+            "mlp.gate_proj": (wide, hidden, mlp_bias),
+            "mlp.up_proj": (wide, hidden, mlp_bias),
+            "mlp.down_proj": (hidden, wide, mlp_bias),
+        }
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if family == "qwen3":
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}

@@ -25,6 +25,7 @@ RULES: dict[str | None, str | None] = {
     "vocab": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "expert": "expert",
 }
 
 
@@ -138,6 +139,26 @@ def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | Non
 
     in_specs = (PartitionSpec(None, inputs), split)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)(x, w)
+
+
+def experts_sharded(
+    mesh: Mesh, mixture: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array,
+    gate_up: jax.Array, down: jax.Array, *, gate: Callable[..., jax.Array], count: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """`jaxserve.pallas_kernels.experts.experts` where each device has a part of every expert; the parts of the results
+    are added in the dtype of x."""
+    everywhere = PartitionSpec()
+
+    def local(x, chosen, weights, gate_up, down, *count: jax.Array) -> jax.Array:
+        y = mixture(x, chosen, weights, gate_up, down, gate=gate, count=count[0] if count else None)
+        return jax.lax.psum(y.astype(x.dtype), "tensor")
+
+    counts = () if count is None else (count,)
+    split = spec("expert", "mlp", "embed"), spec("expert", "embed", "mlp")
+    in_specs = (everywhere, everywhere, everywhere, *split, *(everywhere,) * len(counts))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False)(
+        x, chosen, weights, gate_up, down, *counts
+    )
 
 
 def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:

@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("mscale", "mscale_all_dim"), _NUMBER),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate"), _FLAG),
     "finetuned": _FLAG,
+    **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), _count(2**12)),
     **dict.fromkeys(("hidden_act", "torch_dtype", "dtype", "rope_type", "type"), _TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
 }
@@ -54,6 +55,7 @@ HARMLESS = frozenset([
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "neftune_noise_alpha", "max_length",
     "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams",
     "num_beam_groups", "num_return_sequences", "repetition_penalty", "length_penalty", "diversity_penalty",
+    "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",  # of training
     "early_stopping", "no_repeat_ngram_size", "output_attentions", "output_hidden_states", "output_scores",
     "return_dict", "return_dict_in_generate", "use_return_dict", "id2label", "label2id", "problem_type",
     "task_specific_params", "finetuning_task", "prefix",

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.layers import MLP, Embedding, Linear, RMSNorm, Scale, reader
+from jaxserve.models.layers import MLP, Embedding, Experts, Linear, RMSNorm, Scale, reader
 from jaxserve.models.rope import rope_angles
 from jaxserve.models.spec import AttentionSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels.ops import Ops
@@ -86,7 +86,8 @@ class DecoderLayer(nn.Module):
         attention = Attention(
             self.spec.attention, self.hidden_size, self.kv_heads, self.dtype, self.ops, name="attention"
         )
-        mlp = MLP(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")
+        kind = MLP if self.spec.mlp.experts is None else Experts
+        mlp = kind(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")
         x, normed = norm("attention_norm")(x, y, reader(self, "attention", "qkv"))
         x, normed = norm("mlp_norm")(x, attention(normed, ropes, attend), reader(self, "mlp", "gate_up"))
         return x, mlp(normed)

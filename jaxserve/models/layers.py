@@ -115,6 +115,28 @@ class Embedding(nn.Module):
         return self.ops.linear(hidden, self.table, ("vocab", "embed"))
 
 
+class Experts(nn.Module):
+    """Several gated MLPs, of which a router chooses a few for each token; see `jaxserve.pallas_kernels.experts`."""
+
+    spec: MLPSpec
+    hidden_size: int
+    dtype: Any = jnp.float32
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> Parts:
+        experts, hidden, size = self.spec.experts, self.hidden_size, self.spec.size
+        assert experts is not None
+        axes = (None, "embed")
+        router = Linear((hidden,), (experts.count,), axes, False, self.dtype, jnp.float32, self.ops, name="router")
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=2, out_axis=1, batch_axis=0)
+        gate_up, down = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
+        first = weight(self, "experts_gate_up", init, gate_up, (experts.count, 2 * size, hidden), self.dtype)
+        second = weight(self, "experts_down", init, down, (experts.count, hidden, size), self.dtype)
+        y = self.ops.experts(x, router(x), first, second, experts.top_k, experts.normalized, self.spec.activation)
+        return Parts(y.astype(x.dtype)[None])
+
+
 class MLP(nn.Module):
     """Gated MLP: down(activation(gate(x)) * up(x)), gate and up in one matmul."""
 

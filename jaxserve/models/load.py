@@ -28,7 +28,7 @@ from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import embed_sharded, matmul_sharded, padded_vocab, quant_matmul_sharded
+from jaxserve.devices.mesh import embed_sharded, experts_sharded, matmul_sharded, padded_vocab, quant_matmul_sharded
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
@@ -175,7 +175,8 @@ def make_decoder(
         raise ConfigError(str(error)) from None
     if mesh.size > 1:
         embed, split_matmul = partial(embed_sharded, mesh, dtype), partial(matmul_sharded, mesh)
-        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul)
+        mixture = partial(experts_sharded, mesh, ops.mixture)
+        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, mixture=mixture)
     ops = dataclasses.replace(ops, quant_matmul=_quant_matmul(device, mesh, matmul))
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
 
@@ -243,6 +244,7 @@ def load_params(
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
     scheme = quantization if source.reader is None and quantization in SCHEMES else None
+    _check_experts(decoder.config, source.reader.name if source.reader else scheme)
     pieces, ignored = source.pieces(decoder), source.ignored(decoder)
     if packing:
         abstract = packing.stored(abstract, pieces, source.tensors)
@@ -265,6 +267,12 @@ def load_params(
     as_stored = () if dequantize else kept
     flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put, as_stored)
     return unflatten_dict(flat, sep="/")
+
+
+def _check_experts(model: ModelConfig, quantization: str | None) -> None:
+    """Raises ConfigError for experts that would have to be quantized."""
+    if quantization and any(layer.mlp.experts for layer in model.layers):
+        raise ConfigError(f"experts are served in floats; this model's would have to be read as {quantization}")
 
 
 def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
@@ -299,6 +307,7 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
             rounding=rounding,
         )
     scheme = None if config.quantization == "auto" else config.quantization
+    _check_experts(decoder.config, scheme)
     if scheme and scheme not in FORMS:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(FORMS)}, not to {scheme!r}")
     params = dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)

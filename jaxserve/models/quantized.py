@@ -185,8 +185,8 @@ def _shuffler(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def is_quantizable(path: str) -> bool:
-    """The matrices of the layers; embeddings and head are few and matter more."""
-    return path.startswith("layers_") and path.endswith("/kernel")
+    """The matrices of the layers; embeddings, head and routers of experts are few and matter more."""
+    return path.startswith("layers_") and path.endswith("/kernel") and not path.endswith("router/kernel")
 
 
 def quantized_abstract(abstract: Mapping[str, jax.ShapeDtypeStruct], scheme: str) -> dict[str, Any]:

@@ -20,12 +20,13 @@ from jaxserve.checkpoints.load import Piece
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.quantized import quantized_abstract, random_weight
-from jaxserve.models.spec import AttentionSpec, LayerSpec
+from jaxserve.models.spec import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
 
-# Role -> name in the checkpoint; "{i}" is the layer. Roles: embed, norm, head, attention_norm, mlp_norm, q, k, v, o,
-# q_norm, k_norm, gate, up, down; biases add ".bias", weights have ".weight".
+# Role -> name in the checkpoint; "{i}" is the layer, "{e}" the expert. Roles: embed, norm, head, attention_norm,
+# mlp_norm, q, k, v, o, q_norm, k_norm, gate, up, down, router, expert_gate, expert_up, expert_down;
+# biases add ".bias", weights have ".weight".
 Names = Mapping[str, str]
 
 
@@ -37,6 +38,7 @@ class _Source:
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
     split: tuple[int, ...] | None = None
+    expert: int | None = None
 
 
 def _whole(target: np.ndarray) -> np.ndarray:
@@ -89,7 +91,7 @@ def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
     pieces: dict[str, list[Piece]] = {}
 
     def add(path: str, sources: list[_Source], layer: int | None = None) -> None:
-        pieces[path] = [Piece(names[s.role].format(i=layer), s.shape, s.view, s.split) for s in sources]
+        pieces[path] = [Piece(names[s.role].format(i=layer, e=s.expert), s.shape, s.view, s.split) for s in sources]
 
     hidden, vocab = config.hidden_size, config.vocab_size
     add("embed/table", [_Source("embed.weight", (vocab, hidden), _whole)])  # rows beyond the vocabulary stay zero
@@ -110,12 +112,15 @@ def _layer(model: Decoder, spec: LayerSpec) -> dict[str, list[_Source]]:
         "mlp_norm/scale": [_Source("mlp_norm.weight", (hidden,), _whole)],
         "attention/qkv/kernel": _qkv(attention, model.kv_heads, "weight", (hidden,)),
         "attention/out/kernel": [_Source("o.weight", (hidden, attention.num_heads * dim), _whole)],
-        "mlp/gate_up/kernel": [
+    }
+    if spec.mlp.experts:
+        layer |= _experts(spec.mlp, spec.mlp.experts, hidden)
+    else:
+        layer["mlp/gate_up/kernel"] = [
             _Source("gate.weight", (width, hidden), lambda t: t.reshape(width, 2, -1)[:, 0]),
             _Source("up.weight", (width, hidden), lambda t: t.reshape(width, 2, -1)[:, 1]),
-        ],
-        "mlp/down/kernel": [_Source("down.weight", (hidden, width), _whole)],
-    }
+        ]
+        layer["mlp/down/kernel"] = [_Source("down.weight", (hidden, width), _whole)]
     if attention.qkv_bias:
         layer["attention/qkv/bias"] = _qkv(attention, model.kv_heads, "bias", ())
     if attention.out_bias:
@@ -130,6 +135,27 @@ def _layer(model: Decoder, spec: LayerSpec) -> dict[str, list[_Source]]:
         layer["attention/q_norm/scale"] = [_Source("q_norm.weight", (dim,), _whole)]
         layer["attention/k_norm/scale"] = [_Source("k_norm.weight", (dim,), _whole)]
     return layer
+
+
+def _experts(mlp: MLPSpec, experts: ExpertsSpec, hidden: int) -> dict[str, list[_Source]]:
+    """The router, and the experts' weights, stacked: a tensor of the checkpoint for each expert and matrix."""
+    width = mlp.size
+
+    def gate_up(expert: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda t: t[expert].reshape(width, 2, hidden)[:, which]
+
+    def down(expert: int) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda t: t[expert]
+
+    stacked = range(experts.count)
+    inner = (("expert_gate.weight", 0), ("expert_up.weight", 1))
+    return {
+        "mlp/router/kernel": [_Source("router.weight", (experts.count, hidden), _whole)],
+        "mlp/experts_gate_up": [
+            _Source(role, (width, hidden), gate_up(e, which), expert=e) for e in stacked for role, which in inner
+        ],
+        "mlp/experts_down": [_Source("expert_down.weight", (hidden, width), down(e), expert=e) for e in stacked],
+    }
 
 
 def _qkv(spec: AttentionSpec, kv_heads: int, kind: str, inputs: tuple[int, ...]) -> list[_Source]:

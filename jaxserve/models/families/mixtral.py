@@ -1,0 +1,23 @@
+"""Mixtral: Mistral with a mixture of experts in the place of each MLP."""
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
+from jaxserve.models.spec import ExpertsSpec, ModelConfig
+
+MOE = "model.layers.{i}.block_sparse_moe"
+MIXTRAL_NAMES = NAMES | {
+    "router.weight": f"{MOE}.gate.weight",
+    "expert_gate.weight": f"{MOE}.experts.{{e}}.w1.weight",
+    "expert_up.weight": f"{MOE}.experts.{{e}}.w3.weight",
+    "expert_down.weight": f"{MOE}.experts.{{e}}.w2.weight",
+}
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    experts = ExpertsSpec(count=hf.take("num_local_experts", 8), top_k=hf.take("num_experts_per_tok", 2))
+    layers = alike(hf, read_attention(hf), read_mlp(hf, experts=experts), read_windows(hf, used=True))
+    return ModelConfig(family="mixtral", layers=layers, **read_shared(hf))
+
+
+FAMILY = Family("mixtral", ("MixtralForCausalLM",), _read, MIXTRAL_NAMES, IGNORED)
