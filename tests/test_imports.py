@@ -156,6 +156,12 @@ def test_scheduling_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_axes_of_the_mesh_have_names():
+    """How many parts a weight has is asked of its axis (`devices.mesh.ways`): not all devices need to share it."""
+    asked = [str(path) for path in MODULES.values() if "mesh.size" in (ROOT / path).read_text()]
+    assert asked == ["jaxserve/devices/mesh.py"]
+
+
 def test_files_are_short():
     lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in MODULES.values()}
     long = {path: count for path, count in lines.items() if count > MOST_LINES}

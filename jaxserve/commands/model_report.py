@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxserve.checkpoints.load import RowReader, read_weight
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.config import EngineConfig
+from jaxserve.devices.mesh import num_devices, ways
 from jaxserve.devices.targets import target_memory
 from jaxserve.engine.loading import ModelPlan
 from jaxserve.execution import memory
@@ -47,17 +48,17 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     yield f"model: {_shape(model)}"
     numbers = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params, is_leaf=_is_weight))
     yield f"parameters: {numbers:,}"
-    yield f"devices: {mesh.size} x {device.device_kind}, computing in {plan.dtype}"
+    yield f"devices: {num_devices(mesh)} x {device.device_kind}, computing in {plan.dtype}"
     yield memory.describe_weights(params)
-    per_device = f"{layout.token_bytes // mesh.size:,} a device"
+    per_device = f"{layout.token_bytes // ways(mesh, 'kv_heads'):,} a device"
     yield f"KV cache per token: {layout.token_bytes:,} bytes in {layout.dtype}, {per_device}"
     weights = sum(memory.bytes_by_dtype(params).values())
     if devices is None:
-        budget = memory.budget(config, device, mesh.size, weights, 0)
+        budget = memory.budget(config, device, num_devices(mesh), weights, 0)
     else:
         total = target_memory(device)
         budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True)
-    page_bytes = layout.page_bytes // mesh.size
+    page_bytes = layout.page_bytes // ways(mesh, "kv_heads")
     pages = memory.fitting_pages(config, plan.longest, layout.page_size, page_bytes, budget, memory.Needs())
     yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"
     tokens = max(pages - 1, 0) * layout.page_size  # one page is nobody's

@@ -16,7 +16,7 @@ from jaxserve.config import ConfigError
 from jaxserve.pallas_kernels.ops import embed, matmul
 from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 
-AXES = ("data", "stage", "expert", "tensor")
+AXES = ("data", "stage", "sequence", "expert", "tensor")
 
 # Logical axis of a weight or an activation -> mesh axis; None is replicated.
 RULES: dict[str | None, str | None] = {
@@ -30,7 +30,7 @@ RULES: dict[str | None, str | None] = {
 
 
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of axes data, stage, expert (all 1 today) and tensor. Raises ConfigError when devices are missing."""
+    """A mesh of AXES, of which all but tensor have one device today. Raises ConfigError when devices are missing."""
     devices = jax.devices() if devices is None else devices
     if len(devices) < tensor_parallel_size:
         hint = (
@@ -42,8 +42,28 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | Non
             f"tensor_parallel_size {tensor_parallel_size} needs as many devices, "
             f"but JAX sees {len(devices)} {devices[0].platform} device(s){hint}"
         )
-    chosen = np.asarray(devices[:tensor_parallel_size]).reshape(1, 1, 1, tensor_parallel_size)
+    chosen = np.asarray(devices[:tensor_parallel_size]).reshape(1, 1, 1, 1, tensor_parallel_size)
     return Mesh(chosen, AXES)
+
+
+def num_devices(mesh: Mesh) -> int:
+    return mesh.size
+
+
+def is_split(mesh: Mesh) -> bool:
+    """Whether a model on this mesh is spread over several devices."""
+    return mesh.size > 1
+
+
+def on_one_cpu(mesh: Mesh) -> bool:
+    """Whether the C++ kernels can serve a model on this mesh."""
+    return not is_split(mesh) and mesh.devices.flat[0].platform == "cpu"
+
+
+def ways(mesh: Mesh, logical: str) -> int:
+    """Into how many parts a logical axis is split."""
+    axis = RULES[logical]
+    return 1 if axis is None else mesh.shape[axis]
 
 
 def spec(*logical: str | None) -> PartitionSpec:
@@ -151,7 +171,7 @@ def experts_sharded(
 
     def local(x, chosen, weights, gate_up, down, *count: jax.Array) -> jax.Array:
         y = mixture(x, chosen, weights, gate_up, down, gate=gate, count=count[0] if count else None)
-        return jax.lax.psum(y.astype(x.dtype), "tensor")
+        return jax.lax.psum(y.astype(x.dtype), RULES["mlp"])
 
     counts = () if count is None else (count,)
     split = spec("expert", "mlp", "embed"), spec("expert", "embed", "mlp")
@@ -166,10 +186,11 @@ def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockA
     looks up its own, and all others count as 0. Left to itself, XLA gathers the whole table."""
 
     def local(table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
-        own = ids - jax.lax.axis_index("tensor") * table.shape[0]
+        own = ids - jax.lax.axis_index(axis) * table.shape[0]
         mine = (own >= 0) & (own < table.shape[0])
-        return jax.lax.psum(jnp.where(mine[:, None], embed(table, own).astype(dtype), 0), "tensor")
+        return jax.lax.psum(jnp.where(mine[:, None], embed(table, own).astype(dtype), 0), axis)
 
+    axis = RULES["vocab"]
     axes = spec("vocab", "embed")
     specs = quant_specs(table, axes, mesh) if isinstance(table, QuantArray | BlockArray) else axes
     return jax.shard_map(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxserve import heap
 from jaxserve.config import EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
-from jaxserve.devices.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh, num_devices, on_one_cpu
 from jaxserve.engine.sizing import Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
@@ -101,10 +101,10 @@ def load_parts(
     rows = config.max_num_seqs, memory.penalty_rows(config, model)
     runner = ModelRunner(decoder, params, mesh, *rows, most_steps=config.decode_steps, static=static_steps)
     device = mesh.devices.flat[0]
-    cost = StepCost.of(params, model, device, mesh.size, plan.dtype)
+    cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)
     shapes = _shapes(config, plan, cost)
     runner.plan(plan.one_page, -(-plan.longest // plan.one_page.page_size))
-    budget = memory.budget(config, device, mesh.size, runner.weight_bytes, runner.slot_bytes)
+    budget = memory.budget(config, device, num_devices(mesh), runner.weight_bytes, runner.slot_bytes)
     sizing = Sizing(config, runner, plan.one_page, budget, shapes, plan.longest)
     sizing.begin()
     return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing)
@@ -115,7 +115,6 @@ def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> lis
     tokens = max(memory.max_batched_tokens(config), config.max_num_seqs)
     if cost is not None:
         tokens = min(tokens, config.max_num_seqs * plan.longest)
-    on_one_cpu = plan.mesh.devices.flat[0].platform == "cpu" and plan.mesh.size == 1
-    free = on_one_cpu and plan.dtype == np.float32 and cpu_build.possible()
+    free = on_one_cpu(plan.mesh) and plan.dtype == np.float32 and cpu_build.possible()
     sizes = config.max_num_seqs, tokens, plan.one_page.page_size
     return step_shapes(*sizes, cost=cost, chunk=prefill_chunk(config, cost), padding_is_free=free)

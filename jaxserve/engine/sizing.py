@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxserve.config import EngineConfig
+from jaxserve.devices.mesh import ways
 from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs
@@ -96,7 +97,7 @@ class Sizing:
         model, dtype = self._runner.model.config, self._runner.model.dtype
         rows, tokens = max(s.rows for s in self._shapes), max(s.tokens for s in self._shapes)
         widest = max(layer.mlp.size for layer in model.layers)
-        width = 4 * model.hidden_size + 3 * widest // self._runner.mesh.size
+        width = 4 * model.hidden_size + 3 * widest // ways(self._runner.mesh, "mlp")
         arrays = tokens * width * dtype.itemsize
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
         return Needs(max(arrays, int(LOGITS * rows * 4 * model.vocab_size)), results, GUESSED_CODE)
@@ -107,7 +108,7 @@ class Sizing:
     @property
     def _page_bytes(self) -> int:
         """On each device."""
-        return self._one_page.page_bytes // self._runner.mesh.size
+        return self._one_page.page_bytes // ways(self._runner.mesh, "kv_heads")
 
     @property
     def _cache_bytes(self) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.devices.mesh import sharding
+from jaxserve.devices.mesh import on_one_cpu, sharding
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import KVPages, has_scale, stored_head_dim
@@ -79,8 +79,7 @@ class CacheLayout:
     def create(self, mesh: Mesh) -> KVCache:
         """The cache. On one CPU its contents are undefined, and memory is taken as pages are used for the first time: a
         large cache then costs no time at start."""
-        on_one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-        fill = cpu.untouched if on_one_cpu else jnp.zeros
+        fill = cpu.untouched if on_one_cpu(mesh) else jnp.zeros
 
         def empty() -> KVPages:
             return jax.tree.map(lambda x: fill(x.shape, x.dtype), self.array)

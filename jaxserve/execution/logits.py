@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import sharding, spec
+from jaxserve.devices.mesh import RULES, is_split, sharding, spec, ways
 from jaxserve.models.decoder import Decoder
 
 
@@ -34,9 +34,10 @@ def from_logits(
     logits = cast(jax.Array, model.apply({"params": params}, hidden, method="logits"))
     logits = lax.with_sharding_constraint(logits, sharding(mesh, None, "vocab"))
     vocab = model.config.vocab_size
-    if mesh.size == 1:
+    if not is_split(mesh):
         return function(logits[:, :vocab], *rows, shared)
-    count, devices = hidden.shape[0], mesh.shape["tensor"]
+    axis = RULES["vocab"]
+    count, devices = hidden.shape[0], ways(mesh, "vocab")
     each = -(-count // devices)
 
     def pad(x: jax.Array) -> jax.Array:
@@ -44,11 +45,11 @@ def from_logits(
 
     def local(logits: jax.Array, rows: tuple, shared: Any) -> Any:
         """Cuts and joins the rows itself: the compiler would share out other parts of the step in the same way."""
-        whole = lax.all_to_all(pad(logits), "tensor", split_axis=0, concat_axis=1, tiled=True)[:, :vocab]
-        first = lax.axis_index("tensor") * each
+        whole = lax.all_to_all(pad(logits), axis, split_axis=0, concat_axis=1, tiled=True)[:, :vocab]
+        first = lax.axis_index(axis) * each
         mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(pad(x), first, each), rows)
         result = function(whole, *mine, shared)
-        return jax.tree.map(lambda x: lax.all_gather(x, "tensor", tiled=True)[:count], result)
+        return jax.tree.map(lambda x: lax.all_gather(x, axis, tiled=True)[:count], result)
 
     everywhere = PartitionSpec()
     specs = spec(None, "vocab"), everywhere, everywhere

@@ -19,7 +19,7 @@ from jax.stages import Compiled, Lowered
 
 from jaxserve.config import MAX_STEPS
 from jaxserve.devices.jax_versions import with_int4_arguments
-from jaxserve.devices.mesh import replicated
+from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import steps
 from jaxserve.execution.kv_cache import COPIES, CacheLayout, KVCache, copy_pages
 from jaxserve.execution.memory import Needs, available_host_bytes, stored_bytes
@@ -116,7 +116,7 @@ class ModelRunner:
         """Makes the cache and the slots, in place of those that there may be."""
         vars(self).pop("cache", None)  # there may be no room for both
         vars(self).pop("slots", None)
-        lazily = {"zeros": cpu.zeros} if self._on_cpu and self.mesh.size == 1 else {}
+        lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
         self.slots = jax.jit(partial(self._make_slots, **lazily), out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
 

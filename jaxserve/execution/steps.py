@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config import MAX_STEPS
-from jaxserve.devices.mesh import spec
+from jaxserve.devices.mesh import is_split, spec
 from jaxserve.execution.kv_cache import KVCache
 from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
@@ -381,7 +381,7 @@ def _attention(
         return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)
 
     where = (kv_slot, tables, q_start, kv_len, num_decodes, first_page)
-    if mesh.size == 1:
+    if not is_split(mesh):
         return local(heads, pages, *where)
     everywhere = PartitionSpec()
     of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)

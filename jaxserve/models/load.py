@@ -28,7 +28,15 @@ from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import embed_sharded, experts_sharded, matmul_sharded, padded_vocab, quant_matmul_sharded
+from jaxserve.devices.mesh import (
+    embed_sharded,
+    experts_sharded,
+    is_split,
+    matmul_sharded,
+    padded_vocab,
+    quant_matmul_sharded,
+    ways,
+)
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import Family, find_family, read_model_config
@@ -159,31 +167,31 @@ def make_decoder(
     matmul: str = "auto",
 ) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot."""
-    kv_heads = sharded_kv_heads(model, mesh.size)
+    kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"))
     dtype = np.dtype(dtype)
     device = Device.of(mesh.devices.flat[0])
     head_dim = stored_head_dim(model.head_dim, device.platform)
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
-    heads, group = kv_heads // mesh.size, model.num_heads // kv_heads
+    heads, group = kv_heads // ways(mesh, "kv_heads"), model.num_heads // kv_heads
     problem = AttentionProblem(dtype, kv_dtype, heads, group, head_dim, page_size, has_scale(kv_dtype))
     try:
-        ops = choose_ops(device, problem, backend=attention, partitioned=mesh.size > 1)
+        ops = choose_ops(device, problem, backend=attention, partitioned=is_split(mesh))
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
             ops = checked_fused(checked(ops, problem, attention, windows=model.has_windows), problem)
             ops = checked_draw(ops, model.vocab_size)
     except BackendError as error:
         raise ConfigError(str(error)) from None
-    if mesh.size > 1:
+    if is_split(mesh):
         embed, split_matmul = partial(embed_sharded, mesh, dtype), partial(matmul_sharded, mesh)
         mixture = partial(experts_sharded, mesh, ops.mixture)
         ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, mixture=mixture)
     ops = dataclasses.replace(ops, quant_matmul=_quant_matmul(device, mesh, matmul))
-    return Decoder(model, kv_heads, padded_vocab(model.vocab_size, mesh.size), dtype, ops)
+    return Decoder(model, kv_heads, padded_vocab(model.vocab_size, ways(mesh, "vocab")), dtype, ops)
 
 
 def _quant_matmul(device: Device, mesh: Mesh, backend: str) -> Callable[..., jax.Array]:
-    op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=mesh.size > 1))
-    return op if mesh.size == 1 else partial(quant_matmul_sharded, mesh, op)
+    op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=is_split(mesh)))
+    return partial(quant_matmul_sharded, mesh, op) if is_split(mesh) else op
 
 
 def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tuple[Decoder, Any]:
@@ -203,7 +211,7 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tup
     given = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
     weights = arranged(shapes, mesh, decoder.dtype, backend)
-    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), mesh.size > 1) for w in weights)
+    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh)) for w in weights)
     try:
         chosen = checked_matmul(device, problems, backend)
     except BackendError as error:

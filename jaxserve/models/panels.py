@@ -16,6 +16,7 @@ from jaxserve.checkpoints.load import Piece
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.config import EngineConfig
+from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
@@ -45,7 +46,7 @@ class Packing:
     @classmethod
     def of(cls, config: EngineConfig, mesh: Mesh) -> Packing | None:
         """None where there are no panels: on other devices, on several, and without a C++ compiler."""
-        if mesh.devices.flat[0].platform != "cpu" or mesh.size > 1 or not cpu_panels.available():
+        if not on_one_cpu(mesh) or not cpu_panels.available():
             return None
         dtype = np.dtype(config.dtype) if config.dtype in ("bfloat16", "float16") else None
         floats = "bfloat16" if config.dtype == "bfloat16" else "float32"

@@ -19,7 +19,7 @@ from jaxserve.checkpoints.formats.gguf_fields import block_array
 from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
 from jaxserve.checkpoints.quantized import StoredRows, refine, with_bytes
-from jaxserve.devices.mesh import quant_block, quant_specs
+from jaxserve.devices.mesh import is_split, quant_block, quant_specs
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.int4 import int4_of_bytes
 from jaxserve.pallas_kernels.quant_matmul import fragments, w8a8
@@ -166,7 +166,7 @@ def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
         if not isinstance(w, QuantArray) or device.platform != "gpu":
             return w
         local = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), w)
-        if not fragments.suits(device, MatmulProblem.of(x, local, mesh.size > 1), backend):
+        if not fragments.suits(device, MatmulProblem.of(x, local, is_split(mesh)), backend):
             return w
         abstract = isinstance(w.codes, jax.ShapeDtypeStruct)
         return dataclasses.replace(
