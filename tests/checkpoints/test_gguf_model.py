@@ -18,9 +18,11 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import find_family, read_model_config
 from jaxserve.pallas_kernels.types import QuantArray
 
-# What GGUF cannot say: dynamic scaling, YaRN's fine points, windows on some layers only.
+# What GGUF cannot say, or our reader of it: dynamic scaling, YaRN's fine points, windows on some layers, experts.
 UNSAID = (
     "llama_dynamic",
+    "mixtral_experts",
+    "mixtral_window",
     "llama_yarn_options",
     "llama_yarn_factor",
     "qwen2_window",
