@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -21,9 +21,10 @@ from tqdm import tqdm
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats import QuantReader
 from jaxserve.checkpoints.int4 import PackedInt4
+from jaxserve.checkpoints.mixed import mixed_array, widens
 from jaxserve.checkpoints.quantized import StoredRows, common_form, dequantize
 from jaxserve.checkpoints.safetensors import TensorInfo
-from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.types import MixedArray, QuantArray
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Piece:
     split: tuple[int, ...] | None = None
 
 
-Host = np.ndarray | QuantArray | StoredRows
+Host = np.ndarray | QuantArray | StoredRows | MixedArray
 Placer = Callable[[str, Any, jax.sharding.Sharding], Any]
 
 
@@ -75,13 +76,13 @@ def load_weights(
     reader: QuantReader | None = None,
     place: Placer = on_devices,
     as_stored: Collection[str] = (),
+    apart: bool = False,
 ) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
 
-    What `reader` knows comes out quantized, as StoredRows where all its types are among `as_stored`. `place` brings a
-    weight that is whole on the host to the devices, given its path and the sharding of the plain one. Raises
-    CheckpointError for missing tensors, wrong shapes and types that are no plain floats. Tensors that nothing uses are
-    logged, unless `ignored`.
+    What `reader` knows comes out quantized, see `read_weight`. `place` brings a weight that is whole on the host to the
+    devices, given its path and the sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes
+    and types that are no plain floats. Tensors that nothing uses are logged, unless `ignored`.
     """
     check(tensors, pieces, ignored, reader)
     weights = {}
@@ -89,7 +90,7 @@ def load_weights(
 
     def load(path: str) -> Any:
         target = abstract[path]
-        host = read_weight(pieces[path], tensors, target, reader, as_stored)
+        host = read_weight(pieces[path], tensors, target, reader, as_stored, apart)
         return jax.block_until_ready(place(path, host, target.sharding))  # then its host copy may go
 
     bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="loading weights", disable=not progress)
@@ -109,21 +110,35 @@ def read_weight(
     target: jax.ShapeDtypeStruct,
     reader: QuantReader | None,
     as_stored: Collection[str] = (),
+    apart: bool = False,
 ) -> Host:
     """One weight on the host: quantized when all its pieces are, and have a form in common; as rows of the file when
-    the types of all are among `as_stored`."""
-    if isinstance(reader, RowReader) and all(reader.type_of(piece.name) in as_stored for piece in pieces):
+    the types of all are among `as_stored`. With `apart` those that have none, or one that is wider, stay as they are,
+    in a MixedArray; otherwise such a weight is floats."""
+    stored = [isinstance(reader, RowReader) and reader.type_of(piece.name) in as_stored for piece in pieces]
+    if isinstance(reader, RowReader) and all(stored):
         return _rows(pieces, reader, target.shape)
     if reader is None or not any(reader.parts(piece.name) for piece in pieces):
         host = _zeros(target.shape, target.dtype)
         for piece in pieces:
             _fill(host, piece, tensors[piece.name])
         return host
+    if isinstance(reader, RowReader) and apart and any(stored):
+        some = [
+            _rows_of(piece, reader) if kept else _value(piece, tensors, reader)
+            for piece, kept in zip(pieces, stored, strict=True)
+        ]
+        if (mixed := _apart(pieces, some, target)) is not None:
+            return mixed
     values = [_value(piece, tensors, reader) for piece in pieces]
     parts = [value for value in values if isinstance(value, QuantArray)]
     if len(pieces) == len(parts) == 1 and pieces[0].split is None and pieces[0].shape == target.shape:
         return parts[0]
-    if len(parts) == len(values) and (alike := common_form(parts)) is not None:
+    alike = common_form(parts) if len(parts) == len(values) else None
+    differ = bool(parts) and (alike is None or widens(parts, alike))
+    if apart and differ and (mixed := _apart(pieces, values, target)) is not None:
+        return mixed
+    if alike is not None:
         return _join(pieces, alike, target.shape)
     if parts:
         log.warning("%s: kept as %s, since its parts are quantized differently", pieces[0].name, target.dtype.name)
@@ -133,14 +148,31 @@ def read_weight(
     return host
 
 
+def _apart(
+    pieces: list[Piece], values: Sequence[np.ndarray | QuantArray | StoredRows], target: jax.ShapeDtypeStruct
+) -> MixedArray | None:
+    """The weight of pieces whose forms differ; None where a row of it is in none of them."""
+    floats = [value.astype(target.dtype) if isinstance(value, np.ndarray) else value for value in values]
+    return mixed_array(floats, _sources(pieces, [value.shape[0] for value in values], target.shape[0]))
+
+
+def _sources(pieces: list[Piece], sizes: Sequence[int], out: int) -> np.ndarray:
+    """int64 [out]: the row that each row of a weight comes from, counted through pieces of so many; -1: none."""
+    source, first = np.full((out, 1), -1, np.int64), 0
+    for piece, size in zip(pieces, sizes, strict=True):
+        _put(source, piece, np.arange(first, first + size)[:, None])
+        first += size
+    return source[:, 0]
+
+
+def _rows_of(piece: Piece, reader: RowReader) -> StoredRows:
+    data = reader.read_bytes(piece.name, piece.shape)
+    return StoredRows([(str(reader.type_of(piece.name)), data)], np.arange(len(data)), piece.shape[1])
+
+
 def _rows(pieces: list[Piece], reader: RowReader, shape: tuple[int, ...]) -> StoredRows:
-    source, parts, first = np.full((shape[0], 1), -1, np.int64), [], 0
-    for piece in pieces:
-        data = reader.read_bytes(piece.name, piece.shape)
-        parts.append((str(reader.type_of(piece.name)), data))
-        _put(source, piece, np.arange(first, first + len(data))[:, None])
-        first += len(data)
-    return StoredRows(parts, source[:, 0], shape[1])
+    parts = [part for piece in pieces for part in _rows_of(piece, reader).parts]
+    return StoredRows(parts, _sources(pieces, [len(data) for _, data in parts], shape[0]), shape[1])
 
 
 def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader) -> np.ndarray | QuantArray:

@@ -20,6 +20,10 @@ struct Panels {
   const uint8_t* begin(int64_t panel) const { return data + int64_t{64} * table[3 * panel]; }
   int32_t type(int64_t panel) const { return table[3 * panel + 1]; }
   int64_t blocks(int64_t panel) const { return table[3 * panel + 2]; }
+  // Of rows of NVFP4.
+  const float* gains(int64_t panel) const {
+    return reinterpret_cast<const float*>(begin(panel) + panel_bytes(kNvfp4, in, 0)) - kPanelRows;
+  }
   int64_t count() const { return (out + kPanelRows - 1) / kPanelRows; }
 };
 
@@ -142,6 +146,11 @@ struct Product {
     if (type == kFloat16) float_panels<Float16>(panels, count, 0, w.in, sums.data());
     if (type == kBfloat16) float_panels<Bfloat16>(panels, count, 0, w.in, sums.data());
     with_record(type, [&](auto record) { quantized_panels<decltype(record)>(panel, count, sums.data()); });
+    for (int64_t i = 0; type == kNvfp4 && i < tokens * count; i++) {
+      const float* gains = w.gains(panel + i % count);
+      float* of = sums.data() + i / count * kColumns * kWidth + i % count * kPanelRows;
+      for (int row = 0; row < kPanelRows; row++) of[row] *= gains[row];
+    }
     write(sums.data(), panel, count);
   }
 };
@@ -220,6 +229,8 @@ static void panel_rows(const Call& call) {
         for (int64_t k = 0; k < count; k++) to[b * kBlock + k] = values[k * kPanelRows + lane];
       }
     });
+    const float gain = w.type(panel) == kNvfp4 ? w.gains(panel)[lane] : 1;
+    for (int64_t k = 0; gain != 1 && k < w.in; k++) to[k] *= gain;
   });
 }
 DEFINE_HANDLER(PanelRows, panel_rows, kS32, XLA_FFI_DataType_U8, kS32)

@@ -1,5 +1,6 @@
 // From rows as files have them to panels. Rows are float32, float16, bfloat16, GGUF's blocks (ggml-common.h), or for
-// grouped types: a byte for each code [in], float32 scales, then float32 shifts [groups].
+// grouped types: a byte for each code [in], float32 scales, then float32 shifts [groups]; for 4-bit floats: a byte for
+// each code [in], a byte for each scale [groups], and of NVFP4 a float32 gain.
 
 #pragma once
 
@@ -84,7 +85,20 @@ static void pack_record(const uint8_t* from, int64_t row, uint8_t* record, int64
 }
 
 template <class R>
+static void pack_float4_row(const uint8_t* from, int64_t in, int64_t row, uint8_t* panel) {
+  constexpr int64_t kInputs = R::kBlocks * kBlock;
+  const uint8_t* scale = from + in;
+  for (int64_t first = 0; first < in; first += kInputs, panel += R::bytes(R::kBlocks)) {
+    const int64_t left = std::min(kInputs, in - first);
+    put_codes<R>(from + first, left, R::kBlocks, row, 0, panel);
+    for (int64_t g = 0; g * R::kSub < left; g++) panel[g * kPanelRows + row] = *scale++;
+  }
+  if (R::kType == kNvfp4) std::memcpy(panel + row * 4, scale, 4);
+}
+
+template <class R>
 static void pack_row(const uint8_t* from, int64_t in, int64_t blocks_of, int64_t row, uint8_t* panel) {
+  if (R::kFloat4) return pack_float4_row<R>(from, in, row, panel);
   const int64_t blocks = R::kBlocks ? R::kBlocks : blocks_of, inputs = blocks * kBlock, size = R::bytes(blocks);
   const int64_t groups = (in + inputs - 1) / inputs;
   const int64_t bytes = R::kType == kQ4K ? 144 : R::kType == kQ5K ? 176 : R::kType == kQ6K ? 210 : 2 * small_bytes<R>();

@@ -4,7 +4,8 @@
 // sums run in the order of the inputs, and memory is read from front to back. Floats are [in][16] (bfloat16 in pairs of
 // inputs, [in / 2][16][2]). Quantized panels are records of so many blocks of 32 inputs: scales of the 16 rows, then
 // codes in vectors of 16 rows x 4 inputs; what a code has beyond 4 bits lies behind. A value is code * scale + shift, with
-// codes from 0 on.
+// codes from 0 on. 4-bit floats are codes that a table of 16 in a register turns into such ones; of NVFP4 a gain of each
+// row, 16 in float32 behind the last record, multiplies the sums.
 
 #pragma once
 
@@ -72,6 +73,41 @@ static inline Floats of_bytes(const uint8_t* from) {
 #endif
 }
 
+// 4-bit floats (e2m1, codes below 16) twice as large and 12 more, which are whole numbers from 0 to 24.
+static inline Bytes of_float4(Bytes codes) {
+  alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if CPU_WIDTH == 16 && defined(__AVX512BW__)
+  return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(kTable)), (__m512i)codes);
+#elif CPU_WIDTH == 8 && defined(__AVX2__)
+  return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(kTable)), (__m256i)codes);
+#elif defined(__aarch64__)
+  return (Bytes)vqtbl1q_u8(load<uint8x16_t>(kTable), (uint8x16_t)codes);
+#endif
+  for (int i = 0; i < 4 * kWidth; i++) codes[i] = kTable[codes[i]];
+  return codes;
+}
+
+// kWidth bytes as integers.
+static inline Ints ints_of_bytes(const uint8_t* from) {
+  typedef uint8_t Few __attribute__((vector_size(kWidth)));
+  return __builtin_convertvector(load<Few>(from), Ints);
+}
+
+// Half of powers of two (e8m0, 2^(code - 127)); 0 for the two smallest, whose halves are no normal floats.
+static inline Floats half_of_e8m0(const uint8_t* from) {
+  const Ints exponent = ints_of_bytes(from) - 1;
+  return (Floats)((exponent > 0 ? exponent : Ints{}) << 23);
+}
+
+// Half of float8_e4m3fn, whose exponents have a bias of 7 and stand for multiples of 2^-9 where they are 0 (no detour
+// through subnormal floats: XLA's threads flush them). NaNs become +-240.
+static inline Floats half_of_e4m3(const uint8_t* from) {
+  const Ints code = ints_of_bytes(from);
+  Floats size = (Floats)(((code & 0x7f) << 20) + (119 << 23));
+  size = (code & 0x78) == 0 ? 2 * size - 0x1p-7f : size;
+  return (Floats)((Ints)size | (code & 0x80) << 24);
+}
+
 // sum[i] + the product of the i-th four codes and the four signed bytes of x; codes have 8 bits, or 7 at most.
 template <bool kEight>
 static inline Ints dot_bytes(Ints sum, Bytes codes, int32_t x) {
@@ -108,7 +144,8 @@ static inline Ints dot_bytes(Ints sum, Bytes codes, int32_t x) {
 }
 
 enum PanelType : int32_t {
-  kFloat32, kFloat16, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K, kGrouped8, kGrouped4
+  kFloat32, kFloat16, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K, kGrouped8, kGrouped4,
+  kMxfp4, kNvfp4
 };
 
 // Records. kSub: inputs that share a scale; kBlocks: of a record, 0 where the panel says; kCodes: where they begin;
@@ -117,7 +154,7 @@ template <int type, int bits, int sub, int blocks, int codes_at>
 struct Record {
   static constexpr int kType = type, kBits = bits, kSub = sub, kBlocks = blocks, kCodes = codes_at;
   static constexpr int kHigh = bits == 8 ? 0 : bits - 4, kStep = bits == 8 ? 512 : 256;
-  static constexpr bool kEight = bits == 8;
+  static constexpr bool kEight = bits == 8, kFloat4 = type == kMxfp4 || type == kNvfp4;
 
   static int64_t bytes(int64_t blocks_of) { return kCodes + blocks_of * (kStep + 64 * kHigh); }
 
@@ -133,7 +170,7 @@ struct Record {
       const int shift = kHigh == 2 ? q % 4 * 2 - 4 : q - 4;
       low |= (shift < 0 ? high << -shift : high >> shift) & uint16_t(kHigh == 2 ? 0x3030 : 0x1010);
     }
-    return (Bytes)low;
+    return kFloat4 ? of_float4((Bytes)low) : (Bytes)low;
   }
 
   // The numbers of a group of kSub inputs of a record.
@@ -148,6 +185,8 @@ struct Record {
       scale = half(0) * of_bytes<int8_t>(byte(64)), shift = scale * -32.f;
     } else if (kType == kQ4K || kType == kQ5K) {
       scale = half(0) * of_bytes<uint8_t>(byte(64)), shift = -(half(32) * of_bytes<uint8_t>(byte(192)));
+    } else if (kFloat4) {
+      scale = kType == kMxfp4 ? half_of_e8m0(byte(0)) : half_of_e4m3(byte(0)), shift = scale * -12.f;
     } else {
       scale = load<Floats>(record + part * 4 * kWidth), shift = load<Floats>(record + 64 + part * 4 * kWidth);
     }
@@ -163,6 +202,8 @@ using Q5K = Record<kQ5K, 5, 32, 8, 320>;
 using Q6K = Record<kQ6K, 6, 16, 8, 320>;
 using Grouped8 = Record<kGrouped8, 8, 32, 0, 128>;
 using Grouped4 = Record<kGrouped4, 4, 32, 0, 128>;
+using Mxfp4 = Record<kMxfp4, 4, 32, 4, 64>;
+using Nvfp4 = Record<kNvfp4, 4, 16, 4, 128>;
 
 // f(record type) for a quantized type.
 template <class F>
@@ -177,6 +218,8 @@ static void with_record(int32_t type, F f) {
   if (type == kQ6K) f(Q6K());
   if (type == kGrouped8) f(Grouped8());
   if (type == kGrouped4) f(Grouped4());
+  if (type == kMxfp4) f(Mxfp4());
+  if (type == kNvfp4) f(Nvfp4());
 }
 
 // `blocks_of`: blocks of a record where its type does not say.
@@ -186,7 +229,7 @@ static int64_t panel_bytes(int32_t type, int64_t in, int64_t blocks_of) {
   if (type == kBfloat16) size = (in + 1) / 2 * kPanelRows * 4;
   with_record(type, [&](auto record) {
     const int64_t blocks = record.kBlocks ? record.kBlocks : blocks_of, inputs = blocks * kBlock;
-    size = (in + inputs - 1) / inputs * record.bytes(blocks);
+    size = (in + inputs - 1) / inputs * record.bytes(blocks) + (type == kNvfp4 ? 4 * kPanelRows : 0);
   });
   return (size + 63) / 64 * 64;
 }

@@ -35,7 +35,7 @@ ARITHMETIC = {"float32": 0, "int8": 1, "bfloat16": 2}
 class PanelType(IntEnum):
     """What a panel holds; as in `cpu_panels.h`. Rows of the first ones are packed as they stand in files."""
 
-    F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, GROUPED_8, GROUPED_4 = range(13)
+    F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, GROUPED_8, GROUPED_4, MXFP4, NVFP4 = range(15)
 
 
 FLOATS = {
@@ -107,19 +107,46 @@ def pack_floats(values: np.ndarray, arithmetic: str) -> PanelArray:
     return packed
 
 
-def has_type(w: QuantArray) -> bool:
-    """Whether panels have a type for a quantized weight, of arrays or of their shapes."""
-    whole = w.block[1] >= w.shape[1]
-    return w.order is None and w.codes.dtype in (ml_dtypes.int4, np.int8) and (whole or w.block[1] % BLOCK == 0)
+def type_of(w: QuantArray) -> PanelType | None:
+    """The type that panels have for a quantized weight, of arrays or of their shapes."""
+    if w.order is not None:
+        return None
+    if w.codes.dtype == ml_dtypes.float4_e2m1fn:
+        wanted = {(np.dtype(ml_dtypes.float8_e8m0fnu), 32): PanelType.MXFP4}
+        wanted[np.dtype(ml_dtypes.float8_e4m3fn), 16] = PanelType.NVFP4
+        found = wanted.get((np.dtype(w.scale.dtype), w.block[1]))
+        plain = w.block[0] == 1 and w.zero is None and w.bias is None
+        return found if plain and (w.gain is None or found == PanelType.NVFP4) else None
+    if w.block[1] < w.shape[1] and w.block[1] % BLOCK:
+        return None
+    return {np.dtype(ml_dtypes.int4): PanelType.GROUPED_4, np.dtype(np.int8): PanelType.GROUPED_8}.get(w.codes.dtype)
 
 
 def pack_quantized(w: QuantArray, arithmetic: str) -> PanelArray:
     """A quantized weight of NumPy arrays that panels have a type for."""
-    assert has_type(w)
-    codes, (out, inputs) = np.asarray(w.codes), w.shape
+    kind, (out, inputs) = type_of(w), w.shape
+    assert kind is not None
+    floats = kind in (PanelType.MXFP4, PanelType.NVFP4)
     group = min(w.block[1], inputs)
-    four = codes.dtype == ml_dtypes.int4
-    offset = 8 if four else 128
+    data, blocks = (_float4_rows(w, kind), 0) if floats else (_grouped_rows(w, kind), -(-group // BLOCK))
+    packed = pack([Rows(kind, data, blocks)], np.arange(out), inputs, arithmetic)
+    assert packed is not None
+    return packed
+
+
+def _float4_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
+    """Codes, scales and gains of rows as the packing wants them, bytes [out, bytes of a row]."""
+    parts = [np.asarray(w.codes).view(np.uint8), np.asarray(w.scale).view(np.uint8)]
+    if kind == PanelType.NVFP4:
+        gain = np.ones((w.shape[0], 1), np.float32) if w.gain is None else np.asarray(w.gain, np.float32)
+        parts.append(np.ascontiguousarray(gain).view(np.uint8))
+    return np.concatenate(parts, axis=1)
+
+
+def _grouped_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
+    """Codes from 0 on, scales and shifts, likewise."""
+    codes, out = np.asarray(w.codes), w.shape[0]
+    offset = 8 if kind == PanelType.GROUPED_4 else 128
 
     def spread(values: np.ndarray) -> np.ndarray:
         return np.repeat(np.asarray(values).astype(np.float32), w.block[0], axis=0)[:out]
@@ -129,11 +156,7 @@ def pack_quantized(w: QuantArray, arithmetic: str) -> PanelArray:
     if w.bias is not None:
         shift = shift + spread(w.bias)
     unsigned = (codes.astype(np.int16) + offset).astype(np.uint8)
-    data = np.concatenate([unsigned, scale.view(np.uint8), np.ascontiguousarray(shift).view(np.uint8)], axis=1)
-    kind = PanelType.GROUPED_4 if four else PanelType.GROUPED_8
-    packed = pack([Rows(kind, data, -(-group // BLOCK))], np.arange(out), inputs, arithmetic)
-    assert packed is not None
-    return packed
+    return np.concatenate([unsigned, scale.view(np.uint8), np.ascontiguousarray(shift).view(np.uint8)], axis=1)
 
 
 def abstract(shape: tuple[int, ...], kind: PanelType, arithmetic: str, group: int = 0) -> PanelArray:

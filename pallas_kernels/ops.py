@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
-from jaxserve.pallas_kernels.types import BlockArray, KVPages, PanelArray, QuantArray, QuantRows
+from jaxserve.pallas_kernels.types import BlockArray, KVPages, MixedArray, PanelArray, QuantArray, QuantRows
 
 if TYPE_CHECKING:  # which is imported where a device is tried
     from jaxserve.pallas_kernels.selfcheck import Finding
@@ -101,6 +101,13 @@ def panel_matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) ->
     return cpu_panels.matmul(x, w, count)
 
 
+def rows_in_turn(w: MixedArray, products: Sequence[jax.Array]) -> jax.Array:
+    """Products with the parts of w, [tokens, out of the part] each -> the product with w, [tokens, out]."""
+    tokens = len(products[0])
+    periods = [y.reshape(tokens, -1, width) for y, width in zip(products, w.widths, strict=True)]
+    return jnp.concatenate(periods, axis=2).reshape(tokens, -1)
+
+
 def embed(table: jax.Array | QuantArray | BlockArray | PanelArray, ids: jax.Array) -> jax.Array:
     """Rows ids int32 [tokens] of table [vocab, hidden]; of a quantized one, in blocks of one row, in float32."""
     if isinstance(table, PanelArray):
@@ -109,6 +116,9 @@ def embed(table: jax.Array | QuantArray | BlockArray | PanelArray, ids: jax.Arra
         return cpu_panels.rows(table, ids)
     rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode="clip"), table)
     return quantized.dequantize(rows) if isinstance(rows, QuantArray | BlockArray) else rows
+
+
+Weight = jax.Array | QuantArray | BlockArray | PanelArray | MixedArray
 
 
 @dataclass(frozen=True)
@@ -144,26 +154,24 @@ class Ops:
         """The place of the largest number in each row, float32 [rows, size], that counts; None without a kernel."""
         return None
 
-    def linear(
-        self, x: Any, w: jax.Array | QuantArray | BlockArray | PanelArray, axes: tuple[str | None, str | None]
-    ) -> jax.Array:
+    def linear(self, x: Any, w: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
         """x [tokens, in] times a weight of any kind; see `matmul`, `quant_matmul` and `panel_matmul`. The result is
         float32, or as x where it was added up over devices."""
+        if isinstance(w, MixedArray):
+            return rows_in_turn(w, [self.linear(x, part, axes) for part in w.parts])
         if isinstance(w, PanelArray):
             return self.panel_matmul(x, w)
         if isinstance(w, QuantArray | BlockArray):
             return self.quant_matmul(x, w, axes)
         return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
-    def product(
-        self,
-        x: jax.Array | QuantRows,
-        w: jax.Array | QuantArray | BlockArray | PanelArray,
-        axes: tuple[str | None, str | None],
-    ) -> jax.Array:
+    def product(self, x: jax.Array | QuantRows, w: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
         """The same as `Parts.sums` [parts, tokens, out], of which whoever reads them makes the dtype of x."""
         if self.fused is None:
             return self.linear(x, w, axes).astype(x.dtype)[None]
+        if isinstance(w, MixedArray):  # their kernels may have split the inputs into different numbers of parts
+            products = [Parts(self.product(x, part, axes)).whole(x.dtype) for part in w.parts]
+            return rows_in_turn(w, products)[None]
         if not isinstance(w, QuantArray | BlockArray):
             return self.fused.product(x, w)
         if isinstance(w, QuantArray) and w.activations is not None and not isinstance(x, QuantRows):

@@ -216,6 +216,23 @@ class PanelArray:
     arithmetic: str = "float32"
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["widths"])
+@dataclass(frozen=True)
+class MixedArray:
+    """A weight [out, in] whose rows are of several forms, each kept in its own: widths[0] rows of parts[0],
+    widths[1] of parts[1] and so on, and then again from parts[0] on, to the end.
+
+    parts: weights of any other kind, [out * widths[i] / sum(widths), in].
+    """
+
+    parts: tuple[Any, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+
 class DrawSettings(NamedTuple):
     """How the token of each row of a batch is drawn, arrays [rows].
 

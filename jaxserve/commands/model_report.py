@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.checkpoints.load import RowReader, read_weight
+from jaxserve.checkpoints.mixed import by_type
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import num_devices, ways
@@ -33,7 +36,7 @@ from jaxserve.models.quantized import (
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.registry import Device
-from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, PanelArray, QuantArray
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, PanelArray, QuantArray
 
 
 def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> Iterator[str]:
@@ -97,17 +100,32 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         stored = tuple(_form(source, part) for part in parts)
         kind = (re.sub(r"^layers_\d+/", "", weight), stored)
         if kind not in known:
-            known[kind] = read_weight(pieces[weight], source.tensors, target, reader, as_stored)
-            if packing and isinstance(known[kind], StoredRows) and packing.abstract(known[kind], mesh) is None:
-                known[kind] = read_weight(pieces[weight], source.tensors, target, reader)
-            elif isinstance(known[kind], StoredRows) and packing is None:
-                blocks = as_blocks(known[kind], target.sharding)
-                known[kind] = blocks or read_weight(pieces[weight], source.tensors, target, reader)
-        if isinstance(known[kind], StoredRows):
+            read = partial(read_weight, pieces[weight], source.tensors, target, reader)
+            host = read(as_stored, not config.dequantize)
+            known[kind] = _one_of_a_kind(host, read, target, packing, mesh)
+        if known[kind] is not None:
             plain[weight] = known[kind]
-        elif isinstance(known[kind], QuantArray | BlockArray):
-            plain[weight] = abstract_like(known[kind], target.sharding)
     return plain
+
+
+def _one_of_a_kind(
+    host: Any, again: Callable[[], Any], target: jax.ShapeDtypeStruct, packing: Packing | None, mesh: Mesh
+) -> Any:
+    """The form that a weight of the host will have on the devices, as `models.load.load_params` makes it, before it is
+    packed; None: floats. `again` reads it with no rows as the file stores them."""
+    if isinstance(host, StoredRows) and (packing is None or packing.abstract(host, mesh) is None):
+        blocks = None if packing else as_blocks(host, target.sharding)
+        host = blocks or by_type(host) or again()
+    if isinstance(host, MixedArray):
+        parts = [_one_of_a_kind(part, again, target, packing, mesh) for part in host.parts]
+        floats = [jax.ShapeDtypeStruct(part.shape, target.dtype, sharding=target.sharding) for part in host.parts]
+        made = tuple(other if part is None else part for part, other in zip(parts, floats, strict=True))
+        return replace(host, parts=made)
+    if packing and isinstance(host, QuantArray) and packing.fits(host):
+        return host
+    if isinstance(host, QuantArray | BlockArray):
+        return abstract_like(host, target.sharding)
+    return host if isinstance(host, StoredRows) else None
 
 
 def _form(source: Checkpoint, part: str) -> tuple[Any, ...]:

@@ -46,10 +46,10 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
     yield from _rounded_inputs(device, dtype)
     if device.platform == "cpu":
         yield ""
-        yield "4-bit floats (MXFP4, NVFP4) become int8 in groups of 32 and 16"
         yield "one CPU with a C++ compiler keeps matrices in panels: floats of 16 bits as they are, GGUF's Q4_0 to Q8_0"
-        yield "and Q4_K to Q6_K in the file's width, int8 and int4 in groups of 64 inputs and more; products with"
-        yield "quantized panels round activations to 8 bits (--matmul-backend cpu: not)"
+        yield "and Q4_K to Q6_K, MXFP4 and NVFP4 in the file's width, int8 and int4 in groups of 64 inputs and more;"
+        yield "products with quantized panels round activations to 8 bits (--matmul-backend cpu: not)"
+        yield "without panels 4-bit floats become int8 in groups of 32 and 16"
 
 
 def _rounded_inputs(device: Device, dtype: np.dtype) -> Iterator[str]:

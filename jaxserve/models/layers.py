@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxserve.models.spec import MLPSpec
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import Parts, Row
-from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
+from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
 
 
 def weight(
@@ -21,12 +21,12 @@ def weight(
 ) -> jax.Array:
     """Declares a parameter with its logical axes (`jaxserve.devices.mesh.RULES`) and returns its value.
 
-    A quantized one, or one in panels, stands in the place of a matrix that is declared like any other, and a Row in
-    that of a vector.
+    A quantized one, one in panels or one of several forms stands in the place of a matrix that is declared like any
+    other, and a Row in that of a vector.
     """
     if module.has_variable("params", name):
         given: Any = module.get_variable("params", name)
-        if isinstance(given, QuantArray | BlockArray | PanelArray | Row):
+        if isinstance(given, QuantArray | BlockArray | PanelArray | MixedArray | Row):
             return cast(jax.Array, given)
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 

@@ -24,6 +24,7 @@ from jaxserve.checkpoints.gguf_model import open_gguf
 from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
 from jaxserve.checkpoints.load import Piece, load_weights, read_weight
 from jaxserve.checkpoints.mistral_native import PARAMS, is_native, open_native, read_params
+from jaxserve.checkpoints.mixed import by_type
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
@@ -66,7 +67,7 @@ from jaxserve.pallas_kernels.ops import (
     quant_matmul,
 )
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
-from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, QuantArray, has_scale, stored_head_dim
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, QuantArray, has_scale, stored_head_dim
 
 log = logging.getLogger(__name__)
 
@@ -233,12 +234,13 @@ def load_params(
     ignored_keys: Collection[str] = (),
     packing: Packing | None = None,
     blocks: bool = False,
+    apart: bool = False,
     rounding: Callable[[str, Any], Any] = lambda path, w: w,
 ) -> dict[str, Any]:
     """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are,
     unless `dequantize`; floats by `quantization` where that is one of SCHEMES. With a `packing` matrices become panels,
-    with `blocks` those of GGUF's BLOCK_KINDS become BlockArrays. `rounding`: see `models.quantized.Rounding`; without
-    it all weights keep what they say of their inputs.
+    with `blocks` those of GGUF's BLOCK_KINDS become BlockArrays, with `apart` those whose parts differ MixedArrays.
+    `rounding`: see `models.quantized.Rounding`; without it all weights keep what they say of their inputs.
 
     Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
     """
@@ -258,6 +260,8 @@ def load_params(
         abstract = packing.stored(abstract, pieces, source.tensors)
 
     def put(name: str, host: Any, sharding: Sharding) -> Any:
+        if isinstance(host, MixedArray):
+            return dataclasses.replace(host, parts=tuple(put(name, part, sharding) for part in host.parts))
         if dequantize and isinstance(host, QuantArray):
             host = in_floats(host).astype(abstract[name].dtype)
         if scheme:
@@ -267,13 +271,16 @@ def load_params(
             return packed
         if isinstance(host, StoredRows) and blocks and (kept := as_blocks(host, sharding)) is not None:
             return place(name, kept, sharding)
-        if isinstance(host, StoredRows):  # rows of several types in a panel, or in a weight
+        if isinstance(host, StoredRows):  # of several types in a panel, or in a weight, or blocks that would be cut
+            if apart and (mixed := by_type(host)) is not None:
+                return put(name, mixed, sharding)
             host = read_weight(pieces[name], source.tensors, abstract[name], source.reader)
         return place(name, host, sharding)
 
     kept = packing.types if packing else BLOCK_KINDS if blocks else ()
     as_stored = () if dequantize else kept
-    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put, as_stored)
+    apart = apart and not dequantize
+    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put, as_stored, apart)
     return unflatten_dict(flat, sep="/")
 
 
@@ -312,6 +319,7 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
             ignored_keys=config.ignore_config_keys,
             packing=packing,
             blocks=keeps_blocks(mesh),
+            apart=True,
             rounding=rounding,
         )
     scheme = None if config.quantization == "auto" else config.quantization

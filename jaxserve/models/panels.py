@@ -4,7 +4,7 @@ ones in the file's own width."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.pallas_kernels import cpu_panels
-from jaxserve.pallas_kernels.types import PanelArray, QuantArray
+from jaxserve.pallas_kernels.cpu_panels import PanelType
+from jaxserve.pallas_kernels.types import MixedArray, PanelArray, QuantArray
 
 SHORT = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 SMALLEST_GROUP = 64  # of other formats than GGUF's: a group has 8 bytes of scale and shift
@@ -80,32 +81,36 @@ class Packing:
         packed, place = self._packed(host), NamedSharding(mesh, PartitionSpec())
         return None if packed is None else jax.tree.map(lambda x: jax.device_put(x, place), packed)
 
-    def _fits(self, w: QuantArray) -> bool:
-        return (
-            w.activations is None
-            and self.quantized == "int8"
-            and min(w.block[1], w.shape[1]) >= SMALLEST_GROUP
-            and cpu_panels.has_type(w)
-        )
+    def fits(self, w: QuantArray) -> bool:
+        """Whether a quantized weight, of arrays or of their shapes, goes into panels. 4-bit floats do wherever there
+        are any, as nothing else on a CPU keeps them in 4 bits."""
+        kind = cpu_panels.type_of(w)
+        if w.activations is not None or kind is None:
+            return False
+        if kind in (PanelType.MXFP4, PanelType.NVFP4):
+            return bool(self.quantized)
+        return self.quantized == "int8" and min(w.block[1], w.shape[1]) >= SMALLEST_GROUP
 
     def _packed(self, host: np.ndarray | QuantArray | StoredRows) -> PanelArray | None:
         if isinstance(host, StoredRows):
             parts = [cpu_panels.Rows(cpu_panels.GGUF_TYPES[kind], data) for kind, data in host.parts]
             return cpu_panels.pack(parts, host.source, host.shape[1], self.quantized)
         if isinstance(host, QuantArray):
-            return cpu_panels.pack_quantized(host, self.quantized) if self._fits(host) else None
+            return cpu_panels.pack_quantized(host, self.quantized) if self.fits(host) else None
         return cpu_panels.pack_floats(host, self.floats) if host.dtype in cpu_panels.FLOATS else None
 
     def abstract(self, like: Any, mesh: Mesh) -> Any:
         """The shapes of what `pack` makes of a matrix of this form: of shapes, or rows of a file, of which None has
         several types in a panel. Forms that there is no type of panels for stay."""
+        if isinstance(like, MixedArray):
+            return replace(like, parts=tuple(self.abstract(part, mesh) for part in like.parts))
         if isinstance(like, StoredRows):
             made = self._packed(like)
         elif isinstance(like, QuantArray):
-            if not self._fits(like):
+            if not self.fits(like):
                 return like
-            four = like.codes.dtype == ml_dtypes.int4
-            kind = cpu_panels.PanelType.GROUPED_4 if four else cpu_panels.PanelType.GROUPED_8
+            kind = cpu_panels.type_of(like)
+            assert kind is not None
             made = cpu_panels.abstract(like.shape, kind, self.quantized, like.block[1])
         else:
             made = cpu_panels.abstract(like.shape, cpu_panels.FLOATS[np.dtype(like.dtype)], self.floats)

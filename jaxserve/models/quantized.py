@@ -24,7 +24,7 @@ from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.int4 import int4_of_bytes
 from jaxserve.pallas_kernels.quant_matmul import fragments, w8a8
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
-from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
+from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ class Rounding:
 
     def __call__(self, path: str, w: Any) -> Any:
         """The weight, without its `activations` where they are not to be done."""
+        if isinstance(w, MixedArray):
+            return dataclasses.replace(w, parts=tuple(self(path, part) for part in w.parts))
         if not isinstance(w, QuantArray) or w.activations is None:
             return w
         reason = self._why_not(path, w)

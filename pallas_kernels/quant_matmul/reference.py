@@ -77,8 +77,8 @@ def quant_matmul(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array |
     return jnp.concatenate([y, _product(x, _rows(w, whole * step, out - whole * step))], axis=1)
 
 
-def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
-    """Each expert's tokens times its weight.
+def grouped_quant_matmul(x: jax.Array, w: QuantArray | BlockArray, group_sizes: jax.Array) -> jax.Array:
+    """Each expert's tokens times its weight, which is dequantized on its own.
 
     Args:
       x: [tokens, in], sorted by expert.

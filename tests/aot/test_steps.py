@@ -26,7 +26,7 @@ from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder
 from jaxserve.models.quantized import arranged, is_quantizable, quantized_abstract
 from jaxserve.models.weights import abstract_params
-from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, QuantArray
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, QuantArray
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -87,7 +87,9 @@ def make_runner(
     backends = {"attention": backend, "matmul": backend if scheme in ("int8", "int4") else "auto"}
     decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, kv_dtype=kv_dtype, **backends)
     params = abstract_params(decoder, mesh)
-    if scheme in BLOCK_KINDS:
+    if scheme == "Q4_K_M":
+        params = {path: as_llama_quantize(path, a) if is_quantizable(path) else a for path, a in params.items()}
+    elif scheme in BLOCK_KINDS:
         params = {path: in_blocks(a, scheme) if is_quantizable(path) else a for path, a in params.items()}
     elif scheme != "bf16":
         params = arranged(quantized_abstract(params, scheme), mesh, jnp.bfloat16, backends["matmul"])
@@ -109,6 +111,19 @@ def in_blocks(plain: jax.ShapeDtypeStruct, kind: str) -> BlockArray:
     return BlockArray(*map(field, dtypes), kind)
 
 
+def as_llama_quantize(path: str, plain: jax.ShapeDtypeStruct) -> BlockArray | MixedArray:
+    """The form of an 8B Llama's weight in those layers where values are finer than queries and keys."""
+    if "qkv" not in path:
+        return in_blocks(plain, "Q6_K" if "down" in path else "Q4_K")
+    (out, inputs), widths = plain.shape, (5 * 128, 128)
+
+    def part(i: int, kind: str) -> BlockArray:
+        rows = out * widths[i] // sum(widths)
+        return in_blocks(jax.ShapeDtypeStruct((rows, inputs), plain.dtype, sharding=plain.sharding), kind)
+
+    return MixedArray((part(0, "Q4_K"), part(1, "Q6_K")), widths)
+
+
 def cache_copies(text: str, elements: int) -> list[str]:
     """Copies and transposes in a compiled program of arrays as large as one layer's cache."""
     found = []
@@ -128,7 +143,8 @@ def quantized_shapes(params: dict) -> list[tuple[int, ...]]:
 def dequantized_copies(text: str, params: dict) -> list[str]:
     """Instructions of a compiled program that make an array of the sizes, on a device, of a quantized weight, in any
     dtype. TPUs fetch weights ahead into their own memory, S(1), which is no copy in the device's."""
-    weights = [w for w in params.values() if isinstance(w, QuantArray | BlockArray)]
+    kinds = QuantArray | BlockArray
+    weights = [w for w in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(w, kinds)]
     shapes = {tuple(sorted(jax.tree.leaves(w)[0].sharding.shard_shape(w.shape))) for w in weights}
     found = []
     for line in text.splitlines():
@@ -231,11 +247,13 @@ def temporaries_of_prompts(folder, backend: str) -> tuple[int, dict]:
     [
         ("h200x1", "mxfp4"),
         ("h200x8", "Q4_K"),
+        ("h200x1", "Q4_K_M"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("v6e-4", "mxfp4"),
                 ("h200x8", "nvfp4"),
+                ("h200x8", "Q4_K_M"),
                 ("h200x1", "Q6_K"),
                 ("h200x1", "Q2_K"),
                 ("v5e-8", "nvfp4"),

@@ -16,7 +16,7 @@ from jaxserve.commands.model_report import abstract_weights
 from jaxserve.models.panels import is_matrix
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.cpu_panels import PanelType
-from jaxserve.pallas_kernels.types import PanelArray, QuantArray
+from jaxserve.pallas_kernels.types import MixedArray, PanelArray
 
 gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")
@@ -84,21 +84,25 @@ def split(name: str) -> Kind:
     return Kind.Q8_0 if "up_proj" in name else Kind.Q4_0
 
 
-@pytest.mark.parametrize("kind", [mixed, split, lambda name: Kind.Q5_1], ids=["mixed", "split", "one"])
+KINDS = {
+    "mixed": mixed,
+    "split": split,
+    "Q5_1": lambda name: Kind.Q5_1,
+    "MXFP4": lambda name: Kind.Q8_0 if "embed" in name else Kind.MXFP4,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_gguf_file_gives_the_bits_of_its_values(kind, tmp_path):
     path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", kind)
     exact, floats = load(path, matmul_backend="cpu"), load(path, dequantize=True)
-    if kind is split:  # whose rows of mixed types have kernels that add up otherwise
-        np.testing.assert_allclose(likelihoods(exact), likelihoods(floats), rtol=1e-4)
-    else:
-        np.testing.assert_array_equal(likelihoods(exact), likelihoods(floats))
-    in_panels = [w for w in matrices(exact).values() if isinstance(w, PanelArray)]
-    stored = sum(w.data.nbytes for w in in_panels)
+    np.testing.assert_array_equal(likelihoods(exact), likelihoods(floats))
+    found = [part for w in matrices(exact).values() for part in (w.parts if isinstance(w, MixedArray) else [w])]
+    assert all(isinstance(w, PanelArray) for w in found)
+    assert sum(w.data.nbytes for w in found) < 1.03 * path.stat().st_size
     if kind is split:
-        assert any(isinstance(w, QuantArray) for w in matrices(exact).values())
-    else:
-        assert len(in_panels) == len(matrices(exact))
-        assert stored < 1.03 * path.stat().st_size
+        gate_up = matrices(exact)["layers_0/mlp/gate_up/kernel"]
+        assert [types_of(part) for part in gate_up.parts] == [{PanelType.Q4_0}, {PanelType.Q8_0}]
     if kind is mixed:
         assert types_of(matrices(exact)["layers_0/attention/qkv/kernel"]) == {PanelType.Q4_K, PanelType.Q6_K}
         assert types_of(matrices(exact)["embed/table"]) == {PanelType.Q6_K}
@@ -129,7 +133,25 @@ def test_a_plan_tells_the_form_of_each_weight(tmp_path):
     assert len(sizes) == 2, "the layers differ"
 
 
-def test_integers_by_default_come_close(tmp_path):
-    path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
+def test_4_bit_floats_take_4_bits(scheme):
+    """As the plan says; the exact arithmetic is that of plain XLA."""
+    engine = load(DEMO, load_format="dummy", quantization=scheme)
+    layers = {name: w for name, w in matrices(engine).items() if name.startswith("layers_")}
+    assert {kind for w in layers.values() for kind in types_of(w)} == {PanelType[scheme.upper()]}
+    bits = 8 * sum(w.data.nbytes for w in layers.values()) / sum(np.prod(w.shape) for w in layers.values())
+    assert bits < (4.5 if scheme == "mxfp4" else 4.9)  # 704 inputs take the room of 768
+    planned = abstract_weights(engine.runner.model, DEMO, engine.runner.mesh, engine.config)
+    for name, w in layers.items():
+        assert [x.shape for x in jax.tree.leaves(planned[name])] == [x.shape for x in jax.tree.leaves(w)]
+    exact, plain = (
+        load(DEMO, load_format="dummy", quantization=scheme, matmul_backend=name) for name in ("cpu", "xla")
+    )
+    np.testing.assert_allclose(likelihoods(exact)[:GIVEN], likelihoods(plain)[:GIVEN], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
+def test_integers_by_default_come_close(kind, tmp_path):
+    path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", KINDS.get(kind, lambda name: Kind.Q8_0))
     found, exact = likelihoods(load(path)), likelihoods(load(path, matmul_backend="cpu"))
     assert 0 < np.abs(found - exact)[:GIVEN].max() < 0.1

@@ -49,6 +49,24 @@ def test_products(name, monkeypatch):
     np.testing.assert_allclose(found, gold, rtol=0, atol=1e-5 * np.abs(gold).max())
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_1"])
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 5], [7, 2, 1]])
+def test_products_by_expert(name, sizes, monkeypatch):
+    """A stack of experts' weights; tokens behind the last expert's get zeros."""
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 4 * 512 * 5)
+    data = [gguf_files.random_blocks(Kind[name], 12, 512, seed) for seed in range(3)]
+    stacked = [block_array(StoredRows([(name, some)], np.arange(12), 512)) for some in data]
+    w = jax.tree.map(lambda *fields: jnp.stack(fields), *stacked)
+    assert w.shape == (3, 12, 512)
+    x = np.random.default_rng(1).standard_normal((11, 512)).astype(np.float32)
+    want = np.zeros((11, 12))
+    for expert, end in enumerate(np.cumsum(sizes)):
+        mine = slice(end - sizes[expert], end)
+        want[mine] = x[mine].astype(np.float64) @ gguf.quants.dequantize(data[expert], Kind[name]).astype(np.float64).T
+    found = jax.jit(reference.grouped_quant_matmul)(jnp.asarray(x), w, jnp.array(sizes, jnp.int32))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
 def test_rows_of_several_parts():
     """In any order, and rows of zeros; parts of different kinds have no form in common."""
     first, second = (gguf_files.random_blocks(Kind.Q6_K, 4, 256, seed) for seed in (1, 2))

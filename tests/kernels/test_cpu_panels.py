@@ -10,7 +10,7 @@ from jaxserve.checkpoints.formats.gguf_blocks import decode
 from jaxserve.checkpoints.gguf import TYPES
 from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.pallas_kernels import cpu_panels
-from jaxserve.pallas_kernels.cpu_panels import GGUF_TYPES, Rows
+from jaxserve.pallas_kernels.cpu_panels import GGUF_TYPES, PanelType, Rows
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 pytestmark = pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")
@@ -111,6 +111,15 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return (np.rint(blocks * (np.float32(127) / peak)) * (peak / np.float32(127))).reshape(x.shape)
 
 
+def in_steps(tokens: int, inputs: int) -> np.ndarray:
+    """Inputs that are whole steps of their blocks of 32, and so are not moved by rounding to signed bytes."""
+    rng = np.random.default_rng(tokens)
+    codes = rng.integers(-127, 128, (tokens, inputs)).astype(np.float32)
+    codes[:, ::32] = 127
+    steps = np.repeat(2.0 ** rng.integers(-8, 3, (tokens, -(-inputs // 32))), 32, axis=1)[:, :inputs]
+    return codes * steps.astype(np.float32)
+
+
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_integer_products_are_exact_but_for_the_rounding_of_x(name):
     w, values = gguf(name, 64, 512, "int8")
@@ -195,7 +204,72 @@ def test_other_quantized_weights(codes, block, offsets):
 
 def test_what_panels_have_no_type_for():
     codes, scale = np.zeros((16, 64), np.int8), np.ones((16, 4), np.float32)
-    assert not cpu_panels.has_type(QuantArray(codes, scale, block=(1, 16)))
-    assert cpu_panels.has_type(QuantArray(codes, scale, block=(1, 32)))
+    assert cpu_panels.type_of(QuantArray(codes, scale, block=(1, 16))) is None
+    assert cpu_panels.type_of(QuantArray(codes, scale, block=(1, 32))) == PanelType.GROUPED_8
     floats = codes.astype(ml_dtypes.float8_e4m3fn)
-    assert not cpu_panels.has_type(QuantArray(floats, scale[:, :1], block=(1, 64)))
+    assert cpu_panels.type_of(QuantArray(floats, scale[:, :1], block=(1, 64))) is None
+    small = codes.view(np.uint8).view(ml_dtypes.float4_e2m1fn)
+    assert cpu_panels.type_of(QuantArray(small, scale.astype(E8M0), block=(1, 16))) is None
+    assert cpu_panels.type_of(QuantArray(small, scale.astype(E4M3), block=(1, 16))) == PanelType.NVFP4
+    assert cpu_panels.type_of(QuantArray(small, scale[:, :2].astype(E8M0), block=(1, 32))) == PanelType.MXFP4
+
+
+# 4-bit floats: the type of their scales, inputs that share one, and bytes of scales that are moderate.
+E8M0, E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT4 = {PanelType.MXFP4: (E8M0, 32, np.arange(118, 130)), PanelType.NVFP4: (E4M3, 16, np.arange(1, 0x60))}
+
+
+def float4(kind: PanelType, out: int, inputs: int, arithmetic: str = "float32") -> tuple[PanelArray, np.ndarray]:
+    dtype, group, some = FLOAT4[kind]
+    rng = np.random.default_rng(inputs)
+    codes = rng.integers(0, 16, (out, inputs), np.uint8).view(ml_dtypes.float4_e2m1fn)
+    scale = rng.choice(some.astype(np.uint8), (out, -(-inputs // group))).view(dtype)
+    gain = rng.uniform(0.01, 2, (out, 1)).astype(np.float32) if kind == PanelType.NVFP4 else None
+    w = QuantArray(codes, scale, block=(1, group), gain=gain)
+    return jax.tree.map(jnp.asarray, cpu_panels.pack_quantized(w, arithmetic)), dequantize(w)
+
+
+@pytest.mark.parametrize("kind", FLOAT4, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("out", "inputs"), [(48, 512), (5, 16), (33, 200), (16, 2880)])
+def test_4_bit_floats_stay_as_they_are(kind, out, inputs):
+    """To the last bit, in the file's 4.25 and 4.5 bits where 128 inputs and 16 rows fill records and panels."""
+    w, values = float4(kind, out, inputs)
+    np.testing.assert_array_equal(cpu_panels.rows(w, jnp.arange(out, dtype=jnp.int32)), values)
+    gains = 4 * out if kind == PanelType.NVFP4 else 0
+    if (out, inputs) == (48, 512):
+        assert w.data.nbytes == out * inputs * (4 + 8 / FLOAT4[kind][1]) / 8 + gains
+    if (out, inputs) == (16, 2880):
+        assert w.data.nbytes <= 1.03 * out * inputs * (4 + 8 / FLOAT4[kind][1]) / 8 + gains
+    like = cpu_panels.abstract((out, inputs), kind, "float32")
+    assert (like.data.shape, like.table.shape) == (w.data.shape, w.table.shape)
+
+
+@pytest.mark.parametrize("kind", FLOAT4, ids=lambda kind: kind.name)
+def test_every_4_bit_float_with_every_scale(kind):
+    """But for NaN, and powers of two whose products are no normal floats, or none at all."""
+    dtype, group, _ = FLOAT4[kind]
+    bytes_ = np.arange(2, 253) if kind == PanelType.MXFP4 else np.concatenate([np.arange(0x7F), 0x80 + np.arange(0x7F)])
+    codes = np.tile(np.arange(16, dtype=np.uint8), (len(bytes_), group // 16)).view(ml_dtypes.float4_e2m1fn)
+    w = QuantArray(codes, bytes_.astype(np.uint8)[:, None].view(dtype), block=(1, group))
+    packed = jax.tree.map(jnp.asarray, cpu_panels.pack_quantized(w, "float32"))
+    np.testing.assert_array_equal(cpu_panels.rows(packed, jnp.arange(len(bytes_), dtype=jnp.int32)), dequantize(w))
+
+
+@pytest.mark.parametrize("kind", FLOAT4, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("out", "inputs"), [(70, 256), (16, 48), (96, 2880)])
+def test_products_with_4_bit_floats(kind, out, inputs):
+    for arithmetic in ("float32", "int8"):
+        w, values = float4(kind, out, inputs, arithmetic)
+        for tokens in COUNTS:
+            x = in_steps(tokens, inputs) if arithmetic == "int8" else inputs_of(tokens, inputs)
+            check(jax.jit(cpu_panels.matmul)(x, w), x, values, 2e-6)
+
+
+@pytest.mark.parametrize("kind", FLOAT4, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("arithmetic", ["float32", "int8"])
+def test_rows_times_4_bit_floats_do_not_depend_on_their_neighbours(kind, arithmetic):
+    w, _ = float4(kind, 112, 1280, arithmetic)
+    x = inputs_of(40, 1280)
+    together = np.asarray(cpu_panels.matmul(x, w))
+    for count in (1, 2, 3, 4, 5, 7, 8, 20):
+        np.testing.assert_array_equal(cpu_panels.matmul(x[:count], w), together[:count])
