@@ -276,8 +276,8 @@ def _made(reader: QuantArray | None, made: jax.Array, scale: jax.Array, dtype: A
     return QuantRows(made, reader.input_scale if reader.activations.static else scale, jnp.dtype(dtype))
 
 
-def quantize(x: jax.Array, w: QuantArray) -> QuantRows:
-    """As `quant_matmul.w8a8.quantize`, for x [tokens, size]."""
+def quantize(x: jax.Array, w: QuantArray, axes: tuple[str | None, str | None] = (None, None)) -> QuantRows:
+    """As `quant_matmul.w8a8.quantize`, for x [tokens, size]; `axes` as in `ops.quant_matmul`."""
     (tokens, size), dtype = x.shape, x.dtype
     given, outputs, constants = _rounding(w, tokens, size, dtype)
     made, scale = triton_compat.call(
@@ -363,7 +363,7 @@ def splits(tokens: int, out: int, inputs: int) -> int:
     return count
 
 
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
+def product(x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None] = (None, None)) -> jax.Array:
     """As `Ops.product`, of XLA's matmul: with few tokens the inputs are split, as XLA itself would do, so that the
     device is full; what adds up the parts is the next kernel instead of one for that alone."""
     tokens, (out, inputs) = len(x), w.shape

@@ -173,9 +173,9 @@ class Ops:
             products = [Parts(self.product(x, part, axes)).whole(x.dtype) for part in w.parts]
             return rows_in_turn(w, products)[None]
         if not isinstance(w, QuantArray | BlockArray):
-            return self.fused.product(x, w)
+            return self.fused.product(x, w, axes)
         if isinstance(w, QuantArray) and w.activations is not None and not isinstance(x, QuantRows):
-            x = self.fused.quantize(x, w)
+            x = self.fused.quantize(x, w, axes)
         return self.quant_matmul(x, w, axes, parts=True)
 
     def add_norm(
@@ -275,7 +275,8 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
 def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "auto", partitioned: bool = False) -> Ops:
     """What a model on `device` runs with; `backend` is asked for attention. Raises BackendError.
 
-    `partitioned` models are split over devices by XLA, which can split none but its own dense operations.
+    `partitioned` models are split over devices by XLA, which can split none but its own dense operations: whoever
+    asks sees to it that each device runs the kernels, those of `fused` included, on its own part.
     """
     from jaxserve.pallas_kernels import cpu  # which needs the functions above
 
@@ -285,10 +286,10 @@ def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "a
     kinds["write_and_attend"] = getattr(module, "write_and_attend", None)
     if device.platform == "cpu" and not partitioned:
         return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
-    return _with_triton(Ops(**kinds), device, attention.q_dtype, partitioned=partitioned)
+    return _with_triton(Ops(**kinds), device, attention.q_dtype)
 
 
-def _with_triton(ops: Ops, device: Device, dtype: Any, *, partitioned: bool) -> Ops:
+def _with_triton(ops: Ops, device: Device, dtype: Any) -> Ops:
     """The same, with the kernels that do several operations in one launch, where `device` can use them."""
     if device.platform != "gpu":
         return ops
@@ -299,7 +300,7 @@ def _with_triton(ops: Ops, device: Device, dtype: Any, *, partitioned: bool) -> 
         return ops
     if draw_triton.why_not(device) is None:
         ops = replace(ops, draw=draw_triton.draw)
-    return ops if partitioned or fused_triton.why_not(device, dtype) else replace(ops, fused=fused_triton)
+    return ops if fused_triton.why_not(device, dtype) else replace(ops, fused=fused_triton)
 
 
 def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool = True) -> Ops:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 # Instructions that cost nothing by themselves: names for memory, and the ends of what others began.
 PASSIVE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier",
-    "copy-done", "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done", "partition-id",
-    "replica-id",
+    "copy-done", "async-done", "all-reduce-done", "all-gather-done", "all-to-all-done", "collective-permute-done",
+    "partition-id", "replica-id",
 }  # fmt: skip
 CALLS = {"while", "conditional", "call", "async-start"}  # run other computations
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\(")

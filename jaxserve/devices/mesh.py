@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ConfigError
 from jaxserve.pallas_kernels.ops import embed, matmul
-from jaxserve.pallas_kernels.types import BlockArray, QuantArray
+from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray, QuantRows
 
 AXES = ("data", "stage", "sequence", "expert", "tensor")
 
@@ -115,12 +116,14 @@ def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, in
 def quant_matmul_sharded(
     mesh: Mesh,
     multiply: Callable[..., jax.Array],
-    x: jax.Array,
+    x: jax.Array | QuantRows,
     w: QuantArray | BlockArray,
     axes: tuple[str | None, str | None],
     count: jax.Array | None = None,
+    parts: bool = False,
 ) -> jax.Array:
-    """`jaxserve.pallas_kernels.ops.quant_matmul` by each device on its own part of the weight, with logical `axes`.
+    """`jaxserve.pallas_kernels.ops.quant_matmul` by each device on its own part of the weight, with logical `axes`;
+    with `parts` as `Parts.sums`, which is one where the inputs are split.
 
     Where the inputs are split, each device accumulates in float32, and the parts are added in the dtype of x. Inputs
     that the weight wants rounded to 8 bits are rounded by each device with scales of its own part: a finer grid than
@@ -129,18 +132,31 @@ def quant_matmul_sharded(
     specs = quant_specs(w, spec(*axes), mesh)
     out, inputs = specs.codes if isinstance(specs, QuantArray) else specs.low
 
-    def local(x: jax.Array, w: QuantArray | BlockArray, *count: jax.Array) -> jax.Array:
-        y = multiply(x, w, (None, None), *count)
-        return y if inputs is None else jax.lax.psum(y.astype(x.dtype), inputs)
+    def local(x: jax.Array | QuantRows, w: QuantArray | BlockArray, *count: jax.Array) -> jax.Array:
+        y = multiply(x, w, (None, None), *count, **({"parts": True} if parts else {}))
+        if inputs is None:
+            return y
+        y = jax.lax.psum(Parts(y).whole(x.dtype) if parts else y.astype(x.dtype), inputs)
+        return y[None] if parts else y
 
     counts = () if count is None else (count,)
+    of_x = rows_spec(w, inputs, x.dtype) if isinstance(x, QuantRows) else PartitionSpec(None, inputs)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(PartitionSpec(None, inputs), specs, *(PartitionSpec(),) * len(counts)),
-        out_specs=PartitionSpec(None, out),
+        in_specs=(of_x, specs, *(PartitionSpec(),) * len(counts)),
+        out_specs=PartitionSpec(*(None,) * parts, None, out),
         check_vma=False,
     )(x, w, *counts)
+
+
+def rows_spec(w: QuantArray | BlockArray, inputs: str | None, dtype: Any) -> QuantRows:
+    """PartitionSpecs of rounded inputs of a product with `w`, the inputs on this axis of the mesh. Scales that are not
+    given are each device's own, of its part of the inputs."""
+    assert isinstance(w, QuantArray)
+    assert w.activations is not None
+    split = PartitionSpec(None, inputs)
+    return QuantRows(split, PartitionSpec() if w.activations.static else split, dtype)
 
 
 def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
@@ -179,6 +195,67 @@ def experts_sharded(
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False)(
         x, chosen, weights, gate_up, down, *counts
     )
+
+
+@dataclass(frozen=True)
+class FusedSharded:
+    """The functions of `kernels`, a module like `jaxserve.pallas_kernels.fused_triton`, by each device on its own part
+    of the heads and of the MLP's width. Norms, of which each device needs the result, are computed by all."""
+
+    mesh: Mesh
+    kernels: Any
+
+    def add_norm(
+        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+    ) -> tuple[jax.Array, jax.Array | QuantRows]:
+        """As `Ops.add_norm`. Of a reader the outputs are split."""
+
+        def local(x: jax.Array, y: Parts | None, scale: jax.Array | Row, reader: QuantArray | None) -> Any:
+            return self.kernels.add_norm(x, y, scale, eps, reader)
+
+        everywhere = PartitionSpec()
+        specs = (everywhere, everywhere, everywhere, self._specs(reader, ("mlp", "embed")))
+        return self._run(local, specs, everywhere, x, y, scale, reader)
+
+    def gate(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
+        """As `Ops.gated`. Of y the outputs are split, of a reader the inputs."""
+
+        def local(sums: jax.Array, bias: jax.Array | None, reader: QuantArray | None) -> Any:
+            return self.kernels.gate(Parts(sums, bias), activation, dtype, reader)
+
+        bias, mlp = None if y.bias is None else value_of(y.bias), spec("mlp")[0]
+        out: Any = PartitionSpec(None, mlp)  # of codes and their scales too, unless these are given
+        if reader is not None and reader.activations is not None and reader.activations.static:
+            out = rows_spec(reader, mlp, jnp.dtype(dtype))
+        specs = (PartitionSpec(None, None, mlp), PartitionSpec(mlp), self._specs(reader, ("embed", "mlp")))
+        return self._run(local, specs, out, y.sums, bias, reader)
+
+    def rotate_and_write(
+        self, heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int
+    ) -> tuple[jax.Array, KVPages]:
+        """As `Ops.rotate_and_write`, called by each device for its own heads."""
+        return self.kernels.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+
+    def quantize(self, x: jax.Array, w: QuantArray, axes: tuple[str | None, str | None]) -> QuantRows:
+        """As `quant_matmul.w8a8.quantize`, with scales of each device's own part of x where the inputs are split."""
+        inputs = spec(*axes)[1]
+        specs = (PartitionSpec(None, inputs), self._specs(w, axes))
+        return self._run(self.kernels.quantize, specs, rows_spec(w, inputs, x.dtype), x, w)
+
+    def product(self, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
+        """As `Ops.product`. Where the inputs are split there is one part, which was added up over the devices."""
+        out, inputs = spec(*axes)
+        if inputs is not None:
+            return matmul_sharded(self.mesh, x, w, axes)[None]
+        specs = (PartitionSpec(), PartitionSpec(out, None))
+        return self._run(self.kernels.product, specs, PartitionSpec(None, None, out), x, w)
+
+    def _specs(self, w: QuantArray | None, axes: tuple[str | None, str | None]) -> Any:
+        return None if w is None else quant_specs(w, spec(*axes), self.mesh)
+
+    def _run(self, local: Callable[..., Any], in_specs: tuple, out_specs: Any, *args: Any) -> Any:
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return mapped(*args)
 
 
 def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:

@@ -202,9 +202,10 @@ def _forward(
     # Which row each token belongs to, and its position in that row's sequence.
     q_start, kv_len, slot = batch.q_start, batch.kv_len, batch.slot
     index = jnp.arange(shape.tokens)
-    row = (
-        index if shape.decode_only else jnp.clip(jnp.searchsorted(q_start, index, side="right") - 1, 0, shape.rows - 1)
-    )
+    row = index
+    if not shape.decode_only:  # by comparing all: on a GPU one launch, where a search takes ten and a loop
+        row = jnp.searchsorted(q_start, index, side="right", method="compare_all").astype(jnp.int32) - 1
+        row = jnp.clip(row, 0, shape.rows - 1)
     position = jnp.maximum(kv_len[row] - q_start[row + 1] + index, 0)
     kept = (index < q_start[-1]) & batch.writes[row]
     tokens = jnp.where(batch.tokens < 0, slots.last_token[slot[row]], batch.tokens)

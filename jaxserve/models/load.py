@@ -30,6 +30,7 @@ from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import (
+    FusedSharded,
     embed_sharded,
     experts_sharded,
     is_split,
@@ -185,7 +186,8 @@ def make_decoder(
     if is_split(mesh):
         embed, split_matmul = partial(embed_sharded, mesh, dtype), partial(matmul_sharded, mesh)
         mixture = partial(experts_sharded, mesh, ops.mixture)
-        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, mixture=mixture)
+        fused = None if ops.fused is None else FusedSharded(mesh, ops.fused)
+        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, mixture=mixture, fused=fused)
     ops = dataclasses.replace(ops, quant_matmul=_quant_matmul(device, mesh, matmul))
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, ways(mesh, "vocab")), dtype, ops)
 

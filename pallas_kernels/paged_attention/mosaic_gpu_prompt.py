@@ -37,6 +37,7 @@ whose ptxas miscompiles it; whether this one is affected is unknown.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import jax
@@ -130,22 +131,28 @@ def _of_tokens(
 
 def _merged(most, items, item, slot, parts, places, results, of_head) -> jax.Array:
     """The parts' values weighted by their log-sum-exps."""
-    part = jnp.arange(most, dtype=jnp.int32)
-    at = jnp.clip(item[:, None] - part, 0, len(items) - 1)  # [tokens, most]
-    real = (part < parts[:, None]) & (items[at, LAST] > items[at, FIRST])
-    logs = jnp.where(real[..., None, None, None], places(at, results[1]), MASKED)
-    peak = logs.max(axis=1) if of_head is None else jnp.maximum(logs.max(axis=1), of_head)
-    weights = jnp.exp2(logs - peak[:, None])  # [tokens, most, kv_heads, shares, heads]
-    total = weights.sum(axis=1) + (0.0 if of_head is None else jnp.exp2(of_head - peak))
-    weights = weights / total[:, None]
+
+    def logs(item: jax.Array, part: jax.Array | int, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        at = jnp.clip(item - part, 0, len(items) - 1)
+        real = (part < parts) & (items[at, LAST] > items[at, FIRST])
+        return real, jnp.where(real[..., None, None, None], places(at, results[1]), MASKED)
 
     def values(which: jax.Array, real: jax.Array) -> jax.Array:
         found = places(jnp.clip(which, 0, len(results[2]) - 1), results[2])
         return jnp.where(real[..., None, None, None, None], found, 0.0)
 
     if most > UNROLLED:  # XLA writes the products out before it sums them
-        return (weights[..., None] * values(slot[:, None] + part, real)).sum(axis=1)
-    merged = weights[:, 0, ..., None] * values(slot, real[:, 0])
-    for i in range(1, most):
-        merged += weights[:, i, ..., None] * values(slot + i, real[:, i])
-    return merged
+        part = jnp.arange(most, dtype=jnp.int32)
+        real, found = logs(item[:, None], part, parts[:, None])
+        peak = found.max(axis=1) if of_head is None else jnp.maximum(found.max(axis=1), of_head)
+        weights = jnp.exp2(found - peak[:, None])  # [tokens, most, kv_heads, shares, heads]
+        total = weights.sum(axis=1) + (0.0 if of_head is None else jnp.exp2(of_head - peak))
+        return ((weights / total[:, None])[..., None] * values(slot[:, None] + part, real)).sum(axis=1)
+    # Part by part, since XLA would spend a launch on cutting the weights of all into those of each.
+    each = [logs(item, i, parts) for i in range(most)]
+    sink = [] if of_head is None else [of_head]
+    highest = reduce(jnp.maximum, [found for _, found in each] + sink)
+    weight = [jnp.exp2(found - highest) for _, found in each]
+    whole = reduce(jnp.add, weight + [jnp.exp2(x - highest) for x in sink])
+    weighed = [(weight[i] / whole)[..., None] * values(slot + i, real) for i, (real, _) in enumerate(each)]
+    return reduce(jnp.add, weighed)
