@@ -29,15 +29,13 @@ from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import (
+from jaxserve.devices.mesh import is_split, padded_vocab, ways
+from jaxserve.devices.sharded_ops import (
     FusedSharded,
     embed_sharded,
     experts_sharded,
-    is_split,
     matmul_sharded,
-    padded_vocab,
     quant_matmul_sharded,
-    ways,
 )
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
@@ -58,15 +56,8 @@ from jaxserve.models.quantized import (
 from jaxserve.models.spec import ModelConfig, sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from jaxserve.pallas_kernels import cpu_panels
-from jaxserve.pallas_kernels.ops import (
-    checked,
-    checked_draw,
-    checked_fused,
-    checked_matmul,
-    choose_ops,
-    matmul_of,
-    quant_matmul,
-)
+from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_matmul
+from jaxserve.pallas_kernels.ops import choose_ops, matmul_of, quant_matmul
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, QuantArray, has_scale, stored_head_dim
 

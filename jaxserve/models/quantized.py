@@ -19,7 +19,8 @@ from jaxserve.checkpoints.formats.gguf_fields import block_array
 from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
 from jaxserve.checkpoints.quantized import StoredRows, refine, with_bytes
-from jaxserve.devices.mesh import is_split, quant_block, quant_specs
+from jaxserve.devices.mesh import is_split
+from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.int4 import int4_of_bytes
 from jaxserve.pallas_kernels.quant_matmul import fragments, w8a8

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.devices.mesh import embed_sharded, make_mesh, matmul_sharded, quant_matmul_sharded, sharding
+from jaxserve.devices.mesh import make_mesh, sharding
+from jaxserve.devices.sharded_ops import embed_sharded, matmul_sharded, quant_matmul_sharded
 from jaxserve.pallas_kernels.ops import embed, matmul, quant_matmul
 from jaxserve.pallas_kernels.types import QuantArray
 

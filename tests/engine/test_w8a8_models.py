@@ -13,7 +13,8 @@ from flax.traverse_util import flatten_dict
 from jaxserve.checkpoints import orbax
 from jaxserve.convert.convert import convert_model
 from jaxserve.convert.quantize import QuantizeConfig, quantize_model
-from jaxserve.devices.mesh import make_mesh, quant_matmul_sharded
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.devices.sharded_ops import quant_matmul_sharded
 from jaxserve.models.quantized import Rounding, is_quantizable
 from jaxserve.pallas_kernels.ops import matmul_of, quant_matmul
 from jaxserve.pallas_kernels.quant_matmul import reference, w8a8

@@ -8,7 +8,7 @@ import pytest
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.devices.mesh import quant_block, quant_specs
+from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.devices.targets import target_memory
 from jaxserve.execution import memory
 from jaxserve.pallas_kernels.quant_matmul import reference

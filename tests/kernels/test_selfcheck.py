@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import kv_write
-from jaxserve.pallas_kernels.ops import Ops, checked
+from jaxserve.pallas_kernels.checked_ops import checked
+from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import cpu, reference
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device
 from jaxserve.pallas_kernels.selfcheck import REPEATS, check_attention, check_write, tolerance

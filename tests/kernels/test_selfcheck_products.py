@@ -10,7 +10,7 @@ import pytest
 from test_selfcheck import findings, is_right, now_and_then
 
 from jaxserve.pallas_kernels import ops as operations
-from jaxserve.pallas_kernels.ops import checked_matmul
+from jaxserve.pallas_kernels.checked_ops import checked_matmul
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.registry import BackendError, Device, MatmulProblem
 from jaxserve.pallas_kernels.selfcheck import MATMUL_ROWS, REPEATS, check_grouped, check_matmul, tolerance

@@ -1,0 +1,212 @@
+"""Operations of `jaxserve.pallas_kernels` where each device of a mesh has a part of a weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.devices.mesh import RULES, spec
+from jaxserve.pallas_kernels.ops import embed, matmul
+from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray, QuantRows
+
+
+def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray | BlockArray:
+    """PartitionSpecs of a quantized weight's arrays, whose two axes lie on these axes of the mesh (None: on none).
+
+    Inputs that an act-order format has permuted are not split, lest they be gathered; the outputs are, where they can.
+    """
+    out, inputs = (*axes, None, None)[:2]
+    if isinstance(w, BlockArray):
+        return jax.tree.map(lambda _: PartitionSpec(out, inputs), w)
+    if w.order is not None and inputs is not None:
+        out, inputs = (None if w.shape[0] % mesh.shape[inputs] else inputs), None
+
+    def of_blocks(values: jax.Array | None) -> PartitionSpec | None:
+        if values is None:
+            return None
+        return PartitionSpec(*(None if size == 1 else on for size, on in zip(values.shape, (out, inputs), strict=True)))
+
+    scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
+    order, input_scale = (None if x is None else PartitionSpec() for x in (w.order, w.input_scale))
+    gain, codes = None if w.gain is None else PartitionSpec(out), PartitionSpec(out, inputs)
+    return replace(w, codes=codes, scale=scale, zero=zero, bias=bias, order=order, gain=gain, input_scale=input_scale)
+
+
+def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, int]:
+    """The largest blocks, no larger than the weight's own, of which every device gets whole ones."""
+    specs = quant_specs(w, axes, mesh)
+    assert isinstance(specs, QuantArray)
+    split = specs.codes
+    sizes = []
+    for size, block, on, count in zip(w.shape, w.block, split, w.scale.shape, strict=True):
+        sizes.append(block if on is None or count == 1 else math.gcd(size // mesh.shape[on], block))
+    return sizes[0], sizes[1]
+
+
+def quant_matmul_sharded(
+    mesh: Mesh,
+    multiply: Callable[..., jax.Array],
+    x: jax.Array | QuantRows,
+    w: QuantArray | BlockArray,
+    axes: tuple[str | None, str | None],
+    count: jax.Array | None = None,
+    parts: bool = False,
+) -> jax.Array:
+    """`jaxserve.pallas_kernels.ops.quant_matmul` by each device on its own part of the weight, with logical `axes`;
+    with `parts` as `Parts.sums`, which is one where the inputs are split.
+
+    Where the inputs are split, each device accumulates in float32, and the parts are added in the dtype of x. Inputs
+    that the weight wants rounded to 8 bits are rounded by each device with scales of its own part: a finer grid than
+    one device's, and no maximum travels. Static scales are the same on all.
+    """
+    specs = quant_specs(w, spec(*axes), mesh)
+    out, inputs = specs.codes if isinstance(specs, QuantArray) else specs.low
+
+    def local(x: jax.Array | QuantRows, w: QuantArray | BlockArray, *count: jax.Array) -> jax.Array:
+        y = multiply(x, w, (None, None), *count, **({"parts": True} if parts else {}))
+        if inputs is None:
+            return y
+        y = jax.lax.psum(Parts(y).whole(x.dtype) if parts else y.astype(x.dtype), inputs)
+        return y[None] if parts else y
+
+    counts = () if count is None else (count,)
+    of_x = rows_spec(w, inputs, x.dtype) if isinstance(x, QuantRows) else PartitionSpec(None, inputs)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(of_x, specs, *(PartitionSpec(),) * len(counts)),
+        out_specs=PartitionSpec(*(None,) * parts, None, out),
+        check_vma=False,
+    )(x, w, *counts)
+
+
+def rows_spec(w: QuantArray | BlockArray, inputs: str | None, dtype: Any) -> QuantRows:
+    """PartitionSpecs of rounded inputs of a product with `w`, the inputs on this axis of the mesh. Scales that are not
+    given are each device's own, of its part of the inputs."""
+    assert isinstance(w, QuantArray)
+    assert w.activations is not None
+    split = PartitionSpec(None, inputs)
+    return QuantRows(split, PartitionSpec() if w.activations.static else split, dtype)
+
+
+def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
+    """`jaxserve.pallas_kernels.ops.matmul` where the weight, with logical `axes`, is split over the devices.
+
+    XLA splits the outputs by itself. Where the inputs are split, each device accumulates in float32, and the parts are
+    added in the dtype of x: left to itself, XLA:GPU sends float32, which is twice the traffic.
+    """
+    split = spec(*axes)
+    inputs = split[1]
+    if inputs is None:
+        return matmul(x, w)
+
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.psum(matmul(x, w).astype(x.dtype), inputs)
+
+    in_specs = (PartitionSpec(None, inputs), split)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)(x, w)
+
+
+def experts_sharded(
+    mesh: Mesh, mixture: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array,
+    gate_up: jax.Array, down: jax.Array, *, gate: Callable[..., jax.Array], count: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """`jaxserve.pallas_kernels.experts.experts` where each device has a part of every expert; the parts of the results
+    are added in the dtype of x."""
+    everywhere = PartitionSpec()
+
+    def local(x, chosen, weights, gate_up, down, *count: jax.Array) -> jax.Array:
+        y = mixture(x, chosen, weights, gate_up, down, gate=gate, count=count[0] if count else None)
+        return jax.lax.psum(y.astype(x.dtype), RULES["mlp"])
+
+    counts = () if count is None else (count,)
+    split = spec("expert", "mlp", "embed"), spec("expert", "embed", "mlp")
+    in_specs = (everywhere, everywhere, everywhere, *split, *(everywhere,) * len(counts))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False)(
+        x, chosen, weights, gate_up, down, *counts
+    )
+
+
+@dataclass(frozen=True)
+class FusedSharded:
+    """The functions of `kernels`, a module like `jaxserve.pallas_kernels.fused_triton`, by each device on its own part
+    of the heads and of the MLP's width. Norms, of which each device needs the result, are computed by all."""
+
+    mesh: Mesh
+    kernels: Any
+
+    def add_norm(
+        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+    ) -> tuple[jax.Array, jax.Array | QuantRows]:
+        """As `Ops.add_norm`. Of a reader the outputs are split."""
+
+        def local(x: jax.Array, y: Parts | None, scale: jax.Array | Row, reader: QuantArray | None) -> Any:
+            return self.kernels.add_norm(x, y, scale, eps, reader)
+
+        everywhere = PartitionSpec()
+        specs = (everywhere, everywhere, everywhere, self._specs(reader, ("mlp", "embed")))
+        return self._run(local, specs, everywhere, x, y, scale, reader)
+
+    def gate(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
+        """As `Ops.gated`. Of y the outputs are split, of a reader the inputs."""
+
+        def local(sums: jax.Array, bias: jax.Array | None, reader: QuantArray | None) -> Any:
+            return self.kernels.gate(Parts(sums, bias), activation, dtype, reader)
+
+        bias, mlp = None if y.bias is None else value_of(y.bias), spec("mlp")[0]
+        out: Any = PartitionSpec(None, mlp)  # of codes and their scales too, unless these are given
+        if reader is not None and reader.activations is not None and reader.activations.static:
+            out = rows_spec(reader, mlp, jnp.dtype(dtype))
+        specs = (PartitionSpec(None, None, mlp), PartitionSpec(mlp), self._specs(reader, ("embed", "mlp")))
+        return self._run(local, specs, out, y.sums, bias, reader)
+
+    def rotate_and_write(
+        self, heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int
+    ) -> tuple[jax.Array, KVPages]:
+        """As `Ops.rotate_and_write`, called by each device for its own heads."""
+        return self.kernels.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+
+    def quantize(self, x: jax.Array, w: QuantArray, axes: tuple[str | None, str | None]) -> QuantRows:
+        """As `quant_matmul.w8a8.quantize`, with scales of each device's own part of x where the inputs are split."""
+        inputs = spec(*axes)[1]
+        specs = (PartitionSpec(None, inputs), self._specs(w, axes))
+        return self._run(self.kernels.quantize, specs, rows_spec(w, inputs, x.dtype), x, w)
+
+    def product(self, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
+        """As `Ops.product`. Where the inputs are split there is one part, which was added up over the devices."""
+        out, inputs = spec(*axes)
+        if inputs is not None:
+            return matmul_sharded(self.mesh, x, w, axes)[None]
+        specs = (PartitionSpec(), PartitionSpec(out, None))
+        return self._run(self.kernels.product, specs, PartitionSpec(None, None, out), x, w)
+
+    def _specs(self, w: QuantArray | None, axes: tuple[str | None, str | None]) -> Any:
+        return None if w is None else quant_specs(w, spec(*axes), self.mesh)
+
+    def _run(self, local: Callable[..., Any], in_specs: tuple, out_specs: Any, *args: Any) -> Any:
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return mapped(*args)
+
+
+def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
+    """Rows ids int32 [tokens] of table [vocab, hidden], in `dtype`. The table's rows are split over the devices: each
+    looks up its own, and all others count as 0. Left to itself, XLA gathers the whole table."""
+
+    def local(table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
+        own = ids - jax.lax.axis_index(axis) * table.shape[0]
+        mine = (own >= 0) & (own < table.shape[0])
+        return jax.lax.psum(jnp.where(mine[:, None], embed(table, own).astype(dtype), 0), axis)
+
+    axis = RULES["vocab"]
+    axes = spec("vocab", "embed")
+    specs = quant_specs(table, axes, mesh) if isinstance(table, QuantArray | BlockArray) else axes
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+    )(table, ids)
