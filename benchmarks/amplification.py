@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, Phase, given, settings, target
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import Admission
-from jaxserve.engine.constraints import Structured
+from jaxserve.engine.constraints import Constraints
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
@@ -116,8 +116,8 @@ class HostEngine:
 
     def _admit(self, scheduler: Scheduler, requests: list[Request]) -> None:
         model = SimpleNamespace(vocab_size=self._vocab_size, eos_token_ids=(0,))
-        structured, beams = Structured(model), Beams(scheduler, (0,))  # type: ignore[arg-type]
-        admission = Admission(self._config, model, CONTEXT, scheduler, structured, beams)  # type: ignore[arg-type]
+        constraints, beams = Constraints(model), Beams(scheduler, (0,))  # type: ignore[arg-type]
+        admission = Admission(self._config, model, CONTEXT, scheduler, constraints, beams)  # type: ignore[arg-type]
         admission.check_queue(requests)
         stop_ids = frozenset(admission.check(requests))
         for arrival, request in enumerate(requests):
@@ -130,9 +130,9 @@ class HostEngine:
             plan = scheduler.schedule(DRAWS)
             if plan is None:
                 return None
-            tokens = np.full((len(plan.rows), max(int(plan.rows.draws.max()), 1)), -1, np.int32)
-            for row, draws in zip(tokens, plan.rows.draws, strict=True):
-                row[:draws] = 300
+            tokens = np.full((len(plan.rows), max(int(plan.rows.num_new.max()), 1)), -1, np.int32)
+            for row, num_new in zip(tokens, plan.rows.num_new, strict=True):
+                row[:num_new] = 300
             output, notable = scheduler.commit(plan.rows, tokens)
         for update, seq, _, is_first in notable:
             if (count := seq.params.logprobs) is not None:

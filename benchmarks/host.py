@@ -46,9 +46,9 @@ def null_step(params, cache, slots, packed, *, shape, **fixed) -> steps.StepResu
     """Takes and gives what a step does on CPU, but for scores; the token is a function of the batch, so that nothing is
     folded away, and -1 where a row draws none: in the midst of its prompt."""
     del fixed  # of the program: the model, the mesh, what its sampler can do
-    at, rows = shape.fields["draws"]
+    at, rows = shape.fields["num_new"]
     drawn = jnp.where(packed[at : at + rows] > 0, packed[:rows] % 1000 + 7, -1)
-    tokens = jnp.tile(drawn, (shape.max_steps, 1))
+    tokens = jnp.tile(drawn, (shape.max_tokens_per_call, 1))
     nothing = jnp.zeros(())
     return steps.StepResult(Sampled(tokens, nothing), None if shape.decode_only else nothing, cache, slots)
 
@@ -92,12 +92,12 @@ def measure(running: int) -> dict[str, list[float]]:
         start = clock()
         plan = engine.scheduler.schedule()
         scheduled = clock()
-        engine.flights.append(engine.dispatch(plan))
+        engine.in_flight.append(engine.dispatch(plan))
         dispatched = clock()
-        jax.block_until_ready(engine.flights[0].drawn)  # the device's part, which is nothing
+        jax.block_until_ready(engine.in_flight[0].drawn)  # the device's part, which is nothing
         ready = clock()
-        flight = engine.flights.popleft()
-        updates = engine.commit(flight, engine.wait(flight))
+        step = engine.in_flight.popleft()
+        updates = engine.commit(step, engine.wait(step))
         committed = clock()
         assert len(updates) == running
         parts["schedule"].append(scheduled - start)

@@ -40,11 +40,11 @@ LONG = 128 * 1024
 
 
 def scored_step(params, cache, slots, packed, *, shape, **options) -> steps.StepResult:
-    """A null step that obeys `draws`, with log-probabilities: what the first rows may go on with is the most likely."""
+    """A null step that obeys `num_new` and has log-probabilities: the most likely continuations are the first rows'."""
     result = null_step(params, cache, slots, packed, shape=shape, **options)
-    at, size = shape.fields["draws"]
-    drawn = jnp.arange(shape.max_steps)[:, None] < packed[at : at + size]
-    scores = np.zeros((shape.max_steps, shape.rows, SCORE_WORDS), np.int32)
+    at, size = shape.fields["num_new"]
+    drawn = jnp.arange(shape.max_tokens_per_call)[:, None] < packed[at : at + size]
+    scores = np.zeros((shape.max_tokens_per_call, shape.rows, SCORE_WORDS), np.int32)
     scores[:, :, 2 : 2 + MAX_LOGPROBS] = np.arange(MAX_LOGPROBS) + 7
     falling = -1.0 - np.arange(shape.rows)[:, None] - 0.1 * np.arange(MAX_LOGPROBS)
     scores[:, :, 2 + MAX_LOGPROBS :] = falling.astype(np.float32).view(np.int32)
@@ -109,9 +109,9 @@ def finish() -> dict[str, float]:
     commits: list[float] = []
     commit = engine.commit
 
-    def measured(flight, drawn):
+    def measured(step, drawn):
         start = time.thread_time()
-        output = commit(flight, drawn)
+        output = commit(step, drawn)
         commits.append(time.thread_time() - start)
         return output
 
@@ -151,8 +151,8 @@ def blocked() -> dict[str, float]:
             start = time.thread_time()
             plan = engine.scheduler.schedule()
             seconds.append(time.thread_time() - start)
-            flight = engine.dispatch(plan)
-            engine.commit(flight, engine.wait(flight))
+            step = engine.dispatch(plan)
+            engine.commit(step, engine.wait(step))
         figures[f"{name}_schedule_us"] = 1e6 * float(np.median(seconds))
     return figures
 

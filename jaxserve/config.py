@@ -10,7 +10,7 @@ from jaxserve.pallas_kernels.registry import BACKENDS
 
 POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment: what JAX takes of a GPU's memory when it starts
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # where the operator says nothing
-MAX_STEPS = 16  # tokens that a decoding row can draw in one call of a compiled step
+MAX_TOKENS_PER_CALL = 16  # tokens that a decoding row can draw in one call of a compiled step
 
 
 class ConfigError(ValueError):
@@ -136,7 +136,7 @@ class EngineConfig:
             ("max_waiting_tokens", 1, 2**62),
             ("kv_pages", 2, 2**31 - 1),
             ("tensor_parallel_size", 1, 2**16),
-            ("decode_steps", 1, MAX_STEPS),
+            ("decode_steps", 1, MAX_TOKENS_PER_CALL),
         ):
             value = getattr(self, name)
             if value is None and type(self).__dataclass_fields__[name].default is None:

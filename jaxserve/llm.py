@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from jaxserve import heap
 from jaxserve.checkpoints import gguf
-from jaxserve.config import MAX_STEPS, EngineConfig
+from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
 from jaxserve.text.tokenizer import load_tokenizer
@@ -246,7 +246,9 @@ class LLM:
     ) -> Iterator[tuple[str, ChoiceDelta]]:
         """Feeds the requests to the engine and yields what they gain until all have ended."""
         inbox: deque[SequenceUpdate] = deque()
-        self._inboxes |= {request.request_id: (inbox, 1 if request.streams else MAX_STEPS) for request in requests}
+        self._inboxes |= {
+            request.request_id: (inbox, 1 if request.streams else MAX_TOKENS_PER_CALL) for request in requests
+        }
         running = set(processors)
         try:
             for request in requests:

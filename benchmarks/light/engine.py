@@ -26,7 +26,7 @@ from jaxserve.bench import timing
 from jaxserve.bench.local import fixed_length, random_ids
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.in_flight import Flight
+from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.memory import stored_bytes
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.scheduling.running_table import StepPlan
@@ -73,16 +73,16 @@ class Watch:
     def __post_init__(self) -> None:
         dispatch, wait = self.engine.dispatch, self.engine.wait
 
-        def timed_dispatch(plan: StepPlan) -> Flight:
+        def timed_dispatch(plan: StepPlan) -> InFlightStep:
             began = time.perf_counter()
-            flight = dispatch(plan)
+            step = dispatch(plan)
             self.dispatched.append((began, time.perf_counter()))
-            return flight
+            return step
 
-        def timed_wait(flight: Flight) -> list[np.ndarray]:
+        def timed_wait(step: InFlightStep) -> list[np.ndarray]:
             asked = time.perf_counter()
-            tokens = wait(flight)
-            self.arrived.append((asked, time.perf_counter(), flight.steps))
+            tokens = wait(step)
+            self.arrived.append((asked, time.perf_counter(), step.tokens_per_call))
             return tokens
 
         self.engine.dispatch, self.engine.wait = timed_dispatch, timed_wait  # type: ignore[method-assign]
@@ -130,11 +130,11 @@ def run(record: Record, *, rehearse: bool, quantization: str, where: Path) -> No
     record.note(bytes_per_s=bandwidth, quantization=quantization)
     watch = Watch(engine)
     generate(engine, watch, 1, load, seed=0)  # as a warm-up
-    usual = engine.pace.steps
+    usual = engine.pace.tokens_per_call
     for batch, single in product(load.batches, (False, True)):
         key = f"batch {batch}, one token a call" if single else f"batch {batch}"
         if not record.has(key):
-            engine.pace.steps = _one if single else usual  # type: ignore[method-assign]
+            engine.pace.tokens_per_call = _one if single else usual  # type: ignore[method-assign]
             with record.row(key) as row:
                 row |= generate(engine, watch, batch, load, seed=2 * batch + single) | {"batch": batch}
                 row["floor_ms"] = 1e3 * step_bytes(engine, batch, load) / bandwidth
@@ -142,7 +142,7 @@ def run(record: Record, *, rehearse: bool, quantization: str, where: Path) -> No
 
 
 def _one(lengths: Sequence[int], **_: bool) -> int:
-    """Instead of `Pace.steps`: a row draws one token in each call."""
+    """Instead of `Pace.tokens_per_call`: a row draws one token in each call."""
     return lengths[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.constraints import Structured
+from jaxserve.engine.constraints import Constraints
 from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.beam import Beams
@@ -22,16 +22,16 @@ class Admission:
         model: ModelConfig,
         max_model_len: int,
         scheduler: Scheduler,
-        structured: Structured,
+        constraints: Constraints,
         beams: Beams,
     ):
         self._config, self._max_model_len = config, max_model_len
         self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
-        self._scheduler, self._structured, self._beams = scheduler, structured, beams
+        self._scheduler, self._constraints, self._beams = scheduler, constraints, beams
 
     def check_queue(self, requests: Sequence[Request]) -> None:
         """Raises QueueFullError where there is no room in the queue; what would wait alone is always taken."""
-        here = self._scheduler.waiting.num_completions + self._structured.num_completions
+        here = self._scheduler.waiting.num_completions + self._constraints.num_completions
         more = sum(request.params.n for request in requests)
         if (most := self._config.max_waiting) is not None and here and here + more > most:
             raise QueueFullError(f"{here} completions are waiting, of at most {most}; try again later")
@@ -45,7 +45,7 @@ class Admission:
         params = requests[0].params
         stop_ids = self._check_params(params)
         for request in requests:
-            if request.request_id in self._scheduler or request.request_id in self._structured:
+            if request.request_id in self._scheduler or request.request_id in self._constraints:
                 raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
             prompt = request.prompt_token_ids
             self._check_prompt(prompt)

@@ -12,11 +12,11 @@ import numpy as np
 from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from jaxserve.engine.in_flight import Flight
+from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.grammars.grammar import Compilation, Compiler, Matcher
 from jaxserve.grammars.token_mask import AllowedTokens, TokenMask
-from jaxserve.scheduling.running_table import Running
+from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.types import Grammar, InvalidRequestError, SequenceUpdate
@@ -31,7 +31,7 @@ class _Held:
     aborted: list[int] = field(default_factory=list)
 
 
-class Structured:
+class Constraints:
     """The requests of one engine that have a grammar."""
 
     def __init__(self, compiler: Compiler):
@@ -96,13 +96,15 @@ class Structured:
             ]
         return updates
 
-    def draw(self, flight: Flight, running: Running, runner: ModelRunner) -> None:
+    def sample_deferred(self, step: InFlightStep, running: RunningTable, runner: ModelRunner) -> None:
         """Has the rows of a step draw that left it for later; all steps before must have been taken in."""
-        for later in flight.later:
-            if later is None or later.drawn:
+        for deferred in step.deferred:
+            if deferred is None or deferred.drawn:
                 continue
-            rows = later.rows
-            later.index = index = later.index[(running.tenure[rows.slot] == rows.tenure)[later.index]]
+            rows = deferred.rows
+            deferred.index = index = deferred.index[
+                (running.slot_generation[rows.slot] == rows.slot_generation)[deferred.index]
+            ]
             if not len(index):
                 continue
             seqs, slots, end = [rows.seqs[i] for i in index.tolist()], rows.slot[index], rows.end[index]
@@ -110,8 +112,8 @@ class Structured:
                 running.tokens[slot, seq.prompt_len : last]
                 for slot, last, seq in zip(slots.tolist(), end.tolist(), seqs, strict=True)
             ]
-            later.drawn = runner.draw(slots, end, self._masks(seqs, outputs))
-            for one in later.drawn:
+            deferred.drawn = runner.sample_deferred(slots, end, self._masks(seqs, outputs))
+            for one in deferred.drawn:
                 one.tokens.copy_to_host_async()
 
     def _masks(self, seqs: list[Sequence], outputs: list[np.ndarray]) -> np.ndarray:

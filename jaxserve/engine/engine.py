@@ -17,8 +17,8 @@ from jaxserve.checkpoints import gguf
 from jaxserve.config import EngineConfig
 from jaxserve.devices.compile_cache import CompileCounter
 from jaxserve.engine.admission import Admission
-from jaxserve.engine.constraints import Structured
-from jaxserve.engine.in_flight import Flight, Later
+from jaxserve.engine.constraints import Constraints
+from jaxserve.engine.in_flight import Deferred, InFlightStep
 from jaxserve.engine.loading import EngineParts, load_parts
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.engine.recovery import Recovery
@@ -27,14 +27,14 @@ from jaxserve.execution import memory
 from jaxserve.execution.cost import prefill_chunk
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.slots import encode_counts, encode_slot
-from jaxserve.execution.step_buffer import Batch, pack, split
+from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.logprobs import read_rows
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
-from jaxserve.scheduling.running_table import Notable, StepPlan
+from jaxserve.scheduling.running_table import DetailedUpdate, StepPlan
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -59,7 +59,7 @@ class Engine:
         self.dtype = np.dtype(runner.model.dtype).name
         queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
         self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
-        self.structured = Structured(self.grammars)
+        self.constraints = Constraints(self.grammars)
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
         self.programs = CompileCounter()
@@ -85,8 +85,8 @@ class Engine:
             penalty_rows=runner.penalty_rows,
         )
         self.beams = Beams(self.scheduler, model.eos_token_ids)
-        self._admission = Admission(config, model, self.max_model_len, self.scheduler, self.structured, self.beams)
-        self.flights: deque[Flight] = deque()
+        self._admission = Admission(config, model, self.max_model_len, self.scheduler, self.constraints, self.beams)
+        self.in_flight: deque[InFlightStep] = deque()
         self.recovery = Recovery(self)
         self.counters.pages_total = self.blocks.capacity
         log.info(
@@ -157,7 +157,7 @@ class Engine:
             if params.grammar is None:
                 self.scheduler.add(seq)
             else:
-                self.structured.hold(seq, params.grammar)
+                self.constraints.hold(seq, params.grammar)
 
     def pool(self) -> PoolSnapshot:
         """Who owns which KV page now."""
@@ -173,7 +173,7 @@ class Engine:
             if index is None:  # beams come to their ends together
                 self.beams.abort(request_id)
             return
-        self.structured.abort(request_id, index)
+        self.constraints.abort(request_id, index)
         self.scheduler.abort(request_id, index)
 
     def pause(self, request_id: str, paused: bool) -> None:
@@ -188,7 +188,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.flights) or len(self.structured) > 0
+        return self.scheduler.has_work or bool(self.in_flight) or len(self.constraints) > 0
 
     @property
     def compiling(self) -> bool:
@@ -196,7 +196,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return self.scheduler.num_waiting + len(self.structured)
+        return self.scheduler.num_waiting + len(self.constraints)
 
     def step(self) -> StepOutput:
         """Advances the batch by one step; returns what a step added to each completion.
@@ -213,19 +213,19 @@ class Engine:
         """
         self.timeline.begin_step()
         self.pace.begin()
-        if len(self.structured) and not self.recovery.active:
-            busy = self.scheduler.has_work or self.flights
-            output.updates += self.structured.release(self.scheduler, patience=0.0 if busy else 0.005)
+        if len(self.constraints) and not self.recovery.active:
+            busy = self.scheduler.has_work or self.in_flight
+            output.updates += self.constraints.release(self.scheduler, patience=0.0 if busy else 0.005)
         with self.timeline.phase("schedule"):
-            plan = self.scheduler.schedule(self._steps_per_call())
+            plan = self.scheduler.schedule(self._tokens_per_call())
         if plan is not None:
             with self.timeline.phase("upload"):
-                self.flights.append(self.dispatch(plan))
-        if len(self.flights) > 1:
+                self.in_flight.append(self.dispatch(plan))
+        if len(self.in_flight) > 1:
             output.extend(self._land())
-        if self.flights:
+        if self.in_flight:
             with self.timeline.phase("mask"):
-                self.structured.draw(self.flights[-1], self.scheduler.running, self.runner)
+                self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
             if plan is None or not self.config.async_scheduling:
                 output.extend(self._land())
         self.pace.end()
@@ -233,22 +233,22 @@ class Engine:
 
     def _land(self) -> StepOutput:
         """Takes in the oldest step in flight."""
-        flight = self.flights.popleft()
-        tokens = self.wait(flight)
-        with self.timeline.phase("commit"), self.recovery.commit(flight):
-            return self.commit(flight, tokens)
+        step = self.in_flight.popleft()
+        tokens = self.wait(step)
+        with self.timeline.phase("commit"), self.recovery.commit(step):
+            return self.commit(step, tokens)
 
-    def _steps_per_call(self) -> int:
+    def _tokens_per_call(self) -> int:
         """How many tokens a row may draw in the next call."""
         scheduler, lineup = self.scheduler, self.scheduler.running.lineup
         lengths = self.runner.programs.lengths(self.shapes, len(lineup.seqs), lineup.sampler)
-        return self.pace.steps(lengths, watched=scheduler.num_streaming > 0, holds_up=scheduler.holds_up)
+        return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=scheduler.holds_up)
 
-    def dispatch(self, plan: StepPlan) -> Flight:
+    def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
-        flight = Flight([], [], [], [], max(int(plan.rows.draws.max()), 1), time.perf_counter())
+        step = InFlightStep([], [], [], [], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
         for batch in split(plan.rows, self.shapes, self._cost):
             room = batch.shape.table_updates
@@ -256,22 +256,22 @@ class Engine:
             drawn, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
             copies, updates = [], updates[:, :0]  # the first batch took them all
             drawn.tokens.copy_to_host_async()
-            flight.rows.append(batch.rows)
-            flight.drawn.append(drawn)
-            flight.later.append(Later.of(batch.rows, running.masked) if running.lineup.any_masked else None)
+            step.rows.append(batch.rows)
+            step.drawn.append(drawn)
+            step.deferred.append(Deferred.of(batch.rows, running.masked) if running.lineup.any_masked else None)
             if hidden is not None and batch.rows.scores:
-                flight.prompt_scores.append(PromptScores.start(batch.rows, hidden, self.runner))
+                step.prompt_scores.append(PromptScores.start(batch.rows, hidden, self.runner))
         self.counters.steps += 1
         self.counters.step_tokens.observe(plan.rows.num_tokens)
-        return flight
+        return step
 
-    def _program(self, batch: Batch) -> StepProgram:
+    def _program(self, batch: StepBatch) -> StepProgram:
         """The least program that does what a batch's rows ask for."""
         rows, running = batch.rows, self.scheduler.running
         sampler = running.lineup.sampler
         if rows.seqs is not running.lineup.seqs:  # seldom
-            sampler = Sampler((running.sampler[rows.slot] * (rows.draws > 0)).max())
-        return self.runner.programs.choose(batch.shape, sampler, int(rows.draws.max()), rows.scores)
+            sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
+        return self.runner.programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores)
 
     def _fill_slots(self, placed: list[Sequence]) -> None:
         rows = []
@@ -284,22 +284,22 @@ class Engine:
             counted = [encode_counts(seq.penalty_row, seq.tokens, seq.prompt_len) for seq in penalized]
             self.runner.count_tokens(np.concatenate(counted, axis=1))
 
-    def wait(self, flight: Flight) -> list[np.ndarray]:
+    def wait(self, step: InFlightStep) -> list[np.ndarray]:
         """A step's tokens, of each of its batches; waits until they are here."""
         asked = time.perf_counter()
-        tokens = flight.tokens()
-        passes = flight.steps if self.runner.programs.static else flight.passes(tokens)
-        self.timeline.seconds["device"].observe(self.pace.arrived(asked, flight.dispatched, passes))
+        tokens = step.tokens()
+        passes = step.tokens_per_call if self.runner.programs.static else step.passes(tokens)
+        self.timeline.seconds["device"].observe(self.pace.arrived(asked, step.dispatched, passes))
         return tokens
 
-    def commit(self, flight: Flight, tokens: list[np.ndarray]) -> StepOutput:
+    def commit(self, step: InFlightStep, tokens: list[np.ndarray]) -> StepOutput:
         """Takes in a step's tokens and says what they mean for each request."""
         output = StepOutput([], [], [], [])
-        for prompt_scores in flight.prompt_scores:
+        for prompt_scores in step.prompt_scores:
             prompt_scores.finish()
-        for rows, drawn, ids in zip(flight.rows, flight.drawn, tokens, strict=True):
-            part, notable = self.scheduler.commit(rows, ids[: flight.steps, : len(rows)].T)
-            for one in notable:
+        for rows, drawn, ids in zip(step.rows, step.drawn, tokens, strict=True):
+            part, details = self.scheduler.commit(rows, ids[: step.tokens_per_call, : len(rows)].T)
+            for one in details:
                 if one.seq.params.use_beam_search:
                     assert drawn.scores is not None  # `Sampler.of` sees to it, here and below
                     self.beams.take(one, np.asarray(drawn.scores))
@@ -311,9 +311,9 @@ class Engine:
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
 
-    def _annotate(self, notable: Notable, scores: jax.Array | None) -> None:
+    def _annotate(self, detail: DetailedUpdate, scores: jax.Array | None) -> None:
         """Adds to an update what it has to say beyond its tokens."""
-        update, seq, row, is_first = notable
+        update, seq, row, is_first = detail
         tokens = update.token_ids
         self.counters.generation_tokens += len(tokens)
         if update.finish_reason == "stop":

@@ -13,7 +13,7 @@ from jaxserve.scheduling.running_table import Rows
 
 
 @dataclass
-class Later:
+class Deferred:
     """Rows of a batch that draw once it is known what they may: when all tokens before are."""
 
     rows: Rows  # the batch's
@@ -21,9 +21,9 @@ class Later:
     drawn: list[Sampled] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: Rows, masked: np.ndarray) -> Later | None:
+    def of(cls, rows: Rows, masked: np.ndarray) -> Deferred | None:
         """masked: bool [slots], of those that draw once their masks are known."""
-        index = np.flatnonzero(masked[rows.slot] & (rows.draws > 0))
+        index = np.flatnonzero(masked[rows.slot] & (rows.num_new > 0))
         return cls(rows, index) if len(index) else None
 
     def join(self, drawn: Sampled) -> Sampled:
@@ -42,14 +42,14 @@ class Later:
 
 
 @dataclass
-class Flight:
+class InFlightStep:
     """A step that was dispatched and not committed yet, in one or more batches."""
 
     rows: list[Rows]
     drawn: list[Sampled]
-    later: list[Later | None]  # the rows of each batch that draw later
+    deferred: list[Deferred | None]  # of each batch
     prompt_scores: list[PromptScores]
-    steps: int  # tokens that a row may have drawn
+    tokens_per_call: int  # tokens that a row may have drawn
     dispatched: float  # time.perf_counter()
 
     def passes(self, tokens: list[np.ndarray]) -> int:
@@ -57,7 +57,7 @@ class Flight:
         return max(1, *(int((ids >= 0).any(axis=1).sum()) for ids in tokens))
 
     def tokens(self) -> list[np.ndarray]:
-        """Those of each batch, int32 [steps, rows]; waits until they are here."""
-        pairs = zip(self.drawn, self.later, strict=True)
-        self.drawn = [drawn if later is None else later.join(drawn) for drawn, later in pairs]
+        """Those of each batch, int32 [tokens per call, rows]; waits until they are here."""
+        pairs = zip(self.drawn, self.deferred, strict=True)
+        self.drawn = [drawn if deferred is None else deferred.join(drawn) for drawn, deferred in pairs]
         return [np.asarray(drawn.tokens) for drawn in self.drawn]

@@ -99,11 +99,11 @@ def load_parts(
     log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
     log.info("%s", memory.describe_weights(params))
     rows = config.max_num_seqs, memory.penalty_rows(config, model)
-    runner = ModelRunner(decoder, params, mesh, *rows, most_steps=config.decode_steps, static=static_steps)
+    runner = ModelRunner(decoder, params, mesh, *rows, max_tokens_per_call=config.decode_steps, static=static_steps)
     device = mesh.devices.flat[0]
     cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)
     shapes = _shapes(config, plan, cost)
-    runner.plan(plan.one_page, -(-plan.longest // plan.one_page.page_size))
+    runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     budget = memory.budget(config, device, num_devices(mesh), runner.weight_bytes, runner.slot_bytes)
     sizing = Sizing(config, runner, plan.one_page, budget, shapes, plan.longest)
     sizing.begin()

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.engine.in_flight import Flight
+from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.scheduling.beam import Beams, Group
 from jaxserve.scheduling.running_table import Lineup
@@ -44,7 +44,7 @@ class Steps(Protocol):
 
     scheduler: Scheduler
     beams: Beams
-    flights: deque[Flight]
+    in_flight: deque[InFlightStep]
     runner: ModelRunner
     counters: EngineStats
 
@@ -129,11 +129,11 @@ class Recovery:
         return output
 
     @contextlib.contextmanager
-    def commit(self, flight: Flight) -> Iterator[None]:
+    def commit(self, step: InFlightStep) -> Iterator[None]:
         """A commit that is undone where it fails."""
         running, displaced = self._engine.scheduler.running, {}
-        for rows in flight.rows:
-            for i in np.flatnonzero(running.tenure[rows.slot] != rows.tenure).tolist():
+        for rows in step.rows:
+            for i in np.flatnonzero(running.slot_generation[rows.slot] != rows.slot_generation).tolist():
                 if (seq := rows.seqs[i]).status is Status.WAITING:
                     displaced[seq] = len(seq.tokens)
         lineup = running.lineup
@@ -174,7 +174,7 @@ class Recovery:
         waiting = sorted(scheduler.waiting, key=lambda seq: seq.order)
         if not self._unexplained:
             waiting = waiting[: running.num_slots - len(running)]
-        flying = [seq for flight in engine.flights for rows in flight.rows for seq in rows.seqs]
+        flying = [seq for step in engine.in_flight for rows in step.rows for seq in rows.seqs]
         known = self._before.known if self._before is not None else {}
         everyone = sorted({*running, *flying, *waiting, *known}, key=lambda seq: seq.order)
         here = {seq.request_id for seq in scheduler.everyone} | {seq.request_id for seq in known}
@@ -185,7 +185,7 @@ class Recovery:
         running, chosen = self._engine.scheduler.running, set(suspects)
         for seq in self._engine.scheduler.everyone:
             if seq.request_id in chosen:
-                total = int(running.total[seq.slot]) if seq.slot >= 0 else len(seq.tokens) + seq.owed
+                total = int(running.total[seq.slot]) if seq.slot >= 0 else len(seq.tokens) + seq.pending_tokens
                 self._goals[seq] = max(self._goals.get(seq, 0), total + 1)
         for seq, known in (self._before.known if self._before is not None else {}).items():
             self._goals[seq] = max(self._goals.get(seq, 0), known + 1)  # some have ended
@@ -208,7 +208,7 @@ class Recovery:
                     seq.go_back(tokens[: known.get(seq, len(tokens))])
                 except Exception as wrong:  # with its grammar
                     broken[seq.request_id] = wrong
-        self._engine.flights.clear()
+        self._engine.in_flight.clear()
         scheduler.start_over([seq for seq in seqs if seq not in young], Selected(request_ids))
         beams.start_over(groups)
         for request_id, error in broken.items():
@@ -255,9 +255,9 @@ class Recovery:
     def _passed(self) -> bool:
         """Whether all who run alone are cleared, or nothing is left for them to do."""
         engine = self._engine
-        if not engine.flights and engine.counters.steps == self._idle_since:
+        if not engine.in_flight and engine.counters.steps == self._idle_since:
             return True
-        self._idle_since = -1 if engine.flights else engine.counters.steps
+        self._idle_since = -1 if engine.in_flight else engine.counters.steps
         chosen, running = set(self._trial), engine.scheduler.running
         for seq in engine.scheduler.everyone:
             if seq.request_id in chosen and seq.request_id not in engine.beams.groups:

@@ -86,7 +86,7 @@ class Sizing:
 
     def _plan(self, pages: int) -> None:
         layout = replace(self._one_page, num_pages=pages)
-        self._runner.plan(layout, -(-self.longest // layout.page_size))
+        self._runner.set_cache_size(layout, -(-self.longest // layout.page_size))
 
     def _fitting(self, needs: Needs) -> int:
         page = self._one_page.page_size, self._page_bytes

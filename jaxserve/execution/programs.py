@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.config import MAX_STEPS
+from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.execution.steps import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
@@ -29,17 +29,17 @@ PLAIN_ROWS = 64  # from so many rows on, many passes over the logits for filters
 class StepProgram:
     """A bucket as it is compiled: the arguments of `steps.run_step`.
 
-    steps: tokens that a row may draw; None: as many as the buffer says, at most MAX_STEPS.
+    tokens_per_call: tokens that a row may draw; None: as many as the buffer says, at most MAX_TOKENS_PER_CALL.
     """
 
     shape: StepShape
     sampler: Sampler
-    steps: int | None
+    tokens_per_call: int | None
     keeps_hidden: bool
 
     def __str__(self) -> str:
-        steps = f" x {self.steps}" if self.steps and self.steps > 1 else ""
-        return f"{self.shape} {self.sampler.name.lower()}{steps}{' with hidden states' if self.keeps_hidden else ''}"
+        times = f" x {self.tokens_per_call}" if self.tokens_per_call and self.tokens_per_call > 1 else ""
+        return f"{self.shape} {self.sampler.name.lower()}{times}{' with hidden states' if self.keeps_hidden else ''}"
 
 
 class StepPrograms:
@@ -47,7 +47,7 @@ class StepPrograms:
     that a call may draw per row, by the settings. `costly_filters`: they take many passes over the logits, not one or
     two in a kernel."""
 
-    def __init__(self, *, static: bool, most: int = MAX_STEPS, costly_filters: bool = True):
+    def __init__(self, *, static: bool, most: int = MAX_TOKENS_PER_CALL, costly_filters: bool = True):
         self.static, self._most, self._costly_filters = static, most, costly_filters
 
     def all(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
@@ -57,11 +57,11 @@ class StepPrograms:
         found = []
         for shape in shapes:
             found += [
-                StepProgram(shape, sampler, steps, keeps_hidden=False)
-                for steps in self._lengths(shape)
-                for sampler in self._samplers(shape, steps)
+                StepProgram(shape, sampler, length, keeps_hidden=False)
+                for length in self._lengths(shape)
+                for sampler in self._samplers(shape, length)
             ]
-        scoring = [shape for shape in shapes if not shape.decode_only][-1:]  # see `batch.split`
+        scoring = [shape for shape in shapes if not shape.decode_only][-1:]  # see `step_buffer.split`
         return found + [StepProgram(shape, Sampler.FULL, 1, keeps_hidden=True) for shape in scoring]
 
     def largest(self, shape: StepShape) -> StepProgram:
@@ -70,12 +70,12 @@ class StepPrograms:
             return StepProgram(shape, Sampler.FULL, 1, keeps_hidden=not shape.decode_only)
         return StepProgram(shape, Sampler.ANY, None, keeps_hidden=not shape.decode_only)
 
-    def choose(self, shape: StepShape, sampler: Sampler, steps: int, scores: bool) -> StepProgram:
-        """The least program for rows that need `sampler` and draw up to `steps` tokens; `scores`: the hidden states
-        are wanted. `steps` is at most what `most_steps` allows."""
+    def choose(self, shape: StepShape, sampler: Sampler, num_new: int, scores: bool) -> StepProgram:
+        """The least program for rows that need `sampler` and draw up to `num_new` tokens; `scores`: the hidden states
+        are wanted. `num_new` is at most what `max_tokens_per_call` allows."""
         if not self.static or scores:
             return self.largest(shape)
-        length = next(length for length in self._lengths(shape) if length >= steps)
+        length = next(length for length in self._lengths(shape) if length >= num_new)
         sampler = next(one for one in self._samplers(shape, length) if one >= sampler)
         return StepProgram(shape, sampler, length, keeps_hidden=False)
 
@@ -94,9 +94,9 @@ class StepPrograms:
             return (1,)
         return [length for length in LENGTHS if length <= self._most]
 
-    def _samplers(self, shape: StepShape, steps: int) -> list[Sampler]:
+    def _samplers(self, shape: StepShape, tokens_per_call: int) -> list[Sampler]:
         """Those that are compiled of a bucket for calls of so many tokens, ascending."""
         found = [Sampler.GREEDY, Sampler.FILTERED]
         if self._costly_filters and shape.decode_only and shape.rows >= PLAIN_ROWS:
             found.insert(1, Sampler.PLAIN)
-        return [*found, Sampler.FULL] if steps == 1 else found
+        return [*found, Sampler.FULL] if tokens_per_call == 1 else found

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from jaxserve.config import MAX_STEPS
+from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import steps
@@ -27,9 +27,9 @@ from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.programs import StepProgram, StepPrograms
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.slots import (
+    COUNTED_PER_CALL,
     SLOT_WORDS,
     SLOTS_PER_CALL,
-    TOKENS_PER_CALL,
     SlotState,
     count_tokens,
     create_slots,
@@ -51,14 +51,17 @@ MOST_THREADS = 16  # that compile: beyond that Python, which traces one program 
 COMPILE_BYTES = 2**30  # of the host's memory for a program that is being compiled, with room to spare
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
 TABLE_COPIES = 32  # and rows of it that are copied
-COUNT_SIZES = (TOKENS_PER_CALL, 16 * TOKENS_PER_CALL)  # tokens that a call of `count_tokens` takes, but for the largest
+COUNT_SIZES = (
+    COUNTED_PER_CALL,
+    16 * COUNTED_PER_CALL,
+)  # tokens that a call of `count_tokens` takes, but for the largest
 
 
 class ModelRunner:
     """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits.
 
-    `most_steps`: tokens that a row may draw in one call. `static`: programs are fixed in what the host knows, see
-    `programs`; None: where that pays, which is not on CPU.
+    `max_tokens_per_call`: tokens that a row may draw in one call. `static`: programs are fixed in what the host knows,
+    see `programs`; None: where that pays, which is not on CPU.
     """
 
     def __init__(
@@ -69,13 +72,13 @@ class ModelRunner:
         num_slots: int,
         penalty_rows: int,
         *,
-        most_steps: int = MAX_STEPS,
+        max_tokens_per_call: int = MAX_TOKENS_PER_CALL,
         static: bool | None = None,
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         static = not self._on_cpu if static is None else static
-        self.programs = StepPrograms(static=static, most=most_steps, costly_filters=model.ops.draw is None)
+        self.programs = StepPrograms(static=static, most=max_tokens_per_call, costly_filters=model.ops.draw is None)
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout
         self.slots: SlotState
@@ -84,7 +87,7 @@ class ModelRunner:
         self.frozen = False  # nothing may be compiled any more
         self.compiling = False
         self._executables: dict[Any, Compiled] = {}
-        self._planned = ""  # the slots' shapes
+        self._slot_shapes = ""
         self._lock = threading.Lock()
 
     @property
@@ -92,7 +95,7 @@ class ModelRunner:
         """The model's own tree; vectors in it are copies."""
         return jax.tree.map(value_of, self._unbundle(self._arrays), is_leaf=lambda x: isinstance(x, Row))
 
-    def plan(self, layout: CacheLayout, max_pages: int) -> None:
+    def set_cache_size(self, layout: CacheLayout, max_pages: int) -> None:
         """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""
         self.layout = layout
         self.max_len = max_pages * layout.page_size
@@ -107,10 +110,10 @@ class ModelRunner:
             self.penalty_rows,
         )
         slots = str(jax.eval_shape(self._make_slots))
-        stale = [name for name in self._executables if slots != self._planned or _takes_cache(name)]
+        stale = [name for name in self._executables if slots != self._slot_shapes or _takes_cache(name)]
         for name in stale:
             del self._executables[name]
-        self._planned = slots
+        self._slot_shapes = slots
 
     def allocate(self) -> None:
         """Makes the cache and the slots, in place of those that there may be."""
@@ -135,8 +138,8 @@ class ModelRunner:
             self.allocate()
 
     @property
-    def draw_sizes(self) -> list[int]:
-        """Rows of the compiled `draw`s; on CPU a few calls cost what a large one does."""
+    def deferred_sizes(self) -> list[int]:
+        """Rows of the compiled `sample_deferred`s; on CPU a few calls cost what a large one does."""
         few = min(32, self.num_slots)
         return [few] if self._on_cpu else sorted({few, self.num_slots})
 
@@ -150,8 +153,8 @@ class ModelRunner:
     def count_sizes(self) -> list[int]:
         """Tokens of the compiled `count_tokens`: a few, a long prompt's, and as many as fit one call of all others."""
         if self._on_cpu:
-            return [TOKENS_PER_CALL]
-        return [size for size in COUNT_SIZES if size < self.max_len] + [max(self.max_len, TOKENS_PER_CALL)]
+            return [COUNTED_PER_CALL]
+        return [size for size in COUNT_SIZES if size < self.max_len] + [max(self.max_len, COUNTED_PER_CALL)]
 
     @property
     def weight_bytes(self) -> int:
@@ -190,15 +193,15 @@ class ModelRunner:
             packed[:, : counted[:, some].shape[1]] = counted[:, some]
             self.slots = self._get(("count_tokens", size))(self.slots, packed)
 
-    def draw(self, slots: np.ndarray, positions: np.ndarray, masks: np.ndarray) -> list[Sampled]:
-        """Draws the tokens of rows [n] that a step left for later, in calls of `draw_sizes`; see `steps.draw`."""
+    def sample_deferred(self, slots: np.ndarray, positions: np.ndarray, masks: np.ndarray) -> list[Sampled]:
+        """Samples the tokens of deferred rows [n], in calls of `deferred_sizes`; see `steps.sample_deferred`."""
         drawn = []
-        for some, size in _calls(len(slots), self.draw_sizes):
+        for some, size in _calls(len(slots), self.deferred_sizes):
             count = len(slots[some])
             packed = np.zeros((size, 2 + masks.shape[1]), np.int32)
             packed[:, 0] = self.num_slots
             packed[:count, 0], packed[:count, 1], packed[:count, 2:] = slots[some], positions[some], masks[some]
-            one, self.slots = self._get(("draw", size))(self._arrays, self.slots, packed)
+            one, self.slots = self._get(("sample_deferred", size))(self._arrays, self.slots, packed)
             drawn.append(one)
         return drawn
 
@@ -262,7 +265,7 @@ class ModelRunner:
     def _others(self, shapes: Sequence[StepShape]) -> list[Any]:
         """Programs that multiply with the output head, beside the steps."""
         most = max(shape.tokens for shape in shapes if not shape.decode_only)
-        return [("score_prompt", most), *(("draw", size) for size in self.draw_sizes)]
+        return [("score_prompt", most), *(("sample_deferred", size) for size in self.deferred_sizes)]
 
     def compile(self, names: Sequence[Any]) -> None:
         """Compiles these programs, in this order, some at a time."""
@@ -332,7 +335,7 @@ class ModelRunner:
                 shape=name.shape,
                 mesh=self.mesh,
                 sampler=name.sampler,
-                steps=name.steps,
+                tokens_per_call=name.tokens_per_call,
                 keeps_hidden=name.keeps_hidden,
             )
             fields: Any = (everywhere, everywhere if name.keeps_hidden else None, cache_sharding, everywhere)
@@ -342,11 +345,11 @@ class ModelRunner:
             return set_slots, (0,), (slots, host(name[1], SLOT_WORDS)), everywhere
         if name[0] == "count_tokens":
             return count_tokens, (0,), (slots, host(3, name[1])), everywhere
-        if name[0] == "draw":
+        if name[0] == "sample_deferred":
             sampler = Sampler.FULL if self.programs.static else Sampler.ANY
-            draw = partial(steps.draw, model=self.model, mesh=self.mesh, sampler=sampler)
+            sample = partial(steps.sample_deferred, model=self.model, mesh=self.mesh, sampler=sampler)
             packed = host(name[1], 2 + -(-self.model.config.vocab_size // 32))
-            return with_params(draw), (1,), (params, slots, packed), everywhere
+            return with_params(sample), (1,), (params, slots, packed), everywhere
         if isinstance(name, tuple):
             shape = (name[1], self.model.config.hidden_size)
             hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)

@@ -22,7 +22,7 @@ from jaxserve.limits import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
 SLOTS_PER_CALL = 8  # sequences whose parameters the smallest call of `set_slots` writes
-TOKENS_PER_CALL = 512  # tokens that the smallest call of `count_tokens` counts
+COUNTED_PER_CALL = 512  # tokens that the smallest call of `count_tokens` counts
 
 
 class RowParams(NamedTuple):
@@ -51,7 +51,7 @@ class SlotState(NamedTuple):
     params: jax.Array  # int32 [slots, SLOT_WORDS], as from `encode_slot`
     counts: jax.Array  # int32 [penalty_rows, vocab]: how often each token stands in the output so far
     in_prompt: jax.Array  # bool [penalty_rows, vocab]: whether it stands in the prompt
-    hidden: jax.Array  # [slots, hidden]: the last hidden state of a row that draws later, once its mask is known
+    hidden: jax.Array  # [slots, hidden]: the last hidden state of a deferred row, which samples once its mask is known
 
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")

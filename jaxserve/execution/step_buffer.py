@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxserve.execution.cost import FEW, StepCost
 from jaxserve.execution.steps import StepShape
-from jaxserve.scheduling.running_table import Rows, Running
+from jaxserve.scheduling.running_table import Rows, RunningTable
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """Rows that one call of a compiled step advances; those of one token first."""
 
     shape: StepShape
@@ -82,7 +82,7 @@ def _rounded(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length() if tokens <= GRAIN else -(-tokens // GRAIN) * GRAIN
 
 
-def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> Iterator[Batch]:
+def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> Iterator[StepBatch]:
     """Cuts a plan's rows into batches that fit the buckets; a prompt's chunk may go on in the next batch.
 
     With `cost`, into those that cost least. Rows of one token go through decode buckets where there are any, unless
@@ -150,7 +150,7 @@ def _cheapest_within(tokens: int, sizes: tuple[int, ...], cost: StepCost | None)
     return min(whole, cut, key=lambda some: sum(map(cost, some)))
 
 
-def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[Batch]:
+def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[StepBatch]:
     """Fills batch after batch with as many tokens and rows as buckets hold."""
     most = shapes[-1]
     cut = cost is not None and not rows.scores_prompt.any()
@@ -172,25 +172,25 @@ def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> 
         yield _mixed(rows, whole, first, count, shapes)
 
 
-def _mixed(rows: Rows, whole: list[int], first: list[int], count: list[int], shapes: list[StepShape]) -> Batch:
+def _mixed(rows: Rows, whole: list[int], first: list[int], count: list[int], shapes: list[StepShape]) -> StepBatch:
     """A batch of pieces of rows, those of one token first; a row's last piece draws its tokens."""
     order = np.argsort(np.asarray(count) > 1, kind="stable")
     pieces = rows.take(np.asarray(whole)[order])
     pieces.start, end = pieces.start + np.asarray(first, np.int32)[order], pieces.end
     pieces.count = np.asarray(count, np.int32)[order]
-    pieces.draws = np.where(pieces.end == end, pieces.draws, 0)
+    pieces.num_new = np.where(pieces.end == end, pieces.num_new, 0)
     if pieces.scores_prompt.any():
         shapes = shapes[-1:]  # hidden states are scored in this bucket alone, which makes for one program less
     return _batch(shapes, pieces, sum(count))
 
 
-def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> Batch:
+def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
     shape = _fitting(shapes, tokens, len(rows))
     assert shape is not None
-    return Batch(shape, rows)
+    return StepBatch(shape, rows)
 
 
-def pack(batch: Batch, running: Running, table_updates: np.ndarray) -> np.ndarray:
+def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> np.ndarray:
     """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates]."""
     shape, rows, n = batch.shape, batch.rows, len(batch.rows)
     packed = shape.empty(running.num_slots)
@@ -198,11 +198,11 @@ def pack(batch: Batch, running: Running, table_updates: np.ndarray) -> np.ndarra
     slot, end = rows.slot, rows.end
     field["slot"][:n] = slot
     field["kv_len"][:n] = end
-    draws = rows.draws
+    num_new = rows.num_new
     if running.lineup.any_masked:
-        draws = np.where(running.masked[slot] & (draws > 0), -1, draws)
-    field["draws"][:n] = draws
-    field["steps"][0] = max(rows.draws.max(), 1)
+        num_new = np.where(running.masked[slot] & (num_new > 0), -1, num_new)
+    field["num_new"][:n] = num_new
+    field["tokens_per_call"][0] = max(rows.num_new.max(), 1)
     if rows.only_decodes:
         field["q_start"][:n] = np.arange(n)
         field["q_start"][n:] = n

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.config import MAX_STEPS
+from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices.mesh import is_split, spec
 from jaxserve.execution.kv_cache import KVCache
 from jaxserve.execution.logits import from_logits, replicate
@@ -38,9 +38,9 @@ class StepShape:
     """A bucket: the padded sizes of one compiled step, and where each field lies in its packed buffer.
 
     Fields, int32: tokens [tokens], -1 for one that only the device knows (the slot's last); q_start [rows + 1]; kv_len
-    [rows], this step's tokens included; slot [rows]; draws [rows], how many new tokens the row draws, -1 for one that
-    `draw` draws later; steps [1], the largest of them, or 1; num_decodes [1]; and new block-table entries, as (slot,
-    index, page) columns [table_updates] each.
+    [rows], this step's tokens included; slot [rows]; num_new [rows], how many new tokens the row samples, -1 for one
+    that `sample_deferred` samples later; tokens_per_call [1], the largest of them, or 1; num_decodes [1]; and new
+    block-table entries, as (slot, index, page) columns [table_updates] each.
     """
 
     tokens: int
@@ -61,8 +61,8 @@ class StepShape:
             "q_start": self.rows + 1,
             "kv_len": self.rows,
             "slot": self.rows,
-            "draws": self.rows,
-            "steps": 1,
+            "num_new": self.rows,
+            "tokens_per_call": 1,
             "num_decodes": 1,
             "update_slot": self.table_updates,
             "update_index": self.table_updates,
@@ -83,9 +83,9 @@ class StepShape:
         return packed
 
     @property
-    def max_steps(self) -> int:
+    def max_tokens_per_call(self) -> int:
         """Tokens that a row can draw in one call, whatever program is compiled of it."""
-        return MAX_STEPS if self.decode_only else 1
+        return MAX_TOKENS_PER_CALL if self.decode_only else 1
 
     @property
     def words(self) -> int:
@@ -97,13 +97,13 @@ class StepShape:
 
 
 class StepResult(NamedTuple):
-    drawn: Sampled  # tokens [steps, rows], -1 where a row drew none; scores [steps, rows, …]
+    drawn: Sampled  # tokens [tokens per call, rows], -1 where a row drew none; scores [the same, …]
     hidden: jax.Array | None  # [tokens, hidden] of a mixed step that keeps them, for prompt log-probabilities
     cache: KVCache
     slots: SlotState
 
 
-class Batch(NamedTuple):
+class ModelInput(NamedTuple):
     """What one pass of the model reads, unpacked from the step's buffer; int32 arrays."""
 
     tokens: jax.Array  # [tokens]
@@ -112,8 +112,8 @@ class Batch(NamedTuple):
     slot: jax.Array  # [rows]
     num_decodes: jax.Array
     writes: jax.Array  # bool [rows]: the row's keys and values are kept
-    draws: jax.Array  # bool [rows]: so is the token that it samples
-    draws_later: jax.Array  # bool [rows]: so is its hidden state, for `draw`
+    keeps_token: jax.Array  # bool [rows]: the token that it samples is kept
+    deferred: jax.Array  # bool [rows]: its hidden state is kept, for `sample_deferred`
 
 
 def run_step(
@@ -126,13 +126,13 @@ def run_step(
     shape: StepShape,
     mesh: Mesh,
     sampler: Sampler = Sampler.ANY,
-    steps: int | None = None,
+    tokens_per_call: int | None = None,
     keeps_hidden: bool = True,
 ) -> StepResult:
     """One step over a batch. `cache` and `slots` are donated; the results replace them.
 
     sampler: all that the rows need; see `Sampler`.
-    steps: passes of the model over a batch of decodes; None: as many as the buffer says, and rows need.
+    tokens_per_call: passes of the model over a batch of decodes; None: as many as the buffer says, and rows need.
     keeps_hidden: a mixed step returns its hidden states.
     """
     field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
@@ -140,50 +140,52 @@ def run_step(
     slots = slots._replace(block_tables=tables)
     q_start, slot = field["q_start"], field["slot"]
     going = slots.last_token[slot] >= 0  # a step in flight may have met a stop token that the host has not seen yet
-    draws = jnp.where(going, field["draws"], 0)
+    num_new = jnp.where(going, field["num_new"], 0)
     writes = (q_start[1:] > q_start[:-1]) & going
-    later = (draws < 0) & going
-    batch = Batch(field["tokens"], q_start, field["kv_len"], slot, field["num_decodes"][0], writes, draws > 0, later)
+    deferred = (num_new < 0) & going
+    num_decodes = field["num_decodes"][0]
+    batch = ModelInput(field["tokens"], q_start, field["kv_len"], slot, num_decodes, writes, num_new > 0, deferred)
     forward = partial(_forward, params, model=model, shape=shape, mesh=mesh, sampler=sampler)
-    if shape.decode_only and steps != 1:
-        return _decode_loop(forward, cache, slots, batch, draws, field["steps"][0] if steps is None else steps)
+    if shape.decode_only and tokens_per_call != 1:
+        most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
+        return _decode_loop(forward, cache, slots, batch, num_new, most)
     sampled, hidden, cache, slots = forward(cache, slots, batch)
-    sampled = sampled._replace(tokens=jnp.where(batch.draws, sampled.tokens, -1))
+    sampled = sampled._replace(tokens=jnp.where(batch.keeps_token, sampled.tokens, -1))
     kept = replicate(hidden, mesh) if keeps_hidden and not shape.decode_only else None
     return StepResult(jax.tree.map(lambda x: x[None], sampled), kept, cache, slots)
 
 
 def _decode_loop(
-    forward: Callable, cache: KVCache, slots: SlotState, batch: Batch, draws: jax.Array, steps: jax.Array | int
+    forward: Callable, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array, passes: jax.Array | int
 ) -> StepResult:
-    """Draws up to `draws` [rows] tokens per row, one after the other; a row ends early with a stop token of its own."""
+    """Samples up to `num_new` [rows] tokens per row, one after the other; a row's own stop token ends it early."""
 
-    def draw(i, state):
+    def advance(i, state):
         cache, slots, drawn, going = state
         now = batch._replace(
             tokens=jnp.where(i == 0, batch.tokens, -1),
             kv_len=batch.kv_len + jnp.where(going, i, 0),
             writes=batch.writes & ((i == 0) | going),
-            draws=going,
-            draws_later=batch.draws_later & (i == 0),
+            keeps_token=going,
+            deferred=batch.deferred & (i == 0),
         )
         sampled, _, cache, slots = forward(cache, slots, now)
         sampled = sampled._replace(tokens=jnp.where(going, sampled.tokens, -1))
         drawn = jax.tree.map(lambda all_of_them, one: all_of_them.at[i].set(one), drawn, sampled)
-        return cache, slots, drawn, going & (slots.last_token[batch.slot] >= 0) & (i + 1 < draws)
+        return cache, slots, drawn, going & (slots.last_token[batch.slot] >= 0) & (i + 1 < num_new)
 
     sampled, *_ = jax.eval_shape(forward, cache, slots, batch)
-    most = steps if isinstance(steps, int) else MAX_STEPS
+    most = passes if isinstance(passes, int) else MAX_TOKENS_PER_CALL
     nothing = Sampled(
-        jnp.full((most, len(draws)), -1, jnp.int32),
+        jnp.full((most, len(num_new)), -1, jnp.int32),
         None if sampled.scores is None else jnp.zeros((most, *sampled.scores.shape), jnp.int32),
     )
-    state: Any = (cache, slots, nothing, draws > 0)
-    if isinstance(steps, int):
-        cache, slots, drawn, _ = lax.fori_loop(0, steps, draw, state)
-    else:  # until no row goes on; rows that draw later need the first pass
-        more = lambda x: (x[0] < steps) & ((x[0] == 0) | jnp.any(x[1][3]))  # noqa: E731
-        _, (cache, slots, drawn, _) = lax.while_loop(more, lambda x: (x[0] + 1, draw(*x)), (0, state))
+    state: Any = (cache, slots, nothing, num_new > 0)
+    if isinstance(passes, int):
+        cache, slots, drawn, _ = lax.fori_loop(0, passes, advance, state)
+    else:  # until no row goes on; deferred rows need the first pass
+        more = lambda x: (x[0] < passes) & ((x[0] == 0) | jnp.any(x[1][3]))  # noqa: E731
+        _, (cache, slots, drawn, _) = lax.while_loop(more, lambda x: (x[0] + 1, advance(*x)), (0, state))
     return StepResult(drawn, None, cache, slots)
 
 
@@ -191,7 +193,7 @@ def _forward(
     params,
     cache: KVCache,
     slots: SlotState,
-    batch: Batch,
+    batch: ModelInput,
     *,
     model: Decoder,
     shape: StepShape,
@@ -233,32 +235,32 @@ def _forward(
     hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     head = model.counting(jnp.sum(q_start[1:] > q_start[:-1], dtype=jnp.int32))
-    sampled = _sample_drawing(head, params, last, batch, slots, sampler, mesh)
+    sampled = _sample_rows(head, params, last, batch, slots, sampler, mesh)
     # Rows that draw nothing leave their slot alone: their writes go to the slot that nobody owns.
     nobody = slots.last_token.shape[0] - 1
-    slots = _note(sampled, slots, slot, jnp.where(batch.draws, slot, nobody), counts=sampler >= Sampler.FULL)
-    slots = slots._replace(hidden=slots.hidden.at[jnp.where(batch.draws_later, slot, nobody)].set(last))
+    slots = _note(sampled, slots, slot, jnp.where(batch.keeps_token, slot, nobody), counts=sampler >= Sampler.FULL)
+    slots = slots._replace(hidden=slots.hidden.at[jnp.where(batch.deferred, slot, nobody)].set(last))
     return sampled, hidden, cache, slots
 
 
-def _sample_drawing(
-    model: Decoder, params, last: jax.Array, batch: Batch, slots: SlotState, sampler: Sampler, mesh: Mesh
+def _sample_rows(
+    model: Decoder, params, last: jax.Array, batch: ModelInput, slots: SlotState, sampler: Sampler, mesh: Mesh
 ) -> Sampled:
     """A token for each row, from the hidden states `last` [rows, hidden]; those of rows that draw none mean nothing."""
 
-    def draw() -> Sampled:
+    def sampled() -> Sampled:
         return _sample(model, params, last, slots, batch.slot, batch.kv_len, None, sampler, mesh)
 
     if sampler is not Sampler.ANY:
-        return draw()
+        return sampled()
     nothing = Sampled(jnp.zeros(len(last), jnp.int32), jnp.zeros((len(last), SCORE_WORDS), jnp.int32))
-    return lax.cond(jnp.any(batch.draws), draw, lambda: nothing)
+    return lax.cond(jnp.any(batch.keeps_token), sampled, lambda: nothing)
 
 
-def draw(
+def sample_deferred(
     params, slots: SlotState, packed: jax.Array, *, model: Decoder, mesh: Mesh, sampler: Sampler = Sampler.ANY
 ) -> tuple[Sampled, SlotState]:
-    """Draws the tokens that steps left for later, from what grammars allow.
+    """Samples the tokens of deferred rows, from what grammars allow.
 
     packed: int32 [rows, 2 + words]: a slot, the position of the token to draw, and a bit for each token.
     """

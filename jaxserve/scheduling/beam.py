@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.block_manager import common_prefix
 from jaxserve.scheduling.logprobs import read_scores
-from jaxserve.scheduling.running_table import Notable
+from jaxserve.scheduling.running_table import DetailedUpdate
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
@@ -104,12 +104,12 @@ class Beams:
         self._groups.pop(request_id, None)
         self._scheduler.abort(request_id)
 
-    def take(self, notable: Notable, scores: np.ndarray) -> None:
+    def take(self, detail: DetailedUpdate, scores: np.ndarray) -> None:
         """Takes in what a beam may go on with; the token that it drew is forgotten."""
-        seq, running = notable.seq, self._scheduler.running
+        seq, running = detail.seq, self._scheduler.running
         running.known[seq.slot] -= 1
         running.total[seq.slot] -= 1
-        entry = read_scores(scores[0, notable.row], 0, seq.params.logprobs or 0)
+        entry = read_scores(scores[0, detail.row], 0, seq.params.logprobs or 0)
         self._groups[seq.request_id].drawn[seq] = entry.top
 
     def advance(self, counters: EngineStats) -> list[SequenceUpdate]:
@@ -183,7 +183,7 @@ class Beams:
             if seq.slot >= 0:
                 running.tokens[seq.slot, length] = token
                 running.known[seq.slot] = running.total[seq.slot] = length + 1
-                running.sharers.add(seq)
+                running.maybe_shared.add(seq)
         for seq in spare:
             scheduler.abort(seq.request_id, seq.index)
         group.beams = [hypothesis for _, hypothesis in going]

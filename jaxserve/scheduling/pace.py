@@ -46,12 +46,12 @@ class Pace:
         self._last_arrival = now
         return seconds
 
-    def steps(self, lengths: Sequence[int], *, watched: bool, holds_up: bool) -> int:
+    def tokens_per_call(self, lengths: Sequence[int], *, watched: bool, holds_up: bool) -> int:
         """How many tokens a row may draw in the next call, one of `lengths` (ascending, from 1 on): few enough that
         clients see them, and newcomers begin, within the goal; four times the goal where nobody watches. Where some
         rows or newcomers have to wait for the others (`holds_up`), the devices take no longer for more tokens than the
         host takes for a call."""
-        steps = int(self._goal * (1 if watched else 4) / self.step_seconds)
+        most = int(self._goal * (1 if watched else 4) / self.step_seconds)
         if holds_up:
-            steps = min(steps, 1 + int(self.host_seconds / self.device_seconds))
-        return lengths[max(bisect_right(lengths, steps) - 1, 0)]
+            most = min(most, 1 + int(self.host_seconds / self.device_seconds))
+        return lengths[max(bisect_right(lengths, most) - 1, 0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.scheduling.block_manager import BlockManager
-from jaxserve.scheduling.running_table import Running
+from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Lookup, Sequence
 
 
@@ -32,7 +32,7 @@ class Prefixes:
         full = (len(seq.tokens) - 1) // self._blocks.page_size
         return self._blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, self._blocks.page_size))
 
-    def register(self, running: Running, seq: Sequence, computed: int, *, lazily: bool = False) -> None:
+    def register(self, running: RunningTable, seq: Sequence, computed: int, *, lazily: bool = False) -> None:
         """Offers a running sequence's pages, of which `computed` tokens are in the cache, to others. `lazily` leaves
         their hashes until somebody asks for what follows the pages before them."""
         slot, size = seq.slot, self._blocks.page_size

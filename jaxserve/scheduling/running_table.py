@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.config import MAX_STEPS
+from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
@@ -22,17 +22,17 @@ NO_TOKEN = -2  # equals no token, nor the -1 of those that were not drawn
 
 @dataclass(slots=True)
 class Rows:
-    """The rows of a step, a column per field: `count` tokens of a sequence from `start` on, then `draws` new ones.
+    """The rows of a step, a column per field: `count` tokens of a sequence from `start` on, then `num_new` new ones.
 
     A row of one token may draw several, each computed in turn; others draw one, or none if their tokens go on later.
     """
 
     seqs: list[Sequence]
     slot: np.ndarray  # intp [rows], with which NumPy indexes three times as fast as with int32
-    tenure: np.ndarray  # int32 [rows], as the next three: of the slot, when the step was planned
+    slot_generation: np.ndarray  # int32 [rows], as the next three: of the slot, when the step was planned
     start: np.ndarray
     count: np.ndarray
-    draws: np.ndarray
+    num_new: np.ndarray
     scores_prompt: np.ndarray  # bool: the hidden states are wanted, for log-probabilities of the prompt
     only_decodes: bool = field(default=False, kw_only=True)  # every count is 1, and nothing scores a prompt
 
@@ -47,8 +47,8 @@ class Rows:
     def reach(self) -> np.ndarray:
         """Tokens whose keys and values are in the cache once the row has run."""
         if self.only_decodes:
-            return self.start + self.draws
-        return self.end + np.maximum(self.draws - 1, 0)
+            return self.start + self.num_new
+        return self.end + np.maximum(self.num_new - 1, 0)
 
     @property
     def scores(self) -> bool:
@@ -58,7 +58,7 @@ class Rows:
     @property
     def num_tokens(self) -> int:
         """That the step computes."""
-        return int(self.draws.sum()) if self.only_decodes else int((self.reach - self.start).sum())
+        return int(self.num_new.sum()) if self.only_decodes else int((self.reach - self.start).sum())
 
     def extend(self, others: Rows) -> Rows:
         """These rows, then the others."""
@@ -72,7 +72,7 @@ class Rows:
         return Rows([self.seqs[i] for i in index.tolist()], *columns, only_decodes=self.only_decodes)
 
     def _columns(self) -> tuple[np.ndarray, ...]:
-        return self.slot, self.tenure, self.start, self.count, self.draws, self.scores_prompt
+        return self.slot, self.slot_generation, self.start, self.count, self.num_new, self.scores_prompt
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class StepPlan:
     table_updates: np.ndarray
 
 
-class Notable(NamedTuple):
+class DetailedUpdate(NamedTuple):
     """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities."""
 
     update: SequenceUpdate
@@ -111,18 +111,18 @@ class Lineup:
     request_ids: list[str]
     indices: list[int]
     slot: np.ndarray  # intp [sequences]
-    tenure: np.ndarray  # int32 [sequences], as the next two
+    slot_generation: np.ndarray  # int32 [sequences], as the next two
     limit: np.ndarray
     one: np.ndarray
     none: np.ndarray  # bool [sequences]
     stop_ids: np.ndarray  # int32 [sequences, most]
-    draws_singly: np.ndarray  # bool [sequences]: what it draws next depends on what the host makes of its last token
+    one_at_a_time: np.ndarray  # bool [sequences]: what it draws next depends on what the host makes of its last token
     any_masked: bool
     any_beams: bool
     sampler: Sampler  # the least that serves all of them
 
 
-class Running:
+class RunningTable:
     """Sequences that have a slot, and their numbers, int32 [slots]. A number means nothing while its slot is free.
 
     The tokens of a running sequence are here, not in the sequence: `tokens`, int32 [slots, max_len and more], of which
@@ -140,13 +140,15 @@ class Running:
 
         self._settings = max_num_seqs, page_size, max_len, penalty_rows
         self.page_size = page_size
-        self.tenure = numbers()  # counts those who have had the slot: tells whether one has it still
-        self.tokens = np.zeros((max_num_seqs, max_len + MAX_STEPS), np.int32)
+        self.slot_generation = numbers()  # counts those who have had the slot: tells whether one has it still
+        self.tokens = np.zeros((max_num_seqs, max_len + MAX_TOKENS_PER_CALL), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
         self.num_pages = numbers()
         self.num_registered = numbers()  # leading pages that were offered to the prefix cache
         self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
-        self.masked = np.zeros(max_num_seqs, bool)  # it draws when its tokens so far are known, see `structured`
+        self.masked = np.zeros(
+            max_num_seqs, bool
+        )  # it draws when its tokens so far are known, see `engine.constraints`
         self.beams = np.zeros(max_num_seqs, bool)
         self.sampler = numbers()  # the least `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
@@ -156,8 +158,8 @@ class Running:
         self.newcomers: list[Sequence] = []
         self.table_copies: list[tuple[int, int]] = []
         self.table_entries: list[np.ndarray] = []
-        self.sharers: set[Sequence] = set()  # the page that they write to next may have other owners
-        self.notables: set[Sequence] = set()  # their next update says more than its tokens
+        self.maybe_shared: set[Sequence] = set()  # the page that they write to next may have other owners
+        self.needs_detail: set[Sequence] = set()  # their next update says more than its tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._free_penalty_rows = list(range(max_num_seqs if penalty_rows is None else penalty_rows, 0, -1))
         self._ordered: list[Sequence] = []
@@ -193,7 +195,7 @@ class Running:
                 [seq.request_id for seq in seqs],
                 [seq.index for seq in seqs],
                 slot,
-                self.tenure[slot],
+                self.slot_generation[slot],
                 self.limit[slot],
                 np.ones(len(seqs), np.int32),
                 np.zeros(len(seqs), bool),
@@ -228,11 +230,11 @@ class Running:
         self.most_stops = max(self.most_stops, len(seq.stop_ids))
         self.newcomers.append(seq)
         if computed % self.page_size:
-            self.sharers.add(seq)
+            self.maybe_shared.add(seq)
         self.masked[slot], self.beams[slot] = seq.params.has_mask, seq.params.use_beam_search
         self.sampler[slot] = Sampler.of(seq.params)
         if seq.params.logprobs is not None or not seq.num_outputs:
-            self.notables.add(seq)
+            self.needs_detail.add(seq)
 
     def show_pages(self, seq: Sequence, first: int) -> None:
         """Takes note of a sequence's pages from the index `first` on."""
@@ -278,9 +280,9 @@ class Running:
             self.tokens[slot, known + i] = column
         self.known[slot] = known + drawn
 
-    def emptied(self) -> Running:
+    def emptied(self) -> RunningTable:
         """The same with nobody in it."""
-        return Running(*self._settings)
+        return RunningTable(*self._settings)
 
     def known_tokens(self, seq: Sequence) -> np.ndarray:
         """Of a sequence that has a slot."""
@@ -290,16 +292,16 @@ class Running:
         """Takes the slot away; what steps in flight draw is owed to the sequence."""
         slot, seq.slot = seq.slot, NO_SLOT
         seq.tokens = self.tokens[slot, : self.known[slot]].copy()
-        seq.owed = int(self.total[slot] - self.known[slot])
+        seq.pending_tokens = int(self.total[slot] - self.known[slot])
         del self._ordered[bisect_left(self._ordered, seq.order, key=lambda s: s.order)]
         self._lineup = None
-        self.tenure[slot] += 1
+        self.slot_generation[slot] += 1
         self._free.append(slot)
         if seq.penalty_row != NO_PENALTY_ROW:
             self._free_penalty_rows.append(seq.penalty_row)
             seq.penalty_row = NO_PENALTY_ROW
-        self.sharers.discard(seq)
-        self.notables.discard(seq)
+        self.maybe_shared.discard(seq)
+        self.needs_detail.discard(seq)
         if seq in self.newcomers:
             self.newcomers.remove(seq)
         self.table_entries = [some[:, some[0] != slot] for some in self.table_entries]
@@ -311,7 +313,7 @@ class Running:
         assert sorted(rows) == list(range(1, len(rows) + 1))
         slots = self.lineup.slot.tolist() + self._free
         assert sorted(slots) == list(range(self.num_slots))
-        assert self.sharers | self.notables <= set(self._ordered)
+        assert self.maybe_shared | self.needs_detail <= set(self._ordered)
         assert self._ordered == sorted(self._ordered, key=lambda seq: seq.order)
         for seq in self._ordered:
             slot = seq.slot

@@ -18,7 +18,7 @@ class Sampler(IntEnum):
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampler:
-        """The least that serves a sequence with these parameters. Those with a mask are drawn apart (`steps.draw`)."""
+        """The least that serves a sequence with these parameters. `steps.sample_deferred` samples those with a mask."""
         if params.has_mask:
             return cls.GREEDY
         if params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.prefixes import Prefixes
-from jaxserve.scheduling.running_table import Notable, Rows, Running, StepPlan
+from jaxserve.scheduling.running_table import DetailedUpdate, Rows, RunningTable, StepPlan
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.waiting import Waiting
 from jaxserve.types import SequenceUpdate, StepOutput
@@ -40,7 +40,7 @@ class Scheduler:
         self.blocks, self._prefixes = blocks, Prefixes(blocks)
         self._prefill_chunk, self._prefill_bursts = prefill_chunk, prefill_bursts
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits in every step
-        self.running = Running(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)
+        self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)
         self.waiting = Waiting()
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests that a client reads as they come
@@ -138,21 +138,21 @@ class Scheduler:
 
     # Schedule
 
-    def schedule(self, steps: int = 1) -> StepPlan | None:
+    def schedule(self, tokens_per_call: int = 1) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. Where all rows decode and no newcomer can begin,
-        each may draw up to `steps` tokens; those draw one that need the host in between (`Lineup.draws_singly`)."""
+        each may draw up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
         running, preemptions = self.running, self.num_preemptions
-        if steps > 1 and self.waiting and (self._next_admissible() or self.waiting.peek().owed):
-            steps = 1
+        if tokens_per_call > 1 and self.waiting and (self._next_admissible() or self.waiting.peek().pending_tokens):
+            tokens_per_call = 1
         while True:
-            rows = self._choose(steps)
+            rows = self._choose(tokens_per_call)
             growing, missing = self._growth(rows)
-            shared = self._shared_pages(rows) if running.sharers else []
+            shared = self._shared_pages(rows) if running.maybe_shared else []
             needed = int(missing.sum())
             if needed + len(shared) <= self.blocks.num_available:
                 break
-            if len(rows) and rows.draws.max() > 1:
-                steps = 1
+            if len(rows) and rows.num_new.max() > 1:
+                tokens_per_call = 1
             else:
                 self._preempt(running.last)
         copies = self._unshare(rows, shared)
@@ -168,32 +168,39 @@ class Scheduler:
             slot = running.lineup.slot
             if self.waiting and running.lineup.any_beams and (running.known[slot] == running.total[slot]).all():
                 self._preempt(running.last)  # beams wait for those that found no place
-                return self.schedule(steps)
+                return self.schedule(tokens_per_call)
             return None
         running.computed[rows.slot] = rows.reach
-        running.total[rows.slot] += rows.draws
+        running.total[rows.slot] += rows.num_new
         return StepPlan(rows, copies, *running.take_news())
 
-    def _choose(self, steps: int) -> Rows:
+    def _choose(self, tokens_per_call: int) -> Rows:
         """The next tokens of the running sequences: those that decode first, then prompts as far as the budget goes."""
         running, lineup = self.running, self.running.lineup
         total, start = running.total[lineup.slot], running.computed[lineup.slot]
         left, spare = total - start, lineup.limit - total
-        draws = np.minimum(spare, steps)
-        if steps > 1 and (lineup.any_masked or lineup.any_beams):
-            draws[lineup.draws_singly] = np.minimum(spare, 1)[lineup.draws_singly]
+        num_new = np.minimum(spare, tokens_per_call)
+        if tokens_per_call > 1 and (lineup.any_masked or lineup.any_beams):
+            num_new[lineup.one_at_a_time] = np.minimum(spare, 1)[lineup.one_at_a_time]
         decodes = (left == 1) & (spare > 0)
         if lineup.any_beams:  # what a beam goes on with is chosen once all of them have drawn
             decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
         if decodes.all():  # mostly
             return Rows(
-                lineup.seqs, lineup.slot, lineup.tenure, start, lineup.one, draws, lineup.none, only_decodes=True
+                lineup.seqs,
+                lineup.slot,
+                lineup.slot_generation,
+                start,
+                lineup.one,
+                num_new,
+                lineup.none,
+                only_decodes=True,
             )
         prompts = np.flatnonzero((left > 0) & ~decodes & (running.known[lineup.slot] == total))
         decodes = np.flatnonzero(decodes)
         one = lineup.one[decodes]
         if not len(prompts):
-            return self._rows([lineup.seqs[i] for i in decodes.tolist()], one, draws[decodes], only_decodes=True)
+            return self._rows([lineup.seqs[i] for i in decodes.tolist()], one, num_new[decodes], only_decodes=True)
         left, spare = left[prompts], spare[prompts]
         budget = self._prompt_budget(len(one))
         count = np.clip(budget - (np.cumsum(left, dtype=np.int32) - left), 0, left)
@@ -216,12 +223,16 @@ class Scheduler:
         least = -(-chunk // (2 if self._prefill_bursts else 8))
         return min(self.max_num_batched_tokens - decodes, max(chunk - decodes, least))
 
-    def _rows(self, seqs: list[Sequence], count: np.ndarray, draws: np.ndarray, *, only_decodes: bool = False) -> Rows:
+    def _rows(
+        self, seqs: list[Sequence], count: np.ndarray, num_new: np.ndarray, *, only_decodes: bool = False
+    ) -> Rows:
         running = self.running
         slot = np.asarray([seq.slot for seq in seqs], np.intp)
         start = running.computed[slot]
         scores_prompt = start < running.scored_until[slot]
-        return Rows(seqs, slot, running.tenure[slot], start, count, draws, scores_prompt, only_decodes=only_decodes)
+        return Rows(
+            seqs, slot, running.slot_generation[slot], start, count, num_new, scores_prompt, only_decodes=only_decodes
+        )
 
     def _growth(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Which rows need more pages than they have, and how many more."""
@@ -232,7 +243,7 @@ class Scheduler:
     def _shared_pages(self, rows: Rows) -> list[tuple[Sequence, int]]:
         """Pages that rows would write to but must not: (sequence, index in its pages)."""
         shared = []
-        for seq in self.running.sharers.intersection(rows.seqs):
+        for seq in self.running.maybe_shared.intersection(rows.seqs):
             index = int(self.running.computed[seq.slot]) // self.blocks.page_size
             if index < len(seq.pages) and not self.blocks.is_writable(seq.pages[index]):
                 shared.append((seq, index))
@@ -245,8 +256,8 @@ class Scheduler:
             if not self.blocks.is_writable(seq.pages[index]):  # the last of its owners may keep it
                 copies.append(self.blocks.make_writable(seq.pages, index))
                 self.running.show_pages(seq, index)
-        if self.running.sharers:
-            self.running.sharers.difference_update(rows.seqs)
+        if self.running.maybe_shared:
+            self.running.maybe_shared.difference_update(rows.seqs)
         return copies
 
     # Admission
@@ -255,19 +266,19 @@ class Scheduler:
         """Places waiting sequences, in order, as long as tokens of the budget, slots and pages are left."""
         seqs: list[Sequence] = []
         counts: list[int] = []
-        draws: list[bool] = []
+        num_new: list[bool] = []
         while budget > 0 and (seq := self._next_admissible()):
             left = self._admit(seq, budget)
             seqs.append(seq)
             counts.append(min(left, budget))
-            draws.append(left <= budget and seq.max_tokens > 0)
+            num_new.append(left <= budget and seq.max_tokens > 0)
             budget -= counts[-1]
-        return self._rows(seqs, np.asarray(counts, np.int32), np.asarray(draws, np.int32))
+        return self._rows(seqs, np.asarray(counts, np.int32), np.asarray(num_new, np.int32))
 
     def _next_admissible(self) -> Sequence | None:
         """The first waiting sequence, if a slot and pages for all its known tokens are free."""
-        if not self.waiting or (seq := self.waiting.peek()).owed or not self.running.num_places_for(seq):
-            return None  # `owed`: preempted with a step in flight, so that its last token is not known yet
+        if not self.waiting or (seq := self.waiting.peek()).pending_tokens or not self.running.num_places_for(seq):
+            return None  # `pending_tokens`: preempted with a step in flight, so that its last token is not known yet
         room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
         return seq if self._prefixes.fits(seq, room) else None
 
@@ -289,7 +300,7 @@ class Scheduler:
 
     # Commit
 
-    def commit(self, rows: Rows, tokens: np.ndarray) -> tuple[StepOutput, list[Notable]]:
+    def commit(self, rows: Rows, tokens: np.ndarray) -> tuple[StepOutput, list[DetailedUpdate]]:
         """Takes in the tokens that a plan's rows drew; returns what there is to say of each sequence that has news.
 
         `rows` are the plan's, in any order and possibly cut into consecutive pieces. tokens: int32 [rows, most draws];
@@ -297,13 +308,13 @@ class Scheduler:
         """
         running, lineup, slot = self.running, self.running.lineup, rows.slot
         complete = self._advance(rows, tokens) if lineup.any_masked else []
-        if rows.seqs is lineup.seqs and not (running.notables or complete) and tokens.min() >= 0:  # mostly
+        if rows.seqs is lineup.seqs and not (running.needs_detail or complete) and tokens.min() >= 0:  # mostly
             known = rows.end + tokens.shape[1]
             if not ((lineup.stop_ids == tokens[:, -1:]).any() or (known >= lineup.limit).any()):
                 running.append(slot, tokens, tokens.shape[1])
                 return StepOutput(lineup.request_ids, lineup.indices, tokens.tolist(), []), []
         drawn = np.count_nonzero(tokens >= 0, axis=1)
-        held = running.tenure[slot] == rows.tenure  # the others have lost their slots since
+        held = running.slot_generation[slot] == rows.slot_generation  # the others have lost their slots since
         gained = held & (drawn > 0)
         some = np.flatnonzero(gained)
         running.append(slot[some], tokens[some], drawn[some])
@@ -316,35 +327,35 @@ class Scheduler:
         ended = (running.stop_ids[slot, : running.most_stops] == last[:, None]).any(axis=1)
         ended |= running.known[slot] >= running.limit[slot]
         ended[complete] = True
-        special = ended | ~gained | np.asarray([seq in running.notables for seq in rows.seqs])
+        special = ended | ~gained | np.asarray([seq in running.needs_detail for seq in rows.seqs])
         plain = np.flatnonzero(~special)
         seqs, ids = [rows.seqs[i] for i in plain.tolist()], tokens[plain].tolist()
         if (drawn[plain] < tokens.shape[1]).any():
             ids = [some[:count] for some, count in zip(ids, drawn[plain].tolist(), strict=True)]
         output = StepOutput([seq.request_id for seq in seqs], [seq.index for seq in seqs], ids, [])
-        notable = []
+        details = []
         for i in np.flatnonzero(special).tolist():
             seq, ids = rows.seqs[i], tokens[i, : drawn[i]].tolist()
             ends = bool(ended[i]) and bool(ids or rows.end[i] >= seq.prompt_len)  # the latter: max_tokens is 0
-            if (one := self._settle(seq, ids, i, int(rows.draws[i]), ends)) is not None:
+            if (one := self._settle(seq, ids, i, int(rows.num_new[i]), ends)) is not None:
                 output.updates.append(one.update)
-                notable.append(one)
-        return output, notable
+                details.append(one)
+        return output, details
 
     def _advance(self, rows: Rows, tokens: np.ndarray) -> list[int]:
         """Tells grammars what their rows drew; returns the rows which that completes."""
         running, first = self.running, tokens[:, 0]
-        mine = running.masked[rows.slot] & (running.tenure[rows.slot] == rows.tenure) & (first >= 0)
+        mine = running.masked[rows.slot] & (running.slot_generation[rows.slot] == rows.slot_generation) & (first >= 0)
         index = np.flatnonzero(mine)
         pairs = zip(index.tolist(), first[index].tolist(), strict=True)
         return [i for i, token in pairs if rows.seqs[i].advance([token])]
 
-    def _settle(self, seq: Sequence, ids: list[int], row: int, draws: int, ended: bool) -> Notable | None:
+    def _settle(self, seq: Sequence, ids: list[int], row: int, num_new: int, ended: bool) -> DetailedUpdate | None:
         """Takes in a row that means more than its tokens: siblings that may begin, the end, a preemption meanwhile."""
         if seq.status is Status.FINISHED:
             return None
         if seq.status is not Status.RUNNING:  # preempted or paused since; the arrays tell of others now
-            seq.owed -= draws
+            seq.pending_tokens -= num_new
             if seq.params.use_beam_search:
                 return None  # draws again
             seq.tokens = np.append(seq.tokens, np.asarray(ids, np.int32))
@@ -354,7 +365,7 @@ class Scheduler:
         else:
             is_first = self.running.known[seq.slot] == seq.prompt_len + len(ids)
             if seq.params.logprobs is None and ids:
-                self.running.notables.discard(seq)
+                self.running.needs_detail.discard(seq)
         if ids:
             self._fork(seq)
         if ended:
@@ -362,7 +373,7 @@ class Scheduler:
         elif not ids:
             return None
         reason = seq.finish_reason if ended else None
-        return Notable(SequenceUpdate(seq.request_id, seq.index, ids, reason), seq, row, bool(is_first))
+        return DetailedUpdate(SequenceUpdate(seq.request_id, seq.index, ids, reason), seq, row, bool(is_first))
 
     def _fork(self, seq: Sequence, *, share: bool = True) -> None:
         """Starts the request's other completions, from the same pages where the prompt is computed (`share`)."""
@@ -377,7 +388,7 @@ class Scheduler:
             child = seq.fork(index, child_seed(seq.seed, index), self.blocks.page_size)
             self.adopt(child, pages.copy() if pages is not None and i < placed else None, computed, like=seq.slot)
         if placed:
-            self.running.sharers.add(seq)
+            self.running.maybe_shared.add(seq)
         seq.unforked = []
 
     def adopt(self, seq: Sequence, pages: list[int] | None, computed: int, *, like: int) -> None:

@@ -1,4 +1,4 @@
-"""One completion in the making: its tokens and its pages. How far it has come while it runs is in `running.Running`."""
+"""One completion in the making: its tokens and its pages. While it runs, its progress is in `RunningTable`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Sequence:
         self.penalty_row = NO_PENALTY_ROW  # where the device counts its tokens, while it runs and has penalties
         self.pages: list[int] = []
         self.lookup: Lookup | None = None  # while it waits
-        self.owed = 0  # while it does not run: tokens that steps still in flight were to draw for it
+        self.pending_tokens = 0  # while it does not run: tokens that steps still in flight were to draw for it
         given = request.page_hashes
         self._page_hashes = [given[at : at + HASH_BYTES] for at in range(0, len(given), HASH_BYTES)]
 
@@ -121,7 +121,13 @@ class Sequence:
 
     def go_back(self, tokens: np.ndarray) -> None:
         """Has these tokens and nothing else; its grammar stands where they lead."""
-        self.tokens, self.slot, self.penalty_row, self.pages, self.owed = tokens, NO_SLOT, NO_PENALTY_ROW, [], 0
+        self.tokens, self.slot, self.penalty_row, self.pages, self.pending_tokens = (
+            tokens,
+            NO_SLOT,
+            NO_PENALTY_ROW,
+            [],
+            0,
+        )
         self.num_scored = len(self.prompt_scores) - 1
         self.keep_hashes(0)
         self.lookup = None

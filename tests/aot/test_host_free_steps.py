@@ -80,7 +80,9 @@ def test_the_host_waits_nowhere_in_a_mixed_step_on_a_gpu(keeps_hidden, tmp_path)
     assert ("bf16[1152,4096]" in results) is keeps_hidden
 
 
-@pytest.mark.parametrize("name", ["update_tables", ("draw", ROWS), ("score_prompt", 1152), ("count_tokens", 8192)])
+@pytest.mark.parametrize(
+    "name", ["update_tables", ("sample_deferred", ROWS), ("score_prompt", 1152), ("count_tokens", 8192)]
+)
 def test_the_host_waits_nowhere_around_the_steps_either(name, tmp_path):
     runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
     text = text_of(runner, name)

@@ -95,7 +95,7 @@ def make_runner(
         params = arranged(quantized_abstract(params, scheme), mesh, jnp.bfloat16, backends["matmul"])
     runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
     layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, kv_dtype, devices[0].platform)
-    runner.plan(layout, context // page_size)
+    runner.set_cache_size(layout, context // page_size)
     return runner, params
 
 
@@ -214,7 +214,7 @@ def test_steps_of_llama_8b(target, backend, page_size, scheme, layers, tmp_path)
     check(runner, StepShape.of(64, 64, page_size, decode_only=True), layers, params)
     check(runner, StepShape.of(PROMPT_TOKENS, 64, page_size, decode_only=False), layers, params)
     if scheme == "bf16":  # rows with a grammar draw apart from the step
-        memory = runner.lower(("draw", 64)).compile().memory_analysis()
+        memory = runner.lower(("sample_deferred", 64)).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= runner.slot_bytes
         assert memory.temp_size_in_bytes < 2**29
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.sampling import SCORE_WORDS
-from jaxserve.execution.step_buffer import Batch, pack, split
+from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.execution.steps import StepShape
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.block_manager import BlockManager
-from jaxserve.scheduling.running_table import Rows, Running
+from jaxserve.scheduling.running_table import Rows, RunningTable
 from jaxserve.scheduling.scheduler import StepPlan
 from jaxserve.scheduling.sequence import Sequence, child_seed
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     seq: Sequence
     start: int
     count: int
-    draws: int
+    num_new: int
     scores_prompt: bool
 
     @property
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 def each(rows: Rows) -> list[Row]:
-    columns = (rows.start, rows.count, rows.draws, rows.scores_prompt)
+    columns = (rows.start, rows.count, rows.num_new, rows.scores_prompt)
     return list(map(Row, rows.seqs, *(column.tolist() for column in columns)))
 
 
@@ -73,7 +73,7 @@ class Ran:
     rows: Rows
     tokens: np.ndarray  # int32 [rows, steps]
     scores: np.ndarray  # int32 [1, rows, SCORE_WORDS], of rows that want log-probabilities
-    later: dict[int, int] = field(default_factory=dict)  # row -> state
+    deferred: dict[int, int] = field(default_factory=dict)  # row -> state
 
 
 class Device:
@@ -98,7 +98,7 @@ class Device:
         self.last_token = [-1] * (max_num_seqs + 1)
         self.slot_params = [(0, 0, frozenset())] * (max_num_seqs + 1)  # root state, seed, stop ids
 
-    def run(self, plan: StepPlan, running: Running) -> list[Ran]:
+    def run(self, plan: StepPlan, running: RunningTable) -> list[Ran]:
         for seq in plan.placed:
             self.last_token[seq.slot] = 0
             self.slot_params[seq.slot] = root_state(seq.request.cache_salt), child_seed(seq.seed, 0), seq.stop_ids
@@ -120,12 +120,12 @@ class Device:
         self._check_split(plan, [row for batch in batches for row in each(batch.rows)])
         return results
 
-    def draw(self, ran: Ran, running: Running) -> None:
+    def sample_deferred(self, ran: Ran, running: RunningTable) -> None:
         """Draws for the rows that left it for later; all steps before have been taken in."""
         rows = ran.rows
-        for i, state in ran.later.items():
+        for i, state in ran.deferred.items():
             seq, slot = rows.seqs[i], int(rows.slot[i])
-            if running.tenure[slot] != rows.tenure[i]:
+            if running.slot_generation[slot] != rows.slot_generation[i]:
                 continue
             output = running.tokens[slot, seq.prompt_len : rows.end[i]].tolist()
             assert output == seq.matcher.tokens, "a row draws before its grammar knows all that it drew"
@@ -133,13 +133,13 @@ class Device:
             ran.tokens[i, 0] = token
             self.last_token[slot] = -1 if token in self.slot_params[slot][2] else token
             self.events["late draws"] += 1
-        ran.later = {}
+        ran.deferred = {}
 
     def _update_tables(self, updates) -> None:
         for slot, index, page in np.asarray(updates).T.tolist():
             self.tables[slot][index] = page
 
-    def _run_batch(self, batch: Batch, running: Running, updates: np.ndarray) -> Ran:
+    def _run_batch(self, batch: StepBatch, running: RunningTable, updates: np.ndarray) -> Ran:
         assert batch.shape in self.shapes
         rows = each(batch.rows)
         ones = [row.count == 1 for row in rows]
@@ -151,12 +151,12 @@ class Device:
         assert fields["num_decodes"] == [sum(ones)]
         assert fields["q_start"][len(rows) :] == [sum(row.count for row in rows)] * (batch.shape.rows + 1 - len(rows))
         assert set(fields["slot"][len(rows) :]) <= {self.num_slots}
-        (steps,) = fields["steps"]
-        assert 1 <= steps <= batch.shape.max_steps
+        (steps,) = fields["tokens_per_call"]
+        assert 1 <= steps <= batch.shape.max_tokens_per_call
         slots = fields["slot"]
         ended = [self.last_token[slots[i]] < 0 for i in range(len(rows))]
         self.events["ended on the device"] += sum(ended)
-        going = [fields["draws"][i] > 0 and not ended[i] for i in range(len(rows))]
+        going = [fields["num_new"][i] > 0 and not ended[i] for i in range(len(rows))]
         scores = np.zeros((1, len(rows), SCORE_WORDS), np.int32)
         ran = Ran(batch.rows, np.full((len(rows), steps), -1, np.int32), scores)
         for step in range(steps):
@@ -170,14 +170,14 @@ class Device:
                 state = self._read_row(fields, i, seq, step)
                 if seq.params.logprobs is not None:
                     scores[0, i] = pack_scores(state)
-                if fields["draws"][i] < 0:
-                    ran.later[i] = state
+                if fields["num_new"][i] < 0:
+                    ran.deferred[i] = state
                 if going[i]:
                     token = next_token(state, self.slot_params[slot][1])
                     stops = token in self.slot_params[slot][2]
                     ran.tokens[i, step] = token
                     self.last_token[slot] = -1 if stops else token
-                    going[i] = not stops and step + 1 < fields["draws"][i]
+                    going[i] = not stops and step + 1 < fields["num_new"][i]
         self.events["loops"] += steps > 1
         self.events["loops beside single draws"] += steps > 1 and any(row.seq.params.has_mask for row in rows)
         return ran
@@ -234,5 +234,5 @@ class Device:
             pieces = [row for row in rows if row.seq is whole.seq]
             assert [piece.start for piece in pieces] == [whole.start, *(piece.end for piece in pieces[:-1])]
             assert pieces[-1].end == whole.end
-            assert [piece.draws for piece in pieces] == [0] * (len(pieces) - 1) + [whole.draws]
+            assert [piece.num_new for piece in pieces] == [0] * (len(pieces) - 1) + [whole.num_new]
         assert {row.seq for row in rows} == set(plan.rows.seqs)

@@ -14,7 +14,7 @@ from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.types import Request, SamplingParams
 
-STEPS = (1, 3, 16)  # tokens that a row may draw in one call
+TOKENS_PER_CALL = (1, 3, 16)  # tokens that a row may draw in one call
 
 
 class Grammar:
@@ -108,7 +108,7 @@ class Simulation:
         self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
         self.device = Device(self.blocks, max_num_seqs, self._check_read, cost)
         self.events: Counter[str] = self.device.events
-        self.flights: deque[list[Ran]] = deque()
+        self.in_flight: deque[list[Ran]] = deque()
         self.jobs: dict[str, Job] = {}
         self.sequences: dict[tuple[str, int], Sequence] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -160,29 +160,29 @@ class Simulation:
 
     # Steps
 
-    def dispatch(self, steps: int = 1) -> StepPlan | None:
-        """Schedules a step and runs it; its tokens wait in `flights`."""
+    def dispatch(self, tokens_per_call: int = 1) -> StepPlan | None:
+        """Schedules a step and runs it; its tokens wait in `in_flight`."""
         waiting = list(self.scheduler.waiting)
         preemptions = self.scheduler.num_preemptions
         before = {seq: self.left(seq) for seq in self.scheduler.running}
         admissible = self.scheduler._next_admissible() is not None
-        plan = self.scheduler.schedule(steps)
+        plan = self.scheduler.schedule(tokens_per_call)
         self._check_schedule(plan, waiting, admissible, preemptions, before)
         if plan is not None:
             self._note_scored(plan)
-            self.flights.append(self.device.run(plan, self.scheduler.running))
-            self._draw_late()
+            self.in_flight.append(self.device.run(plan, self.scheduler.running))
+            self._sample_deferred()
         self.check()
         return plan
 
-    def _draw_late(self) -> None:
+    def _sample_deferred(self) -> None:
         """As the engine does once all steps before the last one have been taken in."""
-        if len(self.flights) == 1:
-            for ran in self.flights[0]:
-                self.device.draw(ran, self.scheduler.running)
+        if len(self.in_flight) == 1:
+            for ran in self.in_flight[0]:
+                self.device.sample_deferred(ran, self.scheduler.running)
 
     def commit(self) -> None:
-        for ran in self.flights.popleft():
+        for ran in self.in_flight.popleft():
             output, notable = self.scheduler.commit(ran.rows, ran.tokens)
             assert [one.update for one in notable] == output.updates
             assert all(ran.rows.seqs[one.row] is one.seq for one in notable)
@@ -201,7 +201,7 @@ class Simulation:
         for update in self.beams.advance(EngineStats()):
             self._take(update)
             self.events["beams"] += 1
-        self._draw_late()
+        self._sample_deferred()
         self.check()
 
     def _take(self, update) -> None:
@@ -213,18 +213,18 @@ class Simulation:
         if update.finish_reason is not None:
             self.reasons[key] = update.finish_reason
 
-    def step(self, steps: int = 1) -> StepPlan | None:
+    def step(self, tokens_per_call: int = 1) -> StepPlan | None:
         """One step, with nothing in flight before and after."""
-        while self.flights:
+        while self.in_flight:
             self.commit()
-        if (plan := self.dispatch(steps)) is not None:
+        if (plan := self.dispatch(tokens_per_call)) is not None:
             self.commit()
         return plan
 
-    def overlapped_step(self, steps: int = 1) -> None:
+    def overlapped_step(self, tokens_per_call: int = 1) -> None:
         """Dispatches a step before the one in flight is committed."""
-        self.events["overlapped"] += bool(self.flights)
-        if (self.dispatch(steps) is None or len(self.flights) == 2) and self.flights:
+        self.events["overlapped"] += bool(self.in_flight)
+        if (self.dispatch(tokens_per_call) is None or len(self.in_flight) == 2) and self.in_flight:
             self.commit()
 
     def drain(self, *, overlapped: bool = False) -> None:
@@ -235,9 +235,9 @@ class Simulation:
             tokens = params.n * (len(job.request.prompt_token_ids) + params.max_tokens + 2)
             work += tokens * (4 if params.use_beam_search else 1)  # beams take turns, and draw again what was preempted
         for i in range(2 * work + 2):
-            if not self.scheduler.has_work and not self.flights:
+            if not self.scheduler.has_work and not self.in_flight:
                 break
-            self.overlapped_step(STEPS[i % 3]) if overlapped else self.step(STEPS[i % 3])
+            self.overlapped_step(TOKENS_PER_CALL[i % 3]) if overlapped else self.step(TOKENS_PER_CALL[i % 3])
         assert not self.scheduler.has_work, "a request starves"
         self.check_end()
 
@@ -280,7 +280,7 @@ class Simulation:
         """`before`: what was left to compute of the running sequences."""
         rows = each(plan.rows) if plan else []
         scheduled = {row.seq: row for row in rows}
-        assert plan is not None or self.flights or not self.scheduler.has_work, "there is work, and nothing is done"
+        assert plan is not None or self.in_flight or not self.scheduler.has_work, "there is work, and nothing is done"
         if plan is not None:
             assert rows
             assert sum(row.count for row in rows) <= self.budget
@@ -288,9 +288,9 @@ class Simulation:
             assert all(row.count > 0 for row in rows)
             assert len(scheduled) == len(rows)
             limits = {row.seq: row.seq.prompt_len + row.seq.max_tokens for row in rows}
-            assert all(row.end + row.draws <= limits[row.seq] for row in rows)
-            assert all(row.draws <= 1 for row in rows if row.seq.params.has_mask or row.seq.params.use_beam_search)
-            looped = any(row.draws > 1 for row in rows)
+            assert all(row.end + row.num_new <= limits[row.seq] for row in rows)
+            assert all(row.num_new <= 1 for row in rows if row.seq.params.has_mask or row.seq.params.use_beam_search)
+            looped = any(row.num_new > 1 for row in rows)
             assert not looped or not admissible, "a newcomer waits for a loop to end"
             self.events["loops while others wait"] += looped and bool(waiting)
         for seq in self.scheduler.running:
@@ -301,10 +301,10 @@ class Simulation:
         left = [seq for seq in waiting if seq.status is Status.WAITING]
         assert all(a.order < b.order for a in admitted for b in left), "admission out of order"
         self.events["preemptions"] += self.scheduler.num_preemptions - preemptions
-        self.events["chunks"] += any(row.count > 1 and row.draws == 0 for row in rows)
+        self.events["chunks"] += any(row.count > 1 and row.num_new == 0 for row in rows)
 
     def check_end(self) -> None:
-        assert not self.flights
+        assert not self.in_flight
         assert not self.scheduler.running
         assert self.scheduler.num_waiting == 0
         assert self.blocks.num_used == 0

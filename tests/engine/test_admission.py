@@ -8,7 +8,7 @@ from engines import request as engine_request
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.admission import Admission
-from jaxserve.engine.constraints import Structured
+from jaxserve.engine.constraints import Constraints
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
@@ -25,8 +25,8 @@ def scheduler() -> Scheduler:
 
 def admission(scheduler, vocab_size=1000, **config) -> Admission:
     model = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(0,))
-    structured, beams = Structured(SimpleNamespace(vocab_size=vocab_size)), Beams(scheduler, (0,))
-    return Admission(EngineConfig(model="m", **config), model, 100, scheduler, structured, beams)
+    constraints, beams = Constraints(SimpleNamespace(vocab_size=vocab_size)), Beams(scheduler, (0,))
+    return Admission(EngineConfig(model="m", **config), model, 100, scheduler, constraints, beams)
 
 
 def requests(count=1, prompt=(1, 2, 3), **params) -> list[Request]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engines import generate, make_engine, request
 
-from jaxserve.engine.in_flight import Flight
+from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.scheduling.pace import Pace
 
 PROMPT = list(range(5, 25))
@@ -20,13 +20,15 @@ def test_a_token_takes_what_a_pass_of_the_model_takes(monkeypatch):
         asked, now = now, now + 0.04
         pace.arrived(asked, asked, 4)
     assert pace.step_seconds == pytest.approx(0.01, rel=1e-3)
-    assert pace.steps(range(1, 17), watched=True, holds_up=False) == 9  # 10, but for what is left of the guess
+    assert (
+        pace.tokens_per_call(range(1, 17), watched=True, holds_up=False) == 9
+    )  # 10, but for what is left of the guess
 
 
 def test_passes_of_a_flight():
     tokens = [np.array([[5, 7], [6, -1], [-1, -1], [-1, -1]]), np.array([[5], [6], [7], [-1]])]
-    assert Flight([], [], [], [], 4, 0.0).passes(tokens) == 3
-    assert Flight([], [], [], [], 1, 0.0).passes([np.array([[-1, -1]])]) == 1  # the midst of prompts
+    assert InFlightStep([], [], [], [], 4, 0.0).passes(tokens) == 3
+    assert InFlightStep([], [], [], [], 1, 0.0).passes([np.array([[-1, -1]])]) == 1  # the midst of prompts
 
 
 def test_a_loop_ends_with_its_last_row(model_folders):
@@ -34,7 +36,7 @@ def test_a_loop_ends_with_its_last_row(model_folders):
     engine = make_engine(model_folders("llama3_gqa"))
     [greedy] = generate(engine, request("whole", PROMPT, max_tokens=12))
     stop = greedy.token_ids[3]
-    engine.pace.steps = lambda lengths, **_: lengths[-1]
+    engine.pace.tokens_per_call = lambda lengths, **_: lengths[-1]
     heard, arrived = [], engine.pace.arrived
     engine.pace.arrived = lambda asked, dispatched, passes: heard.append(passes) or arrived(asked, dispatched, passes)
     [ended] = generate(engine, request("ends", PROMPT, max_tokens=12, stop_token_ids=(stop,)))

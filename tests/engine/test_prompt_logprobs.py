@@ -67,7 +67,7 @@ def test_scores_are_not_waited_for_when_a_step_is_dispatched(engine, monkeypatch
         return scores[-1]
 
     monkeypatch.setattr(engine.runner, "score_prompt", watched)
-    engine.flights.append(engine.dispatch(engine.scheduler.schedule(1)))
+    engine.in_flight.append(engine.dispatch(engine.scheduler.schedule(1)))
     assert started == ["copy"]
     drain(engine)
     assert started == ["copy", "read"]

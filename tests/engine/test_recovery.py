@@ -11,7 +11,7 @@ import pytest
 from engines import Completion, drain, make_engine, request
 
 from jaxserve.engine import engine as engine_module
-from jaxserve.engine.constraints import Structured
+from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recovery import UNEXPLAINED
 from jaxserve.scheduling.sequence import Sequence
@@ -115,7 +115,7 @@ def poison_mask(monkeypatch, at):
     def is_poisoned(self, seqs, outputs):
         return any(seq.request_id == "bad" and len(out) >= at for seq, out in zip(seqs, outputs, strict=True))
 
-    monkeypatch.setattr(Structured, "_masks", raising(Structured._masks, is_poisoned))
+    monkeypatch.setattr(Constraints, "_masks", raising(Constraints._masks, is_poisoned))
     return bad(grammar=WORDS)
 
 

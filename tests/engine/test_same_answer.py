@@ -156,7 +156,7 @@ def test_asynchronous_scheduling_changes_nothing(pages, model_folders, alone):
         model_folders(CASE), rows=8, tokens=64, kv_pages=pages, max_model_len=200, async_scheduling=False
     )
     assert tokens(generate(engine, *requests())) == alone
-    assert not engine.flights
+    assert not engine.in_flight
 
 
 @pytest.mark.parametrize("pages", [400, 20])
@@ -173,7 +173,7 @@ def test_several_tokens_per_call_change_nothing(pages, asynchronous, model_folde
         latency_goal_ms=60_000.0,
     )
     drawn, dispatch = [], engine.dispatch
-    engine.dispatch = lambda plan: drawn.append(int(plan.rows.draws.max())) or dispatch(plan)
+    engine.dispatch = lambda plan: drawn.append(int(plan.rows.num_new.max())) or dispatch(plan)
     assert tokens(generate(engine, *requests())) == alone
     assert max(drawn) == 16
     # Stop tokens end a row within a call.
@@ -200,11 +200,11 @@ def test_calls_are_short_while_a_client_streams(model_folders):
         one.streams = streams
         engine.add_request(one)
         engine.pace.step_seconds = step_ms / 1000 * 0.999
-        assert engine._steps_per_call() == expected
+        assert engine._tokens_per_call() == expected
         engine.abort("r")
     engine.add_request(request("waits", PROMPTS[0], max_tokens=20))
     engine.pace.step_seconds = 1e-6
-    assert engine.scheduler.schedule(engine._steps_per_call()).rows.draws.tolist() == [1], "a prompt is computed"
+    assert engine.scheduler.schedule(engine._tokens_per_call()).rows.num_new.tolist() == [1], "a prompt is computed"
 
 
 @pytest.mark.parametrize("config", [{}, {"prefix_caching": False}, {"async_scheduling": False}])
@@ -284,7 +284,7 @@ def test_rows_that_wait_for_the_host_draw_beside_the_loop_of_the_others(model_fo
         plan = schedule(16)
         if plan is not None:
             single = [seq.params.has_mask or seq.params.use_beam_search for seq in plan.rows.seqs]
-            calls.append((plan.rows.draws.tolist(), single, engine.scheduler.num_waiting))
+            calls.append((plan.rows.num_new.tolist(), single, engine.scheduler.num_waiting))
         return plan
 
     engine.scheduler.schedule = looped
@@ -304,5 +304,5 @@ def test_the_loop_takes_no_longer_than_the_host_while_it_keeps_others_waiting(mo
     pace.step_seconds = pace.device_seconds = 0.001
     for host_ms, expected in ((0.5, 1), (3.5, 4), (100, 16)):
         pace.host_seconds = host_ms / 1000
-        assert pace.steps(range(1, 17), watched=True, holds_up=True) == expected
-    assert pace.steps(range(1, 17), watched=False, holds_up=False) == 16
+        assert pace.tokens_per_call(range(1, 17), watched=True, holds_up=True) == expected
+    assert pace.tokens_per_call(range(1, 17), watched=False, holds_up=False) == 16

@@ -13,8 +13,8 @@ from jax.extend.random import threefry_2x32
 from jaxserve.execution.filters import EXCLUDED, filter_logits
 from jaxserve.execution.sampling import Sampled, TokenCounts, _inverse_cdf, sample, score_tokens, threefry
 from jaxserve.execution.slots import (
+    COUNTED_PER_CALL,
     SLOTS_PER_CALL,
-    TOKENS_PER_CALL,
     RowParams,
     count_tokens,
     create_slots,
@@ -215,7 +215,7 @@ def test_penalties_and_bias(params, seed):
 
 
 def count_buffer(penalty_row: int, tokens: list[int], prompt_len: int) -> jax.Array:
-    packed = np.full((3, TOKENS_PER_CALL), VOCAB, np.int32)
+    packed = np.full((3, COUNTED_PER_CALL), VOCAB, np.int32)
     packed[:, : len(tokens)] = encode_counts(penalty_row, np.asarray(tokens), prompt_len)
     return jnp.asarray(packed)
 
@@ -474,7 +474,7 @@ def test_counting_tokens():
     slots = slots_of([penal, penal])
     slots = jit_count_tokens(slots, count_buffer(2, [1, 1, 2, 3, 3, 3, 0], 3))
     slots = jit_count_tokens(slots, count_buffer(2, [3, 4], 0))
-    slots = jit_count_tokens(slots, count_buffer(1, [7] * TOKENS_PER_CALL, TOKENS_PER_CALL))
+    slots = jit_count_tokens(slots, count_buffer(1, [7] * COUNTED_PER_CALL, COUNTED_PER_CALL))
     counts, in_prompt = np.asarray(slots.counts), np.asarray(slots.in_prompt)
     assert {t: n for t, n in enumerate(counts[2].tolist()) if n} == {0: 1, 3: 4, 4: 1}
     assert np.flatnonzero(in_prompt[2]).tolist() == [1, 2]

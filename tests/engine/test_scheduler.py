@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from null_device import VOCAB, each
-from simulation import STEPS, Simulation
+from simulation import TOKENS_PER_CALL, Simulation
 
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.step_buffer import split, step_shapes
@@ -72,22 +72,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.simulation.jobs)))
         self.simulation.abort(name, data.draw(st.integers(0, self.simulation.jobs[name].request.params.n - 1)))
 
-    @rule(times=st.integers(1, 6), steps=st.sampled_from(STEPS))
-    def step(self, times, steps):
+    @rule(times=st.integers(1, 6), tokens_per_call=st.sampled_from(TOKENS_PER_CALL))
+    def step(self, times, tokens_per_call):
         for _ in range(times):
-            self.simulation.step(steps)
+            self.simulation.step(tokens_per_call)
 
-    @rule(times=st.integers(1, 6), steps=st.sampled_from(STEPS))
-    def overlapped_step(self, times, steps):
+    @rule(times=st.integers(1, 6), tokens_per_call=st.sampled_from(TOKENS_PER_CALL))
+    def overlapped_step(self, times, tokens_per_call):
         for _ in range(times):
-            self.simulation.overlapped_step(steps)
+            self.simulation.overlapped_step(tokens_per_call)
 
-    @precondition(lambda self: self.simulation.flights)
+    @precondition(lambda self: self.simulation.in_flight)
     @rule()
     def commit(self):
         self.simulation.commit()
 
-    @precondition(lambda self: not self.simulation.flights)
+    @precondition(lambda self: not self.simulation.in_flight)
     @rule()
     def reset_prefix_cache(self):
         self.simulation.blocks.reset_prefix_cache()
@@ -127,8 +127,8 @@ def test_under_pressure(overlapped):
                     salt=["a", None][rng.integers(2)],
                     **{kind: True for kind in [str(rng.choice(KINDS))] if kind != "ordinary"},
                 )
-            for steps in rng.choice(STEPS, rng.integers(0, 12)).tolist():
-                simulation.overlapped_step(steps) if overlapped else simulation.step(steps)
+            for tokens_per_call in rng.choice(TOKENS_PER_CALL, rng.integers(0, 12)).tolist():
+                simulation.overlapped_step(tokens_per_call) if overlapped else simulation.step(tokens_per_call)
         simulation.drain(overlapped=overlapped)
         events += simulation.events
     least = {
@@ -350,7 +350,7 @@ def test_an_aborted_request_s_id_may_be_used_again_with_a_step_in_flight():
     simulation = Simulation()
     name = simulation.add([1, 2, 3], max_tokens=8)
     simulation.dispatch()
-    old = simulation.flights[0][0].rows.seqs[0]
+    old = simulation.in_flight[0][0].rows.seqs[0]
     simulation.abort(name)
     simulation.aborted.clear()
     simulation.scheduler.add(Sequence(old.request, 0, old.seed, old.max_tokens, old.stop_ids, 99))
@@ -402,7 +402,7 @@ def test_max_tokens_0_only_computes_the_prompt():
     simulation = Simulation(budget=4, max_num_seqs=2)
     name = simulation.add([1, 2, 3, 4, 5, 0, 1], max_tokens=0, scored=True)
     plan = simulation.step()
-    assert not plan.rows.draws.any()
+    assert not plan.rows.num_new.any()
     simulation.drain()
     assert simulation.reasons == {(name, 0): "length"}
     assert simulation.outputs == {}
@@ -475,7 +475,7 @@ def test_a_row_that_waits_for_the_host_leaves_the_loop_to_the_others():
     plan = simulation.step(16)
     draws = Counter(dict.fromkeys((masked, search, *plain), 0))
     for row in each(plan.rows):
-        draws[row.seq.request.request_id] = max(draws[row.seq.request.request_id], row.draws)
+        draws[row.seq.request.request_id] = max(draws[row.seq.request.request_id], row.num_new)
     assert draws == {masked: 1, search: 1, **dict.fromkeys(plain, 16)}
     simulation.drain(overlapped=True)
 
@@ -487,11 +487,11 @@ def test_a_request_that_finds_no_room_does_not_stop_the_loop():
         simulation.step()
     large, small = simulation.add([0] * 110, max_tokens=4), simulation.add([5] * 30, max_tokens=5)
     for _ in range(2):
-        assert simulation.step(16).rows.draws.tolist() == [16]
+        assert simulation.step(16).rows.num_new.tolist() == [16]
     simulation.abort(large)
     plan = simulation.step(16)
     assert small in running(simulation)
-    assert plan.rows.draws.tolist() == [1, 1], "one that can begin does"
+    assert plan.rows.num_new.tolist() == [1, 1], "one that can begin does"
     simulation.drain()
 
 

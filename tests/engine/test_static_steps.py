@@ -76,7 +76,7 @@ def test_a_sampler_that_can_do_more_gives_the_same_tokens(static, expected):
 def test_several_tokens_a_call_give_the_same_tokens(kind, model_folders, expected):
     engine = small(model_folders, static=True, latency_goal_ms=60_000.0)
     assert tokens(generate(engine, *requests(kind))) == expected[kind]
-    lengths = {program.steps for program in engine.ran if program.shape.decode_only}
+    lengths = {program.tokens_per_call for program in engine.ran if program.shape.decode_only}
     assert max(lengths) == 8
     assert lengths <= set(LENGTHS)
     # A stop token in the middle of a call ends a row there.
@@ -179,7 +179,7 @@ def test_whatever_is_chosen_was_compiled(rows, most, costly):
                 program = programs.choose(shape, sampler, steps, False)
                 assert program in compiled
                 assert program.sampler >= sampler
-                assert program.steps >= steps
+                assert program.tokens_per_call >= steps
         for shape in shapes:
             if not shape.decode_only:
                 assert programs.choose(shape, sampler, 1, False) in compiled

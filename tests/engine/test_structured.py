@@ -186,7 +186,7 @@ def test_they_take_part_in_every_step(engine):
     """And the others in every step as well."""
     engine.add_request(bound("a", Grammar("regex", "[a-z]{400}"), max_tokens=30))
     engine.add_request(request("b", [9], max_tokens=30))
-    while len(engine.structured):  # until it is compiled
+    while len(engine.constraints):  # until it is compiled
         engine.step()
     steps = engine.counters.steps
     drain(engine)
