@@ -133,8 +133,9 @@ class HostEngine:
             tokens = np.full((len(plan.rows), max(int(plan.rows.num_new.max()), 1)), -1, np.int32)
             for row, num_new in zip(tokens, plan.rows.num_new, strict=True):
                 row[:num_new] = 300
-            output, notable = scheduler.commit(plan.rows, tokens)
-        for update, seq, _, is_first in notable:
+            output, details = scheduler.commit(plan.rows, tokens)
+        for update, seq, _, is_first in details:
+            output.updates.append(update)
             if (count := seq.params.logprobs) is not None:
                 update.logprobs = [_score(count)] * len(update.token_ids)
             if is_first and seq.index == 0 and (count := seq.params.prompt_logprobs) is not None:

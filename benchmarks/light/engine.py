@@ -29,7 +29,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.memory import stored_bytes
 from jaxserve.pallas_kernels.registry import Device
-from jaxserve.scheduling.running_table import StepPlan
+from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.types import Request
 from light.record import Record, read
 

@@ -1,4 +1,4 @@
-"""What an engine takes: requests that its model can serve, as long as there is room in the queue."""
+"""Checks of new requests: the model can serve them, and the queue has room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.types import InvalidRequestError, QueueFullError, Request, Samplin
 
 
 class Admission:
-    """The checks of one engine. They take requests that share one SamplingParams, which is checked once."""
+    """The checks of one engine. The requests of a call share one SamplingParams, which is checked once."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Admission:
         self._scheduler, self._constraints, self._beams = scheduler, constraints, beams
 
     def check_queue(self, requests: Sequence[Request]) -> None:
-        """Raises QueueFullError where there is no room in the queue; what would wait alone is always taken."""
+        """Raises QueueFullError where the queue has no room. An empty queue takes requests of any size."""
         here = self._scheduler.waiting.num_completions + self._constraints.num_completions
         more = sum(request.params.n for request in requests)
         if (most := self._config.max_waiting) is not None and here and here + more > most:
@@ -41,7 +41,7 @@ class Admission:
             raise QueueFullError(f"prompts of {here} tokens are waiting already; try again later")
 
     def check(self, requests: Sequence[Request]) -> tuple[int, ...]:
-        """The ids that end these requests' outputs. Raises InvalidRequestError for what the model cannot serve."""
+        """Ids that end these requests' outputs. Raises InvalidRequestError for requests that the model cannot serve."""
         params = requests[0].params
         stop_ids = self._check_params(params)
         for request in requests:

@@ -1,6 +1,6 @@
-"""What requests may draw (host side): grammars, lists of allowed tokens and bad words.
+"""Which tokens requests may sample (host side): grammars, lists of allowed tokens and bad words.
 
-Holds those that wait until their grammar is compiled, and masks what those that run may draw next.
+Requests with a grammar are held until it is compiled. For running ones, masks say which tokens may come next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxserve.types import Grammar, InvalidRequestError, SequenceUpdate
 
 @dataclass
 class _Held:
-    """A sequence that waits for its grammar. `aborted`: completions of its request that are not wanted any more."""
+    """A sequence that waits for its grammar. `aborted`: completions of its request that were aborted meanwhile."""
 
     seq: Sequence
     compilation: Compilation
@@ -32,7 +32,7 @@ class _Held:
 
 
 class Constraints:
-    """The requests of one engine that have a grammar."""
+    """The grammars and masks of one engine. Owns the sequences that wait for a grammar."""
 
     def __init__(self, compiler: Compiler):
         self._compiler = compiler
@@ -57,7 +57,7 @@ class Constraints:
         self._held[seq.request_id] = _Held(seq, compilation)
 
     def abort(self, request_id: str, index: int | None) -> None:
-        """Drops a request that is held, or one of its completions."""
+        """Drops a held request, or one of its completions."""
         if (held := self._held.get(request_id)) is None:
             return
         if index is not None:
@@ -67,10 +67,10 @@ class Constraints:
             held.compilation.leave()
 
     def release(self, scheduler: Scheduler, *, patience: float) -> list[SequenceUpdate]:
-        """Hands those whose grammar is ready to the scheduler.
+        """Hands sequences whose grammar is compiled to the scheduler.
 
-        Returns an update without tokens for each of them, and the last updates of those that failed. Waits up to
-        `patience` seconds for the first to be ready.
+        Returns an update without tokens for each of them, and the last updates of requests whose grammar failed. Waits
+        up to `patience` seconds for the first grammar.
         """
         wait([held.compilation.future for held in self._held.values()], patience, FIRST_COMPLETED)
         updates = []
@@ -97,27 +97,22 @@ class Constraints:
         return updates
 
     def sample_deferred(self, step: InFlightStep, running: RunningTable, runner: ModelRunner) -> None:
-        """Has the rows of a step draw that left it for later; all steps before must have been taken in."""
-        for deferred in step.deferred:
-            if deferred is None or deferred.drawn:
+        """Dispatches the sampling of a step's deferred rows. All earlier steps must have been committed."""
+        for batch in step.batches:
+            rows, deferred = batch.rows, batch.deferred
+            if deferred is None or deferred.sampled:
                 continue
-            rows = deferred.rows
-            deferred.index = index = deferred.index[
-                (running.slot_generation[rows.slot] == rows.slot_generation)[deferred.index]
-            ]
+            deferred.index = index = deferred.index[running.holds(rows)[deferred.index]]
             if not len(index):
                 continue
-            seqs, slots, end = [rows.seqs[i] for i in index.tolist()], rows.slot[index], rows.end[index]
-            outputs = [
-                running.tokens[slot, seq.prompt_len : last]
-                for slot, last, seq in zip(slots.tolist(), end.tolist(), seqs, strict=True)
-            ]
-            deferred.drawn = runner.sample_deferred(slots, end, self._masks(seqs, outputs))
-            for one in deferred.drawn:
+            seqs, end = [rows.seqs[i] for i in index.tolist()], rows.end[index]
+            outputs = [seq.tokens[seq.prompt_len : last] for last, seq in zip(end.tolist(), seqs, strict=True)]
+            deferred.sampled = runner.sample_deferred(rows.slot[index], end, self._masks(seqs, outputs))
+            for one in deferred.sampled:
                 one.tokens.copy_to_host_async()
 
     def _masks(self, seqs: list[Sequence], outputs: list[np.ndarray]) -> np.ndarray:
-        """What each may draw next, int32 [sequences, words], a bit per token; threads of its own do the work."""
+        """Which tokens each sequence may sample next, int32 [sequences, words], a bit per token."""
         masks = allocate_token_bitmask(len(seqs), self._compiler.vocab_size)
         matchers = [(seq.matcher.state, i) for i, seq in enumerate(seqs) if seq.matcher is not None]
         if matchers:
@@ -128,7 +123,7 @@ class Constraints:
         return masks
 
     def _token_mask(self, seq: Sequence) -> TokenMask | None:
-        """What the request's own lists allow; made at its first step, and None for most requests."""
+        """Mask of the request's own lists, made at its first step; None for most requests."""
         params = seq.params
         if not (params.allowed_token_ids or params.bad_words or params.ignore_eos or params.min_tokens):
             return None

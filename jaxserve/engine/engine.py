@@ -1,4 +1,19 @@
-"""The engine: requests in, tokens out. A step is three calls: schedule, dispatch, commit."""
+"""The engine: requests in, tokens out. A step is three calls: schedule, dispatch, commit.
+
+One call of `Engine.advance`, without and with asynchronous scheduling:
+
+    synchronous                        asynchronous
+    schedule step N                    schedule step N         the devices run step N - 1
+    dispatch step N                    dispatch step N         its programs queue behind step N - 1
+                                       wait for step N - 1     the devices start step N
+                                       commit step N - 1       the devices run step N
+    sample deferred rows of N          sample deferred rows of N
+    wait for step N
+    commit step N
+
+Deferred rows need masks, and these need all earlier tokens. So their sampling is dispatched after the commit of step
+N - 1, while the devices run the forward pass of step N.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +33,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.devices.compile_cache import CompileCounter
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.constraints import Constraints
-from jaxserve.engine.in_flight import Deferred, InFlightStep
+from jaxserve.engine.in_flight import Deferred, InFlightBatch, InFlightStep
 from jaxserve.engine.loading import EngineParts, load_parts
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.engine.recovery import Recovery
@@ -34,16 +49,16 @@ from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.logprobs import read_rows
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
-from jaxserve.scheduling.running_table import DetailedUpdate, StepPlan
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
+from jaxserve.scheduling.step_plan import DetailedUpdate, StepPlan
 from jaxserve.types import Request, StepOutput
 
 log = logging.getLogger(__name__)
 
-GARBAGE = 50_000  # new objects before the garbage collector looks at them; the lists of a step are thousands
+GARBAGE = 50_000  # new objects before a garbage collection; a step makes thousands of lists
 
 
 class Engine:
@@ -69,7 +84,7 @@ class Engine:
         self._allocate()
 
     def _allocate(self) -> None:
-        """Makes the cache, as it is planned, and all that depends on its size. Nobody has asked for anything yet."""
+        """Makes the cache and all that depends on its size. There must be no requests yet."""
         config, model, runner = self.config, self.model, self.runner
         runner.allocate()
         layout = runner.layout
@@ -106,20 +121,20 @@ class Engine:
     ) -> Engine:
         """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError.
 
-        `static_steps` has the programs of accelerators on CPU too, or the other way round; see `programs`.
+        `static_steps` chooses the kind of step programs; None: what suits the platform. See `execution.programs`.
         """
         return cls(config, load_parts(config, devices, progress=progress, static_steps=static_steps))
 
     def compile(self) -> None:
-        """Compiles every executable that serving can need; without it they are compiled as they are met.
+        """Compiles every executable that serving can need. Without this call, each is compiled when it is first used.
 
-        Where they need more memory than was kept for them, the cache is made smaller. Raises ConfigError where that
-        cannot be.
+        Where they need more memory than was reserved for them, the cache is made smaller. Raises ConfigError where it
+        would be too small.
         """
         start = time.perf_counter()
-        early = [] if self._cost is None else [self.grammars.vocabulary]  # 60 MiB: on CPU the first grammar has it read
+        early = [] if self._cost is None else [self.grammars.vocabulary]  # 60 MiB: on CPU the first grammar loads it
         self.runner.compile(self.runner.names(self.shapes))
-        wait(early)  # what is wrong with it concerns those alone who bring a grammar
+        wait(early)  # a failure affects only requests with a grammar
         if self._sizing.finish(self.shapes):
             assert not self.has_work
             self._allocate()
@@ -137,7 +152,7 @@ class Engine:
         self.add_requests([request])
 
     def add_requests(self, requests: list[Request]) -> None:
-        """Queues requests that share one SamplingParams, which is checked once: all of them, or none.
+        """Queues all of these requests, or none. They share one SamplingParams, which is checked once.
 
         Raises InvalidRequestError or QueueFullError; then nothing has changed.
         """
@@ -160,7 +175,7 @@ class Engine:
                 self.constraints.hold(seq, params.grammar)
 
     def pool(self) -> PoolSnapshot:
-        """Who owns which KV page now."""
+        """A snapshot of the KV pages and their owners."""
         return pool_snapshot(self.blocks, self.scheduler, self.stats())
 
     def reset_prefix_cache(self) -> None:
@@ -170,14 +185,14 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drops a request, or one of its n completions, and frees its pages at once. Unknown ids are fine."""
         if request_id in self.beams:
-            if index is None:  # beams come to their ends together
+            if index is None:  # the beams of a search end together
                 self.beams.abort(request_id)
             return
         self.constraints.abort(request_id, index)
         self.scheduler.abort(request_id, index)
 
     def pause(self, request_id: str, paused: bool) -> None:
-        """Sets a request aside whose client does not read, or lets it go on. Unknown ids are fine."""
+        """Pauses a request whose client does not read, or resumes it. Unknown ids are fine."""
         self.scheduler.pause(request_id, paused)
 
     def check_request(self, request: Request) -> None:
@@ -199,18 +214,14 @@ class Engine:
         return self.scheduler.num_waiting + len(self.constraints)
 
     def step(self) -> StepOutput:
-        """Advances the batch by one step; returns what a step added to each completion.
+        """Runs one step; returns what a step added to each completion.
 
-        A request for which a step fails ends with an error, see `recovery`. Raises what fails for nobody's fault.
+        A request that makes a step fail ends with an error, see `recovery`. Raises errors that no request causes.
         """
         return self.recovery.step()
 
     def advance(self, output: StepOutput) -> None:
-        """One step, which adds what there is to say to `output` as soon as that is certain.
-
-        With asynchronous scheduling the devices run the step that is dispatched here while the host takes in the one
-        before: its tokens come back with the next call.
-        """
+        """One step, in the order that the module's docstring shows. Extends `output` with each committed step."""
         self.timeline.begin_step()
         self.pace.begin()
         if len(self.constraints) and not self.recovery.active:
@@ -222,24 +233,24 @@ class Engine:
             with self.timeline.phase("upload"):
                 self.in_flight.append(self.dispatch(plan))
         if len(self.in_flight) > 1:
-            output.extend(self._land())
+            output.extend(self._commit_oldest())
         if self.in_flight:
             with self.timeline.phase("mask"):
                 self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
             if plan is None or not self.config.async_scheduling:
-                output.extend(self._land())
+                output.extend(self._commit_oldest())
         self.pace.end()
         self.timeline.end_step()
 
-    def _land(self) -> StepOutput:
-        """Takes in the oldest step in flight."""
+    def _commit_oldest(self) -> StepOutput:
+        """Waits for the oldest step in flight and commits it."""
         step = self.in_flight.popleft()
         tokens = self.wait(step)
         with self.timeline.phase("commit"), self.recovery.commit(step):
             return self.commit(step, tokens)
 
     def _tokens_per_call(self) -> int:
-        """How many tokens a row may draw in the next call."""
+        """How many tokens a row may sample in the next call."""
         scheduler, lineup = self.scheduler, self.scheduler.running.lineup
         lengths = self.runner.programs.lengths(self.shapes, len(lineup.seqs), lineup.sampler)
         return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=scheduler.holds_up)
@@ -248,28 +259,29 @@ class Engine:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
-        step = InFlightStep([], [], [], [], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
+        step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
         for batch in split(plan.rows, self.shapes, self._cost):
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])
-            drawn, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
-            copies, updates = [], updates[:, :0]  # the first batch took them all
-            drawn.tokens.copy_to_host_async()
-            step.rows.append(batch.rows)
-            step.drawn.append(drawn)
-            step.deferred.append(Deferred.of(batch.rows, running.masked) if running.lineup.any_masked else None)
+            sampled, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
+            copies, updates = [], updates[:, :0]  # all of them go with the first batch
+            sampled.tokens.copy_to_host_async()
+            sent = InFlightBatch(batch.rows, sampled)
+            if running.lineup.any_masked:
+                sent.deferred = Deferred.of(batch.rows, running.masked)
             if hidden is not None and batch.rows.scores:
-                step.prompt_scores.append(PromptScores.start(batch.rows, hidden, self.runner))
+                sent.prompt_scores = PromptScores.start(batch.rows, hidden, self.runner)
+            step.batches.append(sent)
         self.counters.steps += 1
         self.counters.step_tokens.observe(plan.rows.num_tokens)
         return step
 
     def _program(self, batch: StepBatch) -> StepProgram:
-        """The least program that does what a batch's rows ask for."""
+        """The least capable program that does what a batch's rows need."""
         rows, running = batch.rows, self.scheduler.running
         sampler = running.lineup.sampler
-        if rows.seqs is not running.lineup.seqs:  # seldom
+        if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
             sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
         return self.runner.programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores)
 
@@ -285,7 +297,7 @@ class Engine:
             self.runner.count_tokens(np.concatenate(counted, axis=1))
 
     def wait(self, step: InFlightStep) -> list[np.ndarray]:
-        """A step's tokens, of each of its batches; waits until they are here."""
+        """A step's tokens, as `InFlightStep.tokens`; waits until they are here, and times the devices."""
         asked = time.perf_counter()
         tokens = step.tokens()
         passes = step.tokens_per_call if self.runner.programs.static else step.passes(tokens)
@@ -293,26 +305,28 @@ class Engine:
         return tokens
 
     def commit(self, step: InFlightStep, tokens: list[np.ndarray]) -> StepOutput:
-        """Takes in a step's tokens and says what they mean for each request."""
+        """Commits a step's tokens; returns what they add to each completion."""
         output = StepOutput([], [], [], [])
-        for prompt_scores in step.prompt_scores:
-            prompt_scores.finish()
-        for rows, drawn, ids in zip(step.rows, step.drawn, tokens, strict=True):
-            part, details = self.scheduler.commit(rows, ids[: step.tokens_per_call, : len(rows)].T)
-            for one in details:
-                if one.seq.params.use_beam_search:
-                    assert drawn.scores is not None  # `Sampler.of` sees to it, here and below
-                    self.beams.take(one, np.asarray(drawn.scores))
-                    part.updates.remove(one.update)
-                else:
-                    self._annotate(one, drawn.scores)
+        for batch in step.batches:  # all of them before any commit, which may end a request with its scores
+            if batch.prompt_scores is not None:
+                batch.prompt_scores.finish()
+        for batch, ids in zip(step.batches, tokens, strict=True):
+            part, details = self.scheduler.commit(batch.rows, ids[: step.tokens_per_call, : len(batch.rows)].T)
             output.extend(part)
+            scores = batch.sampled.scores
+            for detail in details:
+                if detail.seq.params.use_beam_search:
+                    assert scores is not None  # `Sampler.of` chooses programs that compute them, here and below
+                    self.beams.take(detail, np.asarray(scores))
+                else:
+                    self._annotate(detail, scores)
+                    output.updates.append(detail.update)
         output.updates += self.beams.advance(self.counters)
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
 
     def _annotate(self, detail: DetailedUpdate, scores: jax.Array | None) -> None:
-        """Adds to an update what it has to say beyond its tokens."""
+        """Completes an update that says more than its tokens."""
         update, seq, row, is_first = detail
         tokens = update.token_ids
         self.counters.generation_tokens += len(tokens)
@@ -333,11 +347,11 @@ class Engine:
                 update.prompt_logprobs = seq.prompt_scores
 
     def profile(self, steps: int) -> None:
-        """Has JAX's profiler trace the next `steps` steps, into the folder `profile_dir` of the settings, if one is."""
+        """Has JAX's profiler trace the next `steps` steps, into the settings' `profile_dir`, if there is one."""
         self.timeline.trace(steps)
 
     def stats(self) -> EngineStats:
-        """A snapshot: gauges as they stand, counters since start."""
+        """A snapshot: present values of gauges, counters since start."""
         return msgspec.structs.replace(
             self.counters,
             num_running=len(self.scheduler.running),

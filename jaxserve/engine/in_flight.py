@@ -1,4 +1,4 @@
-"""Steps on their way: dispatched to the devices, and not taken in yet."""
+"""Steps in flight: dispatched to the devices, and not committed yet."""
 
 from __future__ import annotations
 
@@ -9,55 +9,65 @@ import numpy as np
 
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled
-from jaxserve.scheduling.running_table import Rows
+from jaxserve.scheduling.step_plan import Rows
 
 
 @dataclass
 class Deferred:
-    """Rows of a batch that draw once it is known what they may: when all tokens before are."""
+    """Rows sampled after the forward pass, once the host knows every earlier token and can build their masks."""
 
-    rows: Rows  # the batch's
-    index: np.ndarray  # of those rows
-    drawn: list[Sampled] = field(default_factory=list)
+    index: np.ndarray  # in the batch's rows
+    sampled: list[Sampled] = field(default_factory=list)  # results of `ModelRunner.sample_deferred`
 
     @classmethod
     def of(cls, rows: Rows, masked: np.ndarray) -> Deferred | None:
-        """masked: bool [slots], of those that draw once their masks are known."""
+        """masked: bool [slots], whose sequences are sampled with masks."""
         index = np.flatnonzero(masked[rows.slot] & (rows.num_new > 0))
-        return cls(rows, index) if len(index) else None
+        return cls(index) if len(index) else None
 
-    def join(self, drawn: Sampled) -> Sampled:
-        """What the batch drew, theirs included."""
-        if not self.drawn:
-            return drawn
-        tokens: Any = np.array(drawn.tokens)
-        scores: Any = drawn.scores
+    def join(self, rows: Rows, sampled: Sampled) -> Sampled:
+        """What the step sampled of these rows, with the deferred ones in their places."""
+        if not self.sampled:
+            return sampled
+        tokens: Any = np.array(sampled.tokens)
+        scores: Any = sampled.scores
         count = len(self.index)
-        tokens[0, self.index] = np.concatenate([one.tokens for one in self.drawn])[:count]
-        if any(self.rows.seqs[i].params.logprobs is not None for i in self.index.tolist()):
-            # The step's program may have none: its own rows want none.
+        tokens[0, self.index] = np.concatenate([one.tokens for one in self.sampled])[:count]
+        if any(rows.seqs[i].params.logprobs is not None for i in self.index.tolist()):
+            # The step's program may compute no scores, when no other row wants them.
             scores = np.zeros((*tokens.shape, SCORE_WORDS), np.int32) if scores is None else np.array(scores)
-            scores[0, self.index] = np.concatenate([one.scores for one in self.drawn])[:count]
+            scores[0, self.index] = np.concatenate([one.scores for one in self.sampled])[:count]
         return Sampled(tokens, scores)
 
 
 @dataclass
-class InFlightStep:
-    """A step that was dispatched and not committed yet, in one or more batches."""
+class InFlightBatch:
+    """A batch of a step: the rows of one call of a compiled step, and what the devices compute for them."""
 
-    rows: list[Rows]
-    drawn: list[Sampled]
-    deferred: list[Deferred | None]  # of each batch
-    prompt_scores: list[PromptScores]
-    tokens_per_call: int  # tokens that a row may have drawn
+    rows: Rows
+    sampled: Sampled
+    deferred: Deferred | None = None
+    prompt_scores: PromptScores | None = None
+
+    def tokens(self) -> np.ndarray:
+        """int32 [tokens per call, rows of the bucket]; waits until they are here. Then `sampled` is complete."""
+        if self.deferred is not None:
+            self.sampled, self.deferred = self.deferred.join(self.rows, self.sampled), None
+        return np.asarray(self.sampled.tokens)
+
+
+@dataclass
+class InFlightStep:
+    """A step that was dispatched and is not committed yet."""
+
+    batches: list[InFlightBatch]
+    tokens_per_call: int  # that a row may have sampled
     dispatched: float  # time.perf_counter()
 
-    def passes(self, tokens: list[np.ndarray]) -> int:
-        """Passes of the model in which some row drew, by what came back: a loop may have ended early."""
-        return max(1, *(int((ids >= 0).any(axis=1).sum()) for ids in tokens))
-
     def tokens(self) -> list[np.ndarray]:
-        """Those of each batch, int32 [tokens per call, rows]; waits until they are here."""
-        pairs = zip(self.drawn, self.deferred, strict=True)
-        self.drawn = [drawn if deferred is None else deferred.join(drawn) for drawn, deferred in pairs]
-        return [np.asarray(drawn.tokens) for drawn in self.drawn]
+        """Those of each batch; waits until they are here."""
+        return [batch.tokens() for batch in self.batches]
+
+    def passes(self, tokens: list[np.ndarray]) -> int:
+        """Passes of the model in which some row sampled a token: a loop on the device may have ended early."""
+        return max(1, *(int((ids >= 0).any(axis=1).sum()) for ids in tokens))

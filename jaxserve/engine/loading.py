@@ -1,4 +1,4 @@
-"""From settings to everything that an engine is made of: files, devices, decoder, parameters, buckets, memory."""
+"""Builds the parts of an engine from its settings: decoder, parameters, runner, buckets and the cache's size."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What follows from the settings, the model's config and the devices, before any weight is read.
+    """What the settings, the model's config and the devices determine, before weights are read.
 
     Attributes:
-      folder, tokenizer: where the model's files and the tokenizer's are.
+      folder, tokenizer: folders of the model's files and the tokenizer's.
       dtype: of the computation.
-      longest: prompt and output in tokens that a request may have.
-      one_page: the cache's layout with a single page, whose number is not known yet.
+      longest: most tokens of a request, prompt and output.
+      one_page: the cache's layout with a single page; `Sizing` chooses the number of pages.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class ModelPlan:
 
     @classmethod
     def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None) -> ModelPlan:
-        """Raises ConfigError or CheckpointError for a model that could not be served so."""
+        """Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
         model, mesh = read_model(folder, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
         platform = mesh.devices.flat[0].platform
@@ -69,12 +69,12 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine's loop works with.
+    """The parts of an engine that depend on model and devices.
 
     Attributes:
       folders: of the model and of the tokenizer.
       shapes: the buckets that steps are padded to.
-      cost: what a step costs; None on CPU.
+      cost: estimates the time of a step; None on CPU.
     """
 
     model: ModelConfig
@@ -111,8 +111,8 @@ def load_parts(
 
 
 def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
-    """The buckets of steps; none that nothing can fill."""
-    tokens = max(memory.max_batched_tokens(config), config.max_num_seqs)
+    """The buckets of steps, none larger than the engine's limits."""
+    tokens = memory.max_batched_tokens(config)
     if cost is not None:
         tokens = min(tokens, config.max_num_seqs * plan.longest)
     free = on_one_cpu(plan.mesh) and plan.dtype == np.float32 and cpu_build.possible()

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of prompts, computed beside the step."""
+"""Log-probabilities of prompt tokens, computed after a step from its hidden states."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ import numpy as np
 
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.scheduling.logprobs import read_rows
-from jaxserve.scheduling.running_table import Rows
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step_plan import Rows
 
 
 @dataclass
 class PromptScores:
-    """Log-probabilities of the prompts' tokens in one batch, being computed on the device.
+    """Log-probabilities of prompt tokens in one batch, which the devices are computing.
 
     Attributes:
-      parts: each sequence with the tokens of its prompt that are scored, in the order of the rows.
-      packed: int32 [rows, SCORE_WORDS]; None where nothing is scored.
+      parts: each sequence and its prompt tokens that are scored, in the order of `packed`.
+      packed: int32 [tokens or more, SCORE_WORDS].
     """
 
     parts: list[tuple[Sequence, list[int]]]
-    packed: jax.Array | None
+    packed: jax.Array
 
     @classmethod
-    def start(cls, rows: Rows, hidden: jax.Array, runner: ModelRunner) -> PromptScores:
-        """Dispatches the scoring of every prompt chunk in a batch that asks for it, in one call.
+    def start(cls, rows: Rows, hidden: jax.Array, runner: ModelRunner) -> PromptScores | None:
+        """Dispatches the scoring of all prompt chunks in a batch that want it, in one call; None where nothing is left
+        to score.
 
-        The hidden state at a position scores the token after it; what a preemption computes again is not scored twice.
+        The hidden state at a position scores the token after it. Tokens computed again after a preemption are not
+        scored twice.
         """
         parts, places = [], []
         for i in np.flatnonzero(rows.scores_prompt).tolist():
@@ -37,17 +39,17 @@ class PromptScores:
             first, end = max(start, seq.num_scored), min(end, seq.prompt_len - 1)
             if first >= end:
                 continue
-            parts.append((seq, seq.tokens[first + 1 : end + 1].tolist()))
+            parts.append((seq, seq.prompt[first + 1 : end + 1].tolist()))
             places.append(np.arange(first, end, dtype=np.int32) + (int(rows.count[:i].sum()) - start))
             seq.num_scored = end
         if not parts:
-            return cls([], None)
+            return None
         packed = runner.score_prompt(hidden, np.concatenate(places), np.concatenate([tokens for _, tokens in parts]))
         packed.copy_to_host_async()
         return cls(parts, packed)
 
     def finish(self) -> None:
-        """Waits for the scores and hands them to the sequences."""
+        """Waits for the scores and adds them to the sequences."""
         rows = np.asarray(self.packed)
         for seq, tokens in self.parts:
             seq.prompt_scores += read_rows(rows, tokens, seq.params.prompt_logprobs or 0)

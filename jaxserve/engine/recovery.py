@@ -1,13 +1,13 @@
-"""What becomes of a step that fails (host side): everybody goes on but the request that it fails for.
+"""Recovery from failed steps (host side): only the request that makes a step fail ends; all others go on.
 
-A step that raises says nothing of whose fault it was. So all sequences go back to what was known of them before it, to
-be computed again as after a preemption, and those that took part are suspects. Half of them run alone, then the other
-half, and again the halves of a part that fails, until a request fails by itself: it ends with an error. A part that has
-come further than where the step failed is cleared and waits; when all are tried, everybody goes on. The tokens are the
-same as without any of this.
+A step that raises does not say which request caused it. So all sequences return to the tokens that they had before the
+step, to be computed again as after a preemption. The requests that took part are suspects. Half of them run alone, then
+the other half. A part that fails again is halved again, until one request fails by itself: it ends with an error. A
+part that gets further than the failed step is cleared and waits. When all parts have run, every request goes on. Tokens
+are the same as without a failure.
 
-Where a request of the engine's own fails in the same way, the devices are at fault and not the requests: then the error
-goes to whoever called the engine, as it does where steps fail again and again and no request fails alone.
+A convicted request is only ended if a request of the engine's own succeeds. If that fails too, the devices are at
+fault, and the error goes to the engine's caller. So it does when steps keep failing and no request fails alone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from jaxserve.types import Request, SamplingParams, SequenceUpdate, StepOutput
 
 log = logging.getLogger(__name__)
 
-UNEXPLAINED = 3  # steps that may fail and not fail again, among so many:
+UNEXPLAINED = 3  # failed steps without a convicted request, among the last WINDOW steps, before the error is raised
 WINDOW = 1000
-_PROBE = "probe"  # the engine's own request; a front's ids have a slash
+_PROBE = "probe"  # id of the engine's own request; ids of clients' requests contain a slash
 _PROBE_STEPS = 100
 
 
@@ -53,7 +53,7 @@ class Steps(Protocol):
 
 
 class Selected(Waiting):
-    """A queue in which only some requests are served, by their order; the others are there and wait."""
+    """A queue that serves only some requests, in their order. It holds the others until it is opened."""
 
     def __init__(self, request_ids: Container[str]):
         super().__init__()
@@ -61,7 +61,7 @@ class Selected(Waiting):
         self._served: set[Sequence] = set()
 
     def __bool__(self) -> bool:
-        """Whether there is somebody to serve."""
+        """Whether it has a sequence to serve."""
         return bool(self._served)
 
     def push(self, seq: Sequence, *, resumed: bool = False) -> None:
@@ -77,7 +77,7 @@ class Selected(Waiting):
         self._served.discard(seq)
 
     def open(self) -> Waiting:
-        """The same sequences in a queue that serves all."""
+        """A queue with the same sequences that serves all of them."""
         waiting = Waiting()
         for seq in self:
             waiting.push(seq, resumed=seq.num_cached is not None)
@@ -86,38 +86,38 @@ class Selected(Waiting):
 
 @dataclass
 class _Before:
-    """How things stood before a commit."""
+    """The state before a commit."""
 
     lineup: Lineup
     known_of_lineup: np.ndarray  # int32 [sequences]
-    displaced: dict[Sequence, int]  # tokens of those that lost their slots, and that the commit may add to
+    displaced: dict[Sequence, int]  # tokens of sequences without a slot that the commit may add to
     groups: dict[str, Group]
 
     @property
     def known(self) -> dict[Sequence, int]:
-        """Tokens that each had to whom the commit may add."""
+        """The number of tokens of each sequence that the commit may add to."""
         return dict(zip(self.lineup.seqs, self.known_of_lineup.tolist(), strict=True)) | self.displaced
 
 
 class Recovery:
-    """Runs the steps of one engine, and sees to those that fail."""
+    """Runs the steps of one engine and handles those that fail."""
 
     def __init__(self, engine: Steps):
         self._engine = engine
         self._before: _Before | None = None  # while a commit is under way
-        self._trial: list[str] = []  # the requests that run alone now
-        self._parts: list[list[str]] = []  # those that are still to be tried; the last is the next
-        self._goals: dict[Sequence | str, int] = {}  # tokens at which a suspect is cleared; of a search, by its id
-        self._idle_since = -1  # steps that had been dispatched when nothing was left in flight
-        self._unexplained: list[int] = []  # likewise, when steps failed for which nobody was to blame
+        self._trial: list[str] = []  # requests that run alone now
+        self._parts: list[list[str]] = []  # parts still to be tried, the last one first
+        self._goals: dict[Sequence | str, int] = {}  # tokens that clear a suspect; a search is listed by its id
+        self._idle_since = -1  # counters.steps when nothing was left in flight; -1: something is
+        self._unexplained: list[int] = []  # counters.steps of failures without a convicted request
 
     @property
     def active(self) -> bool:
-        """Some run alone while others wait."""
+        """Whether suspects run alone while others wait."""
         return bool(self._trial)
 
     def step(self) -> StepOutput:
-        """One step of the engine. Raises what it raises where no request is to blame for it."""
+        """One step of the engine. Raises its error where no request causes it."""
         output = StepOutput([], [], [], [])
         try:
             self._engine.advance(output)
@@ -130,11 +130,11 @@ class Recovery:
 
     @contextlib.contextmanager
     def commit(self, step: InFlightStep) -> Iterator[None]:
-        """A commit that is undone where it fails."""
+        """Remembers the state before a commit, so that a failed one can be undone."""
         running, displaced = self._engine.scheduler.running, {}
-        for rows in step.rows:
-            for i in np.flatnonzero(running.slot_generation[rows.slot] != rows.slot_generation).tolist():
-                if (seq := rows.seqs[i]).status is Status.WAITING:
+        for batch in step.batches:
+            for i in np.flatnonzero(~running.holds(batch.rows)).tolist():
+                if (seq := batch.rows.seqs[i]).status is Status.WAITING:
                     displaced[seq] = len(seq.tokens)
         lineup = running.lineup
         self._before = _Before(lineup, running.known[lineup.slot], displaced, self._engine.beams.groups)
@@ -167,33 +167,33 @@ class Recovery:
         self._next(output)
 
     def _participants(self) -> list[str]:
-        """The requests that a step may have failed for, in order: those that run or are in flight, and those that may
-        have been about to begin. All, where looking at these has not helped before."""
+        """Requests that may have caused a failure, in order: running ones, those in flight, and the waiting ones that
+        the step may have placed; after an unexplained failure, all waiting ones."""
         scheduler, engine = self._engine.scheduler, self._engine
         running = scheduler.running
         waiting = sorted(scheduler.waiting, key=lambda seq: seq.order)
         if not self._unexplained:
             waiting = waiting[: running.num_slots - len(running)]
-        flying = [seq for step in engine.in_flight for rows in step.rows for seq in rows.seqs]
+        in_flight = [seq for step in engine.in_flight for batch in step.batches for seq in batch.rows.seqs]
         known = self._before.known if self._before is not None else {}
-        everyone = sorted({*running, *flying, *waiting, *known}, key=lambda seq: seq.order)
+        everyone = sorted({*running, *in_flight, *waiting, *known}, key=lambda seq: seq.order)
         here = {seq.request_id for seq in scheduler.everyone} | {seq.request_id for seq in known}
         return list(dict.fromkeys(seq.request_id for seq in everyone if seq.request_id in here))
 
     def _set_goals(self, suspects: list[str]) -> None:
-        """Suspects are cleared when they have a token more than the steps so far were to draw for them."""
+        """Sets the tokens that clear each suspect: one more than all steps so far were to give it."""
         running, chosen = self._engine.scheduler.running, set(suspects)
         for seq in self._engine.scheduler.everyone:
             if seq.request_id in chosen:
                 total = int(running.total[seq.slot]) if seq.slot >= 0 else len(seq.tokens) + seq.pending_tokens
                 self._goals[seq] = max(self._goals.get(seq, 0), total + 1)
         for seq, known in (self._before.known if self._before is not None else {}).items():
-            self._goals[seq] = max(self._goals.get(seq, 0), known + 1)  # some have ended
+            self._goals[seq] = max(self._goals.get(seq, 0), known + 1)  # includes sequences that have ended
         for request_id, group in self._engine.beams.groups.items():
             self._goals[request_id] = max(self._goals.get(request_id, 0), group.length + 2)
 
     def _restart(self, request_ids: Container[str], output: StepOutput) -> None:
-        """Has everybody wait and only these requests be served; what is in flight is forgotten, what failed undone."""
+        """Undoes the failed commit, forgets steps in flight and queues all sequences. Serves only these requests."""
         scheduler, beams = self._engine.scheduler, self._engine.beams
         known, groups = {}, beams.groups
         if self._before is not None:
@@ -203,10 +203,9 @@ class Recovery:
         young, broken = _unfork(seqs, known), {}
         for seq in seqs:
             if seq.status is not Status.WAITING or seq in known:
-                tokens = scheduler.running.known_tokens(seq) if seq.slot >= 0 else seq.tokens
                 try:
-                    seq.go_back(tokens[: known.get(seq, len(tokens))])
-                except Exception as wrong:  # with its grammar
+                    seq.go_back(known.get(seq, len(seq.tokens)))
+                except Exception as wrong:  # its grammar failed
                     broken[seq.request_id] = wrong
         self._engine.in_flight.clear()
         scheduler.start_over([seq for seq in seqs if seq not in young], Selected(request_ids))
@@ -215,12 +214,12 @@ class Recovery:
             self._end(request_id, error, output)
 
     def _convict(self, request_id: str, error: Exception, output: StepOutput) -> None:
-        """Ends a request that failed alone. Raises the error where another one fails, too."""
+        """Ends a request that failed alone. Raises the error where the engine's own request fails, too."""
         self._probe(error, output)
         self._end(request_id, error, output)
 
     def _end(self, request_id: str, error: Exception, output: StepOutput) -> None:
-        """Ends a request that is to blame for this."""
+        """Ends a request that caused this error."""
         scheduler, group = self._engine.scheduler, self._engine.beams.groups.get(request_id)
         seqs = [seq for seq in scheduler.everyone if seq.request_id == request_id]
         indices = [index for seq in seqs for index in (seq.index, *seq.unforked)]
@@ -234,7 +233,7 @@ class Recovery:
         self._unexplained.clear()
 
     def _probe(self, error: Exception, output: StepOutput) -> None:
-        """Raises the error where the engine cannot answer a request of its own."""
+        """Raises the error unless the engine can answer a request of its own."""
         engine = self._engine
         self._trial = [_PROBE]
         self._restart(self._trial, output)
@@ -253,22 +252,21 @@ class Recovery:
     # Trials
 
     def _passed(self) -> bool:
-        """Whether all who run alone are cleared, or nothing is left for them to do."""
+        """Whether all requests that run alone are cleared, or have nothing left to compute."""
         engine = self._engine
         if not engine.in_flight and engine.counters.steps == self._idle_since:
             return True
         self._idle_since = -1 if engine.in_flight else engine.counters.steps
-        chosen, running = set(self._trial), engine.scheduler.running
+        chosen = set(self._trial)
         for seq in engine.scheduler.everyone:
-            if seq.request_id in chosen and seq.request_id not in engine.beams.groups:
-                known = int(running.known[seq.slot]) if seq.slot >= 0 else len(seq.tokens)
-                if known < self._goals.get(seq, 0):
-                    return False
+            is_plain = seq.request_id in chosen and seq.request_id not in engine.beams.groups
+            if is_plain and len(seq.tokens) < self._goals.get(seq, 0):
+                return False
         groups = engine.beams.groups.items()
         return all(group.length >= self._goals.get(name, 0) for name, group in groups if name in chosen)
 
     def _next(self, output: StepOutput) -> None:
-        """Has the next part run alone; after the last, everybody goes on."""
+        """Has the next part run alone; after the last one, all requests go on."""
         engine = self._engine
         self._idle_since = -1
         while self._parts:
@@ -283,7 +281,7 @@ class Recovery:
 
 
 def _unfork(seqs: list[Sequence], known: dict[Sequence, int]) -> set[Sequence]:
-    """Takes back the forks of those whose first token is taken back; returns the siblings that are gone by that."""
+    """Undoes the forks of sequences that lose their first token again; returns the siblings that this removes."""
     young: set[Sequence] = set()
     for parent, count in known.items():
         if parent.index == 0 and parent.params.n > 1 and count == parent.prompt_len:

@@ -1,4 +1,4 @@
-"""How many KV pages an engine has: what weights, slots and the compiled programs leave of the memory."""
+"""The number of KV pages: what weights, slots and compiled programs leave of the devices' memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jaxserve.execution.steps import StepShape
 
 log = logging.getLogger(__name__)
 
-LOGITS = 6.5  # arrays of logits that sampling holds at a time (compiled for an H200: 826 MB for 256 rows of 128,256)
+LOGITS = 6.5  # arrays of logits that sampling holds at once (compiled for an H200: 826 MB for 256 rows of 128,256)
 GUESSED_CODE = 2**27
-UNUSED = 1 / 64  # of the cache, that a guess may leave unused
+UNUSED = 1 / 64  # part of the cache that a guess may leave unused
 
 
 class Sizing:
     """Chooses the pages of a runner's cache.
 
-    A step is compiled for one number of pages, and only then its needs are known. So the pages are chosen up to three
-    times: by a guess; then, where the guess was not good, by what the largest programs need and an allowance for the
-    code of the others (`begin`); and where all programs together turn out to need more than that, once more, by what
-    they need (`finish`). All three ask `ModelRunner.needs`, `Budget.holds` and `memory.plan_pages`.
+    A step is compiled for one number of pages, and its memory needs are known only afterwards. So the number is chosen
+    up to three times. `begin` guesses it, and compiles the largest programs. Where their needs, and an allowance for
+    the code of the other programs, do not fit the guess, it chooses again. `finish` chooses once more where all
+    programs together need more than that.
 
     Attributes:
-      longest: request in tokens that fits the pages.
+      longest: tokens of the longest request that fits the pages.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Sizing:
         self.budget, self.longest = budget, longest
 
     def begin(self) -> None:
-        """Chooses the pages before the programs are compiled; of these only the largest, and those on accelerators."""
+        """Chooses the pages. On accelerators this compiles the largest programs; all others are compiled later."""
         if not self.budget.counts_programs or self._config.kv_pages is not None:
             self._choose(Needs())
             return
         guess = max(self._fitting(self._guess()), 2)
-        self._plan(guess)
+        self._set_pages(guess)
         self._runner.compile(self._runner.largest(self._shapes))
         needs = self._runner.needs(self._shapes)
         enough = guess * self._one_page.page_size > self.longest
@@ -59,10 +59,10 @@ class Sizing:
             self._choose(needs)
 
     def finish(self, shapes: Sequence[StepShape]) -> bool:
-        """Compares all programs' needs with the memory once they are compiled. Where these are more than `begin` had
-        allowed for, fewer pages are chosen, and what depends on their number is compiled again; the result says so.
+        """Compares the needs of all programs, which are compiled, with the memory. Where they exceed what `begin`
+        allowed for, this chooses fewer pages, compiles again what depends on their number, and returns True.
 
-        Raises ConfigError where it does not fit.
+        Raises ConfigError where they do not fit.
         """
         runner, changed = self._runner, False
         needs = runner.needs(shapes)
@@ -79,12 +79,12 @@ class Sizing:
         return changed
 
     def _choose(self, needs: Needs) -> None:
-        """Plans the runner for as many pages as these needs leave room for. Raises ConfigError where they are few."""
+        """Sets as many pages as these needs leave room for. Raises ConfigError where they are too few."""
         page = self._one_page.page_size, self._page_bytes
         pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs)
-        self._plan(pages)
+        self._set_pages(pages)
 
-    def _plan(self, pages: int) -> None:
+    def _set_pages(self, pages: int) -> None:
         layout = replace(self._one_page, num_pages=pages)
         self._runner.set_cache_size(layout, -(-self.longest // layout.page_size))
 
@@ -93,7 +93,7 @@ class Sizing:
         return memory.fitting_pages(self._config, self.longest, *page, self.budget, needs)
 
     def _guess(self) -> Needs:
-        """By the sizes of the largest arrays in a step."""
+        """Needs estimated from the largest arrays of a step."""
         model, dtype = self._runner.model.config, self._runner.model.dtype
         rows, tokens = max(s.rows for s in self._shapes), max(s.tokens for s in self._shapes)
         widest = max(layer.mlp.size for layer in model.layers)

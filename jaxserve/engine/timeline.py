@@ -1,12 +1,12 @@
-"""Where a step's time goes: histograms of its phases, and traces of a few steps for JAX's profiler.
+"""Times of a step's phases as histograms, and traces of steps by JAX's profiler.
 
 Phases, by the host's clock:
 
   schedule   choosing the rows and giving them pages
-  upload     packing them and dispatching the compiled step, which takes the buffer along
-  device     from then on, or from the end of the step before, until the tokens are here
-  commit     taking them in
-  mask       finding what grammars allow next, and dispatching the draw, while the devices run a step
+  upload     packing the rows and dispatching the compiled step
+  device     from the dispatch, or the end of the step before, until the tokens are on the host
+  commit     adding the tokens to their sequences
+  mask       computing the masks of deferred rows and dispatching their sampling, while the devices run a step
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxserve.scheduling.stats import Histogram
 
 log = logging.getLogger(__name__)
 
-MOST_STEPS = 10_000  # in one trace, which is kept in memory until it is written
+MOST_STEPS = 10_000  # of one trace, which is in memory until it is written
 PHASES = ("schedule", "upload", "device", "commit", "mask")
 
 
 class Timeline:
-    """Belongs to the engine's thread.
+    """Used by the engine's thread only.
 
     Attributes:
       seconds: of each phase.
-      folder: where traces go; None: no traces.
+      folder: for traces; None: no traces.
     """
 
     def __init__(self, folder: str | None):
@@ -42,15 +42,14 @@ class Timeline:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times what runs inside, and names it in traces."""
+        """Times the block inside and names it in traces."""
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             yield
         self.seconds[name].observe(time.perf_counter() - start)
 
     def trace(self, steps: int) -> None:
-        """Captures a trace of the next `steps` steps; one that is under way goes on for so many more, up to MOST_STEPS
-        in all."""
+        """Traces the next `steps` steps. A trace under way is extended by them, to at most MOST_STEPS."""
         self._steps_to_trace = min(self._steps_to_trace + steps, MOST_STEPS)
 
     def begin_step(self) -> None:
@@ -58,7 +57,7 @@ class Timeline:
             try:
                 jax.profiler.start_trace(self.folder)
                 self._tracing = True
-            except Exception as error:  # whatever is wrong with a trace must not reach the step
+            except Exception as error:  # a failing trace must not fail the step
                 self._steps_to_trace = 0
                 log.error("no trace was begun in %s: %s", self.folder, error)
 
@@ -71,5 +70,5 @@ class Timeline:
             try:
                 jax.profiler.stop_trace()
                 log.info("wrote a trace to %s", self.folder)
-            except Exception as error:  # a full disk, say
+            except Exception as error:  # a full disk, for example
                 log.error("no trace was written to %s: %s", self.folder, error)

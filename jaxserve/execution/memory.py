@@ -124,12 +124,13 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def max_batched_tokens(config: EngineConfig) -> int:
-    """Tokens of one step at most: what was asked for, or what suits the device."""
-    if config.max_num_batched_tokens is not None:
-        return config.max_num_batched_tokens
-    device = jax.devices()[0]
-    large = device.platform == "gpu" and (device.memory_stats() or {}).get("bytes_limit", 0) >= 60e9 * 0.9
-    return 8192 if large else 2048
+    """Most tokens of one step: as configured, or as suits the device, and at least one for each sequence."""
+    most = config.max_num_batched_tokens
+    if most is None:
+        device = jax.devices()[0]
+        large = device.platform == "gpu" and (device.memory_stats() or {}).get("bytes_limit", 0) >= 60e9 * 0.9
+        most = 8192 if large else 2048
+    return max(most, config.max_num_seqs)
 
 
 def penalty_rows(config: EngineConfig, model: ModelConfig) -> int:

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxserve.execution.cost import FEW, StepCost
 from jaxserve.execution.steps import StepShape
-from jaxserve.scheduling.running_table import Rows, RunningTable
+from jaxserve.scheduling.running_table import RunningTable
+from jaxserve.scheduling.step_plan import Rows
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
-"""Who owns which KV page (host side): reference counts, the prefix cache, copy-on-write.
+"""Owners of the KV pages (host side): reference counts, the prefix cache, copy-on-write.
 
 Every page but the null page is in exactly one of three states:
 
-  free        nobody refers to it and its content is forgotten
-  evictable   nobody refers to it, but its content is in the prefix cache; reused last, least recently used first
-  in use      referred to by one or more sequences
+  free        no sequence refers to it, and its content is forgotten
+  evictable   no sequence refers to it, but its content is in the prefix cache; reused after all free pages, least
+              recently used first
+  in use      one or more sequences refer to it
 
-A page in the prefix cache, or shared, is immutable: whoever would write to it gets a copy (`make_writable`).
+A page that is shared, or in the prefix cache, is immutable. A sequence that needs to write to it gets a copy
+(`make_writable`).
 
-The hashes of what a sequence generated are computed when somebody asks for that text (`register_lazily`): hundreds of
-sequences may end at once, and few are continued.
+Hashes of generated text are computed when a lookup reaches it (`register_lazily`), because hundreds of sequences may
+end at once, and few of them are continued.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from typing import Any, overload
 
 import numpy as np
 
-NULL_PAGE = 0  # owned by nobody: padding tokens write there, and nothing reads it
+NULL_PAGE = 0  # without owner: padding tokens write to it, and nothing reads it
 HASH_BYTES = 32
 
 
 def root_hash(salt: str | None, adapter: str | None = None) -> bytes:
-    """Start of a hash chain. Chains of another salt or adapter never meet."""
+    """Start of a hash chain. Chains with different salts or adapters never meet."""
     digest = hashlib.sha256()
     for field in (salt, adapter):
         data = b"" if field is None else b"\1" + field.encode("utf-8", "surrogatepass")
@@ -36,12 +38,12 @@ def root_hash(salt: str | None, adapter: str | None = None) -> bytes:
 
 
 def page_hash(parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
-    """Hash of a full page: sha256 over its parent's hash and its tokens, so that it stands for the whole prefix."""
+    """Hash of a full page: sha256 of its parent's hash and its tokens, so that it identifies the whole prefix."""
     return hashlib.sha256(parent + np.asarray(tokens, np.int32).tobytes()).digest()
 
 
 def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int) -> bytes:
-    """Hashes of all full pages of a prompt, HASH_BYTES each, one after the other."""
+    """Hashes of all full pages of a prompt, concatenated, HASH_BYTES each."""
     array, parent, hashes = np.asarray(tokens, np.int32), root_hash(salt), []
     for end in range(page_size, len(array) + 1, page_size):
         parent = page_hash(parent, array[end - page_size : end])
@@ -50,7 +52,7 @@ def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int) -> bytes
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
-    """How many of the first pages are the same. Compares slices, which for thousands of pages takes microseconds."""
+    """How many of the first pages are equal. A binary search over slices: microseconds for thousands of pages."""
     same, most = 0, min(len(one), len(other))
     while same < most:
         middle = (same + most + 1) // 2
@@ -63,12 +65,12 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 
 @dataclass(eq=False)
 class Tail:
-    """Pages in the prefix cache whose hashes are not computed yet: they follow the page with the hash `parent`."""
+    """Pages in the prefix cache without hashes yet. They follow the page with the hash `parent`."""
 
     parent: bytes
     tokens: np.ndarray  # int32, of `pages`
     pages: list[int]
-    num_kept: int  # of the pages; the others were evicted, or belong to another tail
+    num_kept: int  # of `pages`; the others were evicted or belong to another tail
 
 
 class BlockManager:
@@ -78,12 +80,12 @@ class BlockManager:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
-        self._refs, self._free = self._nobodys()
+        self._refs, self._free = self._unowned()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._hash_of: dict[int, bytes | Tail] = {}
         self._page_of: dict[bytes, int] = {}
         self._tails: dict[bytes, dict[Tail, None]] = {}  # by parent
-        self.generation = 0  # another after all by which a prefix could be found longer, or need fewer pages
+        self.generation = 0  # incremented when a lookup may find a longer prefix or need fewer pages
 
     @property
     def capacity(self) -> int:
@@ -100,11 +102,11 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody refers to and whose content is kept."""
+        """Evictable pages."""
         return len(self._evictable)
 
     def is_cached(self, page: int) -> bool:
-        """Whether it is one of them."""
+        """Whether the page is evictable."""
         return page in self._evictable
 
     @overload
@@ -112,7 +114,7 @@ class BlockManager:
     @overload
     def pages_for(self, tokens: np.ndarray) -> np.ndarray: ...
     def pages_for(self, tokens: Any) -> Any:
-        """Pages that hold so many tokens; a number or an array of them."""
+        """Pages that hold this number of tokens."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
@@ -145,7 +147,7 @@ class BlockManager:
             self._refs[page] += owners
 
     def free(self, pages: Sequence[int]) -> None:
-        """Takes one owner away. Of a sequence's pages the last are evicted first: a prefix is useful to more."""
+        """Removes one owner of each page. The last pages are evicted first, because prefixes are more often shared."""
         refs, hash_of, evictable, free = self._refs, self._hash_of, self._evictable, self._free
         for page in reversed(pages):
             owners = refs[page] = refs[page] - 1
@@ -170,8 +172,8 @@ class BlockManager:
         return old, new
 
     def match(self, root: bytes, hashes: Iterable[bytes]) -> list[int]:
-        """Cached pages of the longest prefix with these page hashes, of a chain that starts from `root`; takes as many
-        of the hashes as it needs. The pages are not owned yet: `share` them at once."""
+        """Cached pages of the longest prefix with these page hashes, a chain that starts from `root`. Takes no more
+        hashes than it needs. The caller must `share` the pages at once."""
         pages, parent = [], root
         for key in hashes:
             if key not in self._page_of and parent in self._tails:
@@ -184,18 +186,18 @@ class BlockManager:
         return pages
 
     def count_evictable(self, pages: Iterable[int]) -> int:
-        """How many of these pages count as available until they are shared."""
+        """How many of these pages are evictable."""
         return sum(self._refs[page] == 0 for page in pages)
 
     def register(self, page: int, key: bytes) -> None:
-        """Puts a full page, in use, into the prefix cache. The first page with a hash stays the one that is found."""
+        """Adds a full page, in use, to the prefix cache. Lookups find the first page that was added with a hash."""
         if self.prefix_caching and key not in self._page_of and page not in self._hash_of:
             self._page_of[key] = page
             self._hash_of[page] = key
             self.generation += 1
 
     def register_lazily(self, pages: Sequence[int], parent: bytes, tokens: np.ndarray) -> None:
-        """Puts full pages, in use, into the prefix cache, without computing their hashes yet. They hold `tokens`, int32
+        """Adds full pages, in use, to the prefix cache without computing their hashes. They hold `tokens`, int32
         [pages * page_size], and follow the page with the hash `parent`."""
         new = [page for page in pages if page not in self._hash_of]
         if self.prefix_caching and new:
@@ -205,14 +207,14 @@ class BlockManager:
             self.generation += 1
 
     def _hash_tails(self, parent: bytes) -> None:
-        """Computes the hash of the first page of every tail with this parent; the others then follow that page."""
+        """Hashes the first page of every tail with this parent. The tail's other pages then follow that page."""
         for tail in self._tails.pop(parent):
             page, key = tail.pages.pop(0), page_hash(parent, tail.tokens[: self.page_size])
             if self._hash_of.get(page) is tail:
                 tail.num_kept -= 1
                 del self._hash_of[page]
                 self.register(page, key)
-                if page in self._evictable and page not in self._hash_of:  # another page with its content is found
+                if page in self._evictable and page not in self._hash_of:  # another page has its content
                     del self._evictable[page]
                     self._free.append(page)
             if tail.num_kept:
@@ -226,7 +228,7 @@ class BlockManager:
             del self._tails[tail.parent]
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached content; pages in use stay with their owners."""
+        """Forgets all cached content. Pages in use keep their owners."""
         self._free.extend(self._evictable)
         for forgotten in (self._evictable, self._hash_of, self._page_of, self._tails):
             forgotten.clear()
@@ -234,10 +236,10 @@ class BlockManager:
     def clear(self) -> None:
         """Forgets all owners and all cached content."""
         self.reset_prefix_cache()
-        self._refs, self._free = self._nobodys()
+        self._refs, self._free = self._unowned()
 
-    def _nobodys(self) -> tuple[list[int], list[int]]:
-        """The references to pages that nobody owns, and these as a stack: low pages first."""
+    def _unowned(self) -> tuple[list[int], list[int]]:
+        """Reference counts without owners, and all pages as a stack of free ones, the lowest on top."""
         return [0] * self.num_pages, list(range(self.num_pages - 1, NULL_PAGE, -1))
 
     def check_integrity(self, owners: Iterable[Sequence[int]] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from the device's packed rows to a request's answer."""
+"""Unpacks the devices' log-probabilities for requests."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def read_rows(rows: np.ndarray, tokens: list[int], count: int) -> list[TokenLogp
     ranks, ids = rows[:, 1].tolist(), rows[:, 2 : 2 + count].tolist()
     values = rows[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].view(np.float32).tolist()
     return [
-        TokenLogprob(token, logprob, rank, [pair for pair in zip(some, their_values, strict=True) if pair[0] >= 0])
-        for token, logprob, rank, some, their_values in zip(tokens, chosen, ranks, ids, values, strict=True)
+        TokenLogprob(token, logprob, rank, [pair for pair in zip(top, logprobs, strict=True) if pair[0] >= 0])
+        for token, logprob, rank, top, logprobs in zip(tokens, chosen, ranks, ids, values, strict=True)
     ]

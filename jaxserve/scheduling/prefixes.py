@@ -1,4 +1,4 @@
-"""The prefix cache as sequences use it (host side): what of a sequence is there already, and what it leaves there."""
+"""The prefix cache for sequences (host side): which of their pages are cached, and which they add."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from jaxserve.scheduling.sequence import Lookup, Sequence
 
 
 class Prefixes:
-    """Looks up those that wait, and offers the pages of those that run."""
+    """Looks up waiting sequences, and offers pages of running ones to the cache."""
 
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks
 
     def fits(self, seq: Sequence, room: int) -> bool:
-        """Whether `room` pages are enough for all known tokens of a sequence that waits; then `seq.lookup` has those of
-        them that are cached. One that does not fit is asked about in every step, so it is looked up anew only when it
-        may need fewer pages than before, or when enough are free."""
+        """Whether `room` pages are enough for all tokens of a waiting sequence; `seq.lookup` then has its cached pages.
+
+        The scheduler asks in every step about a sequence that does not fit. So this looks it up again only when it may
+        need fewer pages than before, or when enough are available."""
         blocks, last = self._blocks, seq.lookup
         if last and last.needed > room and (last.generation, last.num_tokens) == (blocks.generation, len(seq.tokens)):
             return False
@@ -26,15 +27,15 @@ class Prefixes:
         return needed <= room
 
     def _match(self, seq: Sequence) -> list[int]:
-        """Cached pages that the sequence can start from; at least its last token is always computed."""
+        """Cached pages that the sequence can start from. They never hold its last token, which is always computed."""
         if not self._blocks.prefix_caching or seq.scores_prompt:
             return []
         full = (len(seq.tokens) - 1) // self._blocks.page_size
         return self._blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, self._blocks.page_size))
 
     def register(self, running: RunningTable, seq: Sequence, computed: int, *, lazily: bool = False) -> None:
-        """Offers a running sequence's pages, of which `computed` tokens are in the cache, to others. `lazily` leaves
-        their hashes until somebody asks for what follows the pages before them."""
+        """Offers the full pages among the first `computed` tokens of a running sequence to the prefix cache. With
+        `lazily`, their hashes are computed when a lookup reaches them."""
         slot, size = seq.slot, self._blocks.page_size
         first, full = int(running.num_registered[slot]), computed // size
         if not self._blocks.prefix_caching or full <= first:

@@ -1,13 +1,12 @@
-"""The running sequences, by slot: what a step needs of each, in arrays, so that hundreds are planned by a few vector
-operations (host side; the devices' share of a slot is in `slots`)."""
+"""The running sequences, by slot (host side). What a step needs of each is in arrays, so that a few vector operations
+plan hundreds of them. `execution.slots` has what the devices keep for a slot."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,97 +14,15 @@ from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
-from jaxserve.types import NO_PENALTY_ROW, SequenceUpdate
+from jaxserve.scheduling.step_plan import Rows
+from jaxserve.types import NO_PENALTY_ROW
 
-NO_TOKEN = -2  # equals no token, nor the -1 of those that were not drawn
-
-
-@dataclass(slots=True)
-class Rows:
-    """The rows of a step, a column per field: `count` tokens of a sequence from `start` on, then `num_new` new ones.
-
-    A row of one token may draw several, each computed in turn; others draw one, or none if their tokens go on later.
-    """
-
-    seqs: list[Sequence]
-    slot: np.ndarray  # intp [rows], with which NumPy indexes three times as fast as with int32
-    slot_generation: np.ndarray  # int32 [rows], as the next three: of the slot, when the step was planned
-    start: np.ndarray
-    count: np.ndarray
-    num_new: np.ndarray
-    scores_prompt: np.ndarray  # bool: the hidden states are wanted, for log-probabilities of the prompt
-    only_decodes: bool = field(default=False, kw_only=True)  # every count is 1, and nothing scores a prompt
-
-    def __len__(self) -> int:
-        return len(self.seqs)
-
-    @property
-    def end(self) -> np.ndarray:
-        return self.start + self.count
-
-    @property
-    def reach(self) -> np.ndarray:
-        """Tokens whose keys and values are in the cache once the row has run."""
-        if self.only_decodes:
-            return self.start + self.num_new
-        return self.end + np.maximum(self.num_new - 1, 0)
-
-    @property
-    def scores(self) -> bool:
-        """Whether some row's hidden states are wanted."""
-        return not self.only_decodes and bool(self.scores_prompt.any())
-
-    @property
-    def num_tokens(self) -> int:
-        """That the step computes."""
-        return int(self.num_new.sum()) if self.only_decodes else int((self.reach - self.start).sum())
-
-    def extend(self, others: Rows) -> Rows:
-        """These rows, then the others."""
-        mine, theirs = self._columns(), others._columns()
-        columns = (np.concatenate(pair) for pair in zip(mine, theirs, strict=True))
-        return Rows(self.seqs + others.seqs, *columns)
-
-    def take(self, index: np.ndarray) -> Rows:
-        """Some of the rows, in the order of `index`."""
-        columns = (column[index] for column in self._columns())
-        return Rows([self.seqs[i] for i in index.tolist()], *columns, only_decodes=self.only_decodes)
-
-    def _columns(self) -> tuple[np.ndarray, ...]:
-        return self.slot, self.slot_generation, self.start, self.count, self.num_new, self.scores_prompt
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """Rows of a step, and what must be done before it runs.
-
-    Attributes:
-      rows: those that decode first.
-      copies: pages to copy, (source, target) each.
-      placed: sequences whose slots are to be filled.
-      table_copies: rows of the block table to copy before that, one after the other, (source, target) slots each.
-      table_updates: int32 [3, any], block-table entries that are new: (slot, index, page).
-    """
-
-    rows: Rows
-    copies: list[tuple[int, int]]
-    placed: list[Sequence]
-    table_copies: list[tuple[int, int]]
-    table_updates: np.ndarray
-
-
-class DetailedUpdate(NamedTuple):
-    """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities."""
-
-    update: SequenceUpdate
-    seq: Sequence
-    row: int  # its place among the rows that ran
-    is_first: bool
+NO_TOKEN = -2  # pads stop ids: differs from every token, and from the -1 that stands for no new token
 
 
 @dataclass(frozen=True, slots=True)
 class Lineup:
-    """The running sequences in order, and what of them stays as it is until one comes or goes; not to be written to."""
+    """The running sequences in order, and what stays the same until one is placed or displaced. Nobody writes to it."""
 
     seqs: list[Sequence]
     request_ids: list[str]
@@ -113,25 +30,26 @@ class Lineup:
     slot: np.ndarray  # intp [sequences]
     slot_generation: np.ndarray  # int32 [sequences], as the next two
     limit: np.ndarray
-    one: np.ndarray
-    none: np.ndarray  # bool [sequences]
+    one: np.ndarray  # all 1
+    none: np.ndarray  # bool [sequences], all False
     stop_ids: np.ndarray  # int32 [sequences, most]
-    one_at_a_time: np.ndarray  # bool [sequences]: what it draws next depends on what the host makes of its last token
+    one_at_a_time: np.ndarray  # bool [sequences]: the host must see a token before the next can be sampled
     any_masked: bool
     any_beams: bool
-    sampler: Sampler  # the least that serves all of them
+    sampler: Sampler  # the least capable one that serves all of them
 
 
 class RunningTable:
     """Sequences that have a slot, and their numbers, int32 [slots]. A number means nothing while its slot is free.
 
-    The tokens of a running sequence are here, not in the sequence: `tokens`, int32 [slots, max_len and more], of which
-    the first `known` count. (Memory that is never touched costs nothing.)
+    The table owns a running sequence's tokens: row `slot` of `tokens`, int32 [slots, max_len and more], of which
+    [0, known) is valid. `Sequence.tokens` is a view of it. (Memory that is never touched costs nothing.)
 
-    computed  tokens whose keys and values are in the cache, or will be once the steps in flight have run
-    known     tokens that the host knows
-    total     tokens, with those that steps in flight are to draw: computed <= total
-    limit     prompt and all the output it may have: total <= limit
+    Intervals of a sequence's tokens, with computed <= total <= limit and known <= total:
+      [0, computed)  their keys and values are in the cache, or will be once the steps in flight have run
+      [0, known)     the host knows them
+      [0, total)     the host knows them, or a step in flight samples them
+      [0, limit)     the prompt and all the output that the sequence may have
     """
 
     def __init__(self, max_num_seqs: int, page_size: int, max_len: int, penalty_rows: int | None = None):
@@ -140,25 +58,24 @@ class RunningTable:
 
         self._settings = max_num_seqs, page_size, max_len, penalty_rows
         self.page_size = page_size
-        self.slot_generation = numbers()  # counts those who have had the slot: tells whether one has it still
+        self.slot_generation = numbers()  # incremented when a slot is vacated; see `holds`
         self.tokens = np.zeros((max_num_seqs, max_len + MAX_TOKENS_PER_CALL), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
         self.num_pages = numbers()
-        self.num_registered = numbers()  # leading pages that were offered to the prefix cache
-        self.scored_until = numbers()  # log-probabilities are wanted of the prompt's tokens up to here; mostly 0
-        self.masked = np.zeros(
-            max_num_seqs, bool
-        )  # it draws when its tokens so far are known, see `engine.constraints`
+        self.num_registered = numbers()  # first pages, which were offered to the prefix cache
+        self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
+        self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
         self.beams = np.zeros(max_num_seqs, bool)
-        self.sampler = numbers()  # the least `Sampler` that serves it
+        self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
-        # What the device has not been told yet: who is new in a slot; rows of the block table to copy from one slot to
-        # another; then entries of it, int32 [3, any] of (slot, index, page), of which the last for a place counts.
+        # What the devices have not been told yet: sequences that are new in a slot; rows of the block table to copy,
+        # (source, target) slots; and entries to write after that, int32 [3, any] of (slot, index, page). Where two
+        # entries are for the same place, the later one counts.
         self.newcomers: list[Sequence] = []
         self.table_copies: list[tuple[int, int]] = []
         self.table_entries: list[np.ndarray] = []
-        self.maybe_shared: set[Sequence] = set()  # the page that they write to next may have other owners
+        self.maybe_shared: set[Sequence] = set()  # the page that they write to next may have more owners
         self.needs_detail: set[Sequence] = set()  # their next update says more than its tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._free_penalty_rows = list(range(max_num_seqs if penalty_rows is None else penalty_rows, 0, -1))
@@ -173,7 +90,7 @@ class RunningTable:
         return len(self._ordered)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """By (priority, arrival, index): the last is the first to be preempted."""
+        """In order of (priority, arrival, index); the last is preempted first."""
         return iter(self._ordered)
 
     @property
@@ -181,12 +98,12 @@ class RunningTable:
         return self._ordered[-1]
 
     def num_places_for(self, seq: Sequence) -> int:
-        """How many like this sequence find a free slot, and a penalty row where they need one."""
+        """How many sequences like this one can be placed: free slots, and free penalty rows if it needs one."""
         return min(len(self._free), len(self._free_penalty_rows)) if seq.params.has_penalties else len(self._free)
 
     @property
     def lineup(self) -> Lineup:
-        """The same object as long as the running sequences are the same."""
+        """Stays the same object while the same sequences run."""
         if self._lineup is None:
             seqs = self._ordered.copy()
             slot = np.fromiter((seq.slot for seq in seqs), np.intp, len(seqs))
@@ -207,17 +124,32 @@ class RunningTable:
             )
         return self._lineup
 
+    def rows(self, seqs: list[Sequence], count: np.ndarray, num_new: np.ndarray, *, only_decodes: bool = False) -> Rows:
+        """Rows that compute the next `count` tokens of running sequences and sample `num_new`."""
+        slot = np.asarray([seq.slot for seq in seqs], np.intp)
+        start = self.computed[slot]
+        columns = slot, self.slot_generation[slot], start, count, num_new, start < self.scored_until[slot]
+        return Rows(seqs, *columns, only_decodes=only_decodes)
+
+    def holds(self, rows: Rows) -> np.ndarray:
+        """Which rows' sequences still have the slots that they had when the step was planned, bool [rows]."""
+        return self.slot_generation[rows.slot] == rows.slot_generation
+
+    def is_idle(self, seq: Sequence) -> bool:
+        """Whether a sequence has a slot and nothing to compute."""
+        return seq.slot >= 0 and bool(self.computed[seq.slot] == self.total[seq.slot])
+
     def place(self, seq: Sequence, computed: int, like: int = NO_SLOT) -> None:
-        """Gives a slot to a sequence whose pages hold the keys and values of `computed` tokens. Its pages are the first
-        of those in the slot `like`, if that is given."""
+        """Gives a slot to a sequence whose pages hold the keys and values of `computed` tokens. If `like` is given,
+        its pages are the first of those in that slot."""
         slot = seq.slot = self._free.pop()
         seq.penalty_row = self._free_penalty_rows.pop() if seq.params.has_penalties else NO_PENALTY_ROW
         seq.status = Status.RUNNING
         insort(self._ordered, seq, key=lambda s: s.order)
         self._lineup = None
-        self.tokens[slot, : len(seq.tokens)] = seq.tokens
         self.computed[slot] = computed
         self.known[slot] = self.total[slot] = len(seq.tokens)
+        seq.store_in(self.tokens[slot], self.known[slot : slot + 1])
         self.limit[slot] = seq.prompt_len + seq.max_tokens
         if like == NO_SLOT:
             self.show_pages(seq, 0)
@@ -237,22 +169,28 @@ class RunningTable:
             self.needs_detail.add(seq)
 
     def show_pages(self, seq: Sequence, first: int) -> None:
-        """Takes note of a sequence's pages from the index `first` on."""
+        """Has the devices told of a sequence's pages from the index `first` on."""
         self.num_pages[seq.slot] = count = len(seq.pages)
         if first < count:
             columns = np.full(count - first, seq.slot), np.arange(first, count), seq.pages[first:]
             self.table_entries.append(np.asarray(columns, np.int32))
 
     def copy_pages(self, seq: Sequence, source: int) -> None:
-        """Takes note that the pages of a sequence, which is new in its slot, are the first of those in `source`."""
-        if any((some[0] == source).any() for some in self.table_entries):  # these would come too late for the copy
+        """Has the devices copy the pages of a sequence, new in its slot, from the first of those in `source`."""
+        if any((some[0] == source).any() for some in self.table_entries):  # they are written after the copy
             self.show_pages(seq, 0)
             return
         self.num_pages[seq.slot] = len(seq.pages)
         self.table_copies.append((source, seq.slot))
 
+    def growth(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of rows that need more pages than they have, and how many more each needs."""
+        reach, num_pages = rows.reach, self.num_pages[rows.slot]
+        growing = np.flatnonzero(reach > num_pages * self.page_size)
+        return growing, -(-reach[growing] // self.page_size) - num_pages[growing]
+
     def add_pages(self, seqs: list[Sequence], slot: np.ndarray, count: np.ndarray, pages: list[int]) -> None:
-        """Gives sequences, of these slots, `count` [sequences] of the pages each, one after the other."""
+        """Gives each sequence, whose slot is in `slot`, the next `count` of the pages."""
         taken = iter(pages)
         for seq, some in zip(seqs, count.tolist(), strict=True):
             seq.pages += islice(taken, some)
@@ -261,11 +199,11 @@ class RunningTable:
         self.table_entries.append(np.asarray((np.repeat(slot, count), index, pages), np.int32))
 
     def take_news(self) -> tuple[list[Sequence], list[tuple[int, int]], np.ndarray]:
-        """What the device has not been told yet, which it will be now: the newcomers, copies of rows of the block
-        table, and new entries of it, int32 [3, any] (slot, index, page), no place twice."""
+        """What the devices have not been told yet, which the caller tells them: the newcomers, copies of rows of the
+        block table, and its new entries, int32 [3, any] of (slot, index, page), no place twice."""
         placed, copies, entries = self.newcomers, self.table_copies, self.table_entries
         self.newcomers, self.table_copies, self.table_entries = [], [], []
-        if len(entries) == 1:  # mostly
+        if len(entries) == 1:  # the usual case
             return placed, copies, entries[0]
         if not entries:
             return placed, copies, np.empty((3, 0), np.int32)
@@ -273,25 +211,58 @@ class RunningTable:
         _, first = np.unique(joined[0].astype(np.int64) << 32 | joined[1], return_index=True)
         return placed, copies, joined[:, first]
 
-    def append(self, slot: np.ndarray, tokens: np.ndarray, drawn: np.ndarray | int) -> None:
-        """Takes in the first `drawn` of tokens [slots, any] that sequences have drawn."""
+    def append(self, slot: np.ndarray, tokens: np.ndarray, num_new: np.ndarray | int) -> None:
+        """Makes the first `num_new` of tokens [slots, any] known, which steps have sampled."""
         known = self.known[slot]
-        for i, column in enumerate(tokens.T):  # few: as many as a call draws
+        for i, column in enumerate(tokens.T):  # at most MAX_TOKENS_PER_CALL
             self.tokens[slot, known + i] = column
-        self.known[slot] = known + drawn
+        self.known[slot] = known + num_new
+
+    def append_rows(self, rows: Rows, tokens: np.ndarray, num_new: np.ndarray, held: np.ndarray) -> None:
+        """Appends the first `num_new` of tokens [rows, any] of rows that hold their slots (`held`). A beam forgets its
+        token instead: `Scheduler.reassign` says how it continues."""
+        appended = held & (num_new > 0)
+        if self.lineup.any_beams:
+            beams = self.beams[rows.slot]
+            self.total[rows.slot[appended & beams]] -= 1
+            appended &= ~beams
+        index = np.flatnonzero(appended)
+        self.append(rows.slot[index], tokens[index], num_new[index])
+
+    def say_only_tokens(self, rows: Rows, tokens: np.ndarray) -> bool:
+        """Whether the rows are all running sequences and none has more to say than its tokens.
+
+        Each of them then sampled in every column of `tokens`, so that one count holds for all. A row that stops early
+        has -1 in the columns after the stop token, so that only the last column needs to be searched for stop tokens.
+        """
+        lineup = self.lineup
+        if rows.seqs is not lineup.seqs or self.needs_detail or tokens.min() < 0:
+            return False
+        known = rows.end + tokens.shape[1]
+        return not ((lineup.stop_ids == tokens[:, -1:]).any() or (known >= lineup.limit).any())
+
+    def ended(self, rows: Rows, tokens: np.ndarray, num_new: np.ndarray) -> np.ndarray:
+        """Which rows, of those that hold their slots, sampled a stop token or reached their limit, bool [rows]."""
+        last = tokens[np.arange(len(rows)), num_new - 1]
+        stopped = (self.stop_ids[rows.slot, : self.most_stops] == last[:, None]).any(axis=1)
+        return stopped | (self.known[rows.slot] >= self.limit[rows.slot])
+
+    def copy_outputs(self, seq: Sequence, source: Sequence, kept: int) -> None:
+        """Gives a sequence the output tokens of a sibling that is as long, and has the devices told of its new pages,
+        which differ from its old ones from the index `kept` on."""
+        outputs = slice(seq.prompt_len, int(self.known[source.slot]))
+        self.tokens[seq.slot, outputs] = self.tokens[source.slot, outputs]
+        self.num_registered[seq.slot] = min(self.num_registered[seq.slot], kept)
+        self.show_pages(seq, kept)
 
     def emptied(self) -> RunningTable:
-        """The same with nobody in it."""
+        """A table of the same size without sequences."""
         return RunningTable(*self._settings)
 
-    def known_tokens(self, seq: Sequence) -> np.ndarray:
-        """Of a sequence that has a slot."""
-        return self.tokens[seq.slot, : self.known[seq.slot]].copy()
-
     def displace(self, seq: Sequence) -> None:
-        """Takes the slot away; what steps in flight draw is owed to the sequence."""
+        """Takes the slot away. Tokens that steps in flight sample for the sequence are pending."""
         slot, seq.slot = seq.slot, NO_SLOT
-        seq.tokens = self.tokens[slot, : self.known[slot]].copy()
+        seq.take_tokens()
         seq.pending_tokens = int(self.total[slot] - self.known[slot])
         del self._ordered[bisect_left(self._ordered, seq.order, key=lambda s: s.order)]
         self._lineup = None

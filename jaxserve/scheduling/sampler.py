@@ -1,4 +1,4 @@
-"""Which of the compiled ways of drawing a token a sequence needs."""
+"""The kinds of compiled samplers, and which of them a sequence needs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from jaxserve.types import SamplingParams
 
 
 class Sampler(IntEnum):
-    """What a compiled step can do for its rows. Each does what those before it do, with the same tokens."""
+    """What a compiled step can do for its rows. Each kind also does what the kinds before it do, with equal results."""
 
     GREEDY = 0  # the most likely token
-    PLAIN = 1  # draws at a temperature
+    PLAIN = 1  # samples at a temperature
     FILTERED = 2  # top-k, top-p and min-p
-    FULL = 3  # penalties, bias, stop tokens that may not come yet, and log-probabilities
-    ANY = 4  # all of it, chosen at run time
+    FULL = 3  # penalties, bias, min_tokens and log-probabilities
+    ANY = 4  # all of these, chosen at run time
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampler:
-        """The least that serves a sequence with these parameters. `steps.sample_deferred` samples those with a mask."""
+        """The least capable kind for these parameters. Sequences with a mask are left to `steps.sample_deferred`."""
         if params.has_mask:
             return cls.GREEDY
         if params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None:

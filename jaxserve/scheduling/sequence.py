@@ -22,21 +22,25 @@ NO_SLOT = -1
 class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
-    PAUSED = "paused"  # set aside until its client reads on
+    PAUSED = "paused"  # without a slot until its client reads again
     FINISHED = "finished"
 
 
 class Lookup(NamedTuple):
-    """What the prefix cache had for a sequence that waits, when it was looked up."""
+    """What the prefix cache had for a waiting sequence when it was looked up."""
 
-    pages: list[int]
-    needed: int  # available pages; it needs as many or more until the cache has another generation
-    num_tokens: int  # that it had
+    pages: list[int]  # cached
+    needed: int  # available pages to place it; not fewer while the cache has this generation
+    num_tokens: int  # of the sequence
     generation: int  # of the cache
 
 
 class Sequence:
-    """Host state of one completion."""
+    """Host state of one completion.
+
+    It owns what does not change, its pages, and its tokens while it has no slot. While it runs, the running table owns
+    its tokens and its progress, and `tokens` is a view.
+    """
 
     def __init__(
         self,
@@ -46,69 +50,90 @@ class Sequence:
         max_tokens: int,
         stop_ids: frozenset[int],
         arrival: int,
-        tokens: np.ndarray | None = None,  # the prompt's, where they are in an array already
+        prompt: np.ndarray | None = None,  # the request's, if it is in an array already
     ):
         self.request = request
         self.request_id = request.request_id
         self.index = index  # which of the request's n completions
         self.seed = seed
         self.params = request.params
-        self.max_tokens = max_tokens  # of output; the model's length limit is counted in
+        self.max_tokens = max_tokens  # of output, within the model's length limit
         self.stop_ids = stop_ids
         self.order = (request.priority, arrival, index)  # lower is served first
 
-        # Its tokens, int32; while it runs: as they were when it got its slot. The array is replaced, never written to.
-        self.tokens = np.asarray(request.prompt_token_ids if tokens is None else tokens, np.int32)
-        self.prompt_len = len(request.prompt_token_ids)
+        # int32; siblings share the array, and nobody writes to it.
+        self.prompt = np.asarray(request.prompt_token_ids if prompt is None else prompt, np.int32)
+        self.prompt_len = len(self.prompt)
+        self._stored, self._known = self.prompt, np.asarray([self.prompt_len])  # the first `_known` of `_stored` count
         self.status = Status.WAITING
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
         self.arrived = time.perf_counter()
-        self.queue_seconds = 0.0  # from then until the first admission
+        self.queue_seconds = 0.0  # from `arrived` until the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
         self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
-        # Siblings that begin when this one, the 0-th, has computed the prompt.
+        # Indices of siblings that begin when this one, the 0-th, has computed the prompt.
         self.unforked = list(range(1, request.params.n)) if index == 0 else []
 
-        self.matcher: Matcher | None = None  # where it stands in its grammar, if it has one
-        self.token_mask: TokenMask | None = None  # what its request's own lists allow, once they were asked
+        self.matcher: Matcher | None = None  # its state in its grammar, if it has one
+        self.token_mask: TokenMask | None = None  # of its request's own lists; made at its first step
         self.slot = NO_SLOT
-        self.penalty_row = NO_PENALTY_ROW  # where the device counts its tokens, while it runs and has penalties
+        self.penalty_row = NO_PENALTY_ROW  # where the devices count its tokens, while it runs and has penalties
         self.pages: list[int] = []
         self.lookup: Lookup | None = None  # while it waits
-        self.pending_tokens = 0  # while it does not run: tokens that steps still in flight were to draw for it
+        self.pending_tokens = 0  # without a slot: tokens that steps still in flight sample for it
         given = request.page_hashes
         self._page_hashes = [given[at : at + HASH_BYTES] for at in range(0, len(given), HASH_BYTES)]
 
     @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and output so far, int32. A view, which is valid until the sequence is placed or displaced."""
+        return self._stored[: self._known[0]]
+
+    def store_in(self, row: np.ndarray, known: np.ndarray) -> None:
+        """Moves the tokens to a row of the running table; known: a view of their number there, int32 [1]."""
+        row[: len(self.tokens)] = self.tokens
+        self._stored, self._known = row, known
+
+    def take_tokens(self, count: int | None = None) -> None:
+        """Takes the tokens, or the first `count` of them, back from the running table."""
+        self._stored = self.tokens[:count].copy()
+        self._known = np.asarray([len(self._stored)])
+
+    def append(self, tokens: list[int]) -> None:
+        """Adds tokens to a sequence without a slot; `RunningTable.append` adds them to one that has a slot."""
+        self._stored = np.append(self.tokens, np.asarray(tokens, np.int32))
+        self._known = np.asarray([len(self._stored)])
+
+    @property
     def num_outputs(self) -> int:
-        """Output tokens, of a sequence that does not run."""
-        return len(self.tokens) - self.prompt_len
+        """Output tokens."""
+        return int(self._known[0]) - self.prompt_len
 
     @property
     def scores_prompt(self) -> bool:
-        """Log-probabilities of its prompt are asked for, and some are still to be computed."""
+        """Whether log-probabilities of its prompt are still to be computed."""
         return self.params.prompt_logprobs is not None and self.index == 0 and self.num_scored < self.prompt_len - 1
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why its last token ends it, None if it goes on; of a sequence that does not run."""
+        """Why its last token ends it, None if it goes on."""
         if self.num_outputs and (self.tokens[-1] in self.stop_ids or (self.matcher is not None and self.matcher.ended)):
             return "error" if self.matcher is not None and self.matcher.error else "stop"
         return "length" if self.num_outputs >= self.max_tokens else None
 
     @cached_property
     def root_hash(self) -> bytes:
-        """Where the chain of its pages' hashes begins."""
+        """Start of the chain of its pages' hashes."""
         return root_hash(self.request.cache_salt)
 
     def page_hashes(self, tokens: np.ndarray, count: int, page_size: int) -> Iterator[bytes]:
-        """Hashes of the first `count` pages, computed as they are taken; these must be full of `tokens`, which are this
+        """Hashes of the first `count` pages, each computed when it is taken. The pages must be full; `tokens` are the
         sequence's."""
         for i in range(count):
             yield self.page_hash(tokens, i, page_size)
 
     def page_hash(self, tokens: np.ndarray, index: int, page_size: int) -> bytes:
-        """Hash of the page `index`, as `page_hashes` gives it; -1 is where the chain begins."""
+        """Hash of the page `index`; of -1, the start of the chain."""
         hashes = self._page_hashes
         while len(hashes) <= index:
             parent, start = hashes[-1] if hashes else self.root_hash, len(hashes) * page_size
@@ -116,27 +141,22 @@ class Sequence:
         return hashes[index] if index >= 0 else self.root_hash
 
     def keep_hashes(self, count: int) -> None:
-        """From the page `count` on, its tokens are others now."""
+        """Forgets hashes from the page `count` on, whose tokens have changed."""
         del self._page_hashes[count:]
 
-    def go_back(self, tokens: np.ndarray) -> None:
-        """Has these tokens and nothing else; its grammar stands where they lead."""
-        self.tokens, self.slot, self.penalty_row, self.pages, self.pending_tokens = (
-            tokens,
-            NO_SLOT,
-            NO_PENALTY_ROW,
-            [],
-            0,
-        )
+    def go_back(self, count: int) -> None:
+        """Keeps its first `count` tokens and nothing else; its grammar's state is the one after them."""
+        self.take_tokens(count)
+        self.slot, self.penalty_row, self.pages, self.pending_tokens = NO_SLOT, NO_PENALTY_ROW, [], 0
         self.num_scored = len(self.prompt_scores) - 1
         self.keep_hashes(0)
         self.lookup = None
         if self.matcher is not None:
             self.matcher = self.matcher.fork()
-            self.advance(tokens[self.prompt_len :].tolist())
+            self.advance(self.tokens[self.prompt_len :].tolist())
 
     def advance(self, tokens: list[int]) -> bool:
-        """Takes tokens that were drawn to its grammar; returns whether nothing can follow."""
+        """Advances its grammar by sampled tokens; returns whether nothing can follow them."""
         if self.matcher is None or not tokens:
             return False
         self.matcher.state.consume_tokens(tokens)
@@ -144,8 +164,7 @@ class Sequence:
 
     def fork(self, index: int, seed: int, page_size: int) -> Sequence:
         """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""
-        prompt = self.tokens[: self.prompt_len]
-        child = Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1], prompt)
+        child = Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1], self.prompt)
         child.matcher = self.matcher and self.matcher.fork()
         child.token_mask = self.token_mask
         child._page_hashes = self._page_hashes[: self.prompt_len // page_size]

@@ -1,4 +1,4 @@
-"""What the engine counts of itself; it crosses to the front beside the updates of requests."""
+"""The engine's counters and gauges, which it sends to the front together with updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Histogram(msgspec.Struct):
-    """Observations counted by upper bound; the last count is of those above all bounds."""
+    """Observations counted by upper bound; the last count is for values above all bounds."""
 
     bounds: list[float]
     counts: list[int]
@@ -31,13 +31,13 @@ class Histogram(msgspec.Struct):
         self.total += value
 
     def plus(self, other: Histogram) -> Histogram:
-        """What both observed, whose bounds are the same."""
+        """The observations of both, which must have the same bounds."""
         counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         return Histogram(self.bounds, counts, self.total + other.total)
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """A snapshot of the engine: gauges as they stand, counters since start."""
+    """A snapshot of the engine: present values of gauges, counters since start."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -45,21 +45,21 @@ class EngineStats(msgspec.Struct, kw_only=True):
     pages_used: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # of these, found
+    prefix_hits: int = 0  # of these, tokens found there
     steps: int = 0
-    failed_steps: int = 0  # after which the sequences were computed again
-    failed_requests: int = 0  # that ended because steps failed wherever they were
+    failed_steps: int = 0  # steps that raised and were undone
+    failed_requests: int = 0  # requests that ended because they made steps fail
     step_tokens: Histogram = msgspec.field(default_factory=Histogram.of_counts)  # computed by each step
     step_seconds: dict[str, Histogram] = {}  # by phase; see `jaxserve.engine.timeline`
     prompt_tokens: int = 0  # prompt tokens computed or found in the cache
     generation_tokens: int = 0
     executables: int = 0  # compiled step functions
-    compilations: int = 0  # programs that this process compiled, whatever for
-    compile_cache_hits: int = 0  # programs that it read from the persistent cache instead
+    compilations: int = 0  # all programs that this process compiled
+    compile_cache_hits: int = 0  # programs read from the persistent cache instead
     compile_seconds: float = 0.0
 
     def after(self, past: EngineStats) -> EngineStats:
-        """These, of an engine that followed another, whose last ones were `past`: counters go on from there."""
+        """These statistics with counters continued from `past`, the last ones of an earlier engine."""
         counters = {name: getattr(self, name) + getattr(past, name) for name in _COUNTERS}
         phases = {
             phase: histogram.plus(self.step_seconds[phase]) if phase in self.step_seconds else histogram

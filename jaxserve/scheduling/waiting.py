@@ -1,12 +1,12 @@
-"""Who is served next of those that wait for a place (host side).
+"""The queue of sequences that wait for a slot, and which of them is served next (host side).
 
-First comes the priority: a lower value goes before a higher one. Within one priority, sequences that had a place and
-lost it come before the newcomers of other tenants (API keys). Newcomers are shared fairly between tenants, by deficit
-round robin: a tenant may spend `quantum` tokens a round. It may overdraw its turn by one sequence, and is passed over
-until the rounds have paid for that. Within one tenant, all go by arrival.
+Lower priorities are served first. Within one priority, sequences that had a slot and lost it are served before the
+newcomers of other tenants (API keys). Newcomers of all tenants share by deficit round robin: a tenant may spend
+`quantum` tokens a round. It may overdraw its turn by one sequence, and is skipped until later rounds have paid for
+that. Within one tenant, sequences are served by arrival.
 
-A sequence costs the prompt's tokens and those that it is expected to draw when it begins; `settle` corrects that when
-it ends. Nobody who is alone with the queue pays for what was spent then.
+A sequence is charged its prompt tokens and its expected output tokens when it is placed; `settle` corrects this when it
+ends. A tenant that has the queue to itself keeps no debt.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from collections.abc import Iterator
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 
 QUANTUM = 512  # tokens
-EXPECTED_OUTPUT = 256  # tokens; what an answer counts until its length is known
+EXPECTED_OUTPUT = 256  # tokens that an output counts until its length is known
 
 Order = tuple[int, int, int]
 
 
 class Waiting:
-    """The waiting sequences of one scheduler, each with its own `order`. An aborted one leaves at once."""
+    """The waiting sequences of one scheduler, each with its own `order`."""
 
     def __init__(self, quantum: int = QUANTUM):
         self._quantum = quantum
-        self._levels: dict[int, _Level] = {}  # by priority; none is empty
-        self._priorities: list[int] = []  # of the levels, in order
+        self._levels: dict[int, _Level] = {}  # by priority; no level is empty
+        self._priorities: list[int] = []  # of the levels, ascending
         self._count = 0
-        self.num_tokens = 0  # of the prompts
-        self.num_completions = 0  # those included that begin with the one that waits
+        self.num_tokens = 0  # of the waiting prompts
+        self.num_completions = 0  # of the waiting requests, with siblings that fork later
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All of them, in no order that means anything."""
+        """All waiting sequences, in arbitrary order."""
         for level in self._levels.values():
             for queue in level.queues():
                 yield from queue
 
     def push(self, seq: Sequence, *, resumed: bool = False) -> None:
-        """Adds a sequence; `resumed`: it was placed before, so it is neither charged nor queued behind newcomers."""
+        """Adds a sequence. One that was placed before (`resumed`) is not charged, nor queued behind newcomers."""
         if (level := self._levels.get(priority := seq.order[0])) is None:
             level = self._levels[priority] = _Level(self._quantum)
             bisect.insort(self._priorities, priority)
@@ -55,13 +55,13 @@ class Waiting:
         self.num_completions += _completions(seq)
 
     def peek(self) -> Sequence:
-        """The one to serve next; the same until something is added or removed. Raises IndexError where nobody waits."""
+        """The next sequence; the same until one is added or removed. Raises IndexError when the queue is empty."""
         if not self._levels:
-            raise IndexError("nobody waits")
+            raise IndexError("no sequence waits")
         return self._levels[self._priorities[0]].peek()
 
     def pop(self) -> Sequence:
-        """Removes the one that `peek` shows, and charges its tenant. Raises IndexError where nobody waits."""
+        """Removes the next sequence and charges its tenant. Raises IndexError when the queue is empty."""
         seq = self.peek()
         if seq not in self._levels[seq.order[0]].resumed:
             self.charge(seq)
@@ -69,7 +69,7 @@ class Waiting:
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Removes a sequence that waits. Raises KeyError for another."""
+        """Removes a waiting sequence. Raises KeyError for any other."""
         level = self._levels[seq.order[0]]
         level.remove(seq)
         if not level.num_newcomers and not level.resumed:
@@ -84,7 +84,7 @@ class Waiting:
         self._spend(seq, _expected(seq) + (seq.prompt_len if seq.index == 0 else 0))
 
     def settle(self, seq: Sequence, outputs: int) -> None:
-        """Corrects the charge of a sequence that ends, now that the number of its output tokens is known."""
+        """Corrects the charge of a sequence that ends with this number of output tokens."""
         self._spend(seq, outputs - _expected(seq))
 
     def _spend(self, seq: Sequence, tokens: int) -> None:
@@ -92,7 +92,7 @@ class Waiting:
             tenant.deficit -= tokens
 
     def check_integrity(self) -> None:
-        """Asserts that the counts are those of who waits, and that these hold no place."""
+        """Asserts that the counts are right, and that waiting sequences hold no slots and no pages."""
         seqs = list(self)
         assert len(seqs) == self._count
         assert sum(seq.prompt_len for seq in seqs) == self.num_tokens
@@ -103,7 +103,7 @@ class Waiting:
 
 
 def _completions(seq: Sequence) -> int:
-    """How many wait with it: its siblings begin once it has computed the prompt."""
+    """Completions that a waiting sequence stands for: it forks its siblings once it has computed the prompt."""
     return seq.params.n if seq.index == 0 and seq.num_cached is None else 1
 
 
@@ -112,7 +112,7 @@ def _expected(seq: Sequence) -> int:
 
 
 class _Queue:
-    """Sequences by order. What is removed leaves at once; of its order, a little may stay in the heap for a while."""
+    """Sequences by order. The heap may keep orders of removed sequences for a while."""
 
     def __init__(self) -> None:
         self._seqs: dict[Order, Sequence] = {}
@@ -138,13 +138,13 @@ class _Queue:
 
     def remove(self, seq: Sequence) -> None:
         del self._seqs[seq.order]
-        if len(self._heap) > 2 * len(self._seqs):  # so the heap is never more than twice of what waits
+        if len(self._heap) > 2 * len(self._seqs):  # the heap has at most twice as many orders as sequences
             self._heap = list(self._seqs)
             heapq.heapify(self._heap)
 
 
 class _Tenant:
-    """One tenant's newcomers, and the tokens that it may still spend in this round; below 0 it is in debt."""
+    """One tenant's newcomers, and the tokens that it may still spend in this round (below 0: its debt)."""
 
     def __init__(self, name: str, deficit: int):
         self.name, self.deficit = name, deficit
@@ -152,13 +152,13 @@ class _Tenant:
 
 
 class _Level:
-    """Those of one priority. A tenant in debt stays in the ring until it is paid, though nothing of it waits."""
+    """The sequences of one priority. A tenant in debt stays in the ring until the debt is paid, even if it is empty."""
 
     def __init__(self, quantum: int):
         self._quantum = quantum
         self.resumed = _Queue()
         self.tenants: dict[str, _Tenant] = {}
-        self._ring: deque[_Tenant] = deque()  # of the same; the first has the turn
+        self._ring: deque[_Tenant] = deque()  # the same tenants; the first has the turn
         self.num_newcomers = 0
 
     def push(self, seq: Sequence, resumed: bool) -> None:
@@ -174,7 +174,7 @@ class _Level:
             yield tenant.queue
 
     def _join(self, name: str) -> _Tenant:
-        """The tenant of this name, which takes its place at the end of the ring if it has none."""
+        """The tenant of this name; a new one joins the end of the ring."""
         if (tenant := self.tenants.get(name)) is None:
             tenant = self.tenants[name] = _Tenant(name, self._quantum)
             self._ring.append(tenant)
@@ -195,7 +195,7 @@ class _Level:
         self._ring.remove(tenant)
 
     def peek(self) -> Sequence:
-        """The next of a level that is not empty."""
+        """The next sequence; the level must not be empty."""
         if not self.num_newcomers:
             return self.resumed.peek()
         new = self._newcomer()
@@ -205,7 +205,7 @@ class _Level:
         return new if new.order < old.order and new.request.tenant == old.request.tenant else old
 
     def _newcomer(self) -> Sequence:
-        """The first newcomer of the tenant whose turn it is."""
+        """The first newcomer of the tenant that has the turn."""
         self._skip_rounds()
         while not ((tenant := self._ring[0]).queue and tenant.deficit > 0):
             tenant.deficit += self._quantum
@@ -215,7 +215,7 @@ class _Level:
         return tenant.queue.peek()
 
     def _skip_rounds(self) -> None:
-        """Pays everybody at once for the rounds in which nobody would have a turn."""
+        """Pays all tenants at once for the rounds in which all waiting ones would still be in debt."""
         best = max(tenant.deficit for tenant in self._ring if tenant.queue)
         if best <= 0:
             for tenant in self._ring:

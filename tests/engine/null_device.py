@@ -19,9 +19,9 @@ from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.execution.steps import StepShape
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.block_manager import BlockManager
-from jaxserve.scheduling.running_table import Rows, RunningTable
-from jaxserve.scheduling.scheduler import StepPlan
+from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, child_seed
+from jaxserve.scheduling.step_plan import Rows, StepPlan
 
 VOCAB = 6
 

@@ -9,9 +9,10 @@ from null_device import Device, Ran, each, fingerprint, next_token, root_state
 
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
-from jaxserve.scheduling.scheduler import Scheduler, StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.stats import EngineStats
+from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.types import Request, SamplingParams
 
 TOKENS_PER_CALL = (1, 3, 16)  # tokens that a row may draw in one call
@@ -99,7 +100,7 @@ class Simulation:
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=max(budget, max_num_seqs),
             max_model_len=self.longest,
             prefill_chunk=chunk,
             prefill_bursts=cost is None,
@@ -183,18 +184,19 @@ class Simulation:
 
     def commit(self) -> None:
         for ran in self.in_flight.popleft():
-            output, notable = self.scheduler.commit(ran.rows, ran.tokens)
-            assert [one.update for one in notable] == output.updates
-            assert all(ran.rows.seqs[one.row] is one.seq for one in notable)
-            for one in notable:
+            output, details = self.scheduler.commit(ran.rows, ran.tokens)
+            assert not output.updates
+            assert all(ran.rows.seqs[one.row] is one.seq for one in details)
+            for one in details:
                 if one.seq.params.use_beam_search:
                     self.beams.take(one, ran.scores)
-                    output.updates.remove(one.update)
+                else:
+                    output.updates.append(one.update)
             for update in output:
                 key = update.request_id, update.index
                 assert update.token_ids or update.finish_reason
                 if key not in self.outputs or update.finish_reason:
-                    (one,) = (one for one in notable if one.update is update)
+                    (one,) = (one for one in details if one.update is update)
                     assert self.sequences.setdefault(key, one.seq) is one.seq, "a completion was made twice"
                     assert one.is_first is (key not in self.outputs)
                 self._take(update)

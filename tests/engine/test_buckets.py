@@ -19,7 +19,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.cost import CALL_SECONDS, FEW, StepCost, prefill_chunk
 from jaxserve.execution.step_buffer import PADDING, split, step_shapes
 from jaxserve.pallas_kernels.types import QuantArray
-from jaxserve.scheduling.running_table import Rows
+from jaxserve.scheduling.step_plan import Rows
 
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
 

@@ -27,8 +27,8 @@ def test_a_token_takes_what_a_pass_of_the_model_takes(monkeypatch):
 
 def test_passes_of_a_flight():
     tokens = [np.array([[5, 7], [6, -1], [-1, -1], [-1, -1]]), np.array([[5], [6], [7], [-1]])]
-    assert InFlightStep([], [], [], [], 4, 0.0).passes(tokens) == 3
-    assert InFlightStep([], [], [], [], 1, 0.0).passes([np.array([[-1, -1]])]) == 1  # the midst of prompts
+    assert InFlightStep([], 4, 0.0).passes(tokens) == 3
+    assert InFlightStep([], 1, 0.0).passes([np.array([[-1, -1]])]) == 1  # the midst of prompts
 
 
 def test_a_loop_ends_with_its_last_row(model_folders):

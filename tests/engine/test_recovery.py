@@ -151,8 +151,8 @@ def poison_admission(monkeypatch, at):
 def poison_answer(monkeypatch, at):
     """It raises when what it came to is put together."""
 
-    def is_poisoned(self, notable, *rest):
-        return notable.seq.request_id == "bad" and notable.seq.num_outputs >= at
+    def is_poisoned(self, detail, *rest):
+        return detail.seq.request_id == "bad" and detail.seq.num_outputs >= at
 
     monkeypatch.setattr(Engine, "_annotate", raising(Engine._annotate, is_poisoned))
     return bad(logprobs=1, n=2)

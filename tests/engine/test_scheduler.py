@@ -15,8 +15,8 @@ from simulation import TOKENS_PER_CALL, Simulation
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.step_buffer import split, step_shapes
 from jaxserve.scheduling import block_manager, sequence
-from jaxserve.scheduling.scheduler import StepPlan
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.types import InvalidRequestError, Request, SamplingParams
 
 # Random use

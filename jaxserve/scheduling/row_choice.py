@@ -1,0 +1,75 @@
+"""Which tokens of the running sequences the next step computes: decodes first, then prompts within the token budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.scheduling.running_table import RunningTable
+from jaxserve.scheduling.step_plan import Rows
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """How many tokens a step may compute.
+
+    Attributes:
+      most: tokens of any step; at least the number of slots, so that every decode fits in every step.
+      chunk: tokens of a step that computes prompts while others decode; None: `most`.
+      bursts: prompts may use more than `chunk` where they are many.
+    """
+
+    most: int
+    chunk: int | None = None
+    bursts: bool = True
+
+    def for_prompts(self, decodes: int, prompts: int) -> int:
+        """Tokens that prompts may use beside so many decodes; `prompts` counts the sequences that are not decoding.
+
+        Decodes count against the chunk, but prompts keep at least an eighth of it, or half of it with bursts. With
+        bursts the chunk grows when prompts outnumber a quarter of the decodes.
+        """
+        if not decodes or (chunk := self.chunk) is None:
+            return self.most - decodes
+        if self.bursts:
+            chunk *= max(1, 4 * prompts // decodes)
+        least = -(-chunk // (2 if self.bursts else 8))
+        return min(self.most - decodes, max(chunk - decodes, least))
+
+
+def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget, num_waiting: int) -> Rows:
+    """The rows of the next step. A decoding row samples up to `tokens_per_call` tokens."""
+    lineup = running.lineup
+    total, start = running.total[lineup.slot], running.computed[lineup.slot]
+    left, spare = total - start, lineup.limit - total  # tokens to compute; tokens that may still be sampled
+    num_new = np.minimum(spare, tokens_per_call)
+    if tokens_per_call > 1 and (lineup.any_masked or lineup.any_beams):
+        num_new[lineup.one_at_a_time] = np.minimum(spare, 1)[lineup.one_at_a_time]
+    decodes = (left == 1) & (spare > 0)
+    if lineup.any_beams:  # a beam waits until the beams of its request have all sampled and been rearranged
+        decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
+    if decodes.all():  # the usual case
+        columns = lineup.slot, lineup.slot_generation, start, lineup.one, num_new, lineup.none
+        return Rows(lineup.seqs, *columns, only_decodes=True)
+    prompts = (left > 0) & ~decodes & (running.known[lineup.slot] == total)
+    decoding = np.flatnonzero(decodes)
+    one = lineup.one[decoding]
+    if not prompts.any():
+        return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
+    room = budget.for_prompts(len(one), len(running) - len(one) + num_waiting)
+    chunks, count, last = _prompt_chunks(np.flatnonzero(prompts), left, spare, room)
+    seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
+    return running.rows(seqs, np.concatenate([one, count]), np.concatenate([one, last]))
+
+
+def _prompt_chunks(
+    prompts: np.ndarray, left: np.ndarray, spare: np.ndarray, budget: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spends the budget on prompts in order: the indices of those that get some of it, how many tokens each computes,
+    and how many it samples, which is one where the chunk ends its prompt."""
+    left, spare = left[prompts], spare[prompts]
+    count = np.clip(budget - (np.cumsum(left, dtype=np.int32) - left), 0, left)
+    last = ((count == left) & (spare > 0)).astype(np.int32)
+    some = count > 0
+    return prompts[some], count[some], last[some]

@@ -1,0 +1,102 @@
+"""A step as the scheduler plans it, and the updates that come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.types import SequenceUpdate, StepOutput
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of a step, a column per field: `count` tokens of a sequence from `start` on, then `num_new` new ones.
+
+    A row of one token may sample several new ones, each computed in turn. Another row samples one, or none if a later
+    step continues its prompt.
+    """
+
+    seqs: list[Sequence]
+    slot: np.ndarray  # intp [rows], with which NumPy indexes three times as fast as with int32
+    slot_generation: np.ndarray  # int32 [rows], like the next three: `RunningTable.slot_generation` at planning
+    start: np.ndarray
+    count: np.ndarray
+    num_new: np.ndarray
+    scores_prompt: np.ndarray  # bool [rows]: log-probabilities of the prompt need the hidden states
+    only_decodes: bool = field(default=False, kw_only=True)  # every count is 1, and nothing scores a prompt
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    @property
+    def end(self) -> np.ndarray:
+        return self.start + self.count
+
+    @property
+    def reach(self) -> np.ndarray:
+        """Tokens of each sequence whose keys and values are in the cache once the step has run."""
+        if self.only_decodes:
+            return self.start + self.num_new
+        return self.end + np.maximum(self.num_new - 1, 0)
+
+    @property
+    def scores(self) -> bool:
+        """Whether some row needs its hidden states."""
+        return not self.only_decodes and bool(self.scores_prompt.any())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return int(self.num_new.sum()) if self.only_decodes else int((self.reach - self.start).sum())
+
+    def extend(self, others: Rows) -> Rows:
+        """These rows, then the others."""
+        columns = map(np.concatenate, zip(self._columns(), others._columns(), strict=True))
+        return Rows(self.seqs + others.seqs, *columns)
+
+    def take(self, index: np.ndarray) -> Rows:
+        """Some of the rows, in the order of `index`."""
+        columns = (column[index] for column in self._columns())
+        return Rows([self.seqs[i] for i in index.tolist()], *columns, only_decodes=self.only_decodes)
+
+    def output(self, index: np.ndarray, tokens: np.ndarray, num_new: np.ndarray) -> StepOutput:
+        """The first `num_new` [rows] of `tokens` [rows, any] of the rows in `index`, which have nothing else to say."""
+        seqs, ids = [self.seqs[i] for i in index.tolist()], tokens[index].tolist()
+        if (num_new[index] < tokens.shape[1]).any():
+            ids = [some[:count] for some, count in zip(ids, num_new[index].tolist(), strict=True)]
+        return StepOutput([seq.request_id for seq in seqs], [seq.index for seq in seqs], ids, [])
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return self.slot, self.slot_generation, self.start, self.count, self.num_new, self.scores_prompt
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Rows of a step, and what must be done before it runs.
+
+    Attributes:
+      rows: decodes first.
+      copies: pages to copy, (source, target) each.
+      placed: sequences that are new in their slots, which the devices must be told.
+      table_copies: rows of the block table to copy, one after the other, (source, target) slots each.
+      table_updates: int32 [3, any], new entries of the block table, written after the copies: (slot, index, page).
+    """
+
+    rows: Rows
+    copies: list[tuple[int, int]]
+    placed: list[Sequence]
+    table_copies: list[tuple[int, int]]
+    table_updates: np.ndarray
+
+
+class DetailedUpdate(NamedTuple):
+    """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities. Of a beam
+    it says what the beam sampled, which the sequence does not keep."""
+
+    update: SequenceUpdate
+    seq: Sequence
+    row: int  # index among the rows that were committed
+    is_first: bool
