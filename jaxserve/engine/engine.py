@@ -267,9 +267,7 @@ class Engine:
             sampled, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
             copies, updates = [], updates[:, :0]  # all of them go with the first batch
             sampled.tokens.copy_to_host_async()
-            sent = InFlightBatch(batch.rows, sampled)
-            if running.lineup.any_masked:
-                sent.deferred = Deferred.of(batch.rows, running.masked)
+            sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
             if hidden is not None and batch.rows.scores:
                 sent.prompt_scores = PromptScores.start(batch.rows, hidden, self.runner)
             step.batches.append(sent)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled
+from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.step_plan import Rows
 
 
@@ -20,9 +21,11 @@ class Deferred:
     sampled: list[Sampled] = field(default_factory=list)  # results of `ModelRunner.sample_deferred`
 
     @classmethod
-    def of(cls, rows: Rows, masked: np.ndarray) -> Deferred | None:
-        """masked: bool [slots], whose sequences are sampled with masks."""
-        index = np.flatnonzero(masked[rows.slot] & (rows.num_new > 0))
+    def of(cls, rows: Rows, running: RunningTable) -> Deferred | None:
+        """Those of a batch; None where it has none."""
+        if not running.lineup.any_masked:
+            return None
+        index = np.flatnonzero(running.masked[rows.slot] & (rows.num_new > 0))
         return cls(index) if len(index) else None
 
     def join(self, rows: Rows, sampled: Sampled) -> Sampled:

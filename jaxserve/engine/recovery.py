@@ -7,7 +7,7 @@ part that gets further than the failed step is cleared and waits. When all parts
 are the same as without a failure.
 
 A convicted request is only ended if a request of the engine's own succeeds. If that fails too, the devices are at
-fault, and the error goes to the engine's caller. So it does when steps keep failing and no request fails alone.
+fault, and the error goes to the engine's caller. It also does when steps keep failing and no request fails alone.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats
 
 
 def _held_pages(seqs: list[Sequence], stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every `stride`-th page of each sequence, counted from 0 because page 0 is nobody's, and the index of its owner,
-    at most MAX_LISTED."""
+    """Every `stride`-th page of each sequence, less 1 because no sequence owns page 0, and the owner's index, at most
+    MAX_LISTED."""
     scanned = [seq.pages[::stride] for seq in seqs]
     counts = np.fromiter(map(len, scanned), np.int32, len(seqs))
     held = np.fromiter(chain.from_iterable(scanned), np.int32, int(counts.sum())) - 1

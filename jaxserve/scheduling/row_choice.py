@@ -12,24 +12,16 @@ from jaxserve.scheduling.step_plan import Rows
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How many tokens a step may compute.
+    """How many tokens a step may compute."""
 
-    Attributes:
-      most: tokens of any step; at least the number of slots, so that every decode fits in every step.
-      chunk: tokens of a step that computes prompts while others decode; None: `most`.
-      bursts: prompts may use more than `chunk` where they are many.
-    """
-
-    most: int
-    chunk: int | None = None
-    bursts: bool = True
+    most: int  # at least the number of slots, so that every decode fits in every step
+    chunk: int | None = None  # of a step that computes prompts while others decode; None: `most`
+    bursts: bool = True  # prompts may use more than `chunk` where they are many
 
     def for_prompts(self, decodes: int, prompts: int) -> int:
-        """Tokens that prompts may use beside so many decodes; `prompts` counts the sequences that are not decoding.
-
+        """Tokens for prompts beside `decodes` rows; `prompts` is the number of other sequences, waiting ones included.
         Decodes count against the chunk, but prompts keep at least an eighth of it, or half of it with bursts. With
-        bursts the chunk grows when prompts outnumber a quarter of the decodes.
-        """
+        bursts the chunk grows when prompts outnumber a quarter of the decodes."""
         if not decodes or (chunk := self.chunk) is None:
             return self.most - decodes
         if self.bursts:

@@ -8,7 +8,7 @@ The engine calls, once per step:
         while the rows need more pages than are available:
             preempt the last running sequence; choose the rows again
         rows += waiting sequences that find a slot and pages     while the token budget lasts
-        count the rows' tokens as computed, and those that they sample as pending
+        count the rows' tokens as computed, and add their new tokens to the totals
 
     details = commit(rows, tokens)                               once the devices have run the plan
         every row: append its tokens to the running table; offer full pages to the prefix cache
@@ -294,7 +294,7 @@ class Scheduler:
         return output, details
 
     def _advance_grammars(self, rows: Rows, tokens: np.ndarray) -> list[int]:
-        """Tells grammars what their rows sampled; returns the rows which that completes."""
+        """Advances grammars by the tokens of their rows; returns the indices of rows whose grammar is complete."""
         first = tokens[:, 0]
         index = np.flatnonzero(self.running.masked[rows.slot] & self.running.holds(rows) & (first >= 0))
         pairs = zip(index.tolist(), first[index].tolist(), strict=True)
@@ -364,7 +364,7 @@ class Scheduler:
         prompt and length. Their pages are shared until one of them writes."""
         running, blocks = self.running, self.blocks
         if seq is not parent:
-            kept = common_prefix(seq.pages, parent.pages)  # mostly the parent's first pages
+            kept = common_prefix(seq.pages, parent.pages)  # usually most of the pages
             blocks.share(parent.pages[kept:])
             blocks.free(seq.pages[kept:])
             seq.pages[kept:] = parent.pages[kept:]

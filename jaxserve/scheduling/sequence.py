@@ -64,7 +64,7 @@ class Sequence:
         # int32; siblings share the array, and nobody writes to it.
         self.prompt = np.asarray(request.prompt_token_ids if prompt is None else prompt, np.int32)
         self.prompt_len = len(self.prompt)
-        self._stored, self._known = self.prompt, np.asarray([self.prompt_len])  # the first `_known` of `_stored` count
+        self._keep(self.prompt)  # the first `_known` of `_stored` are its tokens
         self.status = Status.WAITING
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
         self.arrived = time.perf_counter()
@@ -96,13 +96,14 @@ class Sequence:
 
     def take_tokens(self, count: int | None = None) -> None:
         """Takes the tokens, or the first `count` of them, back from the running table."""
-        self._stored = self.tokens[:count].copy()
-        self._known = np.asarray([len(self._stored)])
+        self._keep(self.tokens[:count].copy())
 
     def append(self, tokens: list[int]) -> None:
         """Adds tokens to a sequence without a slot; `RunningTable.append` adds them to one that has a slot."""
-        self._stored = np.append(self.tokens, np.asarray(tokens, np.int32))
-        self._known = np.asarray([len(self._stored)])
+        self._keep(np.append(self.tokens, np.asarray(tokens, np.int32)))
+
+    def _keep(self, tokens: np.ndarray) -> None:
+        self._stored, self._known = tokens, np.asarray([len(tokens)])
 
     @property
     def num_outputs(self) -> int:
