@@ -111,7 +111,7 @@ def load_parts(
 
 
 def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
-    """The buckets of steps, none larger than the engine's limits."""
+    """The buckets of steps. No bucket is larger than the largest possible step."""
     tokens = memory.max_batched_tokens(config)
     if cost is not None:
         tokens = min(tokens, config.max_num_seqs * plan.longest)
