@@ -52,7 +52,7 @@ class Scheduler:
     ):
         self.blocks, self._prefixes = blocks, Prefixes(blocks)
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
-        self._budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
+        self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)
         self.waiting = Waiting()
         self._by_request: dict[str, list[Sequence]] = {}
@@ -160,14 +160,15 @@ class Scheduler:
         rows, copies = self._rows_with_pages(tokens_per_call)
         if self.waiting and self.num_preemptions == preemptions:
             decodes = int(np.count_nonzero(rows.count == 1))
-            budget = self._budget.for_prompts(decodes, len(running) - decodes + len(self.waiting))
+            budget = self.budget.for_prompts(decodes, len(running) - decodes + len(self.waiting))
             if len(newcomers := self._admit_newcomers(budget - (int(rows.count.sum()) - decodes))):
                 rows = rows.extend(newcomers)
         if not len(rows):
-            if not self._beams_block_the_queue():
-                return None
-            self._preempt(running.last)
-            return self.schedule(tokens_per_call)
+            slot = running.lineup.slot
+            if self.waiting and running.lineup.any_beams and (running.known[slot] == running.total[slot]).all():
+                self._preempt(running.last)  # beams wait for siblings that find no slot
+                return self.schedule(tokens_per_call)
+            return None
         running.computed[rows.slot] = rows.reach
         running.total[rows.slot] += rows.num_new
         return StepPlan(rows, copies, *running.take_news())
@@ -177,7 +178,7 @@ class Scheduler:
         Where pages run out, the rows sample one token each, and then the last sequences are preempted."""
         running = self.running
         while True:
-            rows = choose_rows(running, tokens_per_call, self._budget, len(self.waiting))
+            rows = choose_rows(running, tokens_per_call, self.budget, len(self.waiting))
             growing, missing = running.growth(rows)
             shared = self._shared_pages(rows) if running.maybe_shared else []
             needed = int(missing.sum())
@@ -192,12 +193,6 @@ class Scheduler:
             pages = self.blocks.allocate(needed)
             running.add_pages([rows.seqs[i] for i in growing.tolist()], rows.slot[growing], missing, pages)
         return rows, copies
-
-    def _beams_block_the_queue(self) -> bool:
-        """Whether running beams wait for siblings that find no place, while nothing is in flight."""
-        lineup, running = self.running.lineup, self.running
-        idle = running.known[lineup.slot] == running.total[lineup.slot]
-        return bool(self.waiting) and lineup.any_beams and bool(idle.all())
 
     def _shared_pages(self, rows: Rows) -> list[tuple[Sequence, int]]:
         """Pages that rows would write to and that have other owners or are cached: (sequence, index in its pages)."""

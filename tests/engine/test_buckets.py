@@ -257,5 +257,5 @@ def test_an_engine_with_an_accelerator_s_buckets(engine):
     assert said[0] == said[1]
     assert [str(shape) for shape in made.shapes if shape.decode_only] == ["decode[1]", "decode[2]", "decode[8]"]
     assert sizes(made.shapes, False) == [16, 24, 32, 48, 72, 104]
-    assert made.scheduler.max_num_batched_tokens == 101
+    assert made.scheduler.budget.most == 101
     assert made.counters.step_tokens.total == sum(map(len, prompts)) + 6 * 11
