@@ -1,5 +1,5 @@
-"""What can be wrong with a checkpoint."""
+"""The error for unusable checkpoints."""
 
 
 class CheckpointError(ValueError):
-    """Files that are missing, damaged or do not fit the model; the message names the file and the tensor."""
+    """Files are missing, damaged or do not fit the model; the message names the file and the tensor."""

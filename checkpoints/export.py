@@ -1,4 +1,4 @@
-"""Writing model folders in Hugging Face format, with quantized weights as other engines read them.
+"""Writes model folders in Hugging Face format, with quantized weights in layouts that other engines read.
 
 Layouts: "compressed-tensors" (https://github.com/vllm-project/compressed-tensors: "pack-quantized" integers,
 "float-quantized" fp8) and "awq" (AutoAWQ's gemm kernel, int4 only).
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.formats.awq import ORDER
 from jaxserve.checkpoints.quantized import INT4, refine
 from jaxserve.pallas_kernels.types import Activations, QuantArray
 
 LAYOUTS = ("compressed-tensors", "awq")
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours stands in each nibble, lowest first
-_KEPT = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+_COPIED = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
@@ -35,9 +36,9 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def compress(module: str, w: QuantArray, layout: str = LAYOUTS[0]) -> dict[str, np.ndarray]:
-    """The tensors that stand for the weight of a module ("model.layers.0.mlp.down_proj").
+    """The tensors, by name, that store the weight of a module ("model.layers.0.mlp.down_proj").
 
-    Raises CheckpointError for what the layout cannot say.
+    Raises CheckpointError for a weight that the layout cannot store.
     """
     w = jax.tree.map(np.asarray, refine(w, (1, w.block[1])))
     if w.order is not None or w.bias is not None:
@@ -58,7 +59,7 @@ def compress(module: str, w: QuantArray, layout: str = LAYOUTS[0]) -> dict[str, 
 
 
 def _is_packed(w: QuantArray) -> bool:
-    """Integers are, but for those whose products round their inputs to 8 bits too."""
+    """Whether codes are packed into int32 words: integers are, except symmetric int8 with rounded inputs (W8A8)."""
     return w.codes.dtype in (INT4, np.int8) and not (w.activations and w.codes.dtype == np.int8 and w.zero is None)
 
 
@@ -77,22 +78,22 @@ def _unsigned(values: Any, bits: int) -> np.ndarray:
 
 
 def _awq(module: str, w: QuantArray) -> dict[str, Any]:
-    """Outputs last, eight of them in a word."""
+    """AutoAWQ's tensors: outputs are the last axis, eight of them in a word."""
     if w.codes.dtype != INT4 or w.shape[0] % 8:
         raise CheckpointError(f"{module}: the awq layout holds int4 for multiples of 8 outputs, not {w.shape[0]}")
 
     def packed(values: Any) -> np.ndarray:
         rows = _unsigned(values, 4).T
-        return pack(rows.reshape(len(rows), -1, 8)[..., _AWQ_ORDER].reshape(rows.shape), 4)
+        return pack(rows.reshape(len(rows), -1, 8)[..., ORDER].reshape(rows.shape), 4)
 
     zero = np.zeros(w.scale.shape, np.int8) if w.zero is None else w.zero
     return {"qweight": packed(w.codes), "qzeros": packed(zero), "scales": w.scale.T.astype(np.float16)}
 
 
 def quantization_config(weights: Mapping[str, QuantArray], plain: list[str], layout: str = LAYOUTS[0]) -> dict:
-    """What config.json says of quantized weights by module. `plain` are the linear modules that are not quantized.
+    """The quantization_config for quantized weights by module. `plain` are the linear modules that are not quantized.
 
-    Only dtypes and shapes of the weights are looked at.
+    Only dtypes and shapes of the weights matter.
     """
     if layout == "awq":
         sizes = {min(w.block[1], w.shape[1]) for w in weights.values()}
@@ -129,7 +130,7 @@ def quantization_config(weights: Mapping[str, QuantArray], plain: list[str], lay
 
 
 def _arguments(w: QuantArray, sizes: set[int]) -> dict[str, Any]:
-    """Inputs that are one group are called so where others have groups of that size."""
+    """A config group's `weights`. A weight whose only group has one of these `sizes` joins the group strategy."""
     whole = w.block[1] >= w.shape[1] and w.block[1] not in sizes
     return {
         "num_bits": _bits(w),
@@ -142,7 +143,7 @@ def _arguments(w: QuantArray, sizes: set[int]) -> dict[str, Any]:
 
 
 def _inputs(wanted: Activations | None) -> dict[str, Any] | None:
-    """`input_activations`; a ceiling has no place there, and is left out."""
+    """A config group's `input_activations`, which cannot express a ceiling; it is left out."""
     if wanted is None:
         return None
     return {
@@ -155,29 +156,34 @@ def _inputs(wanted: Activations | None) -> dict[str, Any] | None:
     }
 
 
-def write_shard(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """A safetensors file, which appears when it is complete."""
+@contextmanager
+def complete_file(path: Path) -> Iterator[Path]:
+    """Yields a path to write to, and renames that file to `path` at the end, so that `path` is never incomplete."""
     partial = path.with_name(f".{path.name}.partial")
-    save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, partial, {"format": "pt"})
-    partial.chmod(0o644)
+    yield partial
     os.replace(partial, path)
+
+
+def write_shard(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    with complete_file(path) as partial:
+        save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, partial, {"format": "pt"})
+        partial.chmod(0o644)
 
 
 def write_json(path: Path, content: Any) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with complete_file(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_index(folder: Path, shards: Mapping[str, Mapping[str, int]]) -> None:
-    """model.safetensors.index.json, from the bytes of each tensor of each file."""
+    """Writes model.safetensors.index.json; `shards`: file name -> tensor name -> bytes."""
     total = sum(size for tensors in shards.values() for size in tensors.values())
     weight_map = {name: file for file, tensors in shards.items() for name in tensors}
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def copy_rest(source: Path, folder: Path) -> None:
-    """The files of a model that are neither weights nor config.json: tokenizer, generation defaults, templates."""
-    for path in (path for pattern in _KEPT for path in source.glob(pattern)):
+    """Copies a model's other files than weights and config.json: tokenizer, generation defaults, templates."""
+    for path in (path for pattern in _COPIED for path in source.glob(pattern)):
         if path.name not in ("config.json", "model.safetensors.index.json"):
             shutil.copyfile(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""Reading GGUF files: every count, length and offset is checked against the file before it is used.
+"""Reads GGUF files; every count, length and offset is checked against the file before it is used.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: magic, version,
 counts, metadata (key -> typed value), tensor infos, and from the next multiple of the alignment on the tensors' data. A
@@ -22,7 +22,7 @@ import numpy as np
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.safetensors import MAX_ELEMENTS
 
-MAX_HEADER_BYTES = 2**27  # vocabularies of a million tokens take a quarter of it
+MAX_HEADER_BYTES = 2**27  # a vocabulary of a million tokens takes a quarter of it
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 2**20
 MAX_NAME_BYTES = 65535
@@ -36,7 +36,7 @@ class BlockType(NamedTuple):
     nbytes: int
 
 
-# By the number in the file (enum ggml_type). Numbers that are missing were never in use, or have been withdrawn.
+# Tensor types by their number in the file (enum ggml_type). Missing numbers were never in use or have been withdrawn.
 TYPES = {
     number: BlockType(*fields)
     for number, fields in {
@@ -68,7 +68,7 @@ TYPES = {
         39: ("MXFP4", 32, 17),
     }.items()
 }
-# Of metadata values, by the number in the file; 7 is bool, 8 string, 9 array.
+# dtypes of metadata values by their number in the file; 7 is bool, 8 string, 9 array.
 _SCALARS = {
     0: "<u1",
     1: "<i1",
@@ -82,19 +82,19 @@ _SCALARS = {
     11: "<i8",
     12: "<f8",
 }
-# Tokens that end a turn, whether or not the file names them so (as in llama.cpp).
+# Special tokens with these texts end a turn even if the file does not say so (as in llama.cpp).
 _END_TEXTS = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>")
 )
 _CONTROL = 3  # the token type of special tokens
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_SMALLEST_ENTRY = 13  # bytes of a metadata entry: a key's length, a type, a value
-_SMALLEST_TENSOR = 32  # bytes of a tensor info: a name's length, a count, one dimension, a type, an offset
+_SMALLEST_ENTRY = 13  # least bytes of a metadata entry: a key's length, a type, a value
+_SMALLEST_TENSOR = 32  # least bytes of a tensor info: a name's length, a count, one dimension, a type, an offset
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies, `start` in bytes from the file's beginning; `shape` has the rows' length last."""
+    """A tensor's place in the file; `start` is in bytes from the beginning, and the last of `shape` a row's length."""
 
     name: str
     path: Path
@@ -109,7 +109,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """metadata: ints, floats, bools, strings; arrays as NumPy arrays, those of strings as lists."""
+    """A file's header. Values of `metadata` are ints, floats, bools, strings, NumPy arrays, and lists of strings."""
 
     path: Path
     metadata: dict[str, Any]
@@ -117,7 +117,7 @@ class GGUFFile:
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end a text or a turn, the file's end-of-sequence token first."""
+    """The tokens that end a text or a turn, with the file's end-of-sequence token first."""
     named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     found = []
@@ -127,8 +127,8 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def known_gguf(path: Path) -> GGUFFile:
-    """As `read_gguf`; the last file that was read is remembered until it changes. A start asks for its config, for its
-    weights and for its tokenizer one by one, and a vocabulary takes its time."""
+    """As `read_gguf`, with a cache of the last file until it changes. Start-up asks for config, weights and tokenizer
+    separately, and reading a large vocabulary takes long."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -138,17 +138,17 @@ def known_gguf(path: Path) -> GGUFFile:
 
 @lru_cache(maxsize=1)
 def _remembered(path: Path, version: tuple[int, ...]) -> GGUFFile:
-    """`version` tells a file from another that has taken its place."""
+    """`version` changes when the file is changed or replaced."""
     return read_gguf(path)
 
 
 def forget() -> None:
-    """Gives up what `known_gguf` remembers: a large vocabulary takes tens of MiB, and only a start needs it."""
+    """Empties the cache of `known_gguf` after start-up: a large vocabulary takes tens of MiB."""
     _remembered.cache_clear()
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """A file and, where it is the first of several, the others too. Raises CheckpointError for whatever is wrong."""
+    """Reads a file's header and, if it is the first of several parts, those of the others. Raises CheckpointError."""
     first = _read_file(path)
     count = first.metadata.get("split.count", 0)
     if type(count) is not int or count <= 1:
@@ -174,7 +174,7 @@ def _read_file(path: Path) -> GGUFFile:
 
 
 class _Header:
-    """The part of a file before its data, being read from its beginning."""
+    """Reads the part of a file before its data. `left`: bytes that the header may still take."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self.path, self.file, self.size = path, file, size
@@ -206,7 +206,7 @@ class _Header:
         return GGUFFile(self.path, metadata, dict(self.placed(infos, base)))
 
     def placed(self, infos: list[StoredTensor], base: int) -> Iterator[tuple[str, StoredTensor]]:
-        """The tensors by name, with their place in the file; they must lie in it and may not overlap."""
+        """(name, tensor with its place in the file). Checks that tensors lie in the file and do not overlap."""
         infos = sorted((info._replace(start=base + info.start) for info in infos), key=lambda info: info.start)
         for info, after in itertools.zip_longest(infos, infos[1:]):
             end = info.start + info.nbytes
@@ -220,7 +220,7 @@ class _Header:
             twice = next(name for name, after in itertools.pairwise(names) if name == after)
             raise self.refuse(f"tensor {twice!r} stands there twice")
 
-    # What a header is made of. `what` names the thing in errors.
+    # The elements of a header. `what` names the element in errors.
 
     def bytes(self, length: int, what: str) -> bytes:
         if length > self.left:
@@ -235,7 +235,7 @@ class _Header:
         return np.frombuffer(self.bytes(np.dtype(dtype).itemsize, what), dtype)[0].item()
 
     def count(self, smallest: int, what: str) -> int:
-        """How many things of at least `smallest` bytes follow."""
+        """Reads the number of elements that follow, each of at least `smallest` bytes."""
         count = self.number("<u8", what)
         if count * smallest > self.left:
             raise self.refuse(f"{what}: {count} are claimed, which cannot lie in the {self.left} bytes that are left")
@@ -273,7 +273,7 @@ class _Header:
         return np.frombuffer(data, _SCALARS[kind])
 
     def tensor(self, alignment: int) -> StoredTensor:
-        """A tensor info, its start counted from the beginning of the data."""
+        """A tensor info; its start is relative to the beginning of the data."""
         name = self.string("a tensor's name", MAX_NAME_BYTES)
         what = f"tensor {name!r}"
         dimensions = self.number("<u4", what)

@@ -1,7 +1,7 @@
 """A GGUF file as a Hugging Face checkpoint: its metadata as a config.json, its tensors under Hugging Face's names.
 
 The metadata keys and tensor names are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of
-llama.cpp, whose architecture "llama" stands for Llama and Mistral.
+llama.cpp, whose architecture "llama" is both Llama and Mistral.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class GGUFTensor(TensorInfo):
-    """A tensor that reads as plain floats, whatever its blocks; dtype is float32 for those that are quantized.
+    """A tensor that `read` and `read_rows` return as plain floats, in float32 if it is quantized.
 
-    With `head_dim` the rows of each head stand in pairs (0, half, 1, half + 1, ...), as llama.cpp's rope wants them for
-    Llama, and are read in Hugging Face's order.
+    For Llama's queries and keys, llama.cpp stores the rows of each head in pairs (0, half, 1, half + 1, ...). With
+    `head_dim`, such rows are read in Hugging Face's order.
     """
 
     type: BlockType
@@ -61,11 +61,11 @@ class GGUFTensor(TensorInfo):
         return self.head_dim or 1
 
     def read_blocks(self) -> QuantArray | np.ndarray:
-        """The whole tensor, quantized where it is stored so in a type that `decode` knows."""
+        """The whole tensor; quantized if its type is one that `decode` keeps quantized."""
         return self._decode(0, self.shape)
 
     def read_bytes(self) -> np.ndarray:
-        """The bytes of the whole tensor, uint8 [rows, bytes of a row], the rows in order."""
+        """The bytes of the whole tensor, uint8 [rows, bytes of a row], with the rows in Hugging Face's order."""
         rows = self._bytes(0, self.shape).reshape(self.shape[0], -1)
         return np.ascontiguousarray(self._in_halves(rows)) if self.head_dim else rows
 
@@ -76,11 +76,7 @@ class GGUFTensor(TensorInfo):
 
     def _bytes(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
         stored = StoredTensor(self.name, self.path, self.type, shape, self.start)
-        begin = self.start + first // self.type.size * self.type.nbytes
-        data = np.fromfile(self.path, np.uint8, stored.nbytes, offset=begin)
-        if data.size != stored.nbytes:
-            raise CheckpointError(f"{self.path} ends inside tensor {self.name!r}: it was truncated while being read")
-        return data
+        return self._numbers(np.dtype(np.uint8), stored.nbytes, first // self.type.size * self.type.nbytes)
 
     def _decode(self, first: int, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
         value = decode(self._bytes(first, shape), self.type, shape)
@@ -101,7 +97,7 @@ class GGUFTensor(TensorInfo):
 
 @dataclass(frozen=True)
 class GGUFReader:
-    """The QuantReader of a file (see `jaxserve.checkpoints.formats`)."""
+    """The QuantReader of a GGUF file (see `jaxserve.checkpoints.formats`)."""
 
     tensors: Mapping[str, GGUFTensor]
     description: str
@@ -112,15 +108,15 @@ class GGUFReader:
         return (weight,) if tensor is not None and tensor.type.name not in FLOATS else ()
 
     def read(self, weight: str, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
-        """Any weight of the file, quantized where it is stored so in a type that is kept."""
+        """Any weight of the file; quantized if its type is one that `decode` keeps quantized."""
         return self._tensor(weight, shape).read_blocks()
 
     def type_of(self, weight: str) -> str | None:
-        """The name of a weight's type, where there is such a weight."""
+        """The name of a weight's GGUF type; None if the file has no such weight."""
         return self.tensors[weight].type.name if weight in self.tensors else None
 
     def read_bytes(self, weight: str, shape: tuple[int, ...]) -> np.ndarray:
-        """As it stands in the file: uint8 [rows, bytes of a row], the rows in Hugging Face's order."""
+        """The bytes in the file: uint8 [rows, bytes of a row], with the rows in Hugging Face's order."""
         return self._tensor(weight, shape).read_bytes()
 
     def _tensor(self, weight: str, shape: tuple[int, ...]) -> GGUFTensor:
@@ -133,7 +129,7 @@ class GGUFReader:
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """config: as in config.json. tensors: by Hugging Face's names. metadata: the file's own."""
+    """config: as in config.json. tensors: by Hugging Face's names. metadata: of the GGUF file."""
 
     config: dict[str, Any]
     tensors: dict[str, GGUFTensor]
@@ -142,10 +138,10 @@ class GGUFModel:
 
 
 def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
-    """Reads the header of a file, or of the first of several parts; no weights yet. `ignored` settings of its
-    architecture ("logit_scale", or "llama.logit_scale") count as absent.
+    """Reads the headers of a file and of its further parts, but no weights. `ignored` settings of the architecture
+    ("logit_scale", or "llama.logit_scale") count as absent.
 
-    Raises CheckpointError for files that are broken, and for what a file has that is not understood.
+    Raises CheckpointError for damaged files, and for unsupported settings and tensors.
     """
     file = known_gguf(Path(path))
     keys = _Keys(file, ignored)
@@ -164,7 +160,7 @@ def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
 
 
 class _Keys:
-    """The metadata of a file's architecture: remembers which keys were understood, and refuses the rest."""
+    """The metadata of a file's architecture. `left` holds the keys that were not read yet; `finish` rejects them."""
 
     def __init__(self, file: GGUFFile, ignored: Collection[str]):
         self.file = file
@@ -180,7 +176,7 @@ class _Keys:
         return CheckpointError(f"{self.file.path}: {why}")
 
     def take(self, key: str, allowed: Callable[[Any], bool], default: Any = None) -> Any:
-        """A value, or what all values of an array (one per layer) are; `default` None: it must be there."""
+        """A value, or the common value of an array (one per layer). The key must exist if `default` is None."""
         value = self.left.pop(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -192,16 +188,16 @@ class _Keys:
         return self.take(key, lambda value: type(value) is int and 0 < value < 2**31, default)
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A positive number: the shortest decimal that is the file's float32, so that 1e-5 comes out as 1e-05."""
+        """A positive number: the shortest decimal that rounds to the file's float32, such as 1e-05."""
         value = self.take(key, lambda value: type(value) in (int, float) and 0 < value < 1e30, default)
         return float(str(np.float32(value)))
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """The key must be absent or one of `allowed`: anything else changes the maths."""
+        """Checks that the key is absent or one of `allowed`; other values are not supported."""
         self.take(key, lambda value: value in allowed, allowed[0])
 
     def finish(self) -> None:
-        """Keys that were not asked for may only say that something is not there."""
+        """Rejects keys that were not read, unless their value is 0 or false, which means that a feature is absent."""
         left = {key: x for key, x in self.left.items() if not isinstance(x, int | float) or x}
         if left:
             listed = ", ".join(f"{self.architecture}.{key}={value!r:.80}" for key, value in sorted(left.items()))
@@ -254,7 +250,7 @@ def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
 
 
 def _dtype(kinds: set[str]) -> str:
-    """In which dtype the model was made, as far as a file tells: matrices that are quantized were bfloat16 mostly."""
+    """The model's original dtype; bfloat16, the most common one, where matrices are quantized."""
     return {frozenset(["F16"]): "float16", frozenset(["F32"]): "float32"}.get(frozenset(kinds), "bfloat16")
 
 
@@ -280,9 +276,9 @@ def _rope_scaling(file: GGUFFile, keys: _Keys, config: dict[str, Any]) -> dict[s
 
 
 def _llama3_scaling(file: GGUFFile, keys: _Keys, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Finds the parameters behind Llama 3.1's divisors of the frequencies [head_dim / 2], all that the file keeps.
+    """Finds the parameters of Llama 3.1's rope scaling. The file has only the frequencies' divisors [head_dim / 2].
 
-    The low and high frequency factors are 1 and 4 in every model known; the context length is some power of two.
+    In all known models the low and high frequency factors are 1 and 4, and the context length is a power of two.
     """
     stored = file.tensors[_ROPE_FACTORS]
     if stored.shape != (head_dim // 2,) or stored.type.name != "F32":
@@ -308,7 +304,7 @@ def _llama3_scaling(file: GGUFFile, keys: _Keys, theta: float, head_dim: int) ->
 
 
 def _tensor(stored: StoredTensor, head_dim: int) -> GGUFTensor:
-    """With its Hugging Face name. `head_dim`: of architectures whose queries and keys are stored in pairs of rows."""
+    """A tensor under its Hugging Face name. `head_dim` is 0 unless queries and keys are stored in pairs of rows."""
     parsed = _NAME.fullmatch(stored.name)
     layer, part, kind = parsed.groups() if parsed else (None, "", "")
     name = (_LAYER if layer else _TOP).get(part)

@@ -13,15 +13,15 @@ from jaxserve.checkpoints.errors import CheckpointError
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
-# Configuration and tokenizer, beside weights; never code. Files in folders are copies of the weights in other formats.
+# Files of configuration and tokenizer; never code. Subfolders hold copies of the weights in other formats.
 _FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model*", "*.tiktoken")
-HUB_SECONDS = 10  # in which the hub must answer, lest the files in its cache are taken as they are
+HUB_SECONDS = 10  # without the hub's answer after this time, the files in its local cache are used
 _TEMPLATES = "additional_chat_templates/"
 
 
 def resolve_model(model: str, *, weights: bool = True, revision: str | None = None) -> Path:
     """The folder of a local path, a hub id (downloaded to the hub's cache when needed) or the bundled "demo"; or the
-    path of a GGUF file. `revision` is a hub id's branch, tag or commit, which may also stand in it: "org/name@main".
+    path of a GGUF file. `revision` is a hub id's branch, tag or commit; the id may contain it too: "org/name@main".
 
     Raises CheckpointError when there is no such model.
     """
@@ -50,12 +50,12 @@ def resolve_model(model: str, *, weights: bool = True, revision: str | None = No
 
 
 def resolve_tokenizer(tokenizer: str | None, model: Path) -> Path:
-    """Where the tokenizer is: as `resolve_model`, or with the model at `model` where None is asked for."""
+    """The tokenizer's path, as `resolve_model` finds it; for None that of the model."""
     return model if tokenizer is None else resolve_model(tokenizer, weights=False)
 
 
 def local_folder(model: str) -> Path | None:
-    """The model's folder where it is known without asking the hub."""
+    """The model's folder if it is local, else None; does not ask the hub."""
     try:
         return None if not _is_local(model) and _HUB_ID.fullmatch(model) else resolve_model(model)
     except CheckpointError:
@@ -63,13 +63,12 @@ def local_folder(model: str) -> Path | None:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of the hub that a folder of its cache holds; None: it is no such folder."""
+    """The commit that a folder of the hub's cache holds; None for other folders."""
     return folder.name if folder.parent.name == "snapshots" else None
 
 
 def wanted_files(files: Iterable[str], weights: bool = True) -> list[str]:
-    """Those of a repository that are read. Weights under the usual names are not read a second time from consolidated
-    files."""
+    """The files of a repository to download. Consolidated weights are skipped if there are others."""
     top = [name for name in files if "/" not in name or name.startswith(_TEMPLATES)]
     shards = [name for name in top if name.endswith(".safetensors")]
     usual = [name for name in shards if name.startswith("model")]
@@ -98,7 +97,7 @@ def _download(repo: str, revision: str | None, weights: bool) -> Path:
         info = HfApi().model_info(repo, revision=revision, timeout=HUB_SECONDS)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise failed(error) from error
-    except Exception as error:  # what is in the cache has to do, whichever files these are
+    except Exception as error:  # use whichever files are in the cache
         unreachable, wanted = error, ["-"]
     else:
         files = [file.rfilename for file in info.siblings or ()]
@@ -113,7 +112,7 @@ def _download(repo: str, revision: str | None, weights: bool) -> Path:
         return Path(
             snapshot_download(repo, revision=revision, allow_patterns=wanted, local_files_only=unreachable is not None)
         )
-    except Exception as error:  # the library raises many unrelated types; the message is what helps
+    except Exception as error:  # the library raises many unrelated types
         raise failed(unreachable, error) from error
 
 

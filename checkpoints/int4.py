@@ -1,7 +1,7 @@
-"""Numbers of 4 bits on the host as files have them: two in a byte.
+"""4-bit numbers on the host, two in a byte as in files.
 
-NumPy's int4 and float4_e2m1fn take a byte for each. To write these, and to pack them again for the device, takes longer
-than to read the file.
+NumPy's int4 and float4_e2m1fn take a byte each. Unpacking to these, and packing again for the device, would take longer
+than reading the file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """int4, or float4_e2m1fn, [out, in] in bytes, uint8 [out, in / 2]; the even column is in a byte's low half.
+    """int4 or float4_e2m1fn numbers [out, in] in bytes, uint8 [out, in / 2]; the even column is a byte's low half.
 
-    NumPy's functions take it for an array of a byte each.
+    NumPy's functions convert it to an array with a byte per number.
     """
 
     data: np.ndarray
@@ -39,18 +39,18 @@ class PackedInt4:
         return np.asarray(self)[key]
 
     def astype(self, dtype: Any, copy: bool = True) -> PackedInt4 | np.ndarray:
-        """The same in bytes of its own where `dtype` is its own, else an array."""
+        """For its own `dtype` packed numbers, copied if `copy`; for others an array."""
         if dtype != self.dtype:
             return np.asarray(self).astype(dtype, copy=False)
         return PackedInt4(self.data.copy(), self.dtype) if copy else self
 
     def with_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> PackedInt4:
-        """`change` may move rows, but neither columns nor what is in them."""
+        """The numbers after `change` has rearranged the rows of bytes; it must not change the rows themselves."""
         return PackedInt4(change(self.data), self.dtype)
 
 
 def halves(data: np.ndarray) -> np.ndarray:
-    """Bytes [..., n] -> their low and high halves in turn, uint8 [..., 2 n]."""
+    """Bytes [..., n] -> the low half of each, then its high half, uint8 [..., 2 n]."""
     pair = data.astype(np.uint16)
     pair |= pair << 4
     pair &= 0x0F0F
@@ -58,9 +58,9 @@ def halves(data: np.ndarray) -> np.ndarray:
 
 
 def signed_bytes(words: np.ndarray) -> PackedInt4:
-    """int32 words [out, n] with codes from 0 to 15, from the lowest bits on -> the codes less 8."""
+    """int32 words [out, n] with codes from 0 to 15, lowest bits first -> the codes minus 8, int4 [out, 8 n]."""
     made = np.empty(words.shape, np.uint32)
-    for at in range(0, words.shape[1], 16):  # a transposed array is read in whole lines of the processor's cache
+    for at in range(0, words.shape[1], 16):  # whole cache lines at a time, if `words` is a transposed array
         made[:, at : at + 16] = words[:, at : at + 16].view(np.uint32)
     made ^= np.uint32(0x88888888)
     return PackedInt4(made.view(np.uint8))

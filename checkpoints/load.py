@@ -1,7 +1,7 @@
-"""Files to sharded device arrays, a few weights at a time.
+"""Loads checkpoints into sharded device arrays, a few weights at a time.
 
-A weight of ours may be made of several tensors of the file (query, key and value, say), each brought into its place.
-Host memory holds THREADS weights and READ_BYTES of file for each at a time. Quantized weights stay quantized.
+A weight of the engine may consist of several tensors of the file, such as query, key and value. Host memory holds
+THREADS weights, and READ_BYTES of the file for each. Quantized weights stay quantized.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from jaxserve.pallas_kernels.types import MixedArray, QuantArray
 
 log = logging.getLogger(__name__)
 
-THREADS = min(4, os.cpu_count() or 1)  # NumPy and JAX copy without Python's lock
-READ_BYTES = 2 * 2**20  # at a time: what was just read is still in the processor's cache when it is copied
-ALIGNMENT = 64  # bytes; such arrays become JAX arrays on CPU without another copy
+THREADS = min(4, os.cpu_count() or 1)  # NumPy and JAX release Python's lock while they copy
+READ_BYTES = 2 * 2**20  # read at a time, so that the bytes are still in the processor's cache when they are copied
+ALIGNMENT = 64  # bytes; arrays with this alignment become JAX arrays on CPU without a copy
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the file and where it goes.
+    """A tensor of the file and its place in a weight.
 
-    `shape` must be the tensor's in the file. `view` gives, of the host array of our weight, a writable view whose axes
-    line up with the tensor's own; the view may have more rows, which stay zero. With `split` the tensor is reshaped to
-    it first, read at once, and broadcast where the view is larger. Neither depends on the number of columns.
+    Attributes:
+      name, shape: the tensor's in the file.
+      view: the weight's host array -> a writable view with the tensor's axes. Further rows of the view stay zero.
+      split: shape that the tensor is reshaped to before it is copied to the view, with broadcasting; None: its own.
+        Neither `view` nor `split` depends on the number of columns, so that both also apply to scales.
     """
 
     name: str
@@ -56,7 +58,7 @@ Placer = Callable[[str, Any, jax.sharding.Sharding], Any]
 
 @runtime_checkable
 class RowReader(Protocol):
-    """A QuantReader that can hand out rows as they stand in the file."""
+    """A QuantReader that can return a weight's rows as the bytes in the file."""
 
     def type_of(self, weight: str) -> str | None: ...
 
@@ -80,9 +82,9 @@ def load_weights(
 ) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
 
-    What `reader` knows comes out quantized, see `read_weight`. `place` brings a weight that is whole on the host to the
-    devices, given its path and the sharding of the plain one. Raises CheckpointError for missing tensors, wrong shapes
-    and types that are no plain floats. Tensors that nothing uses are logged, unless `ignored`.
+    Weights that `reader` knows stay quantized, see `read_weight`. `place` puts a weight onto the devices, given its
+    path, the host array and the sharding of the plain weight. Raises CheckpointError for missing tensors, wrong shapes
+    and unsupported dtypes. Unused tensors are logged, unless `ignored`.
     """
     check(tensors, pieces, ignored, reader)
     weights = {}
@@ -91,7 +93,7 @@ def load_weights(
     def load(path: str) -> Any:
         target = abstract[path]
         host = read_weight(pieces[path], tensors, target, reader, as_stored, apart)
-        return jax.block_until_ready(place(path, host, target.sharding))  # then its host copy may go
+        return jax.block_until_ready(place(path, host, target.sharding))  # then the host's copy can be freed
 
     bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="loading weights", disable=not progress)
     with bar, ThreadPoolExecutor(THREADS) as pool:
@@ -100,7 +102,7 @@ def load_weights(
                 weights[path] = weight
                 bar.update(sizes[path])
         finally:
-            pool.shutdown(cancel_futures=True)  # after an error the rest is not read
+            pool.shutdown(cancel_futures=True)  # does not read the rest after an error
     return weights
 
 
@@ -112,9 +114,12 @@ def read_weight(
     as_stored: Collection[str] = (),
     apart: bool = False,
 ) -> Host:
-    """One weight on the host: quantized when all its pieces are, and have a form in common; as rows of the file when
-    the types of all are among `as_stored`. With `apart` those that have none, or one that is wider, stay as they are,
-    in a MixedArray; otherwise such a weight is floats."""
+    """One weight on the host.
+
+    It is rows of the file if the types of all pieces are in `as_stored`, else quantized if all pieces are and have a
+    form in common. Pieces without a common form, or with one that is wider than theirs, stay as they are with `apart`,
+    in a MixedArray; otherwise the weight becomes floats.
+    """
     stored = [isinstance(reader, RowReader) and reader.type_of(piece.name) in as_stored for piece in pieces]
     if isinstance(reader, RowReader) and all(stored):
         return _rows(pieces, reader, target.shape)
@@ -185,7 +190,7 @@ def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader)
 
 
 def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) -> QuantArray:
-    """The rows of parts that are alike, with blocks of one row, in their places in [out, in]."""
+    """A weight [out, in] of quantized pieces in a common form, whose blocks have one row."""
 
     def placed(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
@@ -211,7 +216,7 @@ def check(
     ignored: Callable[[str], bool],
     reader: QuantReader | None = None,
 ) -> None:
-    """Compares what the model needs with what the files have, before anything is read."""
+    """Checks the tensors' names, shapes and dtypes against the model's needs before anything is read."""
     needed = {piece.name: piece for some in pieces.values() for piece in some}
     parts = {name: reader.parts(name) for name in needed} if reader else {}
     quantized = {part for some in parts.values() for part in some}
@@ -249,10 +254,10 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
     view, split = _view(host, piece), piece.split
-    of_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor
-    for first, rows in tensor.read_rows(READ_BYTES, of_entry):
-        entries = rows if split is None else rows.reshape(len(rows) // of_entry, *split[1:])
-        view[first // of_entry : first // of_entry + len(entries)] = entries
+    per_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor
+    for first, rows in tensor.read_rows(READ_BYTES, per_entry):
+        entries = rows if split is None else rows.reshape(len(rows) // per_entry, *split[1:])
+        view[first // per_entry : first // per_entry + len(entries)] = entries
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Folders in Mistral's own format: params.json instead of config.json, and consolidated*.safetensors.
 
-Keys and names are those of github.com/mistralai/mistral-inference. Queries and keys are stored in pairs of rows, as the
-rotary positions of that code want them, and are read in Hugging Face's order.
+Keys and names are those of github.com/mistralai/mistral-inference. That code's rotary positions need the rows of
+queries and keys in pairs; here they are read in Hugging Face's order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 
 PARAMS = "params.json"
-# Those of params.json that a config.json calls otherwise.
+# Keys of params.json -> their names in config.json, where these differ.
 _KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -56,7 +56,7 @@ class NativeModel:
 
 @dataclass(frozen=True)
 class PairedRows(TensorInfo):
-    """A matrix whose rows stand in pairs (0, half, 1, half + 1, ...) within each head."""
+    """A matrix whose rows are stored in pairs (0, half, 1, half + 1, ...) within each head."""
 
     head_dim: int
 
@@ -69,7 +69,7 @@ class PairedRows(TensorInfo):
 
 
 def in_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of whole heads [n, ...] in pairs -> the first of all pairs of a head, then the second ones."""
+    """Rows of whole heads [n, ...] in pairs -> for each head the first rows of all pairs, then the second ones."""
     paired = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -79,8 +79,8 @@ def is_native(folder: Path) -> bool:
 
 
 def read_params(folder: Path) -> dict[str, Any]:
-    """params.json in the words of a config.json; what it says beyond that keeps its name, and is refused by whoever
-    reads it. Raises CheckpointError."""
+    """params.json with the keys of a config.json. Unknown keys keep their names, and the reader of the config rejects
+    them. Raises CheckpointError."""
     path = folder / PARAMS
     try:
         params = json.loads(path.read_text(encoding="utf-8"))
@@ -98,7 +98,7 @@ def read_params(folder: Path) -> dict[str, Any]:
         "max_position_embeddings": 32768,
         "torch_dtype": "bfloat16",
         "hidden_act": "silu",
-        "rope_theta": 10000.0 if window else 1e6,  # where nothing is said
+        "rope_theta": 10000.0 if window else 1e6,  # unless params.json has it
         **{_KEYS.get(key, key): value for key, value in found.items()},
         "model_type": "mistral",
         "sliding_window": window,
@@ -117,18 +117,18 @@ def _yarn(yarn: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_native(folder: Path) -> NativeModel:
-    """Reads what is there; no weights yet. Raises CheckpointError."""
+    """Reads the config and the tensors' headers, but no weights. Raises CheckpointError."""
     config = read_params(folder)
     sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
-    hidden, heads = (size if type(size) is int and size > 0 else 1 for size in sizes)  # HFConfig says what is wrong
+    hidden, heads = (size if type(size) is int and size > 0 else 1 for size in sizes)  # HFConfig reports wrong sizes
     head_dim = config.get("head_dim") or hidden // heads
     tensors = {}
     for name, stored in read_folder(folder).items():
         parsed = _NAME.fullmatch(name)
         layer, part = (parsed[1], str(parsed[2])) if parsed else (None, "")
         known = (_LAYER if layer else _TOP).get(part)
-        theirs = (f"model.layers.{layer}.{known}.weight" if layer else f"{known}.weight") if known else name
-        tensors[theirs] = _paired(stored, head_dim) if part in ("attention.wq", "attention.wk") else stored
+        hf_name = (f"model.layers.{layer}.{known}.weight" if layer else f"{known}.weight") if known else name
+        tensors[hf_name] = _paired(stored, head_dim) if part in ("attention.wq", "attention.wk") else stored
     return NativeModel(config, tensors, str(folder / PARAMS))
 
 

@@ -1,10 +1,11 @@
-"""Parameters of the engine as they are, quantized ones too, in an Orbax checkpoint: each device reads its own part.
+"""The engine's parameters, plain or quantized, as an Orbax checkpoint, of which each device reads only its own part.
 
-In a model's folder the checkpoint is the folder `orbax`. Parameters go by path, "layers_0/mlp/down/kernel"; of a
-quantized one there are "layers_0/mlp/down/kernel/block=1x128/codes" and so on; where its products round their inputs
-"…/block=1x4096,inputs=int8:0::0.0/codes": type, group (0: none), "static" or not, ceiling (0: none).
+In a model's folder the checkpoint is the folder `orbax`. Parameters are named by path, "layers_0/mlp/down/kernel". The
+arrays of a quantized one are "layers_0/mlp/down/kernel/block=1x128/codes" and so on. If its products round their
+inputs, they are "…/block=1x4096,inputs=int8:0::0.0/codes": type, group (0: none), "static" or nothing, ceiling (0:
+none).
 
-The package is imported by what reads or writes a checkpoint: it takes 30 MiB and 0.2 s, and few models are such.
+Functions import the orbax package themselves, as it takes 30 MiB and 0.2 s and most models do not need it.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ def is_saved(folder: Path) -> bool:
 
 
 def save(folder: Path, params: Mapping[str, Any]) -> None:
-    """Writes arrays and QuantArrays by path into a folder that holds no checkpoint yet."""
+    """Writes arrays and QuantArrays by path into a folder without a checkpoint."""
     import orbax.checkpoint as ocp
 
     ocp.PyTreeCheckpointer().save((folder / CHECKPOINT).absolute(), unflatten_dict(_arrays(params), sep="/"))
 
 
 def _arrays(params: Mapping[str, Any]) -> dict[str, Any]:
-    """QuantArrays as one entry per array."""
+    """Replaces each QuantArray by one entry per array."""
     flat: dict[str, Any] = {}
     for path, value in params.items():
         if isinstance(value, QuantArray):
             parts = {name: getattr(value, name) for name in _ARRAYS}
-            prefix = f"{path}/block={value.block[0]}x{value.block[1]}{_said(value.activations)}"
+            prefix = f"{path}/block={value.block[0]}x{value.block[1]}{_suffix(value.activations)}"
             flat |= {f"{prefix}/{name}": part for name, part in parts.items() if part is not None}
         else:
             flat[path] = value
     return flat
 
 
-def _said(wanted: Activations | None) -> str:
+def _suffix(wanted: Activations | None) -> str:
     if wanted is None:
         return ""
     return f",inputs={wanted.dtype}:{wanted.group or 0}:{'static' if wanted.static else ''}:{wanted.ceiling or 0.0}"
 
 
-def _activations(said: str | None) -> Activations | None:
-    """The reverse of `_said`."""
-    if said is None:
+def _activations(text: str | None) -> Activations | None:
+    """The reverse of `_suffix`, of the part after "inputs="."""
+    if text is None:
         return None
-    dtype, group, static, ceiling = said.split(":")
+    dtype, group, static, ceiling = text.split(":")
     return Activations(dtype, int(group) or None, bool(static), float(ceiling) or None)
 
 
@@ -80,7 +81,7 @@ def _joined(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(folder: Path) -> dict[str, Abstract]:
-    """Shapes and dtypes of what is saved. Raises CheckpointError when there is nothing that can be read."""
+    """Shapes and dtypes of the saved parameters. Raises CheckpointError if there is no readable checkpoint."""
     import orbax.checkpoint as ocp
 
     try:
@@ -91,10 +92,10 @@ def describe(folder: Path) -> dict[str, Abstract]:
 
 
 def restore(folder: Path, abstract: Mapping[str, Abstract], resizable: Collection[str] = ()) -> dict[str, Any]:
-    """Reads what `abstract` names into its shardings and dtypes, however it lay when it was saved.
+    """Reads the parameters of `abstract` into its shardings and dtypes, whatever those of the saved ones are.
 
-    Rows of `resizable` parameters are left out or filled with zeros where the shape differs. Raises CheckpointError for
-    parameters that are missing, left over, of another shape, or quantized otherwise.
+    A `resizable` parameter may have another number of rows: rows are cut off, or filled with zeros. Raises
+    CheckpointError for parameters that are missing, left over, of another shape, or quantized differently.
     """
     import orbax.checkpoint as ocp
 

@@ -1,8 +1,8 @@
-"""Quantizing weights: rounding to nearest, GPTQ and AWQ. Arrays in, arrays out; nothing here knows a model.
+"""Quantizes single weights: rounding to nearest, GPTQ and AWQ.
 
-A weight is float32 [out, in]. What the calibrated methods need to know of its inputs x [tokens, in] are sums over the
-tokens: the Hessian xᵀx [in, in], whose scale does not matter, and for AWQ the sum of |x| [in]. The squared error of
-the outputs that a change `d` of the weight makes is then the trace of d · hessian · dᵀ.
+A weight is float32 [out, in]. The calibrated methods need sums over the tokens of its inputs x [tokens, in]: the
+Hessian xᵀx [in, in], whose scale does not matter, and for AWQ the sum of |x| [in]. A change `d` of the weight causes a
+squared error of the outputs of trace(d · hessian · dᵀ).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ KINDS: dict[str, tuple[float, float, Any]] = {
     "int4": (-8, 7, jnp.int4),
     "fp8": (-448, 448, jnp.float8_e4m3fn),
 }
-DYNAMIC = "-dynamic"  # after a kind: products round their inputs to it as well, a token at a time
-COLUMNS = 128  # that GPTQ finishes before it corrects the others
+DYNAMIC = "-dynamic"  # suffix of a kind: products round their inputs to it as well, with a scale per token
+COLUMNS = 128  # columns that GPTQ rounds before it corrects the remaining ones
 _EXPONENTS = np.linspace(0, 0.95, 20)
 _SHRINKS = np.linspace(1, 0.5, 21)
 
@@ -34,8 +34,8 @@ class Scheme:
     """How weights are stored.
 
     kind: one of KINDS.
-    group_size: neighbouring inputs that share a scale, which must divide the inputs; None: all.
-    symmetric: without zero points; fp8 has none.
+    group_size: neighbouring inputs that share a scale; must divide the number of inputs; None: all inputs.
+    symmetric: without zero points; fp8 is always symmetric.
     scale_dtype: scales are rounded to it before the codes are chosen.
     """
 
@@ -52,7 +52,7 @@ class Scheme:
 
 
 def activations_of(scheme: str) -> Activations | None:
-    """How products round their inputs, by one of KINDS with or without DYNAMIC."""
+    """How products round their inputs, for a scheme's name: one of KINDS, with or without DYNAMIC."""
     if not scheme.endswith(DYNAMIC):
         return None
     return Activations(jnp.dtype(KINDS[scheme.removesuffix(DYNAMIC)][2]).name)
@@ -60,10 +60,10 @@ def activations_of(scheme: str) -> Activations | None:
 
 @partial(jax.jit, static_argnames="scheme")
 def _grid(w: jax.Array, scheme: Scheme, shrink: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """Scales and zero points, float32 [out, groups], that cover `shrink` of each group's range."""
+    """Scales and zero points, float32 [out, groups], that cover each group's range times `shrink`."""
     low, high, _ = KINDS[scheme.kind]
     groups = w.reshape(len(w), -1, scheme.group_size or w.shape[1])
-    if scheme.symmetric:  # half a step beyond the highest code rounds down to it
+    if scheme.symmetric:  # the largest value may be half a step beyond the highest code, and is clipped to it
         top = jnp.abs(groups).max(-1) * shrink
         bottom = -top
     else:
@@ -94,7 +94,7 @@ def _columns(values: jax.Array, w: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames="scheme")
 def _change(w: jax.Array, scale: jax.Array, zero: jax.Array, scheme: Scheme) -> jax.Array:
-    """What rounding to a grid adds to the weight [out, in]."""
+    """The rounded weight minus the weight, [out, in]."""
     return (_codes(w, scale, zero, scheme) - _columns(zero, w)) * _columns(scale, w) - w
 
 
@@ -110,7 +110,7 @@ def _array(codes: jax.Array, scale: jax.Array, zero: jax.Array, scheme: Scheme) 
 
 
 def rtn(weight: Any, scheme: Scheme) -> QuantArray:
-    """Each weight to the nearest code of a grid that covers its whole group."""
+    """Rounds to the nearest code of a grid that covers each group's whole range."""
     w = _checked(weight, scheme)
     scale, zero = _grid(w, scheme)
     return _array(_codes(w, scale, zero, scheme), scale, zero, scheme)
@@ -124,12 +124,12 @@ def _checked(weight: Any, scheme: Scheme) -> jax.Array:
 
 
 def gptq(weight: Any, hessian: Any, scheme: Scheme, *, damping: float = 0.01, act_order: bool = True) -> QuantArray:
-    """Rounds one column after another, and lets those to come make up for the error (Frantar et al. 2022,
+    """Rounds one column after another, correcting the later columns for each error (Frantar et al. 2022,
     arXiv:2210.17323).
 
-    damping: what is added to the Hessian's diagonal, as a fraction of its mean.
-    act_order: columns with large inputs first. Groups remain those of neighbouring columns, and their scales are chosen
-      beforehand, so that nobody needs to know of the order afterwards.
+    damping: added to the Hessian's diagonal, as a fraction of its mean.
+    act_order: round columns with large inputs first. Groups are still neighbouring columns, and their scales are chosen
+      before rounding, so the result does not depend on a stored order.
     """
     w, hessian = _checked(weight, scheme), jnp.asarray(hessian, jnp.float32)
     order = jnp.argsort(-jnp.diagonal(hessian)) if act_order else jnp.arange(w.shape[1])
@@ -142,7 +142,7 @@ def gptq(weight: Any, hessian: Any, scheme: Scheme, *, damping: float = 0.01, ac
     done, grids = [], []
     for first in range(0, w.shape[1], step):
         now = slice(first, first + step)
-        if not ahead:  # the group's own columns have already moved
+        if not ahead:  # choose the group's scales now, after the corrections of its columns
             grids.append(_grid(w[:, now], scheme))
             scales, zeros = (values.at[:, now].set(new) for values, new in zip((scales, zeros), grids[-1], strict=True))
         codes, error = _gptq_block(w[:, now], factor[now, now], scales[:, now], zeros[:, now], scheme.kind)
@@ -155,9 +155,9 @@ def gptq(weight: Any, hessian: Any, scheme: Scheme, *, damping: float = 0.01, ac
 
 
 def _inverse_factor(hessian: jax.Array, damping: float) -> jax.Array:
-    """The upper triangular U with UᵀU = (hessian + damping)⁻¹; the damping grows until that exists.
+    """The upper triangular U with UᵀU = (hessian + damping)⁻¹; the damping is increased until U exists.
 
-    Reversed in rows and columns, H = LLᵀ gives H = RRᵀ with an upper R, whose inverse is U.
+    The Cholesky factor of H with reversed rows and columns, reversed back, is an upper R with H = RRᵀ; U = R⁻¹.
     """
     mean = float(jnp.diagonal(hessian).mean()) or 1.0
     size = len(hessian)
@@ -175,7 +175,7 @@ def _inverse_factor(hessian: jax.Array, damping: float) -> jax.Array:
 def _gptq_block(
     w: jax.Array, factor: jax.Array, scale: jax.Array, zero: jax.Array, kind: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes of neighbouring columns, and their errors over the factor's diagonal; all [out, columns]."""
+    """Codes of neighbouring columns, and their errors divided by the factor's diagonal; all [out, columns]."""
 
     def column(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         w, codes, errors = state
@@ -188,10 +188,10 @@ def _gptq_block(
 
 
 def awq_scales(weights: list[Any], hessian: Any, magnitude: Any, scheme: Scheme) -> np.ndarray:
-    """By what to multiply the columns of weights that share their inputs, and to divide these inputs, before rounding
-    (Lin et al. 2023, arXiv:2306.00978): the power of the inputs' mean magnitude that costs the outputs least.
+    """AWQ's scales (Lin et al. 2023, arXiv:2306.00978): columns are multiplied by them before rounding, and inputs
+    divided. They are the power of the inputs' mean magnitude with the least error of the outputs.
 
-    magnitude: of |x| the sum or mean, float32 [in]. Returns float32 [in].
+    weights: all that share the inputs. magnitude: sum or mean of |x|, float32 [in]. Returns float32 [in].
     """
     hessian, magnitude = jnp.asarray(hessian, jnp.float32), np.asarray(magnitude, np.float32)
     magnitude = np.maximum(magnitude / (magnitude.mean() or 1), 1e-4)
@@ -213,7 +213,7 @@ def _scaled_cost(w: jax.Array, hessian: jax.Array, scales: jax.Array, scheme: Sc
 
 
 def clipped(weight: Any, hessian: Any, scheme: Scheme) -> QuantArray:
-    """As `rtn`, with each group's range shrunk to what costs its part of the outputs least: AWQ's second search."""
+    """As `rtn`, with each group's range shrunk to minimize the error of the outputs: AWQ's search for clipping."""
     w, hessian = _checked(weight, scheme), jnp.asarray(hessian, jnp.float32)
     size = scheme.group_size or w.shape[1]
     starts = range(0, w.shape[1], size)
@@ -229,7 +229,7 @@ def clipped(weight: Any, hessian: Any, scheme: Scheme) -> QuantArray:
 def _clip_step(
     w: jax.Array, blocks: jax.Array, scheme: Scheme, shrink: float, scale: jax.Array, zero: jax.Array, least: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The better of two grids for each group; `least` is the cost [out, groups] of the one so far."""
+    """The better of the current grid and that of `shrink` for each group; `least`: the current cost [out, groups]."""
     new_scale, new_zero = _grid(w, scheme, shrink)
     change = _change(w, new_scale, new_zero, scheme).reshape(*least.shape, -1)
     cost = jnp.einsum("ogi,gij,ogj->og", change, blocks, change)

@@ -16,10 +16,10 @@ from jaxserve.pallas_kernels.types import QuantArray
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A quantized weight [out, in] as rows of the file's own bytes.
+    """A quantized weight [out, in] as the bytes of its rows in the file.
 
-    parts: each a type of GGUF's and bytes [rows, bytes of a row].
-    source: int64 [out], which row each is, counted through all parts; -1 is a row of zeros.
+    parts: (GGUF type, bytes [rows, bytes of a row]) of each tensor.
+    source: int64 [out], the index of each output's row in the concatenated parts; -1 is a row of zeros.
     inputs: numbers in a row.
     """
 
@@ -41,7 +41,7 @@ def expand(values: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -
 
 
 def dequantize(w: QuantArray) -> np.ndarray:
-    """The weight [out, in] in float32, its columns in their own order."""
+    """The weight [out, in] in float32, with its columns in the model's order."""
     values = np.asarray(w.codes).astype(np.float32)
     if w.zero is not None:
         values -= expand(np.asarray(w.zero).astype(np.float32), w.block, w.shape)
@@ -61,8 +61,10 @@ _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], n
 
 
 def with_bytes(w: QuantArray) -> QuantArray:
-    """4-bit floats as int8, twice as large, with half the scale; others as they are. Exact but for a gain, which the
-    scales, in float32 then, are multiplied with."""
+    """Converts 4-bit floats to int8: doubled codes, halved scales. Other weights are returned unchanged.
+
+    Exact, except that a gain is multiplied into the scales, which are float32 then.
+    """
     if w.codes.dtype != FLOAT4:
         return w
     codes = _DOUBLED[np.asarray(w.codes).view(np.uint8)]
@@ -73,7 +75,7 @@ def with_bytes(w: QuantArray) -> QuantArray:
 
 
 def refine(w: QuantArray, block: tuple[int, int]) -> QuantArray:
-    """The same values with smaller blocks, which must divide the old ones (or the old ones hold a whole axis)."""
+    """The same weight with smaller blocks, which must divide the old ones (unless these span a whole axis)."""
     new = min(block[0], w.shape[0]), min(block[1], w.shape[1])
     if new == w.block:
         return w
@@ -93,9 +95,10 @@ def refine(w: QuantArray, block: tuple[int, int]) -> QuantArray:
 
 
 def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
-    """The same values in arrays that are alike, so that the rows of all can be one weight: blocks of one row, the
-    smallest along the inputs, the widest of the integers, and zero points and biases everywhere or nowhere; of static
-    scales of the inputs the largest, which saturates nowhere that its own does not. None where there is no such form.
+    """The weights with equal blocks and dtypes, so that their rows can be concatenated; None if that is impossible.
+
+    Blocks have one row and the greatest common divisor of the inputs. Integers take the widest dtype. Zero points and
+    biases exist in all or none. Static scales of inputs become the largest one, so that none saturates earlier.
     """
     first = parts[0]
     if any((a.order is None) != (first.order is None) or not np.array_equal(a.order, first.order) for a in parts):
@@ -110,7 +113,7 @@ def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
     codes = kinds.pop() if len(kinds) == 1 else np.dtype(np.int8)
 
     def unite(values: list[Any], like: list[Any]) -> list[Any]:
-        """None becomes zeros where others are not None; dtypes become one that holds all."""
+        """Replaces None by zeros if others are not None, and converts all to a common dtype."""
         given = {x.dtype for x in values if x is not None}
         if not given:
             return values
@@ -119,7 +122,7 @@ def common_form(parts: list[QuantArray]) -> list[QuantArray] | None:
         return [np.zeros(y.shape, dtype) if x is None else x.astype(dtype, copy=False) for x, y in pairs]
 
     ways = {a.activations for a in parts}
-    activations = ways.pop() if len(ways) == 1 else None  # otherwise nothing is rounded
+    activations = ways.pop() if len(ways) == 1 else None  # inputs are not rounded if the parts differ
     input_scale = np.max([a.input_scale for a in parts], 0) if activations and activations.static else None
     parts = [replace(a, activations=activations, input_scale=input_scale) for a in parts]
     scales = [a.scale for a in parts]

@@ -1,4 +1,4 @@
-"""Reading safetensors files: every length and offset is checked before it is used.
+"""Reads safetensors files; every length and offset is checked before it is used.
 
 Format: https://huggingface.co/docs/safetensors: 8 bytes little-endian header length, a JSON header of
 name -> {dtype, shape, data_offsets}, then the tensors' bytes back to back: they tile the rest of the file, without
@@ -45,7 +45,7 @@ DTYPES: dict[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies in its file; `start` in bytes from the file's beginning."""
+    """A tensor and its place in a file; `start` is in bytes from the file's beginning."""
 
     name: str
     path: Path
@@ -59,7 +59,7 @@ class TensorInfo:
 
     @property
     def rows_at_once(self) -> int:
-        """Only multiples of so many rows can be read."""
+        """Rows can only be read in multiples of this number."""
         return 1
 
     def read(self) -> np.ndarray:
@@ -68,8 +68,8 @@ class TensorInfo:
         return parts[0] if parts else np.empty(self.shape, self.dtype)
 
     def read_rows(self, max_bytes: int, multiple: int = 1) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, rows) along the first axis: multiples of `multiple`, which divides them, and of `rows_at_once`;
-        no more than `max_bytes` at a time where that can be."""
+        """Yields (index of the first row, rows), at most `max_bytes` at a time if possible. The number of rows is a
+        multiple of `rows_at_once` and of `multiple`, which must divide the tensor's rows."""
         if not self.shape:
             yield 0, self._read(0, 1).reshape(())
             return
@@ -83,15 +83,19 @@ class TensorInfo:
             yield first, self._read(first * row, count * row).reshape(count, *self.shape[1:])
 
     def _read(self, first: int, count: int) -> np.ndarray:
-        """`count` numbers from the `first` on, which are whole rows where the tensor has rows."""
-        data = np.fromfile(self.path, self.dtype, count, offset=self.start + first * self.dtype.itemsize)
+        """`count` numbers from number `first` on; whole rows, if the tensor has rows."""
+        return self._numbers(self.dtype, count, first * self.dtype.itemsize)
+
+    def _numbers(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
+        """`count` numbers of the file, `offset` bytes after the tensor's start."""
+        data = np.fromfile(self.path, dtype, count, offset=self.start + offset)
         if data.size != count:
             raise CheckpointError(f"{self.path} ends inside tensor {self.name!r}: it was truncated while being read")
         return data
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one file. Raises CheckpointError when anything about the file does not add up."""
+    """The tensors of one file. Raises CheckpointError for a damaged file."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -124,7 +128,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check_tiling(path: Path, tensors: dict[str, TensorInfo], begin: int, size: int) -> None:
-    """Each byte from `begin` on must belong to exactly one tensor."""
+    """Checks that each byte from `begin` on belongs to exactly one tensor."""
     at, before = begin, "the header"
     for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
         if tensor.start != at:
@@ -162,12 +166,12 @@ def _is_sizes(value: object) -> bool:
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of a model folder: of `model.safetensors`, or of its index's files, or else of all files, without
-    consolidated ones where there are others."""
+    """All tensors of a model folder: of the index's files, else of `model.safetensors`, else of all safetensors files,
+    without consolidated ones if there are others."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         paths = _indexed_files(folder, index)
-    elif single.exists():  # files beside it hold adapters, or the same weights under other names
+    elif single.exists():  # other files hold adapters, or the same weights under other names
         paths = [single]
     else:
         paths = _all_files(folder)
@@ -203,7 +207,7 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {name!r:.200}, which is no .safetensors file of its folder")
     if not any(os.path.isfile(folder / name) for name in names) and (others := _all_files(folder)):
-        return others  # a quantizer has copied the index of the model that it read
+        return others  # some quantizers copy the original model's index
     for name in names:
         if not os.path.isfile(folder / name):
             raise CheckpointError(f"{index} names {name}, which is missing")

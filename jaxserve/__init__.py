@@ -18,8 +18,8 @@ try:
 except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0+unknown"
 
-# In a checkout, `jaxserve.server`, `jaxserve.checkpoints` and `jaxserve.pallas_kernels` are folders beside this one. An
-# installation has them inside it (pyproject.toml).
+# In a checkout, the packages `server`, `checkpoints` and `pallas_kernels` are folders beside this one. An installation
+# has them inside it (see `package-dir` in pyproject.toml).
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "pallas_kernels").is_dir():
     __path__.append(str(_ROOT))
@@ -34,7 +34,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use: the command line's help must not wait for JAX."""
+    """Imports a public name on first use, so that the command line's help does not wait for JAX."""
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     import importlib

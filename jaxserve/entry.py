@@ -1,7 +1,7 @@
-"""Runs one of our own modules as a program: `python -P /…/jaxserve/entry.py jaxserve.server.process.engine_process`.
+"""Runs a module of jaxserve as a program: `python -P /…/jaxserve/entry.py jaxserve.server.process.engine_process`.
 
-`python -m` puts the current folder first on the path, and that may be a model's repository with modules of its own.
-Started this way, a child imports what its parent's installation holds, and nothing from the folder it runs in.
+`python -m` puts the current folder first on the path. That folder may be a model's repository, with modules of its own.
+A child process started this way imports its parent's installation, and nothing from the current folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that start-up leaves behind goes back to the system."""
+"""Returns memory to the system that only start-up needed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ \S+ +(/\S*\.so[.
 
 
 def settle() -> None:
-    """After start-up, what it alone needed: Python's garbage, freed memory, and the pages of libraries. What is left
-    stays: the garbage collector need not hold up anybody to look at it again."""
+    """Called once after start-up: collects garbage, then returns freed memory and the libraries' pages. Objects that
+    are alive now stay for good, so `freeze` exempts them from later, slow collections."""
     gc.collect()
     gc.freeze()
     trim()
@@ -23,18 +23,18 @@ def settle() -> None:
 
 
 def trim() -> None:
-    """Gives back what the C library keeps of freed memory for later. Loading and compiling leave hundreds of MiB of it
-    behind, which serving will not ask for again. Does nothing where the library is not glibc."""
+    """Returns the freed memory that the C library retains. Loading and compiling leave hundreds of MiB of it, which
+    serving does not need again. Does nothing where the C library is not glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def leave_libraries() -> None:
-    """Takes the pages of shared libraries out of this process, which gets those back that it touches again.
+    """Drops this process's mapped pages of shared libraries; a page that is touched again comes back by itself.
 
-    Linking, importing and compiling touch most of a library once: of XLA's 100 MiB that they leave, serving needs 30.
-    The pages are the system's own copy of the files, which it would take when short of memory; a fault brings back 16
-    of them in a microsecond. Does nothing where the system does not tell what is mapped.
+    Linking, importing and compiling touch most of a library once: 100 MiB of XLA, of which serving needs 30. The pages
+    belong to the system's file cache, and a page fault maps 16 of them again in a microsecond. Does nothing on a system
+    without /proc/self/smaps.
     """
     with contextlib.suppress(OSError, AttributeError):
         madvise = ctypes.CDLL(None).madvise
@@ -44,12 +44,12 @@ def leave_libraries() -> None:
 
 
 def _unwritten_libraries(smaps: str) -> Iterator[tuple[int, int]]:
-    """Start and end of mappings of libraries that hold nothing but the file's own bytes: where the linker has put
-    addresses into a page, or it is swapped out, that page would be lost."""
+    """Start and end of the library mappings whose pages all equal the file. Others must be kept: dropping a page that
+    the linker has written to, or that is swapped out, would lose its contents."""
     found: re.Match[str] | None = None
     for line in smaps.splitlines():
         name, _, value = line.partition(":")
-        if not value or not name.isidentifier():  # the head of the next mapping
+        if not value or not name.isidentifier():  # the first line of the next mapping
             found = _MAPPING.match(line)
         elif name in ("Anonymous", "Swap") and value.split()[0] != "0":
             found = None

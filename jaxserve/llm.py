@@ -26,7 +26,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One completion. `stop_reason` is the stop string or token id that ended it, None at the model's own end."""
+    """One completion. `stop_reason` is the stop string or token id that ended it; None for the model's own ones."""
 
     index: int
     text: str = ""
@@ -42,7 +42,7 @@ class CompletionOutput:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A prompt with its completions. `prompt_logprobs` has None for the first token."""
+    """A prompt with its completions. The first entry of `prompt_logprobs` is None."""
 
     request_id: str
     prompt: str | None
@@ -57,14 +57,14 @@ class RequestOutput:
 
 
 def _token_ids(value: Any) -> list[int] | None:
-    """`value` as plain integers, of whatever integer type they were; None when it is no sequence of these."""
+    """A sequence of integers of any type as plain ones; None where `value` is not such a sequence."""
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
         return None
     if any(isinstance(token, bool) or not hasattr(token, "__index__") for token in value):
         return None
     try:
         return [operator.index(token) for token in value]
-    except TypeError:  # arrays of more than one element have an __index__ that refuses
+    except TypeError:  # an array has __index__, which raises for more than one element
         return None
 
 
@@ -83,7 +83,7 @@ class LLM:
     """A model to generate with, in this process.
 
     Keyword arguments are EngineConfig's: `max_model_len`, `tensor_parallel_size`, `kv_pages`, `seed` and so on.
-    Raises ConfigError or CheckpointError when the model cannot be loaded as asked.
+    Raises ConfigError or CheckpointError when the model cannot be loaded with these settings.
     """
 
     def __init__(self, model: str, **config: Any):
@@ -94,23 +94,23 @@ class LLM:
             placeholder=self.engine.config.load_format == "dummy",
         )
         self._ids = (f"offline-{i}" for i in itertools.count())
-        # Request id -> where its updates go (a stream may be open while something else is generated), and how many
-        # tokens are worth one; until there are so many they are kept.
+        # Request id -> the queue of its caller (a stream may be open while another call generates), and the number of
+        # tokens that make an update. Tokens short of that number are in `_pending`, by request id and completion.
         self._inboxes: dict[str, tuple[deque[SequenceUpdate], int]] = {}
-        self._kept: dict[tuple[str, int], list[int]] = {}
-        self._trimmed = -1  # programs that there were at the last `_trim`
+        self._pending: dict[tuple[str, int], list[int]] = {}
+        self._trimmed = -1  # number of compiled programs at the last `_trim`
         gguf.forget()
         self._trim()
 
     def _trim(self) -> None:
-        """Gives back what loading, or compiling since the last time, has left behind."""
+        """Returns the memory that loading, and compiling since the last call, have left behind."""
         if self._trimmed != (programs := self.engine.runner.num_executables):
             self._trimmed = programs
             heap.trim()
             heap.leave_libraries()
 
     def default_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends, with 16 new tokens."""
+        """The sampling parameters that the model's generation_config.json recommends; 16 new tokens."""
         defaults = self.tokenizer.generation_defaults
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: value for name in names if (value := getattr(defaults, name)) is not None}
@@ -125,8 +125,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues each prompt: a string, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}.
 
-        One SamplingParams serves all prompts, or there is one for each. Results are in the order of the prompts.
-        Raises InvalidRequestError, naming the prompt's place, before anything runs.
+        `sampling_params` is one for all prompts, or a list with one for each. Results are in the order of the prompts.
+        Raises InvalidRequestError with the prompt's index before anything runs.
         """
         requests, texts = self._requests(_prompt_list(prompts), sampling_params)
         processors = {request.request_id: OutputProcessor(self.tokenizer, request) for request in requests}
@@ -149,9 +149,9 @@ class LLM:
         ignore_eos: bool = False,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """The `beam_width` most likely outputs that a search finds for each prompt, the best first.
+        """The `beam_width` most likely outputs that beam search finds for each prompt, the best first.
 
-        Their order is that of `cumulative_logprob` / length ** length_penalty; see `jaxserve.scheduling.beam`.
+        Outputs are ranked by `cumulative_logprob` / length ** length_penalty; see `jaxserve.scheduling.beam`.
         """
         params = SamplingParams(
             use_beam_search=True,
@@ -173,7 +173,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, through the model's chat template.
 
-        A conversation is a list of {"role": ..., "content": ...}; `template` goes to the chat template.
+        A conversation is a list of {"role": ..., "content": ...}; `template` are variables of the chat template.
         """
         if not isinstance(messages, Sequence) or (messages and isinstance(messages[0], Mapping)):
             messages = [messages]  # type: ignore[assignment]
@@ -188,8 +188,8 @@ class LLM:
         return self.generate(prompts, sampling_params, progress=progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[ChoiceDelta, None, None]:
-        """Continues one prompt, yielding its text as it comes. Leaving early (closing the iterator) aborts it."""
-        requests, _ = self._requests([prompt], params)  # here, so that a mistake is reported before the first step
+        """Continues one prompt, yielding its text as it is generated. Closing the iterator aborts the request."""
+        requests, _ = self._requests([prompt], params)  # not in the generator: errors are raised by this call
         requests[0].streams = True
         processors = {requests[0].request_id: OutputProcessor(self.tokenizer, requests[0])}
         return (delta for _, delta in self._run(requests, processors))
@@ -244,7 +244,7 @@ class LLM:
     def _run(
         self, requests: list[Request], processors: dict[str, OutputProcessor], bar: tqdm | None = None
     ) -> Iterator[tuple[str, ChoiceDelta]]:
-        """Feeds the requests to the engine and yields what they gain until all have ended."""
+        """Submits the requests and yields (request id, delta) until all have finished."""
         inbox: deque[SequenceUpdate] = deque()
         self._inboxes |= {
             request.request_id: (inbox, 1 if request.streams else MAX_TOKENS_PER_CALL) for request in requests
@@ -275,19 +275,19 @@ class LLM:
             for request in requests:
                 del self._inboxes[request.request_id]
                 for index in range(request.params.n):
-                    self._kept.pop((request.request_id, index), None)
+                    self._pending.pop((request.request_id, index), None)
 
     def _step(self) -> None:
         output = self.engine.step()
         for request_id, index, tokens in zip(output.request_ids, output.indices, output.tokens, strict=True):
             if request_id in self._inboxes:
-                kept = self._kept.setdefault((request_id, index), [])
-                kept += tokens
-                if len(kept) >= self._inboxes[request_id][1]:
+                pending = self._pending.setdefault((request_id, index), [])
+                pending += tokens
+                if len(pending) >= self._inboxes[request_id][1]:
                     output.updates.append(SequenceUpdate(request_id, index, []))
         for update in output.updates:
             if update.request_id in self._inboxes:
-                update.token_ids = self._kept.pop((update.request_id, update.index), []) + update.token_ids
+                update.token_ids = self._pending.pop((update.request_id, update.index), []) + update.token_ids
                 self._inboxes[update.request_id][0].append(update)
 
     def _output(

@@ -1,1 +1,1 @@
-"""Benchmarks: of any OpenAI-compatible server, of the engine in process, of a server's start."""
+"""Benchmarks of any OpenAI-compatible server, of the engine in this process, of a server's start, and of kernels."""

@@ -1,5 +1,5 @@
-"""What kernels are compared on: inputs of many shapes, made on the device, with the fewest bytes and operations that
-they take, and the right answer in float64.
+"""Cases for comparing kernels: inputs of many shapes, made on the device, the least bytes and operations that they
+need, and exact results in float64.
 
 An operation is a function (state, *arguments) -> (state, output). Only `write_kv` has a state, the pages, which is
 donated.
@@ -25,10 +25,10 @@ from jaxserve.pallas_kernels.registry import AttentionProblem, MatmulProblem
 from jaxserve.pallas_kernels.types import KVPages, QuantArray
 
 DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int4": np.dtype(ml_dtypes.int4)}
-CHECKED = 16  # pairs of a token and a head, or of a row and an output, that are computed in float64
-EPSILONS = 4  # of the activations' type, that a right answer may be off
+CHECKED = 16  # (token, head) or (row, output) pairs that are compared with float64
+EPSILONS = 4  # tolerated error, in epsilons of the activations' dtype
 
-Compared = tuple[np.ndarray, np.ndarray]  # values of a result, and what they are to be, float64
+Compared = tuple[np.ndarray, np.ndarray]  # values of a result, and their exact values, float64
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -37,13 +37,13 @@ def dtype_of(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """A problem and a way to make inputs for it.
+    """A problem for the registry, with inputs and exact results.
 
-    operation: of the registry. part: of it, as in results and in tables of block sizes.
+    operation: its name in the registry. part: the part of it that results and tables of block sizes name.
     """
 
     operation: ClassVar[str]
-    checked: ClassVar[int] = 0  # which of the first round's results is checked
+    checked: ClassVar[int] = 0  # index of the result of the first round that is checked
     name: str
     dtype: str
 
@@ -53,18 +53,18 @@ class Case(ABC):
 
     @property
     def tolerance(self) -> float:
-        """Of an error, over the largest value or norm."""
+        """The tolerated error, relative to the largest value or norm."""
         return max(EPSILONS * float(jnp.finfo(self.dtype).eps), 1e-4)
 
     @property
     @abstractmethod
     def problem(self) -> Any:
-        """As the registry is asked."""
+        """The problem as the registry takes it."""
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """The fewest that have to be read and written."""
+        """The least bytes that must be read and written."""
 
     @property
     @abstractmethod
@@ -78,20 +78,20 @@ class Case(ABC):
 
     @abstractmethod
     def call(self, module: ModuleType) -> Callable[..., tuple[Any, Any]]:
-        """The operation of a backend."""
+        """A backend's function for this operation."""
 
     def result(self, state: Any, output: Any) -> jax.Array:
-        """What it is judged by."""
+        """The array that is compared with the exact result."""
         return output
 
     @abstractmethod
     def exact(self, result: jax.Array, *arguments: Any) -> Compared:
-        """Some values of a result, and what they are to be."""
+        """Some values of a result, and their exact values."""
 
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
-    """rows: new tokens, and cached ones with the new ones; those of one token come first, as decodes."""
+    """rows: (new tokens, cached tokens including the new ones) of each; decodes, with one new token, come first."""
 
     operation: ClassVar[str] = "attention"
     rows: tuple[tuple[int, int], ...]
@@ -99,7 +99,7 @@ class AttentionCase(Case):
     group: int = 4
     head_dim: int = 128
     page_size: int = 16
-    kv_dtype: str | None = None  # None: as the queries
+    kv_dtype: str | None = None  # None: the queries' dtype
 
     @property
     def decodes(self) -> int:
@@ -123,17 +123,17 @@ class AttentionCase(Case):
     def bytes(self) -> int:
         problem = self.problem
         token = problem.head_dim * problem.kv_dtype.itemsize + (4 if problem.has_scale else 0)
-        queries = 2 * self.tokens * self.group * self.head_dim * problem.q_dtype.itemsize  # and results
+        queries = 2 * self.tokens * self.group * self.head_dim * problem.q_dtype.itemsize  # queries and results
         return self.kv_heads * (2 * sum(cached for _, cached in self.rows) * token + queries)
 
     @property
     def flops(self) -> int:
-        """Of the pairs that the causal mask leaves."""
+        """Operations for the pairs that the causal mask leaves."""
         pairs = sum(new * cached - new * (new - 1) // 2 for new, cached in self.rows)
         return 4 * pairs * self.kv_heads * self.group * self.head_dim
 
     def arguments(self, seed: int) -> tuple[Any, ...]:
-        """As `paged_attention` takes them; pages are scattered, and page 0 is nobody's."""
+        """The arguments of `paged_attention`; pages are in random order, without the null page 0."""
         needed = [-(-cached // self.page_size) for _, cached in self.rows]
         owned = 1 + np.random.default_rng(seed).permutation(sum(needed)).astype(np.int32)
         tables = np.zeros((len(needed), max(needed)), np.int32)
@@ -150,7 +150,7 @@ class AttentionCase(Case):
         return lambda state, *arguments: (state, module.paged_attention(*arguments, **options))
 
     def exact(self, result: jax.Array, q: jax.Array, pages: KVPages, tables: jax.Array, *_: Any) -> Compared:
-        """Some values of the output, and what they are to be, in float64."""
+        """Some values of the output, and their exact values in float64."""
         rng = np.random.default_rng(0)
         pairs = [(token, head) for token in range(self.tokens) for head in range(self.kv_heads)]
         if len(pairs) > CHECKED:
@@ -169,7 +169,7 @@ class AttentionCase(Case):
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Made where it is needed: NumPy takes long for large arrays, and JAX compiles for every shape."""
+    """Normal values, made on the device: for large arrays NumPy takes long."""
     if jax.default_backend() == "cpu":
         return jnp.asarray(np.random.default_rng(abs(seed)).standard_normal(shape, np.float32).astype(dtype))
     return jax.random.normal(jax.random.key(seed), shape, dtype)
@@ -188,7 +188,7 @@ def pick(array: jax.Array, *index: Any) -> np.ndarray:
 
 
 def make_pages(seed: int, count: int, problem: AttentionProblem) -> KVPages:
-    """So many pages of normal values."""
+    """`count` pages of normal values."""
     values = normal(seed, (count, 2, problem.kv_heads, problem.page_size, problem.head_dim), problem.q_dtype)
     if not problem.has_scale:
         return KVPages(values)
@@ -205,10 +205,10 @@ def _wide(pages: KVPages, chosen: np.ndarray, which: int, head: int) -> np.ndarr
 
 @dataclass(frozen=True)
 class WriteCase(Case):
-    """New tokens' keys and values, to be written to scattered places."""
+    """Writes keys and values of new tokens to random slots."""
 
     operation: ClassVar[str] = "attention"
-    checked: ClassVar[int] = -1  # what was written last is there in the end
+    checked: ClassVar[int] = -1  # the last call's values remain
     tokens: int
     kv_heads: int = 8
     head_dim: int = 128
@@ -218,7 +218,7 @@ class WriteCase(Case):
 
     @cached_property
     def like(self) -> AttentionCase:
-        """Pages four times as large as needed."""
+        """An attention case whose pages have four times the slots needed."""
         return AttentionCase(
             self.name, self.dtype, ((1, 4 * self.tokens),), self.kv_heads, 1, self.head_dim, self.page_size,
             self.kv_dtype,
@@ -255,20 +255,20 @@ class WriteCase(Case):
         return data if state.scale is None else data * state.scale[..., None]
 
     def exact(self, result: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> Compared:
-        """What is stored of some tokens, and what was given."""
+        """The stored values of some tokens, and the given ones."""
         chosen = np.asarray(slots)[:CHECKED]
         stored = pick(result, chosen // self.page_size, slice(None), slice(None), chosen % self.page_size)
         return stored, np.stack([pick(x, slice(CHECKED)) for x in (k, v)], 1)
 
     @property
     def tolerance(self) -> float:
-        """Half a unit of a quantized type, over the largest value."""
+        """Half a step of a quantized dtype, relative to the largest value."""
         return {"int8": 0.5 / 127, "fp8": 2.0**-4}.get(self.kv_dtype or "", 0.0) + 1e-6
 
 
 @dataclass(frozen=True)
 class MatmulCase(Case):
-    """block: as QuantArray's, 0 for all."""
+    """Multiplies by a quantized weight. block: as QuantArray's; 0 is the whole axis."""
 
     operation: ClassVar[str] = "matmul"
     codes: str
@@ -302,7 +302,7 @@ class MatmulCase(Case):
     def arguments(self, seed: int) -> tuple[Any, ...]:
         shape, block = (self.out, self.inputs), self.whole_block
         most = 8 if self.codes == "int4" else 128
-        codes = integers(seed, -most, most, shape, dtype_of(self.codes))  # rounded, where they are float8
+        codes = integers(seed, -most, most, shape, dtype_of(self.codes))  # float8 codes are rounded
         blocks = (-(-self.out // block[0]), -(-self.inputs // block[1]))
         scale = jnp.abs(normal(seed, blocks, self.dtype)) + jnp.ones((), self.dtype)
         zero = integers(seed, -8, 8, blocks, jnp.int8) if self.has_zero else None
@@ -312,7 +312,7 @@ class MatmulCase(Case):
         return lambda state, x, w: (state, module.quant_matmul(x, w))
 
     def exact(self, result: jax.Array, x: jax.Array, w: QuantArray) -> Compared:
-        """Some rows and columns of the output, and what they are to be, in float64."""
+        """Some rows and columns of the output, and their exact values in float64."""
         rng = np.random.default_rng(0)
         rows, columns = (np.sort(rng.permutation(size)[:CHECKED]) for size in result.shape)
 
@@ -326,14 +326,14 @@ class MatmulCase(Case):
 
 
 def first_result(case: Case, work: Work, sets: Sequence[tuple[Any, ...]]) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Runs the first round of `work` on `sets`: the result that is checked, and its arguments."""
+    """Runs the first round of `work` on `sets`; returns the result that is checked, and its arguments."""
     work.enqueue(1)
     work.wait()
     return case.result(work.state, work.outputs[case.checked]), sets[: work.calls][case.checked]
 
 
 def largest_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Over the largest value; infinite where something is not finite."""
+    """The largest error relative to the largest value; infinite if a value is not finite."""
     error = np.abs(found - expected).max() / np.abs(expected).max()
     return float(error) if np.isfinite(error) else float("inf")
 

@@ -8,7 +8,7 @@ from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, WriteCa
 
 OPERATIONS = ("decode", "prompts", "mixed", "write_kv", "matmul")
 
-# name: codes, rows and inputs that share a scale (0: all), zero points
+# Name: codes, rows and inputs that share a scale (0: all), whether there are zero points.
 FORMATS: dict[str, tuple[str, tuple[int, int], bool]] = {
     "int8 channel": ("int8", (1, 0), False),
     "int8 g128": ("int8", (1, 128), False),
@@ -20,7 +20,7 @@ FORMATS: dict[str, tuple[str, tuple[int, int], bool]] = {
     "fp8 channel": ("fp8", (1, 0), False),
     "fp8 128x128": ("fp8", (128, 128), False),
 }
-# name: outputs, inputs
+# Name: outputs, inputs.
 WEIGHTS = {
     "8B qkv": (6144, 4096),
     "8B out": (4096, 4096),
@@ -33,10 +33,10 @@ WEIGHTS = {
 
 
 def cases(sizes: str, dtype: str, page_size: int) -> Iterator[Case]:
-    """All cases of `sizes`, small or full, the most telling ones of each operation first.
+    """All cases of `sizes` (small or full), the most important ones of each operation first.
 
     Args:
-      dtype: of activations.
+      dtype: dtype of the activations.
       page_size: tokens per page.
     """
     yield from (small if sizes == "small" else full)(dtype, page_size)

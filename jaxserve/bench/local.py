@@ -1,4 +1,4 @@
-"""The engine in this process: how many tokens a second, and how long one batch takes."""
+"""Measures the engine in this process: tokens per second, and the latency of one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def load(config: EngineConfig, input_len: int, output_len: int) -> LLM:
-    """A model with everything compiled. Raises ValueError where the lengths, in tokens, do not fit."""
+    """Loads a model and compiles its programs. Raises ValueError if the lengths, in tokens, exceed its limit."""
     from jaxserve.llm import LLM
 
     if input_len < 1 or output_len < 1:
@@ -34,24 +34,24 @@ def load(config: EngineConfig, input_len: int, output_len: int) -> LLM:
 
 
 def traced(folder: str | None) -> contextlib.AbstractContextManager[None]:
-    """JAX's profiler, writing to the folder if there is one."""
+    """A context with JAX's profiler, which writes to the folder; None: without it."""
     import jax
 
     return contextlib.nullcontext() if folder is None else jax.profiler.trace(folder)
 
 
 def random_ids(random: np.random.Generator, vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """Prompts without a common beginning."""
+    """`count` prompts of random tokens, without common prefixes."""
     return random.integers(vocab_size, size=(count, length)).tolist()
 
 
 def fixed_length(output_len: int) -> SamplingParams:
-    """Greedy, and exactly so many tokens."""
+    """Parameters for greedy outputs of exactly this many tokens."""
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
 
 
 def run_offline(config: EngineConfig, num_prompts: int, input_len: int, output_len: int) -> dict[str, Any]:
-    """Throughput of `LLM.generate` over prompts of one length, after a warm-up with one of them."""
+    """Throughput of `LLM.generate` with prompts of one length, after a warm-up with one prompt."""
     if num_prompts < 1:
         raise ValueError(f"there must be at least 1 prompt, got {num_prompts}")
     llm = load(config, input_len, output_len)
@@ -76,7 +76,7 @@ def run_offline(config: EngineConfig, num_prompts: int, input_len: int, output_l
 def run_latency(
     config: EngineConfig, batch_size: int, input_len: int, output_len: int, iterations: int
 ) -> dict[str, Any]:
-    """Latencies of a batch that starts together, with fresh prompts in each iteration; one more is the warm-up."""
+    """Latencies of a batch whose prompts start together. Each iteration has new prompts; a first one is the warm-up."""
     if not 1 <= batch_size <= config.max_num_seqs or iterations < 1:
         raise ValueError(
             f"the batch must have 1 to {config.max_num_seqs} (--max-num-seqs) sequences and there must be at least 1 "
@@ -98,7 +98,7 @@ def run_latency(
 
 
 def run_batch(engine: Engine, prompts: list[list[int]], params: SamplingParams, number: int) -> list[RequestRecord]:
-    """Runs prompts together, on a clock that starts with them; `number` keeps their ids apart from other batches'."""
+    """Runs prompts together; times count from their start. `number` makes request ids differ from other batches'."""
     records = {f"batch-{number}-{i}": RequestRecord(0.0, input_tokens=len(ids)) for i, ids in enumerate(prompts)}
     clock = time.perf_counter()
     for name, ids in zip(records, prompts, strict=True):

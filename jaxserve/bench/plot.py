@@ -1,4 +1,4 @@
-"""A run as a picture: how the latencies are distributed, and what happened when."""
+"""Plots a run: distributions of latencies, and a timeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINE, _AREA = "#1f5fa8", "#cfe0f3"
 
 
 def require_matplotlib() -> Any:
-    """matplotlib, drawing to files. Raises RuntimeError, saying how to install it, where it is missing."""
+    """Imports matplotlib for drawing to files. Raises RuntimeError with instructions if it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -51,7 +51,7 @@ def plot_run(path: Path, records: Sequence[RequestRecord], title: str) -> None:
 
 
 def _plot_distribution(axes: Any, title: str, values: np.ndarray) -> None:
-    """The share of values (sorted, in milliseconds) up to each, with the median and the 99th percentile marked."""
+    """The cumulative distribution of sorted values (ms), with marks at the median and the 99th percentile."""
     axes.set(title=title, xlabel="ms", ylabel="share", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if not len(values):

@@ -1,7 +1,6 @@
-"""What is asked: random prompts, prompts with a common beginning, recorded conversations.
+"""Prompts for benchmarks: random ones, ones with a common prefix, and those of recorded conversations.
 
-Prompts are lists of token ids where the server takes these, so that their lengths are exact; otherwise text of common
-words.
+Prompts are lists of token ids, with exact lengths, if the server accepts these; otherwise texts of common words.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-_CHARACTERS_PER_TOKEN = 4  # of English, roughly: what the length of a recorded answer is guessed by
-_MIN_CHARACTERS, _MAX_CHARACTERS = 16, 4096  # of recorded prompts and answers that are used
+_CHARACTERS_PER_TOKEN = 4  # roughly, in English; estimates the tokens of a recorded answer
+_MIN_CHARACTERS, _MAX_CHARACTERS = 16, 4096  # limits of the recorded prompts and answers that are used
 
 _TEXT = (
     "the of and to in is that for it was on are as with they be at this have from or had by but what some we can out "
@@ -32,7 +31,7 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, as token ids or text, and how many tokens are asked for."""
+    """A prompt, as token ids or text, and the number of tokens to generate."""
 
     content: list[int] | str
     output_len: int
@@ -40,7 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Input and output tokens per request: uniform within `range_ratio` (0 to 1) of the means, and at least 1."""
+    """Tokens per request: at least 1, and uniform within a fraction `range_ratio` (0 to 1) of the given lengths."""
 
     input_len: int = 128
     output_len: int = 128
@@ -63,13 +62,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What prompts are drawn from: `ids`, or where these are None, words, of which each is so many tokens."""
+    """The elements of random prompts: `ids` or, if None, words of known numbers of tokens."""
 
     ids: Sequence[int] | range | None = None
     tokens_per_word: float = 1.0
 
     def draw(self, random: np.random.Generator, tokens: int) -> list[int] | list[str]:
-        """A piece of a prompt that is this many tokens long; with words, about."""
+        """A random piece of a prompt with this many tokens (approximately, for words)."""
         if self.ids is not None:
             return [int(self.ids[i]) for i in random.integers(len(self.ids), size=tokens)]
         count = max(1, round(tokens / self.tokens_per_word))
@@ -80,14 +79,14 @@ class Vocabulary:
 
 
 def random_prompts(vocabulary: Vocabulary, lengths: Lengths, count: int, seed: int) -> list[Prompt]:
-    """Prompts that have nothing in common."""
+    """Prompts without a common prefix."""
     return prefix_prompts(vocabulary, lengths, count, seed, prefix_len=0, num_prefixes=1)
 
 
 def prefix_prompts(
     vocabulary: Vocabulary, lengths: Lengths, count: int, seed: int, *, prefix_len: int, num_prefixes: int
 ) -> list[Prompt]:
-    """Prompts that begin with one of `num_prefixes` pieces of `prefix_len` tokens, in turn, before their own."""
+    """Prompts that begin with one of `num_prefixes` prefixes of `prefix_len` tokens, in turn."""
     if prefix_len < 0 or num_prefixes < 1:
         raise ValueError(f"there must be a prefix of 0 or more tokens, got {num_prefixes} of {prefix_len} tokens")
     random = np.random.default_rng(seed)
@@ -101,11 +100,11 @@ def prefix_prompts(
 
 
 def sharegpt_prompts(path: Path, count: int, seed: int, output_len: int | None = None) -> list[Prompt]:
-    """First questions of recorded conversations, in random order, none twice.
+    """The first questions of recorded conversations, in random order and without repetition.
 
     `path` is a JSON list of {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}.
-    As many tokens are asked for as the recorded answer has, guessed by its characters, unless `output_len` says.
-    Raises ValueError when the file is not of this form, or has too few usable conversations.
+    The output length is `output_len`, or by default that of the recorded answer, estimated from its characters. Raises
+    ValueError when the file is not of this form, or has too few usable conversations.
     """
     try:
         conversations = [item.get("conversations", item.get("conversation")) for item in json.loads(path.read_bytes())]

@@ -1,4 +1,4 @@
-"""Results on paper: the machine, aligned tables, JSON."""
+"""Reports of results: the machine, aligned tables, JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.bench.stats import METRICS, PERCENTILES
 
 
 def machine(*, device: bool) -> dict[str, Any]:
-    """What this ran on. `device` asks JAX, which then occupies the accelerator: not where a server still needs it."""
+    """Describes the machine. `device` asks JAX too, which reserves the accelerator, so not while a server needs it."""
     facts: dict[str, Any] = {
         "platform": platform.platform(),
         "cpu": _cpu_model(),
@@ -57,7 +57,7 @@ def machine_line(facts: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as text: the first column to the left, numbers to the right, each as wide as it needs."""
+    """Rows as text: the first column is left-aligned, the others right-aligned."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(max(map(len, cells)))]
     return "\n".join(
@@ -93,7 +93,7 @@ _COUNTS = {
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """A summary as from `stats.summarize`, as two tables."""
+    """A summary of `stats.summarize` as two tables."""
     counts = table([[title, summary[key]] for title, key in _COUNTS.items() if key in summary])
     header = ["Milliseconds", "mean", *(f"p{p}" for p in PERCENTILES)]
     rows = []
@@ -107,7 +107,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises ValueError for a file whose folder is missing: better before a long run than after it."""
+    """Raises ValueError for a file whose folder is missing; called before a long run."""
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
@@ -126,7 +126,7 @@ def dumps(document: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can carry it: paths and infinities as text."""
+    """`value` with paths and infinities as text, which JSON lacks."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Load on a server: requests at their times, and a record of each. Any OpenAI-compatible server will do."""
+"""Puts load on an OpenAI-compatible server: sends requests at given times, and records each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxserve.bench.stats import RequestRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where requests go and what they ask for besides the prompt.
+    """The server, and the requests' parameters except the prompt.
 
     Attributes:
-      model: its name; None is the first that the server lists.
-      timeout: seconds that a request may take.
+      model: the model's name; None is the first that the server lists.
+      timeout: longest time of a request, in seconds.
     """
 
     url: str
@@ -42,7 +42,7 @@ class Target:
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
     def body(self, prompt: Prompt) -> bytes:
-        """A request's JSON. The model must be known."""
+        """A request's JSON; `model` must not be None."""
         fields: dict[str, Any] = {"model": self.model, "max_tokens": prompt.output_len, "temperature": self.temperature}
         if self.endpoint == "chat":
             fields["messages"] = [{"role": "user", "content": prompt.content}]
@@ -57,7 +57,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Load:
-    """When requests start: as a Poisson process of `request_rate` a second, or as many at a time as `concurrency`."""
+    """When requests start: in a Poisson process of `request_rate` per second, or so that `concurrency` are open."""
 
     request_rate: float = math.inf
     concurrency: int | None = None
@@ -76,14 +76,14 @@ class Load:
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Starts [count] in seconds, the first at 0, of a Poisson process of `rate` a second (inf: all at 0)."""
+    """Start times [count] in seconds, the first at 0, of a Poisson process of `rate` per second (inf: all at 0)."""
     if math.isinf(rate):
         return [0.0] * count
     random = Random(seed)
     return [0.0, *itertools.accumulate(random.expovariate(rate) for _ in range(count - 1))]
 
 
-# What is read of an answer, whole or in chunks, from either endpoint
+# The parts of answers that are read: whole answers or chunks, of either endpoint.
 
 
 class _Text(msgspec.Struct):
@@ -122,7 +122,7 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 
 
 class _Reader:
-    """Reads one answer into a record; `clock` is when the run started, on the clock of the events."""
+    """Reads one answer into a record; `clock` is the run's start on the clock of the events."""
 
     def __init__(self, record: RequestRecord, clock: float):
         self._record = record
@@ -131,7 +131,7 @@ class _Reader:
         self._usage: _Usage | None = None
 
     def event(self, now: float, data: bytes) -> None:
-        """A chunk. Raises ValueError when it is not what the API says."""
+        """Reads a chunk. Raises ValueError if it does not conform to the API."""
         if data == b"[DONE]":
             self._ended = True
             return
@@ -142,7 +142,7 @@ class _Reader:
                 self._record.arrivals.append(now - self._clock)
 
     def finish(self, response: Response, streamed: bool) -> None:
-        """The end of the answer: settles the counts, and what failed."""
+        """Completes the record at the end of the answer: token counts, and the error if there was one."""
         record = self._record
         if response.status != 200:
             record.error = f"HTTP {response.status}: {error_text(response.body)}"
@@ -152,7 +152,7 @@ class _Reader:
         if not self._ended and record.error is None:
             record.error = "the answer ended without a finish reason"
         if streamed and not record.arrivals and record.last:
-            record.arrivals.append(record.last)  # tokens that have no text
+            record.arrivals.append(record.last)  # the tokens had no text
         record.output_tokens = len(record.arrivals)
         if self._usage is not None:
             record.input_tokens = self._usage.prompt_tokens
@@ -169,7 +169,7 @@ class _Reader:
 
 
 def error_text(body: bytes) -> str:
-    """The message in an error's body, in OpenAI's shape or any other."""
+    """The message in an error's body, in OpenAI's format or another."""
     try:
         value = msgspec.json.decode(body)
         for key in ("error", "message", "detail"):
@@ -188,9 +188,9 @@ class Sender:
         self._client = client
 
     async def send(self, body: bytes, clock: float, input_tokens: int = 0) -> RequestRecord:
-        """Sends one request; what goes wrong ends up in the record. `clock` is the run's start.
+        """Sends one request; errors are stored in the record. `clock` is the run's start.
 
-        `input_tokens` counts where the server does not.
+        `input_tokens` is used if the server does not report the prompt's tokens.
         """
         record = RequestRecord(time.perf_counter() - clock, input_tokens=input_tokens)
         reader = _Reader(record, clock)
@@ -212,9 +212,9 @@ class Sender:
 async def run_load(
     send: Callable[[int], Awaitable[RequestRecord]], starts: Sequence[float], concurrency: int | None = None
 ) -> list[RequestRecord]:
-    """The records of `send(0)`, `send(1)`, …, each begun at its start in seconds from now.
+    """Calls `send(0)`, `send(1)`, …, each at its start time in seconds from now, and returns their records.
 
-    With `concurrency` the starts do not matter: a request begins when one before it has ended.
+    With `concurrency` start times are ignored: a request starts when an earlier one has ended.
     """
     records: list[RequestRecord | None] = [None] * len(starts)
     with tqdm(total=len(starts), desc="requests", disable=None, leave=False) as bar:
@@ -241,11 +241,11 @@ async def run_load(
     return [record for record in records if record is not None]
 
 
-# What has to be known of a server beforehand
+# Properties of a server that are needed beforehand.
 
 
 async def first_model(client: Client) -> str:
-    """The first model that the server lists. Raises HTTPError where it lists none."""
+    """The first model that the server lists. Raises HTTPError if it lists none."""
     response = await client.request("GET", "/v1/models")
     if response.status != 200:
         raise HTTPError(f"GET /v1/models: HTTP {response.status}: {error_text(response.body)}")
@@ -256,7 +256,7 @@ async def first_model(client: Client) -> str:
 
 
 async def find_vocabulary(client: Client, model: str, vocab_size: int | None = None) -> Vocabulary:
-    """Ids below `vocab_size`, or else those of common words, if the server has /tokenize; words, if it does not."""
+    """Ids below `vocab_size` if given, else ids of common words if the server has /tokenize, else words."""
     if vocab_size is not None:
         return Vocabulary(range(vocab_size))
     body = {"model": model, "prompt": " " + " ".join(WORDS), "add_special_tokens": False}
@@ -270,12 +270,12 @@ async def find_vocabulary(client: Client, model: str, vocab_size: int | None = N
 
 
 async def takes(sender: Sender, target: Target, content: list[int] | str) -> str | None:
-    """None if the server answers such a prompt, else why it does not."""
+    """None if the server accepts such a prompt, else the error."""
     return (await sender.send(target.body(Prompt(content, 1)), 0.0)).error
 
 
 async def usable_vocabulary(sender: Sender, target: Target, vocabulary: Vocabulary) -> Vocabulary:
-    """The vocabulary, without ids where the server wants text. Raises HTTPError where it answers neither."""
+    """The vocabulary, without ids if the server accepts only text. Raises HTTPError if it accepts neither."""
     ids = [] if vocabulary.ids is None else [int(token) for token in vocabulary.ids[:4]]
     if ids and target.endpoint == "completions" and await takes(sender, target, ids) is None:
         return vocabulary

@@ -1,4 +1,4 @@
-"""From the start of a server's process until it is ready, and what the time went into."""
+"""Measures the time from the start of a server's process until it is ready, by phase."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _STOP_SECONDS = 30
 
 @dataclass(frozen=True)
 class Start:
-    """One start; seconds from the process's start, or that a phase took (None where the log does not tell).
+    """One start. Times are in seconds, from the process's start or of a phase; None if the log does not have it.
 
     Attributes:
-      cache: "cold" with an empty compilation cache, "warm" with what the start before left, "as is" with the user's.
+      cache: "cold" is an empty compilation cache, "warm" that of the start before, "as is" the user's.
       http_s: until the server answered /health.
       load_s: reading and placing the model, sizing the cache.
       compile_s: compiling, or reading compiled programs from the cache.
-      executables: how many programs that were.
-      ready_s: until /ready said so: all together.
+      executables: number of these programs.
+      ready_s: until /ready reported that the server is ready; the sum of all phases.
     """
 
     cache: str
@@ -44,12 +44,12 @@ class Start:
 
     @property
     def other_s(self) -> float:
-        """Imports, starting processes and devices, the tokenizer: what no phase accounts for."""
+        """The rest: imports, starting processes and devices, the tokenizer."""
         return self.ready_s - (self.load_s or 0.0) - (self.compile_s or 0.0)
 
 
 def engine_flags(config: EngineConfig) -> list[str]:
-    """The command line's flags for what differs from the defaults, the model aside."""
+    """The command line's flags for the settings that differ from the defaults, except the model."""
     flags = []
     for name, field in EngineConfig.__dataclass_fields__.items():
         value, flag = getattr(config, name), name.replace("_", "-")
@@ -63,21 +63,21 @@ def engine_flags(config: EngineConfig) -> list[str]:
 
 
 def run_startup(config: EngineConfig, *, cold: bool, timeout: float) -> list[Start]:
-    """Starts a server as it is; or with `cold` twice, in an empty compilation cache and in what that left.
+    """Starts a server with the user's compilation cache or, with `cold`, twice with a cache that is empty at first.
 
-    The operating system's file cache is as it is, too. Raises RuntimeError when the server ends, or is not ready
+    The operating system's file cache is not emptied. Raises RuntimeError when the server ends, or is not ready
     within `timeout` seconds.
     """
     if not cold:
         return [measure_start(config, "as is", dict(os.environ), timeout)]
     with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as folder:
         env = {**os.environ, "JAXSERVE_CACHE": folder}
-        env.pop("JAX_COMPILATION_CACHE_DIR", None)  # would win over ours
+        env.pop("JAX_COMPILATION_CACHE_DIR", None)  # would take precedence
         return [measure_start(config, cache, env, timeout) for cache in ("cold", "warm")]
 
 
 def measure_start(config: EngineConfig, cache: str, env: dict[str, str], timeout: float) -> Start:
-    """One start and stop of a server in that environment."""
+    """Starts and stops a server in the environment `env`."""
     port = free_port()
     command = entry.command("jaxserve", "serve", config.model, "--port", str(port), *engine_flags(config))
     start = time.perf_counter()
@@ -107,7 +107,7 @@ def measure_start(config: EngineConfig, cache: str, env: dict[str, str], timeout
 
 
 class ProcessLog(threading.Thread):
-    """Reads a process's output as it comes."""
+    """A thread that reads a process's output."""
 
     def __init__(self, stream: IO[str]):
         super().__init__(daemon=True)
@@ -127,7 +127,7 @@ class ProcessLog(threading.Thread):
 
 @contextlib.contextmanager
 def server_process(command: Sequence[str], env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], ProcessLog]]:
-    """A process that is stopped at the end, and its log."""
+    """A context with a process, which is stopped at the end, and its log."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     log = ProcessLog(process.stdout)

@@ -1,4 +1,4 @@
-"""What was seen of each request, and what that comes to."""
+"""Records of requests, and statistics over them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 PERCENTILES = (50, 90, 99)
-# Name in goodput limits and results -> what it is called in the table; all in milliseconds.
+# Name in goodput limits and results -> title in the table; all in milliseconds.
 METRICS = {
     "ttft": "Time to first token",
     "tpot": "Time per output token",
@@ -23,11 +23,11 @@ class RequestRecord:
     """One request. Times are in seconds on the clock of the run, which starts at 0.
 
     Attributes:
-      start: when the request was begun, a new connection included.
-      end: when its answer was whole, or it failed.
-      arrivals: when each chunk with tokens arrived; empty where the answer was not streamed.
-      last: when the last chunk that belongs to the answer arrived, a bare finish reason included.
-      error: why it failed.
+      start: when the request was begun, before a new connection was opened.
+      end: when its answer was complete, or it failed.
+      arrivals: when each chunk with tokens arrived; empty if the answer was not streamed.
+      last: when the last chunk of the answer arrived, which may have only a finish reason.
+      error: why the request failed.
     """
 
     start: float
@@ -61,12 +61,12 @@ class RequestRecord:
         return self.end - self.start
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether it succeeded within limits in milliseconds; what it has no value for (TPOT of one token) passes."""
+        """Whether it succeeded within limits in milliseconds; a metric without value (TPOT of one token) passes."""
         values = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}
         return self.error is None and all(1e3 * (values[name] or 0.0) <= limit for name, limit in limits.items())
 
     def as_row(self) -> dict[str, Any]:
-        """For the results file: the fields, and the latencies in milliseconds."""
+        """The row of the results file: all fields, and the latencies in milliseconds."""
         ms = {f"{name}_ms": None if value is None else 1e3 * value for name, value in self._latencies().items()}
         return asdict(self) | ms
 
@@ -75,7 +75,7 @@ class RequestRecord:
 
 
 def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
-    """`["ttft:200", "e2e:5000"]` as milliseconds by name. Raises ValueError for what is not of this form."""
+    """`["ttft:200", "e2e:5000"]` as milliseconds by name. Raises ValueError for another form."""
     result = {}
     for text in limits:
         name, _, value = text.partition(":")
@@ -101,7 +101,7 @@ def distribution(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def latencies(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """The values of each metric in seconds, over the requests that succeeded."""
+    """Name -> values in seconds of all successful requests."""
     good = [record for record in records if record.error is None]
     return {
         "ttft": [r.ttft for r in good if r.ttft is not None],
@@ -112,21 +112,21 @@ def latencies(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """The most requests that were under way at one time."""
+    """The largest number of open requests at one time."""
     _, running = concurrency(records)
     return int(running.max(initial=0))
 
 
 def concurrency(records: Sequence[RequestRecord]) -> tuple[np.ndarray, np.ndarray]:
-    """Times [2n] in seconds, in order, and how many requests are under way from each on."""
+    """Times [2n] in seconds, in order, and the number of open requests from each on."""
     times = np.array([r.end for r in records] + [r.start for r in records])
     change = np.repeat([-1, 1], len(records))
-    order = np.argsort(times, kind="stable")  # at the same time ends come first
+    order = np.argsort(times, kind="stable")  # of equal times, ends come first
     return times[order], np.cumsum(change[order])
 
 
 def throughput(records: Sequence[RequestRecord], bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
-    """Edges [bins + 1] in seconds, and output tokens per second between them [bins]; a request's chunks count alike."""
+    """Edges [bins + 1] in seconds, and output tokens per second [bins]; all chunks of a request count equally."""
     good = [r for r in records if r.error is None and r.output_tokens]
     times = [np.asarray(r.arrivals or [r.end]) for r in good]
     weights = [np.full(len(at), r.output_tokens / len(at)) for r, at in zip(good, times, strict=True)]
@@ -138,9 +138,9 @@ def throughput(records: Sequence[RequestRecord], bins: int = 100) -> tuple[np.nd
 
 
 def summarize(records: Sequence[RequestRecord], limits: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """The figures of a run: rates per second, latencies in milliseconds (None where nothing was measured).
+    """The results of a run: rates per second, latencies in milliseconds (None without measurements).
 
-    Tokens count for requests that succeeded. `limits`, milliseconds by metric, add the goodput.
+    Only tokens of successful requests count. `limits`, milliseconds by metric, add the goodput.
     """
     good = [record for record in records if record.error is None]
     duration = max((r.end for r in records), default=0.0) - min((r.start for r in records), default=0.0)

@@ -1,9 +1,8 @@
-"""How long a compiled function takes on the device, and what the device can do at best.
+"""Measures a compiled function's time on the device, and the device's highest rates.
 
-Calls are asynchronous: many are queued, and only the last is waited for. Several calls, each with arguments of its own,
-are compiled into one program, so that launching them takes the host less time than running them takes the device; and
-there are so many arguments that they do not fit the device's cache. Where the host is what is measured all the same, it
-is said.
+Calls are asynchronous: many are queued, and only the last is waited for. Several calls, each with its own arguments,
+are compiled into one program, so that the host launches them faster than the device runs them. All arguments together
+do not fit the device's cache. `Timing.host_bound` reports a measurement that the host limits nevertheless.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SPREAD = {"gpu": 256 << 20, "tpu": 256 << 20, "cpu": 16 << 20}  # bytes of arguments that no cache holds
-MOST_SETS = 32  # of arguments
-CHAIN = 16  # calls in one program
+SPREAD = {"gpu": 256 << 20, "tpu": 256 << 20, "cpu": 16 << 20}  # bytes of arguments that exceed any cache
+MOST_SETS = 32  # most sets of arguments
+CHAIN = 16  # most calls in one program
 SAMPLES, LEAST_SAMPLES = 11, 3
-QUEUED = 16  # rounds that the runtime queues without waiting for earlier ones
-SAMPLE_SECONDS, ALL_SECONDS = 0.02, 1.0  # a sample's at least; all samples' together, about
+QUEUED = 16  # rounds that are queued before the runtime waits for earlier ones
+SAMPLE_SECONDS, ALL_SECONDS = 0.02, 1.0  # least time of a sample; approximate time of all samples
 
 
 class Work(Protocol):
-    """Something to be measured; `calls` of it are queued by each round, or, where not asynchronous, run."""
+    """A function to measure. Each round queues `calls` calls of it, or runs them if it is not asynchronous."""
 
     calls: int
     asynchronous: bool
     state: Any
-    outputs: Any  # of the last round
+    outputs: Any  # the last round's
 
     def enqueue(self, rounds: int) -> None: ...
 
@@ -41,8 +40,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of each sample. host_bound: queueing took nearly as long as everything, so that a call may take
-    the device less."""
+    """Seconds per call of each sample. host_bound: queueing took nearly all the time, so the device may be faster."""
 
     samples: list[float]
     host_bound: bool
@@ -53,7 +51,7 @@ class Timing:
 
 
 def measure(work: Work) -> Timing:
-    """The time per call of what is compiled already."""
+    """Measures the time per call of a compiled function."""
     clock = time.perf_counter
 
     def sample(rounds: int) -> tuple[float, float]:
@@ -75,25 +73,25 @@ def measure(work: Work) -> Timing:
 
 
 def in_groups(items: Sequence[Any], most: int = CHAIN) -> list[Sequence[Any]]:
-    """What each round calls, in turn; `most` is a power of two."""
+    """The items of each round, in turn; `most` is a power of two."""
     size = 1 if jax.default_backend() == "cpu" else math.gcd(len(items), most)
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 class Chain:
-    """Calls of `call(state, *arguments) -> (state, output)`, one for each of the sets of arguments, in turn. The state,
-    which is donated, goes from each to the next. `most` calls in one program."""
+    """Calls `call(state, *arguments) -> (state, output)` with each of the sets of arguments in turn, `most` calls in a
+    program. The state is donated and passed from each call to the next."""
 
     def __init__(
         self, call: Callable[..., tuple[Any, Any]], state: Any, sets: Sequence[tuple[Any, ...]], most: int = CHAIN
     ) -> None:
-        self.asynchronous = jax.default_backend() != "cpu"  # which may run several at a time
+        self.asynchronous = jax.default_backend() != "cpu"  # the CPU may run several calls at a time
         self.groups = in_groups(sets, most)
         self.calls = len(self.groups[0])
         self.state, self.turn = state, 0
         self.outputs: Any = None
 
-        inner = jax.jit(call)  # is lowered once
+        inner = jax.jit(call)  # lowered only once
 
         def run(state, sets):
             outputs = []
@@ -116,14 +114,14 @@ class Chain:
 
 
 def sets_needed(bytes_: int, platform: str) -> int:
-    """How many arguments of that size no cache holds; a power of two."""
+    """The number of argument sets of that size that exceed any cache; a power of two."""
     needed = math.ceil(SPREAD[platform] / bytes_)
     return min(1 << (needed - 1).bit_length(), MOST_SETS)
 
 
 def ceilings(platform: str) -> dict[str, float]:
-    """What this device does: bytes per second (read and written) of a copy, operations per second of a large matmul in
-    bfloat16, or float32 on CPU."""
+    """This device's measured rates: bytes per second (read and written) of a copy, and operations per second of a large
+    matmul in bfloat16, or float32 on CPU."""
     dtype, elements, size = (jnp.float32, 16 << 20, 1024) if platform == "cpu" else (jnp.bfloat16, 1 << 30, 8192)
     keys = jax.random.split(jax.random.key(0), 3)
     array = jax.random.normal(keys[0], (elements,), dtype)

@@ -1,7 +1,7 @@
-"""`jaxserve tune`: times the kernels' block sizes on the device at hand, and writes a table of the best.
+"""`jaxserve tune`: times the kernels' block sizes on this machine's device, and writes a table of the best.
 
-From the plan's own sizes on, one size at a time is varied and the fastest kept. What is wrong, or does not compile, is
-left out and named. The plan's own stay where nothing saves enough, and are then in no table.
+The search begins with the kernel's default sizes, varies one size at a time and keeps the fastest. Sizes with wrong
+results, or that do not compile, are skipped and reported. The table has only sizes that save enough time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from jaxserve.pallas_kernels import registry, tuning
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.types import default_page_size
 
-GAIN = 0.03  # of the plan's own time, that another must save
+GAIN = 0.03  # least saving, as a fraction of the time with the default sizes
 Measure = Callable[[timing.Work], timing.Timing]
 
 
 @dataclass
 class Best:
-    """What was found for one case and backend."""
+    """The result for one case and backend."""
 
     sizes: dict[str, int]
     seconds: float
-    default: float  # seconds with the plan's own sizes
+    default: float  # seconds with the default sizes
     problems: set[str]  # keys of the table
-    failed: list[str] = field(default_factory=list)  # sizes, and why they were left out
+    failed: list[str] = field(default_factory=list)  # sizes that were skipped, and why
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {value}" for name, value in self.sizes.items()) or "the plan's own sizes"
@@ -45,19 +45,19 @@ class Best:
 
 
 def backends(case: Case, device: Device) -> Iterator[tuple[str, ModuleType]]:
-    """Those that have sizes to choose, and run the case on the device."""
+    """The backends that have sizes to choose and run the case on the device."""
     for backend, reason in registry.explain(case.operation, device, case.problem).items():
         if reason is None and (case.part, backend) in tuning.SIZES:
             yield backend, registry.load(case.operation, backend)
 
 
 def search(case: Case, backend: str, module: ModuleType, measure: Measure = timing.measure) -> Best:
-    """The fastest sizes. Raises what the plan's own sizes raise, and ValueError where their result is wrong."""
+    """Finds the fastest sizes. Raises the default sizes' exceptions, and ValueError if their result is wrong."""
     count = timing.sets_needed(case.bytes, jax.default_backend())
     sets = jax.block_until_ready([case.arguments(seed) for seed in range(count)])
 
     def seconds(sizes: dict[str, int]) -> tuple[float, set[str]]:
-        jax.clear_caches()  # traced functions remember their plans
+        jax.clear_caches()  # traced functions keep their block sizes
         with tuning.trial(case.part, backend, sizes) as problems:
             work = timing.Chain(case.call(module), case.state(), sets)
         result, arguments = first_result(case, work, sets)
@@ -72,7 +72,7 @@ def search(case: Case, backend: str, module: ModuleType, measure: Measure = timi
         for sizes in [best.sizes | {name: value} for value in values]:
             try:
                 taken, _ = seconds(sizes)
-            except Exception as error:  # whatever a compiler or a driver may raise
+            except Exception as error:  # a compiler or driver may raise anything
                 best.failed.append(f"{sizes}: {_short(error)}")
                 continue
             if taken < min(best.seconds, (1 - GAIN) * default):
@@ -87,19 +87,19 @@ def tune(
     out: Path | None = None,
     measure: Measure = timing.measure,
 ) -> int:
-    """Tunes for this machine's first device and prints what was found.
+    """Tunes for this machine's first device and prints the results.
 
     Args:
-      operations: of the cases; those without sizes to choose are passed over.
+      operations: operations to tune; those without sizes to choose are skipped.
       sizes: small or full, see `kernel_shapes`.
-      page_size: tokens in a page; None: what an engine takes on this device.
-      out: the table to write; None is the one in the user's folder. What it has of other problems stays.
+      page_size: tokens in a page; None: the engine's default on this device.
+      out: the table to write; None is the one in the user's folder. Its entries for other problems are kept.
 
     Returns:
-      An exit code: 1 where nothing could be measured although there was something to tune.
+      An exit code: 1 if there was something to tune but nothing could be measured.
 
     Raises:
-      TuningError: `out` exists, and is not a table of this device.
+      TuningError: `out` exists and is not a table of this device.
       ConfigError: there is no folder for tables, and `out` is not given.
     """
     device = Device.of(jax.devices()[0])
@@ -116,7 +116,7 @@ def tune(
     for case, backend, module in work:
         try:
             best = search(case, backend, module, measure)
-        except Exception as error:  # as in `search`; others may well work
+        except Exception as error:  # as in `search`; other cases may work
             print(f"{case.part}, {backend}, {case.name}: failed: {_short(error)}", flush=True)
             continue
         measured += 1
@@ -127,7 +127,7 @@ def tune(
             if best.sizes:
                 problems[key] = {"sizes": best.sizes, "us": 1e6 * best.seconds, "default_us": 1e6 * best.default}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(table, indent=1) + "\n")  # now, so that an interrupted run leaves what it has
+        path.write_text(json.dumps(table, indent=1) + "\n")  # now, as a run may be interrupted
     tuning.clear()
     print(f"wrote {path}" if measured else "nothing was written")
     return 0 if measured else 1
@@ -141,7 +141,7 @@ def _user_table(kind: str) -> Path:
 
 
 def _table(path: Path, kind: str) -> dict[str, Any]:
-    """The table there, or a new one."""
+    """Reads the table, or makes a new one."""
     comment = f"jaxserve tune, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}"
     if not path.exists():
         return {"device": kind, "comment": comment, "sizes": {}}

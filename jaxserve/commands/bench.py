@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.bench.serve import Load, Target
     from jaxserve.bench.stats import RequestRecord
 
-_BUSY = 0.8  # of a core, spent by the client: beyond it the times that it took are doubtful
+_BUSY = 0.8  # client's use of a core; above it, measured times may be late
 
 
 def add_commands(commands: Any) -> None:
@@ -28,17 +28,17 @@ def add_commands(commands: Any) -> None:
     _add_load_flags(serve)
     _add_dataset_flags(serve)
     _add_output_flags(serve)
-    serve.add_argument("--detail", action="store_true", help="a row for every request in the JSON file")
+    serve.add_argument("--detail", action="store_true", help="write a row for every request to the JSON file")
     serve.add_argument("--plot", type=Path, metavar="PNG", help="draw distributions and a timeline (needs matplotlib)")
 
-    offline = add_command(commands, "offline", run_bench_offline, "tokens a second of the engine in this process")
+    offline = add_command(commands, "offline", run_bench_offline, "measure tokens per second in this process")
     add_model(offline)
-    offline.add_argument("--num-prompts", type=int, default=64, metavar="N", help="prompts, all given at once")
+    offline.add_argument("--num-prompts", type=int, default=64, metavar="N", help="prompts, all submitted at once")
     _add_shape_flags(offline)
     _add_output_flags(offline)
     add_engine_flags(offline)
 
-    latency = add_command(commands, "latency", run_bench_latency, "latency of one batch in this process")
+    latency = add_command(commands, "latency", run_bench_latency, "measure the latency of one batch in this process")
     add_model(latency)
     latency.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that start together")
     latency.add_argument("--iterations", type=int, default=10, metavar="N", help="batches measured, after a warm-up")
@@ -46,11 +46,11 @@ def add_commands(commands: Any) -> None:
     _add_output_flags(latency)
     add_engine_flags(latency)
 
-    startup = add_command(commands, "startup", run_bench_startup, "time from a server's start until it is ready")
+    startup = add_command(commands, "startup", run_bench_startup, "measure the time until a server is ready")
     add_model(startup)
     startup.add_argument("--cold", action="store_true",
-                         help="start twice: in an empty compilation cache, and in what that start left")  # fmt: skip
-    startup.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="give up a start after this")
+                         help="start twice: with an empty compilation cache, then with a filled one")  # fmt: skip
+    startup.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="longest time of one start")
     _add_output_flags(startup)
     add_engine_flags(startup)
 
@@ -58,53 +58,53 @@ def add_commands(commands: Any) -> None:
 def _add_target_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("target")
     group.add_argument("--url", default="http://127.0.0.1:8000", help="the server, with or without /v1")
-    group.add_argument("--model", metavar="NAME", help="None: the first of /v1/models")
-    group.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help="of /v1")
+    group.add_argument("--model", metavar="NAME", help="model to ask for; None: the first of /v1/models")
+    group.add_argument("--endpoint", choices=["completions", "chat"], default="completions",
+                       help="/v1/completions or /v1/chat/completions")  # fmt: skip
     group.add_argument("--api-key", metavar="KEY", help="bearer key; also read from JAXSERVE_API_KEY")
-    group.add_argument("--no-stream", dest="stream", action="store_false", help="ask for whole answers")
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="always generate the full output length (an extension)"
-    )
-    group.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="a request may take")
+    group.add_argument("--no-stream", dest="stream", action="store_false", help="request whole answers")
+    group.add_argument("--ignore-eos", action="store_true",
+                       help="always generate the full output length (an extension of OpenAI's API)")  # fmt: skip
+    group.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
+    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest time of a request")
 
 
 def _add_load_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("load")
     group.add_argument("--num-requests", type=int, default=100, metavar="N", help="requests measured")
-    group.add_argument("--warmup", type=int, default=0, metavar="N", help="requests before these, not measured")
+    group.add_argument("--warmup", type=int, default=0, metavar="N", help="earlier requests that are not measured")
     when = group.add_mutually_exclusive_group()
     when.add_argument("--request-rate", type=float, default=math.inf, metavar="PER_SECOND",
-                      help="Poisson arrivals; inf: all at once")  # fmt: skip
-    when.add_argument("--concurrency", type=int, metavar="N", help="instead: so many requests at any time")
+                      help="mean rate of Poisson arrivals; inf: all at once")  # fmt: skip
+    when.add_argument("--concurrency", type=int, metavar="N", help="instead keep this many requests open")
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
-                       help="count requests within all of these limits in ms: ttft, tpot, e2e")  # fmt: skip
+                       help="count requests within all of these limits; NAME: ttft, tpot or e2e")  # fmt: skip
 
 
 def _add_dataset_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("prompts")
     group.add_argument("--dataset", choices=["random", "sharegpt", "prefix"], default="random",
                        help="random tokens; recorded questions; random tokens after a common prefix")  # fmt: skip
-    group.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="of a prompt, its prefix aside")
+    group.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="length of prompts without prefix")
     group.add_argument("--output-len", type=int, metavar="TOKENS",
-                       help="asked for; None: 128, or with sharegpt as long as the recorded answer")  # fmt: skip
+                       help="length of outputs; None: 128, or with sharegpt that of the recorded answer")  # fmt: skip
     group.add_argument("--range-ratio", type=float, default=0.0, metavar="FRACTION",
-                       help="lengths are uniform within this fraction of the means")  # fmt: skip
-    group.add_argument("--prefix-len", type=int, default=1000, metavar="TOKENS", help="of each common prefix")
+                       help="lengths vary uniformly by up to this fraction of the given ones")  # fmt: skip
+    group.add_argument("--prefix-len", type=int, default=1000, metavar="TOKENS", help="length of each common prefix")
     group.add_argument("--num-prefixes", type=int, default=1, metavar="N", help="different prefixes, used in turn")
     group.add_argument("--dataset-path", type=Path, metavar="JSON", help="a file in the ShareGPT format")
     group.add_argument("--vocab-size", type=int, metavar="TOKENS",
-                       help="draw token ids below this; None: ids of common words, or text")  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
+                       help="choose random token ids below this; None: ids of common words, or text")  # fmt: skip
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts and arrival times")
 
 
 def _add_shape_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="of each prompt, random tokens")
-    command.add_argument("--output-len", type=int, default=128, metavar="TOKENS", help="generated for each prompt")
+    command.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="random tokens in each prompt")
+    command.add_argument("--output-len", type=int, default=128, metavar="TOKENS", help="tokens generated for each")
 
 
 def _add_output_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", type=Path, metavar="FILE", help="write settings and results")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write settings and results to this file")
 
 
 def run_bench_serve(args: argparse.Namespace) -> int:
@@ -153,7 +153,7 @@ def run_bench_serve(args: argparse.Namespace) -> int:
 async def _measure(
     args: argparse.Namespace, target: Target, load: Load
 ) -> tuple[Target, str, list[RequestRecord], float]:
-    """The target with its model, a word on the prompts, the records, and the client's use of a core (0 to 1)."""
+    """The target with its model, a description of the prompts, the records, and the client's use of a core (0 to 1)."""
     import dataclasses
 
     from jaxserve.bench import serve
@@ -167,7 +167,7 @@ async def _measure(
         vocabulary = await serve.find_vocabulary(client, model, args.vocab_size)
         vocabulary = await serve.usable_vocabulary(sender, target, vocabulary)
         prompts, what = _prompts(args, vocabulary)
-        # Requests are encoded before the clock starts
+        # Requests are encoded before the clock starts.
         bodies = [(target.body(p), len(p.content) if isinstance(p.content, list) else 0) for p in prompts]
         measured, warmup = bodies[: args.num_requests], bodies[args.num_requests :]
         await serve.run_load(lambda i: sender.send(*_at(warmup[i], 0.0)), [0.0] * args.warmup, load.concurrency)
@@ -183,7 +183,7 @@ def _at(request: tuple[bytes, int], clock: float) -> tuple[bytes, float, int]:
 
 
 def _prompts(args: argparse.Namespace, vocabulary: Vocabulary) -> tuple[list[Prompt], str]:
-    """The prompts that the flags ask for, those of the warm-up last, and what they are in words."""
+    """The prompts that the flags ask for, those of the warm-up last, and their description."""
     from jaxserve.bench.prompts import Lengths, prefix_prompts, random_prompts, sharegpt_prompts
 
     count = args.num_requests + args.warmup
@@ -206,7 +206,7 @@ def _prompts(args: argparse.Namespace, vocabulary: Vocabulary) -> tuple[list[Pro
 
 
 def _allow_open_files(count: int) -> None:
-    """Raises the limit on open files towards `count`, as far as the system lets us."""
+    """Raises the limit on open files to `count`, or to the system's hard limit if that is lower."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -269,7 +269,7 @@ def run_bench_startup(args: argparse.Namespace) -> int:
 
 
 def _finish(args: argparse.Namespace, name: str, title: str, text: str, summary: dict[str, Any]) -> None:
-    """Prints and writes the results of a benchmark that had the devices to itself."""
+    """Prints and writes the results of a benchmark that ran in this process or started its own server."""
     from jaxserve.bench import report
 
     facts = report.machine(device=True)
@@ -279,7 +279,7 @@ def _finish(args: argparse.Namespace, name: str, title: str, text: str, summary:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that matter to the results, and no secrets."""
+    """The flags that affect the results, without secrets."""
     return {
         name: value for name, value in vars(args).items() if name not in ("run", "api_key", "verbose", "json", "plot")
     }

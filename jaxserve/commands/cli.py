@@ -1,7 +1,7 @@
 """The command line: `jaxserve serve`, `generate`, `quantize`, `bench` and the others that `make_parser` lists.
 
-The composition root: the one place below `server` that knows it, and imports it only for the commands that need it.
-Nothing heavy is imported before the arguments have been understood, so that help and mistakes are instant.
+The composition root: the only module outside of `jaxserve.server` that imports it, in the commands that need it.
+Nothing heavy is imported before the arguments are parsed, so that help and usage errors are instant.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from jaxserve.commands import bench, conversion
 from jaxserve.commands.arguments import PAGE_SIZE_HELP, add_command, add_engine_flags, add_model, engine_config
 
+TARGET_HELP = "devices other than those of this machine, such as h200x8, a100x1 or v5e-4"
 TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
 
 
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ValueError, OSError, RuntimeError) as error:
-        # ConfigError, CheckpointError, InvalidRequestError, and what JAX says of missing or exhausted devices
+        # ConfigError, CheckpointError, InvalidRequestError, and JAX's errors for missing or exhausted devices.
         if args.verbose:
             raise
         print(f"jaxserve: {error}", file=sys.stderr)
@@ -51,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_server_flags(serve)
     add_engine_flags(serve)
 
-    generate = add_command(commands, "generate", run_generate, "continue a prompt and print the text as it comes")
+    generate = add_command(commands, "generate", run_generate, "continue a prompt, printing text as it is generated")
     add_model(generate)
     generate.add_argument("prompt", help="the text to continue; '-' reads standard input")
     _add_sampling_flags(generate)
@@ -68,43 +69,42 @@ def make_parser() -> argparse.ArgumentParser:
     batch.add_argument(
         "output",
         type=Path,
-        help="JSON lines, one answer a request as it ends; a file from an interrupted run is continued",
+        help="JSON lines with an answer for each request, as it ends; a file from an interrupted run is continued",
     )
     batch.add_argument(
-        "--model", help="folder, hub id, or 'demo'; None: the one that the requests name (otherwise that is ignored)"
+        "--model", help="folder, hub id, or 'demo'; None: the model that the requests name (otherwise ignored)"
     )
     add_engine_flags(batch)
 
-    kernels = add_command(commands, "kernels", run_kernels, "what a device would run, and why not the rest")
-    kernels.add_argument("--target", metavar="NAME", help="devices that are not here, such as h200x8, a100x1 or v5e-4")
-    for name, default, help_ in (("head-dim", 128, "of attention"), ("group", 4, "query heads of a key-value head"),
+    kernels = add_command(commands, "kernels", run_kernels, "show which kernels a device runs, and why not the others")
+    kernels.add_argument("--target", metavar="NAME", help=TARGET_HELP)
+    for name, default, help_ in (("head-dim", 128, "size of an attention head"),
+                                 ("group", 4, "query heads per key-value head"),
                                  ("page-size", None, PAGE_SIZE_HELP)):  # fmt: skip
         kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
 
     tune = add_command(commands, "tune", run_tune, "measure the kernels' block sizes on this device and keep the best")
-    tune.add_argument("--op", nargs="+", choices=TUNABLE, default=TUNABLE, help="which operations")
+    tune.add_argument("--op", nargs="+", choices=TUNABLE, default=TUNABLE, help="operations to measure")
     tune.add_argument("--sizes", choices=["small", "full"], default="full", help="full: those of Llama 3 8B and 70B")
     tune.add_argument("--page-size", type=int, metavar="TOKENS", help=PAGE_SIZE_HELP)
-    tune.add_argument("--out", type=Path, metavar="JSON", help="the table to write; None: in the user's cache folder")
+    tune.add_argument("--out", type=Path, metavar="JSON", help="table to write; None: in the user's cache folder")
 
     models = add_command(commands, "models", run_models, "list the models on this machine, or inspect one")
     models.set_defaults(folder=[])
     about = models.add_subparsers(title="commands", metavar="COMMAND")
     listing = add_command(about, "list", run_models, "list the models on this machine and the supported architectures")
     listing.add_argument("folder", nargs="*", type=Path, help="further folders to look in")
-    inspect = add_command(
-        about, "inspect", run_inspect, "what a model needs of each device's memory, without loading it"
-    )
+    inspect = add_command(about, "inspect", run_inspect, "show a model's use of device memory, without loading it")
     add_model(inspect)
-    inspect.add_argument("--target", metavar="NAME", help="devices that are not here, such as h200x8, a100x1 or v5e-4")
+    inspect.add_argument("--target", metavar="NAME", help=TARGET_HELP)
     add_engine_flags(inspect)
 
     top = add_command(commands, "top", run_top, "watch a server: its queue, batch, pages and latencies")
-    top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
-    top.add_argument("--api-key", metavar="KEY", help="also read from JAXSERVE_API_KEY; of a server with several "
-                     "keys: its admin key or metrics key")  # fmt: skip
-    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks")
-    top.add_argument("--once", action="store_true", help="print one frame and end")
+    top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="address of the server")
+    top.add_argument("--api-key", metavar="KEY", help="bearer key; with several API keys, the admin or metrics key; "
+                     "also read from JAXSERVE_API_KEY")  # fmt: skip
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two frames")
+    top.add_argument("--once", action="store_true", help="print one frame and exit")
 
     conversion.add_commands(commands)
     measure = commands.add_parser("bench", help="measure a server, the engine, or a start")
@@ -116,10 +116,11 @@ def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=128, metavar="TOKENS", help="most new tokens")
     group.add_argument("--temperature", type=float, help="0: greedy; None: the model's recommendation, else 1")
-    group.add_argument("--top-p", type=float, help="in (0, 1]; None: the model's recommendation, else 1")
+    group.add_argument("--top-p", type=float, help="in [0, 1]; None: the model's recommendation, else 1")
     group.add_argument("--top-k", type=int, help="0: all; None: the model's recommendation, else all")
     group.add_argument("--sampling-seed", type=int, help="makes the output repeatable")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output (up to 4 times)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="text that ends the output; may be given several times")  # fmt: skip
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -158,7 +159,7 @@ def run_chat(args: argparse.Namespace) -> int:
             messages.append({"role": "user", "content": line})
             try:
                 messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
-            except InvalidRequestError as error:  # a conversation that is too long, say, can begin anew
+            except InvalidRequestError as error:  # for example too long a conversation; the user may type /reset
                 print(f"jaxserve: {error}", file=sys.stderr)
                 messages.pop()
     return 0
@@ -178,7 +179,7 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
         for delta in llm.stream(prompt, params):
             print(delta.text, end="", flush=True)
             text += delta.text
-    except KeyboardInterrupt:  # ends this answer, not the conversation
+    except KeyboardInterrupt:  # ends this answer but not the conversation
         pass
     print()
     return text
@@ -247,7 +248,7 @@ def run_top(args: argparse.Namespace) -> int:
 
 
 def _load_llm(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and the SamplingParams; mistakes in the flags are found before anything is loaded."""
+    """The model and its sampling parameters; wrong flags are reported before anything is loaded."""
     import msgspec
 
     from jaxserve.types import SamplingParams

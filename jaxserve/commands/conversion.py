@@ -1,4 +1,4 @@
-"""`jaxserve quantize | convert`: flags. What they call is imported when it is needed."""
+"""`jaxserve quantize | convert`: their flags. The modules that do the work are imported when a command runs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from jaxserve.commands.arguments import add_command, add_model
 def add_commands(commands: Any) -> None:
     quantize = add_command(commands, "quantize", run_quantize, "write a quantized copy of a model")
     add_model(quantize)
-    quantize.add_argument("out", type=Path, help="a new folder, or that of an interrupted run, which goes on")
-    quantize.add_argument("--scheme", choices=["int8", "int4", "fp8", "int8-dynamic", "fp8-dynamic"],
-                          default="int4", help="what weights become; -dynamic: inputs of products too")  # fmt: skip
+    quantize.add_argument("out", type=Path, help="a new folder, or the folder of an interrupted run to continue")
+    quantize.add_argument("--scheme", choices=["int8", "int4", "fp8", "int8-dynamic", "fp8-dynamic"], default="int4",
+                          help="type of the weights; -dynamic rounds the inputs of products to it too")  # fmt: skip
     quantize.add_argument("--method", choices=["rtn", "gptq", "awq"], default="rtn",
-                          help="rtn rounds to nearest; gptq and awq look at what the layers see on a text")  # fmt: skip
+                          help="rtn rounds to nearest; gptq and awq measure the layers' inputs on a text")  # fmt: skip
     quantize.add_argument("--group-size", type=int, metavar="INPUTS",
                           help="inputs that share a scale: 128, 64, 32, or 0 for all; None: the largest that fits for "
                           "int4, else 0")  # fmt: skip
-    quantize.add_argument("--asymmetric", dest="symmetric", action="store_false", help="with zero points")
+    quantize.add_argument("--asymmetric", dest="symmetric", action="store_false", help="store zero points")
     quantize.add_argument("--layout", choices=["compressed-tensors", "awq"], default="compressed-tensors",
-                          help="of the files")  # fmt: skip
+                          help="layout of the files")  # fmt: skip
     quantize.add_argument("--calibration", metavar="FILE", help="text, or JSON lines with a 'text' each, for gptq and "
                           "awq; None: calibration.txt of the model's folder")  # fmt: skip
-    quantize.add_argument("--samples", type=int, default=128, metavar="N", help="most pieces of it that are looked at")
-    quantize.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each piece")
+    quantize.add_argument("--samples", type=int, default=128, metavar="N", help="most pieces of the text to use")
+    quantize.add_argument("--length", type=int, default=512, metavar="TOKENS", help="length of each piece")
     quantize.add_argument("--no-act-order", dest="act_order", action="store_false",
-                          help="gptq takes columns as they stand, not those with large inputs first")  # fmt: skip
-    quantize.add_argument("--quantize-head", action="store_true", help="the output head too")
+                          help="gptq rounds columns in their own order, not those with large inputs first")  # fmt: skip
+    quantize.add_argument("--quantize-head", action="store_true", help="quantize the output head too")
 
     convert = add_command(commands, "convert", run_convert, "write a copy of a model in another format")
     add_model(convert)
     convert.add_argument("out", type=Path, help="a new folder")
     convert.add_argument("--format", choices=["orbax", "safetensors"], required=True,
-                         help="orbax: each device of a mesh reads its own part; safetensors: what everybody reads, "
-                         "quantized weights as compressed-tensors")  # fmt: skip
+                         help="orbax: each device of a mesh reads only its own part; safetensors: for other engines "
+                         "too, with quantized weights as compressed-tensors")  # fmt: skip
     convert.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="DEVICES",
-                         help="the most that an orbax checkpoint will be split over, where these are more than the "
-                         "model has key-value heads")  # fmt: skip
+                         help="most devices that will load the orbax checkpoint; matters if they are more than the "
+                         "model's key-value heads")  # fmt: skip
 
 
 def run_quantize(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What a model needs of each device's memory, told before anything is loaded."""
+"""`jaxserve models inspect`: a model's use of each device's memory, computed without loading it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, P
 
 
 def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> Iterator[str]:
-    """Lines: shape, weights by dtype, KV cache, and what fits beside them; `devices` may be those of a target.
+    """The report's lines: shape, weights by dtype, KV cache, and what fits beside them.
 
-    Raises ConfigError or CheckpointError for a model that could not be served so.
+    `devices` may be those of a target; None is this machine's. Raises ConfigError or CheckpointError for a model that
+    could not be served with these settings.
     """
     plan = ModelPlan.of(config, devices)
     model, mesh, layout = plan.model, plan.mesh, plan.one_page
@@ -64,14 +65,14 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     page_bytes = layout.page_bytes // ways(mesh, "kv_heads")
     pages = memory.fitting_pages(config, plan.longest, layout.page_size, page_bytes, budget, memory.Needs())
     yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"
-    tokens = max(pages - 1, 0) * layout.page_size  # one page is nobody's
+    tokens = max(pages - 1, 0) * layout.page_size  # page 0 is the null page, which holds no tokens
     yield f"tokens that fit the KV cache: {tokens:,}, or {tokens // plan.longest:,} requests of {plan.longest:,} tokens"
     yield f"tokens per page: {layout.page_size}"
 
 
 def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig) -> dict[str, Any]:
-    """Path -> the form that a weight of the checkpoint will have on the devices. Reads one of each kind of quantized
-    weight, and no other."""
+    """Path -> the form that the weight will have on the devices, as abstract arrays. Reads only one quantized weight of
+    each kind from the checkpoint."""
     packing = Packing.of(config, mesh)
     rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
     weights = {name: rounding(name, w) for name, w in _as_read(decoder, path, mesh, config, packing).items()}
@@ -81,7 +82,7 @@ def abstract_weights(decoder: Decoder, path: Path, mesh: Mesh, config: EngineCon
 
 
 def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, packing: Packing | None) -> dict[str, Any]:
-    """The same before matrices are packed."""
+    """The weights' forms as they are read, before rounding of inputs and packing."""
     plain: dict[str, Any] = dict(abstract_params(decoder, mesh))
     if config.load_format == "dummy":
         return quantized_abstract(plain, config.quantization) if config.quantization in FORMS else plain
@@ -129,7 +130,8 @@ def _one_of_a_kind(
 
 
 def _form(source: Checkpoint, part: str) -> tuple[Any, ...]:
-    """What the form of a weight follows from: how a tensor of it is stored. GGUF's types are floats by dtype."""
+    """How a tensor is stored, which determines its weight's form. The dtype of quantized GGUF tensors is float32, so
+    their GGUF type is needed too."""
     tensor, reader = source.tensors[part], source.reader
     kind = reader.type_of(part) if isinstance(reader, RowReader) else None
     return kind, tensor.dtype, tensor.shape

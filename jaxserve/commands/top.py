@@ -1,6 +1,6 @@
 """`jaxserve top`: a server's queue, batch, pages and latencies in the terminal, read from its /metrics and /pool.
 
-Shows what any server shows that names its metrics as ours are named after the colon; /pool may be missing.
+Also works for other servers whose metrics have the same names after the colon; /pool may be missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-WINDOW_SECONDS = 60.0  # that latencies and the curve of rates look back
+WINDOW_SECONDS = 60.0  # latencies and rates are shown for this long
 _SAMPLE = re.compile(r"(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LATENCIES = {
@@ -31,16 +31,16 @@ _LATENCIES = {
 }
 _QUANTILES = (0.5, 0.9, 0.99)
 _FREE, _CACHED, _SHARED, _LISTED = range(4)  # codes of `jaxserve.scheduling.page_snapshot`
-_HUES = (75, 208, 43, 176, 149, 203, 111, 180, 80, 218, 185, 141)  # of the 256 colours, for owners
+_HUES = (75, 208, 43, 176, 149, 203, 111, 180, 80, 218, 185, 141)  # owners' colours, of the terminal's 256
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass
 class Sample:
-    """What a server said at one moment: values summed over labels, and the counts of histograms' buckets."""
+    """A server's metrics at one moment: values summed over labels, and histograms' bucket counts by upper bound."""
 
-    seconds: float  # of a steady clock
+    seconds: float  # of the monotonic clock
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     model: str = "?"
@@ -48,7 +48,7 @@ class Sample:
 
 
 def parse_metrics(text: str, seconds: float) -> Sample:
-    """The values of Prometheus's text format; names without what stands before the colon."""
+    """Parses Prometheus's text format; names lose their prefix up to the colon."""
     sample = Sample(seconds)
     for line in text.splitlines():
         match = _SAMPLE.match(line)
@@ -64,7 +64,7 @@ def parse_metrics(text: str, seconds: float) -> Sample:
 
 
 def fetch(url: str, key: str | None) -> Sample:
-    """Asks a server. Raises OSError when it does not answer, ValueError when its address is none."""
+    """Reads a server's metrics. Raises OSError when it does not answer, ValueError for an invalid address."""
 
     def get(path: str) -> str:
         request = urllib.request.Request(url + path, headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -75,15 +75,15 @@ def fetch(url: str, key: str | None) -> Sample:
         sample = parse_metrics(get("/metrics"), time.monotonic())
     except urllib.error.URLError as error:
         raise OSError(f"{url}/metrics: {error.reason}; is a server there, and is --api-key right?") from error
-    with contextlib.suppress(urllib.error.HTTPError):  # another server, or one that still loads
+    with contextlib.suppress(urllib.error.HTTPError):  # another engine's server, or one that is loading its model
         sample.pool = json.loads(get("/pool"))
     return sample
 
 
 def quantile(q: float, counts: dict[float, float]) -> float | None:
-    """The q-quantile of cumulative bucket counts by upper bound, linear within a bucket; None where there are none.
+    """The q-quantile of cumulative bucket counts by upper bound, interpolated within a bucket; None without counts.
 
-    What lies beyond the last finite bound counts as that bound, as in Prometheus's histogram_quantile.
+    A quantile beyond the last finite bound is that bound, as in Prometheus's histogram_quantile.
     """
     total = counts.get(float("inf"), 0.0)
     if total <= 0:
@@ -116,7 +116,7 @@ class View:
         self._hues |= {key: next(free) for key in owners if key not in self._hues}
 
     def frame(self, width: int, height: int) -> list[str]:
-        """At most `height` lines, made for `width` columns."""
+        """At most `height` lines for a terminal of `width` columns."""
         now, values = self._samples[-1], self._samples[-1].values
         title = f"{self._style('jaxserve top', '1')}  {now.model}  {self._style(self._url, '2')}"
         lines = [title, "", self._load(values), self._rates(width), self._cache(values), ""]
@@ -164,7 +164,7 @@ class View:
 
     def _pool(self, pool: dict[str, Any], width: int, rows: int) -> list[str]:
         columns = min(width, 100)
-        group = -(-len(pool["cells"]) // (columns * rows))  # cells to a character
+        group = -(-len(pool["cells"]) // (columns * rows))  # cells per character
         codes = [max(pool["cells"][i : i + group]) for i in range(0, len(pool["cells"]), group)]
         signs = [self._sign(code, pool["owners"]) for code in codes]
         lines = ["".join(signs[i : i + columns]) for i in range(0, len(signs), columns)]
@@ -184,11 +184,11 @@ class View:
 
     def _latencies(self) -> list[str]:
         first, last = self._samples[0], self._samples[-1]
-        alone = first is last
-        span = "since start" if alone else f"last {last.seconds - first.seconds:.0f} s"
+        is_single = first is last
+        span = "since start" if is_single else f"last {last.seconds - first.seconds:.0f} s"
         lines = [self._style(f"{span:<16}" + "".join(f"{f'p{q * 100:g}':>10}" for q in _QUANTILES), "2")]
         for title, name in _LATENCIES.items():
-            counts, earlier = last.buckets[name], {} if alone else first.buckets[name]
+            counts, earlier = last.buckets[name], {} if is_single else first.buckets[name]
             recent = {bound: count - earlier.get(bound, 0.0) for bound, count in counts.items()}
             lines.append(f"{title:<16}" + "".join(f"{_duration(quantile(q, recent)):>10}" for q in _QUANTILES))
         return lines
@@ -216,7 +216,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def run(url: str, *, key: str | None = None, interval: float = 1.0, once: bool = False) -> int:
-    """Shows frames until `q` or Ctrl-C; `once`: prints one. Raises OSError when the server does not answer at first."""
+    """Shows frames until `q` or Ctrl-C; `once` prints one frame. Raises OSError when the first request fails."""
     url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
     terminal = sys.stdout.isatty()
     view = View(url, color=terminal and "NO_COLOR" not in os.environ)
@@ -243,7 +243,7 @@ def run(url: str, *, key: str | None = None, interval: float = 1.0, once: bool =
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """The terminal's second screen, without a cursor, and keys that come as they are pressed."""
+    """Switches to the terminal's alternate screen, without a cursor, with keys delivered as they are pressed."""
     import termios
     import tty
 

@@ -1,15 +1,14 @@
-"""What the linear layers of a model see: its decoder over texts, one layer at a time.
+"""Calibration: statistics of the linear layers' inputs, from running the decoder over texts one layer at a time.
 
-The activations between two layers stand in a file, float32 [samples, length, hidden], so that the next layer can begin
-there, also in another process.
+The activations between two layers are kept in a file, float32 [samples, length, hidden], from which the next layer
+continues, possibly in another process.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from jaxserve.checkpoints.export import complete_file
 from jaxserve.checkpoints.load import Piece
 from jaxserve.config import ConfigError
 from jaxserve.models.decoder import Decoder, angles
@@ -35,9 +35,9 @@ class Statistics(NamedTuple):
 
 
 def read_windows(path: Path, tokenizer: Tokenizer, samples: int, length: int) -> np.ndarray:
-    """Token ids [samples or fewer, length] spread over a text file, or over the "text" of each of a file's JSON lines.
+    """Token ids [at most samples, length] of pieces spread evenly over a text file, or over the "text" of JSON lines.
 
-    Raises ConfigError when there is too little text for one.
+    Raises ConfigError when the text is shorter than one piece.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def read_windows(path: Path, tokenizer: Tokenizer, samples: int, length: int) ->
 
 
 def fuse(pieces: Mapping[str, list[Piece]], shapes: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
-    """Parameters by path, float32 on the device, from the checkpoint's tensors by name."""
+    """Parameters by path, float32 on the device, assembled from the checkpoint's tensors by name."""
     params = {}
     for path, parts in pieces.items():
         host = np.zeros(shapes[path].shape, np.float32)
@@ -66,42 +66,38 @@ def fuse(pieces: Mapping[str, list[Piece]], shapes: Mapping[str, Any], tensors: 
 
 
 def embed(table: np.ndarray, windows: np.ndarray, path: Path) -> None:
-    """The first layer's inputs."""
+    """Writes the first layer's inputs."""
     _write(path, (*windows.shape, table.shape[1]), (table[ids] for ids in windows))
 
 
 def measure(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], inputs: Path) -> dict[str, Statistics]:
-    """What the linear layers of a decoder layer see, by the path of their kernel."""
-    total: Any = None
-    for x in np.load(inputs, mmap_mode="r"):
-        seen = _forward(decoder, decoder.config.layers[layer], dict(params), x)[1]
-        total = seen if total is None else jax.tree.map(jnp.add, total, seen)
-    return total
+    """Statistics of the inputs of a decoder layer's linear layers, by the path of their kernel."""
+    spec = decoder.config.layers[layer]
+    return _total(_forward(decoder, spec, dict(params), x)[1] for x in np.load(inputs, mmap_mode="r"))
 
 
 def measure_rows(inputs: Path, transform: Any) -> Statistics:
-    """The same of a linear layer that sees `transform` of the activations."""
-    total: Any = None
-    for x in np.load(inputs, mmap_mode="r"):
-        seen = _statistics(transform(x))
-        total = seen if total is None else jax.tree.map(jnp.add, total, seen)
-    return total
+    """Statistics of a linear layer whose inputs are `transform` of the activations."""
+    return _total(_statistics(transform(x)) for x in np.load(inputs, mmap_mode="r"))
+
+
+def _total(statistics: Iterable[Any]) -> Any:
+    return reduce(partial(jax.tree.map, jnp.add), statistics)
 
 
 def advance(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], inputs: Path, outputs: Path) -> None:
-    """Writes what a decoder layer makes of its inputs."""
+    """Runs a decoder layer over `inputs` and writes its outputs."""
     given = np.load(inputs, mmap_mode="r")
     spec = decoder.config.layers[layer]
     _write(outputs, given.shape, (_output(decoder, spec, dict(params), x) for x in given))
 
 
 def _write(path: Path, shape: tuple[int, ...], samples: Any) -> None:
-    partial_path = path.with_name(f".{path.name}.partial")
-    file = np.lib.format.open_memmap(partial_path, "w+", np.float32, shape)
-    for i, sample in enumerate(samples):
-        file[i] = sample
-    file.flush()
-    os.replace(partial_path, path)
+    with complete_file(path) as partial_path:
+        file = np.lib.format.open_memmap(partial_path, "w+", np.float32, shape)
+        for i, sample in enumerate(samples):
+            file[i] = sample
+        file.flush()
 
 
 def _statistics(x: jax.Array) -> Statistics:
@@ -112,7 +108,7 @@ def _statistics(x: jax.Array) -> Statistics:
 def _forward(
     decoder: Decoder, spec: LayerSpec, params: dict[str, jax.Array], x: jax.Array
 ) -> tuple[jax.Array, dict[str, Statistics]]:
-    """x [tokens, hidden], a text from its beginning -> the layer's output, and what its linear layers saw."""
+    """x [tokens, hidden], a text from its beginning -> the layer's output, and statistics of its linear layers."""
     paths = {id(value): path for path, value in params.items()}
     seen: dict[str, Statistics] = {}
 

@@ -1,6 +1,6 @@
-"""A model's folder in another format: safetensors under Hugging Face's names, or the engine's parameters by Orbax.
+"""Converts a model's folder: to safetensors with Hugging Face's names, or to an Orbax checkpoint of the parameters.
 
-Memory holds the whole model once, on the host.
+Host memory holds the whole model once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FORMATS = ("orbax", "safetensors")
 
 
 def convert_model(model: str, out: Path, form: str, tensor_parallel_size: int = 1) -> None:
-    """Writes a copy of a model in either of FORMATS, whichever it has.
+    """Writes a copy of a model in one of FORMATS; the model may already be in either.
 
-    `tensor_parallel_size` is the largest that an Orbax checkpoint is for where that exceeds the model's KV heads, which
-    are then repeated in it. Raises ConfigError or CheckpointError.
+    `tensor_parallel_size` is the largest with which an Orbax checkpoint will be loaded. If it exceeds the model's KV
+    heads, these are repeated in the checkpoint. Raises ConfigError or CheckpointError.
     """
     folder = resolve_model(model)
     if form not in FORMATS:
@@ -58,7 +58,7 @@ def convert_model(model: str, out: Path, form: str, tensor_parallel_size: int = 
 
 
 def _read(folder: Path, tensor_parallel_size: int) -> tuple[Decoder, dict[str, Any]]:
-    """The parameters by path, and the decoder that they are for."""
+    """The model's decoder, and its parameters by path."""
     config, mesh = read_model(folder), make_mesh(1, jax.devices("cpu"))
     if orbax.is_saved(folder):
         stored = orbax.describe(folder)
@@ -72,14 +72,14 @@ def _read(folder: Path, tensor_parallel_size: int) -> tuple[Decoder, dict[str, A
 
 
 def stored_decoder(config: ModelConfig, stored: Mapping[str, orbax.Abstract]) -> Decoder:
-    """The decoder whose parameters have the shapes of a checkpoint's."""
+    """The decoder whose parameters have the shapes of the Orbax checkpoint `stored`."""
     rows = stored["layers_0/attention/qkv/kernel"].shape[0] // config.head_dim
     dtype = jax.tree.leaves(stored["norm/scale"])[0].dtype
     return Decoder(config, (rows - config.num_heads) // 2, stored["embed/table"].shape[0], dtype)
 
 
 def take(value: np.ndarray | QuantArray, piece: Piece) -> np.ndarray | QuantArray:
-    """The tensor of a checkpoint that a parameter was made of: the reverse of loading."""
+    """The tensor that `piece` loads into the parameter `value`: the reverse of loading."""
     if isinstance(value, QuantArray):
         rows = np.broadcast_to(np.arange(value.shape[0])[:, None], value.shape)
         chosen = _inside(rows, piece)[..., 0].ravel()
@@ -90,7 +90,7 @@ def take(value: np.ndarray | QuantArray, piece: Piece) -> np.ndarray | QuantArra
 
 
 def _inside(value: np.ndarray, piece: Piece) -> np.ndarray:
-    """What a piece fills, without further rows and repetitions."""
+    """The part of a parameter that a piece fills, without padding rows and repeated entries."""
     sizes = piece.split or piece.shape
     return piece.view(value)[tuple(slice(None if size == -1 else size) for size in sizes)]
 
@@ -98,7 +98,7 @@ def _inside(value: np.ndarray, piece: Piece) -> np.ndarray:
 def _write_safetensors(
     out: Path, decoder: Decoder, names: Mapping[str, str], params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One file a layer, and one for the rest. Returns what config.json has to say of it."""
+    """Writes one file per layer, and one for the rest. Returns the entries to add to config.json."""
     pieces = weight_pieces(decoder, names)
     shards: dict[str, list[str]] = {}
     for path in pieces:

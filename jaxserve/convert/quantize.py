@@ -1,8 +1,8 @@
-"""Making a quantized checkpoint, one layer at a time.
+"""Writes a quantized checkpoint, one layer at a time.
 
 Memory holds one layer, its statistics and the activations of one text. Each finished layer is a file of the output
-folder; a run that was interrupted goes on behind the last of them. With a calibrated method a layer is measured on what
-the quantized layers before it give.
+folder, and an interrupted run continues after the last of them. Calibrated methods measure a layer on the outputs of
+the quantized layers before it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ log = logging.getLogger(__name__)
 SCHEMES = (*KINDS, "int8-dynamic", "fp8-dynamic")
 METHODS = ("rtn", "gptq", "awq")
 GROUP_SIZES = (128, 64, 32)
-RECIPE = "quantize.json"  # in an unfinished folder: the settings that its layers were made with
-TEXT = "calibration.txt"  # in the model's folder: what is read where no text is named
+RECIPE = "quantize.json"  # in an unfinished output folder: the settings of its layers
+TEXT = "calibration.txt"  # in the model's folder: the default calibration text
 
-# A matrix of the decoder, the roles whose tensors it is made of, and what gives its inputs: AWQ divides that.
+# Each matrix of a decoder layer, the roles of the tensors it consists of, and the role that produces its inputs, whose
+# outputs AWQ divides by its scales.
 LINEARS = (
     ("attention/qkv/kernel", ("q", "k", "v"), "attention_norm"),
     ("attention/out/kernel", ("o",), "v"),
@@ -63,20 +64,20 @@ LINEARS = (
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig:
-    """What to make.
+    """Settings of a quantization.
 
     Attributes:
-      scheme: int8, int4 or fp8 (e4m3fn); int8-dynamic and fp8-dynamic (W8A8) have inputs of products rounded too, each
-        token with a scale.
-      method: rtn rounds to nearest; gptq and awq look at what the layers see on a text.
+      scheme: type of the weights: int8, int4 or fp8 (e4m3fn). int8-dynamic and fp8-dynamic (W8A8) also round the inputs
+        of products, with a scale per token.
+      method: rtn rounds to nearest; gptq and awq calibrate with the layers' inputs on a text.
       group_size: inputs that share a scale; 0: all of an output channel. None: for int4 the largest of GROUP_SIZES that
         divides all inputs, else 0.
       symmetric: without zero points.
-      layout: of the files, see `jaxserve.checkpoints.export`.
-      act_order: gptq takes columns with large inputs first.
-      quantize_head: the output head too, where it is not the embedding.
+      layout: layout of the files, see `jaxserve.checkpoints.export`.
+      act_order: gptq rounds columns with large inputs first.
+      quantize_head: quantize the output head too; not possible where it is the embedding.
       calibration: a text file or JSON lines with a "text" each; None: calibration.txt of the model's folder.
-      samples, length: at most so many texts of so many tokens.
+      samples, length: most pieces of the text, and the tokens of each.
     """
 
     scheme: str = "int4"
@@ -104,7 +105,7 @@ class QuantizeConfig:
             raise ConfigError(f"samples and length must be positive, got {self.samples} and {self.length}")
 
     def storage(self, model: ModelConfig) -> Scheme:
-        """Raises ConfigError for groups that do not fit the model."""
+        """How the weights are stored. Raises ConfigError for groups that do not divide the model's inputs."""
         inputs = {model.hidden_size, model.num_heads * model.head_dim, *(layer.mlp.size for layer in model.layers)}
         fitting = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
         size = self.group_size
@@ -130,7 +131,7 @@ def quantize_model(model: str, out: Path, config: QuantizeConfig, *, progress: b
 
 
 class _Run:
-    """One model on its way into one folder."""
+    """One quantization of a model, from reading its folder to writing the output folder."""
 
     def __init__(self, folder: Path, out: Path, config: QuantizeConfig):
         if not folder.is_dir():
@@ -151,14 +152,14 @@ class _Run:
             raise ConfigError("the output head of this model is its embedding, which is not quantized")
 
     def file(self, layer: int) -> Path:
-        """The output of a layer; that of the last but one number holds what belongs to none."""
+        """A layer's output file. The file of `layer` = num_layers holds the tensors outside of the layers."""
         return self.out / f"model-{layer + 1:05d}-of-{self.model.num_layers + 1:05d}.safetensors"
 
     def activations(self, layer: int) -> Path:
         return self.out / f"activations-{layer}.npy"
 
     def names(self, layer: int) -> dict[str, str]:
-        """Role -> tensor."""
+        """Role -> name of the layer's tensor."""
         names = {role: name.format(i=layer) for role, name in self.roles.items() if "{i}" in name}
         return {role: name for role, name in names.items() if name in self.tensors}
 
@@ -167,7 +168,7 @@ class _Run:
         return self.config.method != "rtn"
 
     def begin(self) -> None:
-        """Makes the folder, or finds that an earlier run with the same settings has made it."""
+        """Creates the folder, or checks that an interrupted run with the same settings has created it."""
         windows = self._windows() if self.calibrated else np.zeros((0, 0), np.int32)
         files = sorted({info.path for info in self.tensors.values()})
         recipe = asdict(self.config) | {
@@ -202,7 +203,7 @@ class _Run:
         return read_windows(text, load_tokenizer(self.folder), self.config.samples, length)
 
     def layer(self, layer: int) -> None:
-        """Writes a layer's file, after the activations behind it."""
+        """Writes a layer's file. The next layer's inputs are written first, as the file marks the layer as finished."""
         names = self.names(layer)
         tensors = {name: self.tensors[name].read() for name in names.values()}
         prefix = f"layers_{layer}/"
@@ -237,26 +238,26 @@ class _Run:
         return gptq(weight, seen.hessian, self.scheme, act_order=self.config.act_order)
 
     def _rescale(self, names: dict[str, str], tensors: dict[str, np.ndarray], seen: dict[str, Statistics]) -> None:
-        """Multiplies columns as AWQ wants it, and divides what gives their inputs: a norm, or rows before."""
-        for path, roles, giver in LINEARS:
+        """Multiplies columns by AWQ's scales, and divides the norm or the rows that produce their inputs."""
+        for path, roles, producer in LINEARS:
             consumers = [names[f"{role}.weight"] for role in roles]
             hessian, magnitude = seen[path]
             heads = (1, 1, -1)
-            if giver == "v":  # query heads of a group see the same values
+            if producer == "v":  # the query heads of a group share a value head, so their scales must be equal
                 heads = (self.model.num_kv_heads, self.model.num_heads // self.model.num_kv_heads, -1)
             by_head = np.asarray(magnitude).reshape(heads)
             alike = np.broadcast_to(by_head.mean(1, keepdims=True), by_head.shape).ravel()
             scales = awq_scales([tensors[name] for name in consumers], hessian, alike, self.scheme)
             rows = scales.reshape(heads)[:, 0].ravel()
             for kind in ("weight", "bias"):
-                if (name := names.get(f"{giver}.{kind}")) is None:
+                if (name := names.get(f"{producer}.{kind}")) is None:
                     continue
                 old = tensors[name]
                 if old.ndim == 2:
                     tensors[name] = old.astype(np.float32) / rows[:, None]
                     continue
                 tensors[name] = new = (old / rows).astype(old.dtype)
-                if giver.endswith("norm"):  # what it is divided by after rounding
+                if producer.endswith("norm"):  # the norm is rounded to its dtype: use the quotient that remains
                     scales = np.divide(old, new, dtype=np.float32, out=scales, where=new != 0, casting="unsafe")
             for name in consumers:
                 tensors[name] = tensors[name].astype(np.float32) * scales
@@ -268,7 +269,7 @@ class _Run:
         write_shard(self.file(layer), tensors)
 
     def finish(self) -> None:
-        """Embeddings, norms and head; then what makes the folder a model."""
+        """Writes embeddings, norms and head, then the index, the tokenizer and config.json."""
         layers = range(self.model.num_layers)
         written = {name for layer in layers for name in self.names(layer).values()}
         rest = {name: info.read() for name, info in self.tensors.items() if name not in written | {self.head}}

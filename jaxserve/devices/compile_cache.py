@@ -1,4 +1,4 @@
-"""The persistent compilation cache: what one process compiled, the next one reads. And a count of both."""
+"""The persistent compilation cache, and a counter of compilations and cache hits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.pallas_kernels.cache_folder import open_cache
 
 
 class CompileCounter:
-    """Counts every program that this process compiles from now on, whoever asks for it.
+    """Counts the programs that this process compiles from now on.
 
     Attributes:
       compilations: programs that XLA compiled.
@@ -31,15 +31,15 @@ class CompileCounter:
     def _on_event(self, event: str, **_: object) -> None:
         if event == "/jax/compilation_cache/cache_hits":
             self.cache_hits += 1
-            self.compilations -= 1  # it is reported as a compilation too
+            self.compilations -= 1  # JAX reports a cache hit as a compilation too
 
 
 def enable_compile_cache() -> Path | None:
-    """Turns the cache on, in $JAXSERVE_CACHE or the user's cache folder; None where it is off.
+    """Turns the cache on, in $JAXSERVE_CACHE or the user's cache folder. Returns its folder; None where it is off.
 
-    An empty JAXSERVE_CACHE turns it off, and so does a folder that others can write to (see `cache_folder`): compiled
-    programs are machine code. JAX's own settings go first, and are left as they are where nobody else can write there.
-    A cache that cannot be written to is only read.
+    JAX's own setting of the folder goes first. An empty JAXSERVE_CACHE turns the cache off. Compiled programs are
+    machine code, so a folder that other users can write to is not used (see `cache_folder`). A folder that this user
+    cannot write to is only read.
     """
     present = jax.config.values["jax_compilation_cache_dir"]
     if present and "://" in present:

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX that are supported."""
+"""Differences between the supported versions of JAX."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
 def with_int4_arguments(compiled: Compiled) -> Compiled:
-    """The same, callable with int4 arrays.
+    """The same function, callable with int4 arrays.
 
-    JAX 0.10 describes the layout of an int4 array on CPU without its packing, and then refuses it to a compiled
-    function, whose own description has it. The bytes are the same.
+    On CPU, JAX 0.10 describes the layout of an int4 array without its packing, but a compiled function's layout with
+    it, and rejects the argument because they differ. The bytes are the same, so this removes the check.
     """
     if JAX < (0, 11):
         executable: Any = compiled._executable

@@ -1,4 +1,4 @@
-"""`jaxserve kernels`: what a device would run, and why not the rest."""
+"""`jaxserve kernels`: which kernels a device runs, and why not the others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from jaxserve.pallas_kernels.types import Activations, default_page_size
 
 
 def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int | None = None) -> Iterator[str]:
-    """Lines: per operation and dtype each backend, with what speaks against it. `page_size`: tokens in a page; None:
-    what an engine takes on this device."""
+    """The report's lines: for each operation and dtype all backends, with the reason why one cannot run.
+
+    `page_size`: tokens in a page; None is the engine's default on this device.
+    """
     page_size = page_size or default_page_size(device.platform)
     dtype = np.dtype(np.float32) if device.platform == "cpu" else np.dtype(jnp.bfloat16)
     fp8, int4 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.int4)
@@ -33,7 +35,7 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
         (fp4, (1, 16), fp8, "NVFP4"),
         ("Q4_K", (1, 256), None, "GGUF's blocks, Q4_K and others"),
     ):
-        if isinstance(codes, str):  # kept so on GPUs alone
+        if isinstance(codes, str):  # only GPUs keep GGUF's blocks
             if device.platform != "gpu":
                 continue
             matmul = MatmulProblem(dtype, np.dtype(np.uint8), 4096, 4096, block, kind=codes)
@@ -53,7 +55,7 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
 
 
 def _rounded_inputs(device: Device, dtype: np.dtype) -> Iterator[str]:
-    """Lines on weights of 8 bits whose checkpoints have the inputs of their products in 8 bits too (W8A8)."""
+    """Lines on 8-bit weights whose checkpoints ask for 8-bit inputs of their products too (W8A8)."""
     int8, fp8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
     for codes, block, wanted in (
         (int8, (1, 4096), Activations("int8")),

@@ -1,4 +1,4 @@
-"""Devices as a mesh, and the one table from a weight's logical axes to the mesh's."""
+"""The mesh of devices, and the table that maps logical axes of weights to its axes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULES: dict[str | None, str | None] = {
 
 
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of AXES, of which all but tensor have one device today. Raises ConfigError when devices are missing."""
+    """A mesh with AXES, of which all but tensor have size 1 today. Raises ConfigError for too few devices."""
     devices = jax.devices() if devices is None else devices
     if len(devices) < tensor_parallel_size:
         hint = (
@@ -74,5 +74,5 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def padded_vocab(vocab_size: int, tensor_parallel_size: int) -> int:
-    """Rows of embeddings and head so that every device holds as many."""
+    """Rows of embedding and output head, padded so that all devices hold equally many."""
     return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size

@@ -1,6 +1,6 @@
-"""Devices that this machine does not have, to compile for: names such as h200x8, v5e-4, v6e-8.
+"""Targets: devices to compile for without having them, with names such as h200x8, v5e-4, v6e-8. Data sheets.
 
-The compilers come with JAX's plugins (`pip install jaxserve[aot]`); no driver and no device is needed.
+The compilers come with JAX's plugins (`pip install jaxserve[aot]`); neither driver nor device is needed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from jaxserve.config import ConfigError
 
 
 class Gpu(NamedTuple):
-    """What XLA's compiler and the memory plan must know of an NVIDIA GPU."""
+    """Properties of an NVIDIA GPU, for XLA's compiler and the plan of its memory."""
 
     kind: str
     capability: tuple[int, int]
     cores: int  # multiprocessors
-    threads: int  # of a multiprocessor
-    shared: int  # KiB of shared memory of a multiprocessor, of which a program may use all but one
+    threads: int  # most threads of a multiprocessor
+    shared: int  # KiB of shared memory of a multiprocessor, all but one of which a program may use
     cache: int  # MiB of L2 cache
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
     clock: float  # GHz
-    memory: int  # bytes that a driver leaves, about
+    memory: int  # bytes that the driver leaves free, approximately
 
     def config(self) -> str:
-        """As XLA's target_config wants it."""
+        """XLA's target_config, a protocol buffer in text form."""
         major, minor = self.capability
         return f"""
             gpu_device_info {{
@@ -48,7 +48,7 @@ class Gpu(NamedTuple):
         """
 
 
-# NVIDIA's datasheets and tuning guides, as of late 2026; the memory of all but the H200 is rounded down.
+# From NVIDIA's data sheets and tuning guides, as of late 2026; memory is rounded down, but for the H200.
 GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 164, 40, 2.04e12, 1.41, 79 << 30),
     "l4": Gpu("NVIDIA L4", (8, 9), 58, 1536, 100, 48, 0.3e12, 2.04, 22 << 30),
@@ -65,14 +65,14 @@ MEMORY = {gpu.kind: gpu.memory for gpu in GPUS.values()} | {"TPU v5 lite": 16 <<
 
 
 class Rates(NamedTuple):
-    """What a device does at most, by its maker's datasheet."""
+    """A device's highest rates, by its maker's data sheet."""
 
-    bandwidth: float  # bytes a second, of its memory
-    matmul: float  # floating-point operations a second, of dense products in bfloat16
+    bandwidth: float  # bytes of device memory per second
+    matmul: float  # floating-point operations per second, in dense bfloat16 products
 
 
-# By what device_kind contains; the first match counts. NVIDIA's datasheets (without sparsity) and Google Cloud's pages
-# about each version of TPU, as of late 2026.
+# Keys are parts of a device_kind; the first match counts. From NVIDIA's data sheets (without sparsity) and Google
+# Cloud's pages on each TPU version, as of late 2026.
 RATES = {
     "B300": Rates(8.0e12, 2250e12),
     "B200": Rates(8.0e12, 2250e12),
@@ -87,21 +87,21 @@ RATES = {
     "TPU v5": Rates(2.765e12, 459e12),
     "TPU v4": Rates(1.228e12, 275e12),
 }
-UNKNOWN_RATES = RATES["A100"]  # nothing newer has less arithmetic for each byte, but for workstations
+UNKNOWN_RATES = RATES["A100"]  # newer data-centre devices have at least as much arithmetic per byte
 
 
 def rates(device: Any) -> Rates:
-    """Of one device, of a target or at hand; of kinds that are not known those of an A100."""
+    """The rates of a device or a target's device; those of an A100 for unknown kinds."""
     return next((known for kind, known in RATES.items() if kind in device.device_kind), UNKNOWN_RATES)
 
 
 def target_memory(device: Any) -> int:
-    """Bytes of one device of a target."""
+    """Bytes of memory of a target's device."""
     return MEMORY[device.device_kind]
 
 
 def target_devices(name: str) -> list[Any]:
-    """The devices of a target. Raises ConfigError for one that is not known, or without its compiler."""
+    """The devices of a target. Raises ConfigError for an unknown name, or when its compiler is missing."""
     match = re.fullmatch(r"([a-z0-9]+?)[x-](\d+)", name)
     kind, count = (match[1], int(match[2])) if match else (name, 1)
     try:

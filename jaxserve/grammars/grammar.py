@@ -1,7 +1,7 @@
-"""Structured output (host side): grammars, compiled off the engine's loop, and what each allows next.
+"""Structured output (host side): compiles grammars on threads, and tells which tokens each allows next.
 
-llguidance parses and masks (https://github.com/guidance-ai/llguidance; its docs/json_schema.md says what of JSON Schema
-it knows). It bounds time and memory by itself, but walks grammars recursively: hence threads with a large stack.
+llguidance does the work (https://github.com/guidance-ai/llguidance; its docs/json_schema.md lists the supported parts
+of JSON Schema). It limits its own time and memory, but recurses over grammars, so its threads need a large stack.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from jaxserve.types import Grammar, InvalidRequestError, QueueFullError
 
 T = TypeVar("T")
 
-COMPILE_SECONDS = 5.0  # a grammar that takes longer is refused
-COMPILED = 256  # grammars that are kept
-MAX_QUEUED = 256  # grammars that may wait for a thread of a server that limits what waits
-STACK_BYTES = 2**29  # of a compiling thread; 16,000 rules that name each other need a part of it
+COMPILE_SECONDS = 5.0  # a grammar that takes longer is rejected
+COMPILED = 256  # most compiled grammars that are kept
+MAX_QUEUED = 256  # most grammars that wait for a thread, in a server
+STACK_BYTES = 2**29  # stack of a compiling thread; enough for 16,000 rules that refer to each other
 
 
 class Matcher:
-    """Where one completion stands in its grammar."""
+    """The position of one completion in its grammar."""
 
     def __init__(self, compiled: LLMatcher):
         self._compiled = compiled
         self.state = compiled.deep_copy()
 
     def fork(self) -> Matcher:
-        """Another completion, at its beginning."""
+        """A matcher for another completion, at the grammar's beginning."""
         return Matcher(self._compiled)
 
     @property
     def ended(self) -> bool:
-        """Nothing can follow, or it failed."""
+        """Whether no token can follow, or the matcher has failed."""
         return self.state.is_stopped()
 
     @property
@@ -66,7 +66,7 @@ class Compilation:
     def __init__(self, pool: ThreadPoolExecutor, vocabulary: Future[LLTokenizer], grammar: Grammar):
         self._vocabulary, self._grammar = vocabulary, grammar
         self._started: float | None = None
-        self._wanted = 0  # requests that wait for it
+        self._num_waiting = 0  # requests that wait for this grammar
         self.future: Future[LLMatcher] = submit(pool, self._run)
 
     def _run(self) -> LLMatcher:
@@ -80,27 +80,27 @@ class Compilation:
 
     @property
     def error(self) -> BaseException | None:
-        """Why there will be no matcher, or not in time; the time that it waited for a thread does not count."""
+        """Why compiling failed or took too long, without the wait for a thread; None if it did not."""
         if self.future.done():
             return self.future.exception()
         late = self._started is not None and time.monotonic() - self._started > COMPILE_SECONDS
         return _error(self._grammar, f"it was not compiled within {COMPILE_SECONDS:g} s") if late else None
 
     def join(self) -> None:
-        """One more request waits for it."""
-        self._wanted += 1
+        """Adds a waiting request."""
+        self._num_waiting += 1
 
     def leave(self) -> None:
-        """A request waits no longer; without any it leaves the queue."""
-        self._wanted -= 1
-        if self._wanted == 0:
+        """Removes a waiting request; without any, a grammar that is still queued is not compiled."""
+        self._num_waiting -= 1
+        if self._num_waiting == 0:
             self.future.cancel()
 
 
 class Compiler:
-    """Compiles the grammars of one model's requests, and keeps them.
+    """Compiles the grammars of one model's requests, and keeps the last COMPILED of them.
 
-    `max_queued`: grammars that may wait for a thread; None is no limit.
+    `max_queued`: most grammars that wait for a thread; None is no limit.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], *, max_queued: int | None = None):
@@ -111,11 +111,11 @@ class Compiler:
 
     @cached_property
     def vocabulary(self) -> Future[LLTokenizer]:
-        """The bytes of each token; the first to ask has them read in the background."""
+        """The bytes of each token, read by a thread at the first use."""
         return submit(self._pool, read_vocabulary, self._folder, self.vocab_size, self._eos_token_ids)
 
     def check(self, grammar: Grammar) -> None:
-        """Waits until it is compiled. Raises InvalidRequestError when it cannot be, or not in time."""
+        """Waits until a grammar is compiled. Raises InvalidRequestError when that fails or takes too long."""
         compilation = self.compile(grammar)
         compilation.join()
         while not compilation.future.done() and compilation.error is None:
@@ -125,7 +125,7 @@ class Compiler:
             raise error
 
     def compile(self, grammar: Grammar) -> Compilation:
-        """Begins to compile, unless somebody did before. Raises QueueFullError."""
+        """The compilation of a grammar, which is begun unless it is among those kept. Raises QueueFullError."""
         vocabulary = self.vocabulary
         found = self._compiled.pop(grammar, None)
         if found is None or found.future.cancelled():
@@ -140,12 +140,12 @@ class Compiler:
 
 
 def submit(pool: ThreadPoolExecutor, call: Callable[..., T], *args: Any) -> Future[T]:
-    """Has a thread with a large stack do it."""
-    usual = threading.stack_size(STACK_BYTES)  # of threads that the pool may start now
+    """Submits a call to a pool whose threads get a large stack: `submit` may start a thread."""
+    default = threading.stack_size(STACK_BYTES)
     try:
         return pool.submit(call, *args)
     finally:
-        threading.stack_size(usual)
+        threading.stack_size(default)
 
 
 def _build(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -159,7 +159,7 @@ def _build(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def _usable(tokens: LLTokenizer, part: Grammar) -> Grammar:
-    """The part, or what stands in for it. Raises InvalidRequestError for one that is to blame."""
+    """A part that compiles: the part itself or, if it is loose, its `type` only. Raises InvalidRequestError else."""
     try:
         _matcher(tokens, part)
     except ValueError as error:
@@ -171,11 +171,11 @@ def _usable(tokens: LLTokenizer, part: Grammar) -> Grammar:
 
 
 def _matcher(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """Raises ValueError, saying what is wrong with the grammar."""
+    """Compiles a grammar. Raises ValueError with llguidance's reason."""
     sources = [_source(tokens, grammar)]
     sources += [{**_source(tokens, part), "name": name} for name, part in grammar.parts]
     matcher = LLMatcher(tokens, json.dumps({"grammars": sources}), log_level=0)
-    if not matcher.is_error():  # the first mask shows what is wrong with some
+    if not matcher.is_error():  # some errors appear only when the first mask is computed
         fill_next_token_bitmask(matcher, allocate_token_bitmask(1, tokens.vocab_size))
     if matcher.is_error():
         raise ValueError(_reason(matcher.get_error()))
@@ -183,11 +183,11 @@ def _matcher(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def read_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """The bytes of each token; those of tokenizer.json where it is of a kind that llguidance reads."""
+    """The bytes of each token, by llguidance from tokenizer.json if it can read that, else by our tokenizer."""
     try:
         return _read_vocabulary(folder, vocab_size, list(eos_token_ids) or None)
     finally:
-        heap.trim()  # parsing takes as much again as what stays
+        heap.trim()  # parsing frees as much memory as the result takes
 
 
 def _read_vocabulary(folder: Path, vocab_size: int, eos: list[int] | None) -> LLTokenizer:
@@ -203,7 +203,7 @@ def _read_vocabulary(folder: Path, vocab_size: int, eos: list[int] | None) -> LL
 
 
 class _Pieces:
-    """A tokenizer as llguidance asks for it; it need not encode anything but special tokens."""
+    """A tokenizer with llguidance's interface, which needs to encode only special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self.eos_token_id = (*tokenizer.eos_token_ids, 0)[0]
@@ -218,7 +218,7 @@ class _Pieces:
 
 
 def _source(tokens: LLTokenizer, grammar: Grammar) -> dict[str, Any]:
-    """One grammar in llguidance's own form. Raises ValueError when it has none."""
+    """One grammar in llguidance's own form. Raises ValueError for a grammar that cannot be expressed."""
     if grammar.kind in ("json", "json_object"):
         schema = json.loads(grammar.value or '{"type": "object"}')
         if schema is False:
@@ -234,7 +234,7 @@ def _source(tokens: LLTokenizer, grammar: Grammar) -> dict[str, Any]:
 
 
 def _mark_rules(tokens: LLTokenizer, name: str, text: str) -> str:
-    """The rules of a mark, see Grammar. A model may write it as a token, or as text where it is no token."""
+    """The rules of a mark, see Grammar. A model may write it as a special token, if there is one, or as text."""
     quoted = json.dumps(text, ensure_ascii=False)
     pattern = re.sub(r"([!-/:;?@\[-^`{-~])", r"\\\1", text)  # ASCII punctuation but < = > _
     upper = name.upper()
@@ -251,14 +251,14 @@ NO_{upper}: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/
 
 
 def _special_token(tokens: LLTokenizer, text: str) -> int | None:
-    """The token that stands for this text and that llguidance takes for no part of any text."""
+    """The special token of this text, if there is one; llguidance does not match special tokens as text."""
     ids = tokens.tokenize_str(text, parse_special=True)
     special = [token for token in ids if tokens.is_special_token(token)]
     return special[0] if len(special) == 1 and len(ids) <= 2 else None
 
 
 def _reason(error: str) -> str:
-    """An error of llguidance without its inner state."""
+    """The readable part of llguidance's error message."""
     text = error.split("<state>")[0].split("Enable 'coerce_one_of'")[0].strip().rstrip("|")
     if text == "NoExtensionBias":
         text = "no text can match it"

@@ -1,17 +1,17 @@
-"""JSON schemas as clients send them, made ready for llguidance."""
+"""Prepares clients' JSON schemas for llguidance."""
 
 from __future__ import annotations
 
 from typing import Any
 
-WHITESPACE = r" |\n( {0,32}|\t{0,8})"  # what JSON may hold between its parts: no model can go on with it forever
-# What llguidance knows of `format`. JSON Schema lets a validator ignore the others.
+WHITESPACE = r" |\n( {0,32}|\t{0,8})"  # allowed between JSON tokens; limited, so that no model can repeat it forever
+# Values of `format` that llguidance supports. JSON Schema lets a validator ignore others.
 FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
 )
-_DATA = frozenset(["const", "default", "enum", "example", "examples"])  # values, which are no schemas
+_DATA = frozenset(["const", "default", "enum", "example", "examples"])  # keys of plain values
 _NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])  # schemas by name
-_NOTES = frozenset(["$comment", "description", "title"])
+_NOTES = frozenset(["$comment", "description", "title"])  # keys without effect
 
 
 def without_trivia(schema: Any) -> Any:

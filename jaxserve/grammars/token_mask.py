@@ -1,4 +1,4 @@
-"""What a request's own lists let its completions draw next (host side): allowed_token_ids, bad_words, min_tokens."""
+"""Masks of the next token by a request's token lists (host side): allowed_token_ids, bad_words and min_tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from jaxserve.limits import MAX_BAD_WORD_TOKENS
 from jaxserve.types import SamplingParams
 
-_KEPT = 64  # masks of allowed_token_ids
+_MAX_KEPT = 64  # masks of allowed_token_ids
 
 
 class TokenMask:
-    """What one request's lists allow. Bitmasks are int32 [words], a bit per token; they are made once per request.
+    """The mask of one request's completions. Bitmasks are int32 [words] with a bit per token.
 
-    Tokens that are not in `allowed_token_ids` are never drawn. The last tokens of bad words, stop tokens before
-    `min_tokens` are there, and `end_tokens` are avoided as long as any other token is left.
+    Only `allowed_token_ids` are ever sampled. Three kinds of tokens are unwanted, and are sampled only if no other
+    token is left: the last token of a bad word, a stop token before `min_tokens`, and `end_tokens`.
     """
 
     def __init__(self, params: SamplingParams, allowed: np.ndarray | None, end_tokens: Iterable[int], words: int):
@@ -28,7 +28,7 @@ class TokenMask:
         self._unwanted = bits_of([*single, *end_tokens], words) if single or end_tokens else None
 
     def apply(self, mask: np.ndarray, output: np.ndarray, stop_ids: Iterable[int]) -> None:
-        """Narrows `mask` to what may follow the tokens `output` of a completion that `stop_ids` would end."""
+        """Clears the bits in `mask` of tokens that may not follow `output`; `stop_ids` would end the completion."""
         if self._allowed is not None:
             mask &= self._allowed
         unwanted = self._bad_ends(output)
@@ -39,11 +39,11 @@ class TokenMask:
         others = mask.copy() if self._unwanted is None else mask & ~self._unwanted
         if unwanted:
             others &= ~bits_of(unwanted, len(mask))
-        if others.any():  # else the completion cannot but take an unwanted token
+        if others.any():  # otherwise only unwanted tokens are left
             mask[:] = others
 
     def _bad_ends(self, output: np.ndarray) -> list[int]:
-        """Tokens that would complete one of the longer words after this output."""
+        """Tokens that would complete a bad word of several tokens after this output."""
         if not self._sequences:
             return []
         tail = output[-MAX_BAD_WORD_TOKENS:].tolist()
@@ -51,19 +51,19 @@ class TokenMask:
 
 
 class AllowedTokens:
-    """Bitmasks of lists of allowed tokens. A list may hold the whole vocabulary, so equal lists share one."""
+    """A cache of bitmasks by list of allowed tokens, as a list may hold the whole vocabulary."""
 
     def __init__(self, words: int):
         self._words = words
         self._masks: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
 
     def mask(self, ids: tuple[int, ...] | None) -> np.ndarray | None:
-        """int32 [words], not to be written to; None where every token is allowed."""
+        """int32 [words], shared and read-only; None where every token is allowed."""
         if not ids:
             return None
         found = self._masks.pop(ids, None)
         self._masks[ids] = found = bits_of(ids, self._words) if found is None else found
-        if len(self._masks) > _KEPT:
+        if len(self._masks) > _MAX_KEPT:
             self._masks.popitem(last=False)
         return found
 

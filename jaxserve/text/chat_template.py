@@ -1,4 +1,4 @@
-"""A chat template that the operator gives, instead of the model's own."""
+"""Reads the operator's chat template, which replaces the model's own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 def read_chat_template(given: str) -> str:
     """The source of a chat template: the text of the file `given`, or `given` itself where it is a template.
 
-    Raises ValueError, naming it, for a file that cannot be read, and for what is not valid as a template.
+    Raises ValueError, naming it, for an unreadable file and for an invalid template.
     """
     source = given
-    if not set(given) & set("{}\n"):  # which are in every template, and hardly in a path
+    if not set(given) & set("{}\n"):  # every template has one of these, and hardly any path
         try:
             source = Path(given).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""From token ids to text, one token at a time: whole characters only, stop strings cut, per choice deltas.
+"""Turns token ids into text one at a time: emits whole characters only, cuts stop strings, makes deltas for clients.
 
 `Detokenizer` turns tokens into text, `StopMatcher` watches that text, and `OutputProcessor` puts both together for the
 completions of one request. The server and the offline API both read engine output through `OutputProcessor`.
@@ -14,18 +14,18 @@ import msgspec
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import FinishReason, Request, SequenceUpdate, TokenLogprob
 
-_PROMPT_CONTEXT = 4  # prompt tokens that the first output token is decoded after
+_PROMPT_CONTEXT = 4  # prompt tokens that are decoded together with the first output token
 _MAX_HELD_TOKENS = 4  # a character has at most four bytes, so more tokens cannot complete a broken one
 
 
 class Detokenizer:
     """Text of a growing token sequence, emitted as soon as it can no longer change.
 
-    Two kinds of tokens: *raw* ones stand for the same bytes everywhere (byte-level BPE, sentencepiece's `<0xAB>`) and
-    go through an incremental UTF-8 decoder, which holds back an unfinished character and replaces bytes that never
-    become one by U+FFFD. The text of the others depends on the tokens before them (leading spaces, word pieces): they
-    are decoded behind a short window, and what the window alone decodes to is cut off. Either way the cost per token
-    is constant.
+    There are two kinds of tokens. *Raw* tokens always stand for the same bytes (byte-level BPE, sentencepiece's
+    `<0xAB>`). They go through an incremental UTF-8 decoder, which holds back an unfinished character and replaces
+    invalid bytes by U+FFFD. The text of other tokens depends on those before them (leading spaces, word pieces). They
+    are decoded together with a short window of earlier tokens, whose own text is then cut off. The cost per token is
+    constant for both kinds.
 
     Where sentencepiece's own decoder would replace a whole run of byte tokens because one of them is invalid, this one
     replaces the invalid bytes only, since the characters before them have been emitted already.
@@ -40,7 +40,7 @@ class Detokenizer:
         self._read = len(self._ids)
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that is now certain, maybe empty."""
+        """Adds the next token; returns the text that can no longer change, possibly empty."""
         if token_id in self._skipped:
             return ""
         data = self._tokenizer.raw_bytes(token_id)
@@ -55,7 +55,7 @@ class Detokenizer:
         return unfinished + self._decode_window(hold=held < _MAX_HELD_TOKENS)
 
     def flush(self) -> str:
-        """Whatever was held back, with U+FFFD for a character that never came to its end."""
+        """Returns the text that was held back, with U+FFFD for an unfinished character."""
         return self._release() + self._utf8.decode(b"", final=True)
 
     def _release(self) -> str:
@@ -92,24 +92,24 @@ class StopStrings:
 class StopMatcher:
     """Finds the stop string that completes first in a growing text; ties go by the order of the list.
 
-    Text that may be the beginning of a stop string is held back. Only the stop strings that have begun are looked at,
-    and the cost of a character is constant for each of them.
+    Text that may be the beginning of a stop string is held back. Each character costs a constant time for each stop
+    string whose beginning the text ends with.
     """
 
     def __init__(self, stops: StopStrings, include_in_output: bool = False):
         self._stops = stops
-        self._begun: dict[int, int] = {}  # position of a stop string -> how many of its characters the text ends with
+        self._begun: dict[int, int] = {}  # index of a stop string -> length of its prefix that the text ends with
         self._include = include_in_output
         self._held = ""  # the longest of these beginnings
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Takes the next piece of text; returns what may be shown and, once, the stop string that matched."""
+        """Adds a piece of text; returns the text that may be shown and, when one matches, the stop string."""
         if not self._stops.stops:
             return text, None
         buffer = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):
             if not self._begun and char not in self._stops.beginnings:
-                continue  # mostly
+                continue  # the common case
             if (stop := self._advance(char)) is not None:
                 self._held = ""
                 return buffer[: position if self._include else position - len(stop)], stop
@@ -117,12 +117,12 @@ class StopMatcher:
         return buffer[: len(buffer) - len(self._held)], None
 
     def flush(self) -> str:
-        """The held text, at the end of a sequence in which nothing more can match."""
+        """Returns the text that was held back, at the end of the sequence."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Takes one character; returns the first stop string of the list that it completes."""
+        """Adds one character; returns the first stop string of the list that it completes."""
         before, self._begun = self._begun, {}
         completed = []
         for i in {*before, *self._stops.beginnings.get(char, ())}:
@@ -152,13 +152,13 @@ def _failure_table(pattern: str) -> list[int]:
 
 
 class ChoiceDelta(msgspec.Struct, kw_only=True):
-    """What one completion gained since its last delta; tokens whose text is held back come with that text.
+    """What one completion gained since its last delta. A token whose text is held back comes with its text.
 
     Attributes:
       index: which of the request's n completions.
       text_offsets: for each token, where its text begins in the completion's text.
-      stop_reason: the stop string or stop token id that ended it; None at the model's own end of sequence.
-      abort: it ended here by a stop string, and the engine, which goes on, has to be told.
+      stop_reason: the stop string or stop token id that ended it; None for the model's own end-of-sequence tokens.
+      abort: a stop string ended it, and the caller must abort it in the engine, which does not know stop strings.
       error: explains a finish_reason of "error" or "abort".
     """
 
@@ -185,7 +185,7 @@ class ChoiceDelta(msgspec.Struct, kw_only=True):
 
 
 class OutputProcessor:
-    """Turns the engine's updates of one request into deltas that can be shown.
+    """Turns the engine's updates of one request into deltas for the client.
 
     Attributes:
       num_cached_tokens: prompt tokens that came from the prefix cache.
@@ -194,7 +194,7 @@ class OutputProcessor:
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopStrings | None = None):
-        """`stops` are the request's, where they are prepared already."""
+        """`stops` are the request's stop strings, if they are prepared already."""
         stops = stops or StopStrings(request.params.stop)
         self.request = request
         self.num_cached_tokens = 0
@@ -204,11 +204,11 @@ class OutputProcessor:
 
     @property
     def finished(self) -> bool:
-        """Every completion has ended."""
+        """Whether every completion has ended."""
         return not self._open
 
     def process(self, update: SequenceUpdate) -> ChoiceDelta | None:
-        """The delta that an update amounts to; None when there is nothing to show yet, or any more."""
+        """The delta of an update; None if its text is held back, or a stop string has ended the completion before."""
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = [*(self.prompt_logprobs or ()), *update.prompt_logprobs]
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
@@ -224,7 +224,7 @@ class OutputProcessor:
 
 
 class _Choice:
-    """One completion on its way: its detokenizer, its stop strings, and the delta that is not yet shown."""
+    """One completion: its detokenizer, its stop strings, and the delta that was not yet returned."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, index: int, stops: StopStrings):
         params = request.params
@@ -259,14 +259,14 @@ class _Choice:
         return self._finish(reason, None if update.stop_token in self._eos else update.stop_token)
 
     def _text_of(self, token: int, ends: bool, stop: int | None) -> str:
-        """The token's text; the token that ended the sequence has none, unless a stop token's was asked for."""
+        """The token's text. It is empty for the token that ended the sequence, except a stop token to be included."""
         if ends and (stop is None or not self._params.include_stop_str_in_output):
             return ""
         return self._detokenizer.push(token)
 
     def _add_text(self, text: str) -> str | None:
         self._length += len(text)
-        if self.num_tokens <= self._params.min_tokens:  # no stop string counts before min_tokens are there
+        if self.num_tokens <= self._params.min_tokens:  # stop strings are ignored before min_tokens
             self._next.text += text
             return None
         shown, matched = self._matcher.push(text)

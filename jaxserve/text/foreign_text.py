@@ -1,9 +1,9 @@
-"""Text of users and tools in which special tokens are to be nothing but text.
+"""Encodes the text of users and tools so that special tokens in it are plain text.
 
-Each character of such text that could begin a special token is replaced by a stand-in before the chat template sees it;
-so whatever special token the rendered text holds is the template's own. Then the characters come back, and where one of
-them does begin what looks like a special token, a separator follows it, whose own tokens are taken out again. Text
-without such looks has the same token ids as ever.
+Each character of such text that could begin a special token is replaced by a stand-in before the chat template is
+rendered, so all special tokens of the rendered text are the template's own. Then the original characters are put back.
+Where they do begin the text of a special token, a separator is inserted after the first character, and its tokens are
+removed after encoding. Other text has the same token ids as without this.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class ForeignText:
     """The foreign text of one prompt.
 
     Attributes:
-      hidden: the values that were given, strings, lists and mappings of them, with stand-ins.
+      hidden: the given value (a string, or lists and mappings of strings) with stand-ins.
     """
 
     def __init__(self, tokenizer: Tokenizer, value: Any):
-        """Where the tokenizer does not escape special tokens, nothing is changed."""
+        """If the tokenizer does not escape special tokens, `hidden` is `value`."""
         self._tokenizer = tokenizer
         self.hidden = value
-        self._originals: dict[str, str] = {}  # by their stand-ins
+        self._originals: dict[str, str] = {}  # stand-in -> original character
         if not tokenizer.escape_special_tokens or not tokenizer.markers:
             return
         used = {char for text in _strings(value) if not text.isascii() for char in text}
@@ -41,14 +41,14 @@ class ForeignText:
         self.hidden = self._replace(value)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text that was made of `hidden` and of special tokens."""
+        """Token ids of a text that was rendered from `hidden`."""
         return self._tokenizer.encode_separated(*self._separate(text), add_special_tokens)
 
     def _separate(self, text: str) -> tuple[str, list[int]]:
-        """The text with its own characters and with separators, and where these are."""
+        """The text with the original characters and separators, and the separators' positions."""
         if not self._originals:
             return text, []
-        for stand_in in self._originals:  # a template may write JSON in ASCII alone
+        for stand_in in self._originals:  # a template may write JSON with ASCII escapes
             text = text.replace(f"\\u{ord(stand_in):04x}", stand_in)
         plain = text.translate({ord(stand_in): start for stand_in, start in self._originals.items()})
         begins = re.finditer(f"[{''.join(self._originals)}]", text)

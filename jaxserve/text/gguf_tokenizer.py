@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file carries, as transformers' own class.
 
-Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Two kinds are known: byte-level BPE ("gpt2"),
-whose pre-tokenizer the file only names, and sentencepiece's BPE ("llama"), whose merges follow from its scores. The
-patterns are those of the models' own tokenizer.json.
+Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Two kinds are supported: byte-level BPE
+("gpt2"), for which the file only names the pre-tokenizer, and sentencepiece's BPE ("llama"), whose merges follow from
+the tokens' scores. The pre-tokenizers' patterns are those of the models' own tokenizer.json.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # token types
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names and the file's
-_SPACE = "\u2581"  # what sentencepiece writes for a space
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names -> the file's
+_SPACE = "\u2581"  # sentencepiece's character for a space
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -33,7 +33,7 @@ _GPT4O = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SEED = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Letters, as DeepSeek LLM lists them.
+# The list of letters in DeepSeek LLM's pattern.
 _CASED = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
     "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
@@ -61,8 +61,8 @@ _DEEPSEEK3 = (
 
 
 class _Pre(NamedTuple):
-    """patterns: each splits what those before it left in one piece. Whole words that are tokens need no merges where
-    `ignore_merges`."""
+    """A pre-tokenizer. Each pattern splits the pieces that the patterns before it made. With `ignore_merges`, a whole
+    word that is a token needs no merges."""
 
     patterns: tuple[str, ...]
     nfc: bool = False
@@ -71,7 +71,7 @@ class _Pre(NamedTuple):
 
 
 _KINDS = {
-    # Files from before the pre-tokenizer had a name, as llama.cpp reads them.
+    # For older files, which do not name the pre-tokenizer; as in llama.cpp.
     _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): ("", "default"),
     _Pre((_GPT2,)): ("gpt-2", "trillion", "phi-2", "olmo", "mpt", "exaone4", "mellum"),
     _Pre((r"\p{N}", _GPT2)): ("smollm", "starcoder", "refact", "minerva-7b", "codeshell", "exaone"),
@@ -92,8 +92,8 @@ _PRE_TOKENIZERS = {name: pre for pre, names in _KINDS.items() for name in names}
 
 
 def make_tokenizer(metadata: Mapping[str, Any], patterns: tuple[str, ...] | None = None) -> Any:
-    """A transformers tokenizer from a file's metadata; `patterns` are those of its pre-tokenizer where they are known
-    otherwise than by name. Raises ValueError that names the key."""
+    """A transformers tokenizer from a file's metadata. `patterns` are its pre-tokenizer's; None: the metadata names it.
+    Raises ValueError with the metadata's key."""
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = _Vocabulary(metadata, patterns)
@@ -124,7 +124,7 @@ def make_tokenizer(metadata: Mapping[str, Any], patterns: tuple[str, ...] | None
 
 
 def recommended_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says of sampling, under the names of `GenerationDefaults`."""
+    """The file's recommended sampling parameters, under the names of `GenerationDefaults`."""
     names = {
         "temperature": "temp",
         "top_k": "top_k",
@@ -137,14 +137,14 @@ def recommended_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The template, or all of them by name where the file has several."""
+    """The chat template, or all by name if the file has several."""
     key = "tokenizer.chat_template"
     default, named = metadata.get(key), {k[len(key) + 1 :]: x for k, x in metadata.items() if k.startswith(key + ".")}
     return {"default": default, **named} if default and named else default
 
 
 class _Vocabulary:
-    """tokens: by id. types: by id. ids: of each token, the first where a text stands there twice."""
+    """tokens and types: by id. ids: token -> id, the lowest if several ids have the same text."""
 
     def __init__(self, metadata: Mapping[str, Any], patterns: tuple[str, ...] | None = None):
         self.metadata, self.patterns = metadata, patterns
@@ -155,7 +155,7 @@ class _Vocabulary:
         self.ids = {
             token: i
             for i, (token, kind) in reversed(list(enumerate(zip(self.tokens, self.types, strict=True))))
-            if token and kind != UNUSED  # what pads the vocabulary to a round number
+            if token and kind != UNUSED  # unused tokens only pad the vocabulary
         }
         self.pre = _Pre(())
 
@@ -175,7 +175,7 @@ class _Vocabulary:
         return values.tolist()
 
     def special(self, role: str) -> str | None:
-        """The token of a role, "bos" say; None where the file names none."""
+        """The token of a role such as "bos"; None if the file names none."""
         token = self.metadata.get(f"tokenizer.ggml.{_ROLES[role]}_token_id")
         if token is None:
             return None
@@ -188,7 +188,7 @@ class _Vocabulary:
         return self.take(f"add_{role}_token", role == "bos" and (sentencepiece or self.pre.add_bos))
 
     def added(self) -> list[AddedToken]:
-        """Tokens that stand for themselves in a text, before anything else is made of it."""
+        """Tokens that are found in a text before it is split and merged."""
         kinds = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
         return [
             AddedToken(token, special=kinds[kind], normalized=False)
@@ -219,10 +219,11 @@ def _byte_level(vocabulary: _Vocabulary) -> Backend:
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Two tokens each that make a third.
+    """Pairs of tokens that merge into a third.
 
-    A merge that makes no token, and whose texts no other merge has, is left out: llama.cpp writes what is no token byte
-    by byte, so that it changes nothing. (Who has no merges has to write one, as GGUF's writer takes no empty list.)
+    A pair whose result is no token, and whose texts are in no other merge, is left out. llama.cpp splits such a result
+    into bytes again, so the merge has no effect. (A file without merges has such a pair, as GGUF's writer rejects empty
+    lists.)
     """
     merges = [tuple(merge.split(" ")) for merge in vocabulary.take("merges", [])]
     strange = [merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.ids.keys()]
@@ -248,7 +249,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
         backend = Backend(models.BPE(vocabulary.ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     prefix = vocabulary.take("add_space_prefix", True)
     steps = _cleaning(vocabulary)
-    if prefix and vocabulary.take("prefix_once", False):  # no key of GGUF: transformers' `legacy: false`
+    if prefix and vocabulary.take("prefix_once", False):  # not a key of GGUF: stands for transformers' `legacy: false`
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
         steps += [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
@@ -259,7 +260,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
 
 
 def _cleaning(vocabulary: _Vocabulary) -> list[normalizers.Normalizer]:
-    """What sentencepiece does to a text before anything else."""
+    """Sentencepiece's normalization of a text."""
     charsmap = vocabulary.metadata.get("tokenizer.ggml.precompiled_charsmap", b"")
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(bytes(charsmap))] if len(charsmap) else []
     if vocabulary.take("remove_extra_whitespaces", False):
@@ -268,9 +269,9 @@ def _cleaning(vocabulary: _Vocabulary) -> list[normalizers.Normalizer]:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, the best token first: what sentencepiece does with scores.
+    """Sentencepiece's merges: every pair of tokens that forms a third, ordered by that token's score, the best first.
 
-    Ties are broken as in transformers' conversion, by the parts' lengths and then by their ids.
+    Ties are ordered as in transformers' conversion, by the parts' lengths and then by their ids.
     """
     scores = vocabulary.numbers("scores", 0)
     ids = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == NORMAL}

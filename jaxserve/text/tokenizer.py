@@ -1,7 +1,7 @@
 """Text <-> token ids, exact token bytes, chat templates, and the sampling defaults that come with a model.
 
-A thin layer over `transformers.AutoTokenizer`, which never runs code from a model's folder here. `transformers` is
-slow to import, so it is imported when the first tokenizer is loaded.
+A thin layer over `transformers.AutoTokenizer`, which never runs code from a model's folder here. `transformers` takes
+long to import, so it is imported when the first tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxserve.types import InvalidRequestError, SamplingParams
 
 T = TypeVar("T")
 
-# What renders a template takes these from elsewhere, so they cannot be among the template's variables.
+# Parameters that rendering sets itself, so clients cannot use them as the template's variables.
 TEMPLATE_INPUTS = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
@@ -33,15 +33,15 @@ TEMPLATE_INPUTS = frozenset(
         "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
     }
 )  # fmt: skip
-TEMPLATE_SECONDS = 5.0  # a chat template that renders for longer is stopped
-_LONG_TEXT = 1000  # characters that take longer than what a batch costs
+TEMPLATE_SECONDS = 5.0  # longest time of rendering a chat template
+_LONG_TEXT = 1000  # characters from which encoding takes longer than the overhead of a batch
 _LETTERS = re.compile("[A-Za-z]+")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPIECE_SPACE = "\u2581"  # what sentencepiece writes for a space
+_SPIECE_SPACE = "\u2581"  # sentencepiece's character for a space
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What generation_config.json recommends; None where it says nothing."""
+    """Sampling parameters that generation_config.json recommends; None for those that it does not set."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -80,8 +80,8 @@ class Tokenizer:
       eos_token_ids: ids that end a sequence, of the tokenizer and of generation_config.json together.
       special_ids: ids that `skip_special_tokens` leaves out of decoded text.
       generation_defaults: sampling settings that the model's authors recommend.
-      escape_special_tokens: special tokens in the text of users and tools are text (see `jaxserve.text.foreign_text`).
-      longest_token: characters that one token stands for at most; None where an unknown token stands for any number.
+      escape_special_tokens: encode special tokens in the text of users and tools as text (see `foreign_text`).
+      longest_token: most characters of one token; None if an unknown token can stand for any number of them.
     """
 
     def __init__(self, hf_tokenizer: Any, generation_defaults: GenerationDefaults | None = None):
@@ -103,7 +103,7 @@ class Tokenizer:
         pieces = self._backend.get_vocab() if self._backend and (self._byte_level or self._byte_fallback) else ()
         self.longest_token: int | None = max(map(len, pieces), default=None)
         self._most_letters = max((len(piece) - len(_LETTERS.sub("", piece)) for piece in pieces), default=None)
-        # Those of this version of transformers, lest a request changes one that TEMPLATE_INPUTS does not know.
+        # Parameters of this version of transformers, in case TEMPLATE_INPUTS lacks a new one.
         self._renderer_options = inspect.signature(hf_tokenizer.apply_chat_template).parameters.keys() - {"documents"}
         self._continuation = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
         self._char_bytes = byte_level_alphabet() if self._byte_level else {}
@@ -116,20 +116,20 @@ class Tokenizer:
     # text <-> ids
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, told in a moment: by its length, and by its letters, of which a
-        token holds far fewer than of spaces. 0 where nothing can be told."""
+        """A fast lower bound of the number of tokens of `text`; 0 if none is known. Computed from its length, and from
+        its letters, of which a token has far fewer than of spaces."""
         if not self.longest_token:
             return 0
         fewest = len(text) // self.longest_token
-        if self._most_letters and text.isascii():  # no normalization makes fewer letters of those
+        if self._most_letters and text.isascii():  # no normalization removes letters of ASCII text
             data = text.encode()
             letters = len(data) - len(data.translate(None, string.ascii_letters.encode()))
             fewest = max(fewest, letters // self._most_letters)
         return fewest
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Text that already opens with the BOS token gets no second one."""
-        if self._backend is not None and len(text) > _LONG_TEXT:  # this alone lets other threads of Python go on
+        """Token ids of `text`. Text that already begins with the BOS token gets no second one."""
+        if self._backend is not None and len(text) > _LONG_TEXT:  # only encoding a batch releases Python's lock
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         elif self._backend is not None:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -141,9 +141,9 @@ class Tokenizer:
         return ids
 
     def encode_separated(self, text: str, separators: Sequence[int], add_special_tokens: bool) -> list[int]:
-        """Token ids of a text without the characters at these ascending places, which keep its neighbours apart.
+        """Token ids of a text without its separators: the characters at these ascending positions.
 
-        Raises InvalidRequestError where the tokenizer joins neighbours to a special token all the same.
+        Raises InvalidRequestError if the tokenizer joins a separator's neighbours to a special token all the same.
         """
         if not separators:
             return self.encode(text, add_special_tokens)
@@ -160,13 +160,13 @@ class Tokenizer:
 
     @cached_property
     def markers(self) -> tuple[str, ...]:
-        """Texts that are read as one token and mean more than they say: special tokens, and what else of the added
-        tokens the chat template writes, such as those around tool calls."""
+        """Texts of the tokens with a special meaning: special tokens, and added tokens that the chat template writes,
+        such as those around tool calls."""
         return tuple(sorted({self._added[i] for i in self._marker_ids}, key=len, reverse=True))
 
     @cached_property
     def _marker_ids(self) -> frozenset[int]:
-        """Without the token for what is unknown, which stands for nothing else."""
+        """Ids of the markers, without the unknown token."""
         template, unknown = self.chat_template or "", self._hf.unk_token_id
         added = ((i, text) for i, text in self._added.items() if len(text) > 1 and not text.isspace() and i != unknown)
         return frozenset(i for i, text in added if i in self.special_ids or text in template)
@@ -178,14 +178,14 @@ class Tokenizer:
         return self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for inside a text; empty for an id outside the vocabulary."""
+        """The token's bytes inside a text; empty for an id outside the vocabulary."""
         cached = self._bytes.get(token_id)
         if cached is None:
             cached = self._bytes[token_id] = self._find_bytes(token_id)
         return cached
 
     def raw_bytes(self, token_id: int) -> bytes | None:
-        """The token's bytes where they do not depend on its neighbours, else None (see `jaxserve.text.detokenizer`)."""
+        """The token's bytes if they do not depend on its neighbours, else None (see `jaxserve.text.detokenizer`)."""
         if self._byte_level or (self._byte_fallback and _BYTE_TOKEN.fullmatch(self._piece(token_id) or "")):
             return self.token_bytes(token_id)
         return None
@@ -211,7 +211,7 @@ class Tokenizer:
         return piece.replace(_SPIECE_SPACE, " ").encode()
 
     def with_eos(self, params: SamplingParams, known: Iterable[int]) -> SamplingParams:
-        """`params` that also stop at the tokenizer's end-of-sequence ids which the engine does not know by itself."""
+        """Adds the tokenizer's end-of-sequence ids to the stop tokens, except those that the engine knows (`known`)."""
         if params.ignore_eos:
             return params
         missing = [token for token in self.eos_token_ids if token not in {*known, *params.stop_token_ids}]
@@ -223,7 +223,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source, the default one where there are several, or None."""
+        """The source of the (default) template; None if there is none."""
         template = self._hf.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
@@ -241,13 +241,14 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation, by `chat_template` or else the model's own; `kwargs` are its variables.
+        """The prompt text of a conversation, by `chat_template` or else the model's template; `kwargs` are its
+        variables.
 
         Renders in the calling thread, in Jinja's immutable sandbox, for at most TEMPLATE_SECONDS. The text already
-        holds whatever special tokens the template wants: encode it with `add_special_tokens=False`.
+        contains the template's special tokens: encode it with `add_special_tokens=False`.
 
         Raises:
-          InvalidRequestError: the model has no template, or the template refuses these messages.
+          InvalidRequestError: the model has no template, or the template rejects these messages.
         """
         if chat_template is None and self.chat_template is None:
             raise InvalidRequestError(
@@ -276,7 +277,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the chat template did not finish within {TEMPLATE_SECONDS:g} s", "messages"
             ) from None
-        except Exception as error:  # a template is a program: whatever it raises is about these messages
+        except Exception as error:  # a template is a program that may raise anything about these messages
             raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
 
 
@@ -287,11 +288,11 @@ def load_tokenizer(
     placeholder: bool = False,
     chat_template: str | None = None,
 ) -> Tokenizer:
-    """Loads the tokenizer of a model's folder or GGUF file, or the one at `source`. Raises ValueError, naming it, where
-    none works.
+    """Loads the tokenizer of a model's folder or GGUF file, or the one at `source`. Raises ValueError with the
+    path if there is no usable tokenizer.
 
-    With `placeholder`, a folder that has none at all (a config for dummy weights, say) gets one byte per token.
-    `chat_template` is the source of a template that takes the place of the model's own.
+    With `placeholder`, a folder without tokenizer files (as for dummy weights) gets a tokenizer with a byte per token.
+    `chat_template` is the source of a template that replaces the model's own.
     """
     tokenizer = _load(Path(folder), Path(source or folder), placeholder)
     if chat_template is not None:
@@ -300,7 +301,7 @@ def load_tokenizer(
 
 
 def _load(folder: Path, source: Path, placeholder: bool) -> Tokenizer:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that torch is missing, which nobody needs
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would warn that torch is missing
     from jaxserve.text.tokenizer_files import READABLE, read_tokenizer
 
     if placeholder and source.is_dir() and not any((source / name).exists() for name in READABLE):
@@ -351,11 +352,11 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
 
 
 class _OutOfTimeError(BaseException):
-    """Raised inside a thread whose work took too long; no `except Exception` on the way may swallow it."""
+    """Raised inside a thread whose work took too long; a BaseException, so that no `except Exception` catches it."""
 
 
 def _within_time(work: Callable[[], T], seconds: float) -> T:
-    """`work()`, interrupted with _OutOfTimeError between two bytecodes of this thread once `seconds` have passed."""
+    """Calls `work`, and raises _OutOfTimeError in this thread, between two bytecodes, after `seconds`."""
     thread = ctypes.c_ulong(threading.get_ident())
     lock = threading.Lock()
     finished = False
@@ -377,7 +378,7 @@ def _within_time(work: Callable[[], T], seconds: float) -> T:
 
 
 def token_strings(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    """Each token as text; tokens that are no whole characters are written `bytes:\\xe4\\xbd`, as OpenAI does."""
+    """Each token as text; tokens that are not whole characters are written `bytes:\\xe4\\xbd`, as in OpenAI's API."""
     strings = []
     for token in ids:
         data = tokenizer.token_bytes(token)

@@ -1,8 +1,8 @@
-"""The files that a model's tokenizer may be: tokenizer.json and its kin, tokenizer.model, tekken.json, a GGUF file.
+"""Reads a model's tokenizer from tokenizer.json and its companions, tokenizer.model, tekken.json or a GGUF file.
 
 tokenizer.model is a sentencepiece model (github.com/google/sentencepiece, sentencepiece_model.proto), whose pieces,
 scores and types a GGUF file has too; tekken.json is Mistral's byte-level vocabulary by ranks, as of tiktoken. Both are
-brought into the metadata of a GGUF file, from which `gguf_tokenizer` makes a tokenizer.
+converted to the metadata of a GGUF file, from which `gguf_tokenizer` makes a tokenizer.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from jaxserve.text.byte_alphabet import byte_level_alphabet
 from jaxserve.text.gguf_tokenizer import CONTROL, UNKNOWN, USER_DEFINED, make_tokenizer
 
 READABLE = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "tokenizer.model")
-_ROLES = {"bos": 1, "eos": 2, "unknown": 0, "padding": -1}  # sentencepiece's own ids, where a model does not say
+_ROLES = {"bos": 1, "eos": 2, "unknown": 0, "padding": -1}  # sentencepiece's default ids
 _SPEC = {"unknown": 40, "bos": 41, "eos": 42, "padding": 43}  # fields of TrainerSpec
-_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of its files
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of a tiktoken file
 _TEKKEN_SPECIAL = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
-)  # where the file does not name them
+)  # for files that do not list them
 _TEKKEN_EDGES = {"bos": "<s>", "eos": "</s>"}
 
 
 def read_tokenizer(path: Path) -> Any:
-    """A transformers tokenizer from a folder or a GGUF file; no code of the folder runs. Raises ValueError that names
-    what is missing, and whatever the parsers of broken files raise."""
+    """A transformers tokenizer from a folder or a GGUF file; no code of the folder runs. Raises ValueError for missing
+    files, and any exception of the parsers for damaged ones."""
     if path.suffix == ".gguf":
         return make_tokenizer(known_gguf(path).metadata)
     if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
         if (tekken := path / "tekken.json").exists():
             return _from_tekken(tekken)
-        if pieces := sorted(path.glob("tokenizer.model*")):  # Mistral's have a version behind: tokenizer.model.v3
+        if pieces := sorted(path.glob("tokenizer.model*")):  # Mistral appends a version: tokenizer.model.v3
             return _from_sentencepiece(pieces[-1])
         if tiktoken := sorted(path.glob("*.tiktoken")):
             raise ValueError(_tiktoken(tiktoken[0]))
@@ -59,11 +59,11 @@ def _tiktoken(path: Path) -> str:
     )
 
 
-# Settings in other files
+# Settings in other files.
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with the template of a file of its own; a token as text however it is written."""
+    """The settings of special_tokens_map.json, tokenizer_config.json and chat_template.jinja; tokens are plain text."""
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path := folder / name).is_file():
@@ -80,7 +80,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _added(folder: Path, settings: dict[str, Any]) -> dict[int, tuple[str, bool]]:
-    """Tokens beyond the model's own by id: text, and whether it is special."""
+    """Added tokens: id -> (text, whether it is special)."""
     path, found = folder / "added_tokens.json", {}
     if path.is_file():
         found = {i: (text, True) for text, i in json.loads(path.read_text(encoding="utf-8")).items()}
@@ -90,7 +90,7 @@ def _added(folder: Path, settings: dict[str, Any]) -> dict[int, tuple[str, bool]
 
 
 def _templates(settings: dict[str, Any]) -> dict[str, str]:
-    """As metadata."""
+    """The chat templates as metadata of a GGUF file."""
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
         found = {entry["name"]: entry["template"] for entry in template}
@@ -141,7 +141,7 @@ def _from_sentencepiece(path: Path) -> Any:
 
 
 def _add(added: dict[int, tuple[str, bool]], tokens: list[str], types: list[int], scores: list[float]) -> None:
-    """Appends tokens, those that a gap of ids calls for too; one that is there becomes what is said of it."""
+    """Appends added tokens, filling gaps of ids with unused ones; an existing token only changes its type."""
     for i in sorted(added):
         text, special = added[i]
         for gap in range(len(tokens), i + 1):
@@ -155,8 +155,8 @@ def _add(added: dict[int, tuple[str, bool]], tokens: list[str], types: list[int]
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer message: numbers as they are, everything else as bytes. Raises IndexError or
-    ValueError where it is none."""
+    """The fields of a protocol buffer message: (field number, integer or bytes). Raises IndexError or ValueError for
+    invalid data."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -222,7 +222,7 @@ def _from_tekken(path: Path) -> Any:
 
 
 def _merges(tokens: list[str]) -> Iterator[tuple[str, str]]:
-    """Every way to put a token together from two others, the tokens by rank: what tiktoken does without a list."""
+    """The merges that tiktoken's ranks imply: every pair of tokens that forms a third, ordered by that token's rank."""
     known = set(tokens)
     for token in tokens:
         for cut in range(1, len(token)):
