@@ -69,19 +69,8 @@ TYPES = {
     }.items()
 }
 # dtypes of metadata values by their number in the file; 7 is bool, 8 string, 9 array.
-_SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
+            10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
 # Special tokens with these texts end a turn even if the file does not say so (as in llama.cpp).
 _END_TEXTS = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>")

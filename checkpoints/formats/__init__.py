@@ -1,8 +1,8 @@
-"""How others store quantized weights, one file each.
+"""Other projects' formats of quantized weights, one module each.
 
-A module in this folder that defines `open_format`, and the `METHODS` (quant_method in config.json) that it
-understands, is found by itself. A weight comes out as a QuantArray of NumPy
-arrays whose values (`jaxserve.checkpoints.quantized.dequantize`) are exactly those of the format's own reference.
+A module in this folder is registered by defining `open_format` and `METHODS`, the values of quant_method in config.json
+that it reads. It returns weights as QuantArrays of NumPy arrays, whose values
+(`jaxserve.checkpoints.quantized.dequantize`) are exactly those of the format's reference implementation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jaxserve.pallas_kernels.types import QuantArray
 class QuantReader(Protocol):
     """Reads the quantized weights of one checkpoint.
 
-    name: what the format is called, "awq" say; `--quantization` insists on it.
-    description: for the log, "AWQ int4 in groups of 128".
+    name: the format's name for `--quantization`, such as "awq".
+    description: for the log, such as "AWQ int4 in groups of 128".
     """
 
     @property
@@ -34,16 +34,16 @@ class QuantReader(Protocol):
     def description(self) -> str: ...
 
     def parts(self, weight: str) -> tuple[str, ...]:
-        """The tensors that make up a weight ("model.layers.0.mlp.down_proj.weight"); empty: it is stored as it is."""
+        """The tensors that store a weight ("model.layers.0.mlp.down_proj.weight"); empty if it is not quantized."""
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray | np.ndarray:
-        """The weight [out, in], which must have this shape. Raises CheckpointError that names the tensor."""
+        """Reads the weight [out, in] of this shape. Raises CheckpointError with the tensor's name."""
 
 
 def find_format(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> QuantReader | None:
-    """The reader of a checkpoint with this config.json and these tensors; None: nothing in it is quantized.
+    """The reader of a checkpoint with this config.json and these tensors; None if it is not quantized.
 
-    Raises CheckpointError for a quantization_config that no module here understands.
+    Raises CheckpointError for a quantization_config that no module supports.
     """
     known: list[str] = []
     for info in pkgutil.iter_modules(__path__):

@@ -1,4 +1,4 @@
-"""How a checkpoint wants the inputs of its products rounded, from what its config says; see `types.Activations`."""
+"""Rounding of products' inputs, as a checkpoint's config describes it; see `types.Activations`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jaxserve.checkpoints.formats.packing import FLOATS, Tensors, fetch, group_s
 from jaxserve.pallas_kernels.types import Activations
 
 CODES = {"int": "int8", "float": "float8_e4m3fn"}
-FBGEMM_CEILING = 1200.0  # activation_scale_ub where config.json has none, as in transformers' FbgemmFp8Config
+FBGEMM_CEILING = 1200.0  # default of activation_scale_ub, as in transformers' FbgemmFp8Config
 
-# As they are, and why where the checkpoint wants something that is not done.
+# How inputs are rounded (None: not at all), and the unsupported setting if the checkpoint asks for one (else "").
 Wanted = tuple[Activations | None, str]
 
 
 def of_compressed(settings: object) -> Wanted:
     """From `input_activations` of a config group of compressed-tensors.
 
-    A dynamic scale per tensor becomes one per token: a finer grid, and a token's numbers do not depend on others in the
-    step.
+    A dynamic scale per tensor becomes one per token: the grid is finer, and a token's result does not depend on the
+    other tokens of the step.
     """
     if not settings:
         return None, ""
@@ -44,7 +44,7 @@ def of_compressed(settings: object) -> Wanted:
 
 
 def of_fp8(method: str, settings: Mapping[str, Any], block: tuple[int, int] | None) -> Wanted:
-    """From the settings of quant_method fp8, fbgemm_fp8 or modelopt; `block`: of the weights, if they have any."""
+    """From the settings of quant_method fp8, fbgemm_fp8 or modelopt; `block`: the weights' block, if they have one."""
     fp8 = CODES["float"]
     if method == "fbgemm_fp8":
         ceiling = settings.get("activation_scale_ub", FBGEMM_CEILING)
@@ -66,7 +66,7 @@ def input_scale_name(weight: str) -> str:
 
 
 def with_scale(tensors: Tensors, weight: str, activations: Activations | None) -> dict[str, Any]:
-    """The fields `activations` and `input_scale` of a QuantArray; static ones without a scale in the file are none."""
+    """The fields `activations` and `input_scale` of a QuantArray; empty if the file lacks a static scale."""
     if activations is None or not activations.static:
         return {"activations": activations}
     if (name := input_scale_name(weight)) not in tensors:
@@ -78,7 +78,7 @@ def with_scale(tensors: Tensors, weight: str, activations: Activations | None) -
 
 
 def describe(wanted: Wanted) -> str:
-    """For the log, after the weights' own description; "" where nothing is wanted."""
+    """For the log, after the weights' description; "" if the checkpoint does not ask for rounding."""
     activations, why_not = wanted
     if activations is not None:
         return f", activations {activations}"

@@ -1,9 +1,10 @@
 """AWQ checkpoints: int4 with zero points, in the layouts "gemm" and "gemv".
 
 Defined by AutoAWQ (github.com/casper-hansen/AutoAWQ, awq/utils/packing_utils.py, `dequantize_gemm`, and
-awq/modules/linear/gemv.py): value = (q - z) * scale. gemm: along the outputs eight codes share a word, in the order
-0 2 4 6 1 3 5 7 from its lowest bits on. gemv: along the inputs eight codes share a word, and along the groups eight
-zero points do, in their own order. Zero points and scales are padded to whole words, to more where groups are small.
+awq/modules/linear/gemv.py): value = (q - z) * scale. gemm: a word holds eight codes of
+neighbouring outputs, in the order 0 2 4 6 1 3 5 7 from its lowest bits on. gemv: a word holds eight codes of
+neighbouring inputs, or eight zero points of neighbouring groups, in order. Zero points and scales are padded to whole
+words, and to two or four words for groups of 64 or 32.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jaxserve.checkpoints.formats.packing import (
     group_size,
     groups,
     method,
+    part_names,
     quant_config,
     signed,
     unpack,
@@ -31,7 +33,7 @@ from jaxserve.checkpoints.int4 import PackedInt4, signed_bytes
 from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("awq",)
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring outputs each nibble of a word holds, lowest first
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> AWQ | None:
@@ -58,9 +60,7 @@ class AWQ:
         return f"AWQ int4 in groups of {self.group or 'all inputs'}"
 
     def parts(self, weight: str) -> tuple[str, ...]:
-        module = weight.removesuffix(".weight")
-        names = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-        return names if any(name in self.tensors for name in names) else ()
+        return part_names(self.tensors, weight, (".qweight", ".qzeros", ".scales"))
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         (out, inputs), (qweight, qzeros, scales) = shape, self.parts(weight)
@@ -81,7 +81,7 @@ class AWQ:
     def _read_gemv(self, weight: str, shape: tuple[int, int], count: int, size: int) -> QuantArray:
         (out, inputs), (qweight, qzeros, scales) = shape, self.parts(weight)
         step = {64: 2, 32: 4}.get(size, 1)
-        width = -(-count // (8 * step)) * step  # words that a row's zero points take
+        width = -(-count // (8 * step)) * step  # words of a row's zero points
         codes = fetch(self.tensors, qweight, ("int32",), (out, words(inputs, 4, qweight)))
         zeros = unpack(fetch(self.tensors, qzeros, ("int32",), (out, width)), 4)
         scale = fetch(self.tensors, scales, FLOATS, (out, 8 * width))
@@ -90,7 +90,7 @@ class AWQ:
 
 
 def _int4_rows(packed: np.ndarray) -> PackedInt4 | np.ndarray:
-    """Words [n, out / 8] -> codes less 8, int4 [out, n]; those of two rows share a byte, where n is even."""
+    """Words [n, out / 8] -> codes minus 8, int4 [out, n], packed if n is even."""
     n, columns = packed.shape
     if n % 2:
         return signed(_rows(packed), 4)
@@ -107,7 +107,7 @@ def _int4_rows(packed: np.ndarray) -> PackedInt4 | np.ndarray:
 
 
 def _rows(packed: np.ndarray) -> np.ndarray:
-    """Words [n, out / 8] -> codes from 0, uint8 [out, n]."""
+    """Words [n, out / 8] -> unsigned codes, uint8 [out, n]."""
     n, columns = packed.shape
     raw = np.ascontiguousarray(packed.T).view(np.uint8).reshape(columns, n, 4)
     codes = np.empty((columns, 8, n), np.uint8)

@@ -1,4 +1,4 @@
-"""Quantization settings in a file of their own beside config.json, as the first tools of a format wrote them."""
+"""Quantization settings in a separate file beside config.json, where early tools of some formats wrote them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 def with_settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """A config.json with the quantization_config that it has, or that a file of its folder has instead.
+    """A config.json with its quantization_config, or else with that of a separate file in the folder.
 
-    Raises CheckpointError for such a file that is no JSON object.
+    Raises CheckpointError if that file is not a JSON object.
     """
     if quant_config(config):
         return config
@@ -44,12 +44,12 @@ def _object(path: Path) -> dict[str, Any]:
 def _modelopt(found: dict[str, Any]) -> dict[str, Any]:
     settings = found.get("quantization")
     if not isinstance(settings, dict) or settings.get("quant_algo") is None:
-        return {}  # what it speaks of is the KV cache alone
+        return {}  # the file describes only the KV cache
     return {"quant_method": "modelopt", **settings}
 
 
 def _gptq(found: dict[str, Any]) -> dict[str, Any]:
-    """AutoGPTQ's; some conversions by AutoAWQ have this name too."""
+    """The settings of AutoGPTQ; some conversions by AutoAWQ have a file of this name too."""
     return _awq(found) if AWQ_NAMES.keys() & found.keys() else {"quant_method": "gptq", **found}
 
 

@@ -1,14 +1,14 @@
 """bitsandbytes checkpoints: LLM.int8(), nf4 and fp4.
 
 Defined by bitsandbytes (github.com/bitsandbytes-foundation/bitsandbytes, functional.py). int8
-(`int8_vectorwise_dequant`): value = weight * SCB / 127; it multiplies twice, we keep SCB / 127 as the scale, so the
-last bit of a float32 may differ. 4 bit (`dequantize_4bit`): the weight is one row of codes, the upper half of a byte
-first; value = quant_map[code] * absmax of its block of 64 or so. With double quantization the absmax are codes too:
-absmax = nested_quant_map[code] * nested_absmax of its block of 256 + nested_offset. The quant_state is JSON in a uint8
-tensor.
+(`int8_vectorwise_dequant`): value = weight * SCB / 127. bitsandbytes multiplies twice; here SCB / 127 is the
+scale, so the last bit of a float32 may differ. 4 bit (`dequantize_4bit`): the weight is one row of codes, the upper
+half of a byte first; value = quant_map[code] * absmax, of its block (usually 64). With double quantization absmax is
+coded: absmax = nested_quant_map[code] * nested_absmax of its block of 256 + nested_offset. The quant_state is JSON in a
+uint8 tensor.
 
-The 4-bit numbers are no arithmetic grid. `decode` gives them exactly; `read` rounds them to int8 with a scale per
-block, which moves none by more than 1/254 of its block's largest.
+The 4-bit values are not equally spaced. `decode` returns them exactly; `read` rounds them to int8 with a scale per
+block, with an error of at most 1/254 of the block's largest value.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BitsAndBytes:
         return ()
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray | np.ndarray:
-        """int8 codes; but a 4-bit weight whose rows are no whole blocks comes exactly, in float32."""
+        """int8 codes; but the exact values in float32 for a 4-bit weight whose rows are not whole blocks."""
         if len(self.parts(weight)) < 4:
             codes = fetch(self.tensors, weight, ("int8",), shape)
             scb = fetch(self.tensors, self.parts(weight)[1], FLOATS, (shape[0],))
@@ -74,7 +74,7 @@ class BitsAndBytes:
         return QuantArray(codes, absmax.reshape(shape[0], -1) * INVERSE_127, block=(1, size))
 
     def decode(self, weight: str, shape: tuple[int, int]) -> np.ndarray:
-        """A 4-bit weight, exactly: float32 [out, in]."""
+        """The exact values of a 4-bit weight, float32 [out, in]."""
         numbers, absmax, size = self._load(weight, shape)
         values, row = numbers[self._codes(weight, shape)].reshape(1, -1), (1, math.prod(shape))
         return (values * expand(absmax[None], (1, size), row)).reshape(shape)
@@ -85,7 +85,7 @@ class BitsAndBytes:
                 raise CheckpointError(f"tensor {name!r} asks for another layout of int8 than by rows (0)")
 
     def _codes(self, weight: str, shape: tuple[int, int], table: np.ndarray | None = None) -> np.ndarray:
-        """The codes, uint8 [out, in], or `table` of them. The file may have stored the bytes as wider numbers."""
+        """The codes, uint8 [out, in], or their values in `table`. The file may store the bytes in a wider dtype."""
         stored = find(self.tensors, weight)
         if stored.nbytes * 2 != math.prod(shape):
             raise CheckpointError(f"{stored.path.name}: tensor {weight!r} has {stored.nbytes} bytes, not {shape} / 2")
@@ -94,7 +94,7 @@ class BitsAndBytes:
         return unpack(rows, 4, table).reshape(shape)
 
     def _load(self, weight: str, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, int]:
-        """The sixteen numbers, float32 [16]; the absmax of each block, float32 [blocks]; the block's size."""
+        """The values of the codes, float32 [16]; the absmax of each block, float32 [blocks]; the block's size."""
         _, state_name, absmax_name, map_name, *nested = self.parts(weight)
         state = self._state(state_name)
         size, kind = block_size(state.get("blocksize"), f"blocksize ({state_name})"), state_name.rsplit("__")[-1]

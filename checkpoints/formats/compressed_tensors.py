@@ -2,11 +2,11 @@
 
 Defined by compressed-tensors (github.com/vllm-project/compressed-tensors, `decompress` of its compressors and
 quantization/lifecycle/forward.py, `_dequantize`): value = (q - z) * scale, in the scale's dtype; here in float32, where
-it is exact. Packed codes, and zero points along the outputs, follow each other from a word's lowest bits on. With
-weight_g_idx the group of each input is named there.
+it is exact. Codes of a row, and zero points of a column, are packed into words from the lowest bits on. weight_g_idx,
+if there is one, is the group of each input.
 
-Which of its config_groups a weight belongs to, and whether it is ignored, show in its tensors' names, shapes and
-dtypes; so `targets` and `ignore`, whose regular expressions could take forever, need not be matched.
+The names, shapes and dtypes of a weight's tensors tell its config group, and whether it is ignored. So `targets` and
+`ignore` are not evaluated: their regular expressions could take forever.
 """
 
 from __future__ import annotations
@@ -39,23 +39,15 @@ from jaxserve.checkpoints.int4 import PackedInt4, signed_bytes
 from jaxserve.pallas_kernels.types import Activations, QuantArray
 
 METHODS = ("compressed-tensors",)
-FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "mxfp4-pack-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp8-quantized",
-    "mixed-precision",
-)
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
+           "nvfp4-pack-quantized", "mxfp8-quantized", "mixed-precision")  # fmt: skip
 PLAIN = {"int": "int8", "float": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a config group stores weights; `block`: rows and inputs that share a scale, None is all of them. `inputs`:
-    how its products round theirs."""
+    """How a config group stores weights. block: rows and inputs that share a scale; None is all. inputs: how the
+    products round their inputs."""
 
     kind: str  # "int" or "float"
     bits: int
@@ -100,7 +92,7 @@ def _scheme(weights: object, inputs: Wanted = (None, "")) -> Scheme:
         raise refuse("type and num_bits", "int with 2, 4 or 8, and float with 4 or 8 are read")
     size = group_size(weights)
     strategy = weights.get("strategy") or ("group" if size else "tensor")
-    if strategy == "tensor_group":  # a group's scale, and one for the tensor
+    if strategy == "tensor_group":  # a scale per group, and one for the tensor
         strategy = "group"
     block: tuple[int | None, int | None]
     if strategy in ("tensor", "channel", "group"):
@@ -166,8 +158,8 @@ class CompressedTensors:
         return QuantArray(codes, scale, zero, order=order, block=block, **of_inputs)
 
     def _scheme(self, weight: str, shape: tuple[int, int]) -> tuple[Scheme, Activations | None]:
-        """The config group that the weight's tensors fit (the first, whose checks then say why, if there is none), and
-        how its products round their inputs: not at all where several groups fit that differ in it."""
+        """The config group that fits the weight's tensors, and how its products round their inputs. If none fits, the
+        first, so that its checks name the mismatch. If several fit that round differently, inputs are not rounded."""
         if not self.schemes:
             raise CheckpointError(f"{weight} is quantized, but no config group of quantization_config has weights")
         codes, scale = (find(self.tensors, name) for name in self.parts(weight)[:2])

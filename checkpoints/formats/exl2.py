@@ -1,9 +1,9 @@
-"""EXL2 checkpoints: 2 to 8 bits, which differ by group of inputs, with act-order.
+"""EXL2 checkpoints: 2 to 8 bits, a number for each group of inputs, with act-order.
 
 Defined by ExLlamaV2 (github.com/turboderp-org/exllamav2, `reconstruct_kernel` of exllamav2_ext/cuda/q_matrix.cu):
 value = (q - 2^(bits - 1)) * scale; scale = (q_scale + 1)^2 * (q_scale_max / 256), in float16. q_groups has each group's
-bits and its first row of q_weight; in it, codes follow each other along the inputs from a word's lowest bits on. The
-inputs are sorted: q_invperm has each one's place. Outputs are padded to whole 32.
+bits and first row in q_weight, where codes of neighbouring inputs are packed from a word's lowest bits on. The inputs
+are sorted; q_invperm is the position of each. Outputs are padded to a multiple of 32.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.formats.packing import Tensors, fetch, find, method, quant_config, signed, unpack
+from jaxserve.checkpoints.formats.packing import Tensors, fetch, find, method, part_names, quant_config, signed, unpack
 from jaxserve.checkpoints.quantized import INT4
 from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("exl2",)
 WIDTHS = (2, 3, 4, 5, 6, 8)
-PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
-STEP = 32  # inputs: groups have whole ones; also what outputs are padded to
+PARTS = (".q_weight", ".q_scale", ".q_scale_max", ".q_groups", ".q_invperm")
+STEP = 32  # groups have a multiple of so many inputs; outputs are padded to one
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> EXL2 | None:
-    by_names = not quant_config(config) and any(name.endswith(".q_groups") for name in tensors)  # the first files
+    by_names = not quant_config(config) and any(name.endswith(".q_groups") for name in tensors)  # early files
     if method(config) not in METHODS and not by_names:
         return None
     bits = f"{quant_config(config).get('bits', '2 to 8')!s:.10}"
@@ -40,9 +40,7 @@ class EXL2:
     name: str = "exl2"
 
     def parts(self, weight: str) -> tuple[str, ...]:
-        module = weight.removesuffix(".weight")
-        names = tuple(f"{module}.{part}" for part in PARTS)
-        return names if any(name in self.tensors for name in names) else ()
+        return part_names(self.tensors, weight, PARTS)
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         out, inputs = shape
@@ -53,7 +51,7 @@ class EXL2:
         packed = np.ascontiguousarray(fetch(self.tensors, q_weight, ("int32",), (rows, padded)).T[:out])
         dtype = INT4 if bits.max() <= 4 else np.dtype(np.int8)
         codes, row, column = np.empty(shape, dtype), 0, 0
-        for i in (*(np.flatnonzero(np.diff(bits))), count - 1):  # the last groups before other bits
+        for i in (*(np.flatnonzero(np.diff(bits))), count - 1):  # the last group of each run with equal bits
             width = int(bits[i])
             made = signed(unpack(packed[:, row : ends[i]], width), width, dtype)
             codes[:, column : column + made.shape[1]] = made
@@ -63,7 +61,7 @@ class EXL2:
         return QuantArray(codes, scale, order=self._order(q_invperm, inputs), block=(1, common))
 
     def _groups(self, name: str, count: int, rows: int, inputs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each group's bits, end in the rows of q_weight, and inputs: int64 [groups]."""
+        """int64 [groups] each: bits, end in the rows of q_weight, and number of inputs."""
         both = fetch(self.tensors, name, ("int16",), (2 * count,)).view(np.uint16).astype(np.int64).reshape(-1, 2)
         bits, ends = both[:, 0], np.append(both[1:, 1], rows)
         if not count or both[0, 1] != 0 or not np.isin(bits, WIDTHS).all():
@@ -74,7 +72,7 @@ class EXL2:
         return bits, ends, sizes
 
     def _scales(self, q_scale: str, q_scale_max: str, count: int, padded: int) -> np.ndarray:
-        """float16 [padded out, groups]."""
+        """The scales, float16 [padded out, groups]."""
         root = unpack(fetch(self.tensors, q_scale, ("int32",), (count, padded // 8)), 4).astype(np.float16) + 1
         largest = fetch(self.tensors, q_scale_max, ("float16",), (count,))
         return np.ascontiguousarray((root * root * (largest / np.float16(256))[:, None]).T)

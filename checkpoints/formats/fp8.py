@@ -2,8 +2,8 @@
 
 Defined by DeepSeek-V3's weight_dequant and transformers (`Fp8Dequantize` of integrations/finegrained_fp8.py), and by
 NVIDIA's ModelOpt ("modelopt", modelopt/torch/export): value = weight * scale, in float32. The scale is called
-weight_scale or, though it is no inverse, weight_scale_inv. What config.json lists as not converted has no scale, and is
-a plain weight. How products round their inputs: `activations.of_fp8`; an input_scale is that of all tokens.
+weight_scale or weight_scale_inv (which is not an inverse). Modules that config.json lists as not converted have plain
+weights without scale. `activations.of_fp8` tells how products round their inputs; input_scale applies to all tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The blocks of GGUF tensors as QuantArrays.
 
 The layouts are those of ggml (ggml-common.h, ggml-quants.c); the values are, to the last bit of float32, those of the
-`gguf` package's NumPy dequantization. Scales that a format itself multiplies together (d * sc) are therefore kept as
-float32 products; those that stand in the file keep their float16.
+`gguf` package's NumPy dequantization. So scales that the format multiplies (d * sc) become float32
+products, and scales that are in the file stay float16.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ FLOATS = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Signed values of 4-bit codes of ggml's non-linear types.
+# Values of the 4-bit codes of ggml's non-linear types.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-# A decoder turns the blocks of one type, a structured array [n], into codes [n, block size], and into scale, zero (one
-# number for all) and bias, which are None or [n, parts of a block].
+# A decoder's result for the blocks of one type, a structured array [n]: codes [n, block size], scale [n, parts of a
+# block], zero (one number for all) and bias (None or as scale).
 Decoded = tuple[np.ndarray | PackedInt4, np.ndarray, int, np.ndarray | None]
 
 
 def decode(data: np.ndarray, kind: BlockType, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
-    """A tensor from its bytes [nbytes]: plain floats of any shape, QuantArray [out, in] where its type is quantized.
+    """Decodes a tensor's bytes [nbytes]: plain floats of any shape, or a QuantArray [out, in] for quantized types.
 
-    Types that only the `gguf` package knows come out as float32; CheckpointError where that is missing.
+    Types that only the `gguf` package knows become float32. Raises CheckpointError if it is needed but not installed.
     """
     if kind.name in FLOATS:
         return data.view(FLOATS[kind.name]).reshape(shape)
@@ -62,7 +62,7 @@ def decode(data: np.ndarray, kind: BlockType, shape: tuple[int, ...]) -> QuantAr
 
 
 def needs_package(kind: BlockType) -> bool:
-    """Whether only the `gguf` package knows a type. Raises CheckpointError where that is missing."""
+    """Whether only the `gguf` package knows a type. Raises CheckpointError if it is needed but not installed."""
     if kind.name in FLOATS or kind.name in _DECODERS:
         return False
     if importlib.util.find_spec("gguf") is None:
@@ -79,7 +79,7 @@ def _by_package(data: np.ndarray, kind: BlockType, shape: tuple[int, ...]) -> np
 
 
 def _nibbles(packed: np.ndarray, group: int) -> np.ndarray:
-    """Bytes [n, m] -> 4-bit codes [n, 2 m]: of each `group` bytes the low halves, then the high ones."""
+    """Bytes [n, m] -> 4-bit codes [n, 2 m]: for each `group` bytes the low halves, then the high halves."""
     packed = packed.reshape(len(packed), -1, group)
     codes = np.empty((*packed.shape[:2], 2, group), np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :, 0])
@@ -88,9 +88,9 @@ def _nibbles(packed: np.ndarray, group: int) -> np.ndarray:
 
 
 def _int4(packed: np.ndarray, group: int) -> PackedInt4:
-    """The codes of `_nibbles`, less 8, two in a byte: each with its neighbour instead of that `group` further on."""
+    """The codes of `_nibbles` minus 8, packed: neighbouring codes share a byte, instead of codes `group` apart."""
     codes = np.empty((len(packed), packed.shape[1] // group, 2, group // 2), np.uint8)
-    step = max(1, PIECE_BYTES // packed.shape[1])  # what is in between stays in the processor's cache
+    step = max(1, PIECE_BYTES // packed.shape[1])  # intermediate arrays stay in the processor's cache
     for at in range(0, len(packed), step):
         both = np.ascontiguousarray(packed[at : at + step]).view(np.uint16)  # neighbours a and b, as 0xbbaa
         shifted = both >> 4
@@ -107,7 +107,7 @@ def _int4(packed: np.ndarray, group: int) -> PackedInt4:
 
 
 def _bits(packed: np.ndarray, width: int, group: int) -> np.ndarray:
-    """Bytes [n, m] -> codes of `width` bits: of each `group` bytes all the lowest ones, then all the next ones."""
+    """Bytes [n, m] -> codes of `width` bits: for each `group` bytes all lowest codes, then all next ones."""
     packed = packed.reshape(len(packed), -1, 1, group)
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     codes = packed >> shifts
@@ -116,14 +116,14 @@ def _bits(packed: np.ndarray, width: int, group: int) -> np.ndarray:
 
 
 def _less(codes: np.ndarray, offset: int) -> np.ndarray:
-    """Unsigned codes less `offset`, as int8, in their own memory."""
+    """Unsigned codes minus `offset`, as int8, computed in place."""
     signed = codes.view(np.int8)
     signed -= np.int8(offset)
     return signed
 
 
 def _joined(low: np.ndarray, high: np.ndarray, shift: int) -> np.ndarray:
-    """low | high << shift, in the memory of the two."""
+    """low | high << shift, computed in place."""
     high <<= shift
     low |= high
     return low
@@ -178,7 +178,8 @@ def _q3_k(b: np.ndarray) -> Decoded:
 
 
 def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and minima, [n, 8] each, of Q4_K and Q5_K: the first four in whole bytes' low bits, the others spread."""
+    """Scales and minima, [n, 8] each, of Q4_K and Q5_K. The first four are the low six bits of a byte; the others are
+    split between the low or high half of a byte and the upper two bits of another."""
     scale, minimum, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([scale & 63, (rest & 15) | ((scale >> 6) << 4)], axis=1)
     return scales, np.concatenate([minimum & 63, (rest >> 4) | ((minimum >> 6) << 4)], axis=1)
@@ -212,7 +213,7 @@ def _iq4_xs(b: np.ndarray) -> Decoded:
 
 
 def _tq1_0(b: np.ndarray) -> Decoded:
-    """Five base-3 digits to a byte, the first from the top: multiplied up modulo 256, times 3, then the carry."""
+    """A byte holds five base-3 digits of a fraction of 256: digit i is (byte * 3**i mod 256) * 3 // 256."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     parts = [b["qs"][:, :32], b["qs"][:, 32:], b["qh"]]
     digits = [(p[:, None] * powers[:count]).reshape(len(b), -1) for p, count in zip(parts, (5, 5, 4), strict=True)]
@@ -226,7 +227,7 @@ def _tq2_0(b: np.ndarray) -> Decoded:
 
 def _mxfp4(b: np.ndarray) -> Decoded:
     codes = _int4(b["qs"], 16).data
-    codes ^= 0x88  # which `_int4` has done, too
+    codes ^= 0x88  # undoes the offset that `_int4` has applied
     return PackedInt4(codes, FLOAT4), exponents_of(b["e"], "of blocks of MXFP4"), 0, None
 
 

@@ -1,6 +1,6 @@
-"""Rows of a GGUF file as BlockArrays: the fields of their blocks, each an array of its own.
+"""Rows of a GGUF file as BlockArrays, which hold each field of the blocks in a separate array.
 
-The layouts are those of ggml (ggml-common.h); what fields mean is told in `jaxserve.pallas_kernels.types.BlockArray`.
+The layouts are those of ggml (ggml-common.h); `jaxserve.pallas_kernels.types.BlockArray` describes the fields.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jaxserve.checkpoints.formats.gguf_blocks import six_bits
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray
 
-# Of each kind the bytes of a block that hold factors, integer scales, high bits and low bits.
+# For each kind, the bytes of a block with factors, integer scales, high bits and low bits.
 _FIELDS: dict[str, tuple[slice, slice, slice, slice]] = {
     "Q4_1": (slice(0, 4), slice(0), slice(0), slice(4, 20)),
     "Q5_0": (slice(0, 2), slice(0), slice(2, 6), slice(6, 22)),
@@ -25,7 +25,7 @@ _FIELDS: dict[str, tuple[slice, slice, slice, slice]] = {
 
 
 def block_array(rows: StoredRows) -> BlockArray | None:
-    """The fields of a weight's rows, all of one kind; None where there are several, or one that is not of BLOCK_KINDS.
+    """The fields of a weight's rows; None if the rows have several kinds, or one that is not in BLOCK_KINDS.
 
     Rows of zeros have factors of 0.
     """
@@ -38,7 +38,7 @@ def block_array(rows: StoredRows) -> BlockArray | None:
     factors, scales, high, low = _FIELDS[name]
 
     def field(where: slice) -> np.ndarray:
-        """[out, blocks, bytes]"""
+        """The bytes `where` of all blocks, [out, blocks, bytes]."""
         made = np.zeros((len(rows.source), stored[0].shape[1], where.stop - (where.start or 0)), np.uint8)
         first = 0
         for data in stored:

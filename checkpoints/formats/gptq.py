@@ -1,9 +1,10 @@
 """GPTQ checkpoints: 2, 3, 4 and 8 bits, symmetric or not, with act-order, in the layouts "gptq" (v1) and "gptq_v2".
 
 Defined by GPTQModel (github.com/ModelCloud/GPTQModel, `dequantize_weight` of gptqmodel/nn_modules/qlinear): value =
-(q - z) * scale, with the z and scale of the input's group, which g_idx names. Codes follow each other along the inputs,
-zero points along the outputs, from a word's lowest bits on. v1 has 1 subtracted from the zero points, from 2, 4 and
-8 bits as whole words (so that a zero point of 0 borrows from its neighbour); reading adds it back the same way.
+(q - z) * scale, with z and scale of the input's group; g_idx is each input's group. Words are packed from their lowest
+bits on, with codes of neighbouring inputs and zero points of neighbouring outputs. v1 stores zero points minus 1. For
+2, 4 and 8 bits that is subtracted from whole words, so that a zero point of 0 borrows from its neighbour, and reading
+adds it to whole words too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxserve.checkpoints.formats.packing import (
     group_size,
     groups,
     method,
+    part_names,
     quant_config,
     signed,
     unpack,
@@ -55,7 +57,7 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> GPTQ | None:
 
 @dataclass
 class GPTQ:
-    """With `dynamic`, modules may differ in bits and group size; their tensors' shapes tell."""
+    """With `dynamic`, bits and group sizes may differ between modules; the tensors' shapes tell which."""
 
     tensors: Tensors
     bits: object
@@ -70,11 +72,9 @@ class GPTQ:
         return f"GPTQ int{self.bits} in groups of {self.group or 'all inputs'}"
 
     def parts(self, weight: str) -> tuple[str, ...]:
-        module = weight.removesuffix(".weight")
-        names = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-        if not any(name in self.tensors for name in names):
-            return ()
-        return names + ((f"{module}.g_idx",) if f"{module}.g_idx" in self.tensors else ())
+        names = part_names(self.tensors, weight, (".qweight", ".qzeros", ".scales"))
+        g_idx = f"{weight.removesuffix('.weight')}.g_idx"
+        return (*names, g_idx) if names and g_idx in self.tensors else names
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         (out, inputs), (qweight, qzeros, scales, *g_idx) = shape, self.parts(weight)

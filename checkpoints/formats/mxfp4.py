@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.formats.packing import EXPONENTS, Tensors, exponents_of, fetch, find, method
+from jaxserve.checkpoints.formats.packing import EXPONENTS, Tensors, exponents_of, fetch, find, method, part_names
 from jaxserve.checkpoints.int4 import FLOAT4, PackedInt4
 from jaxserve.pallas_kernels.types import QuantArray
 
@@ -28,22 +28,20 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> MXFP4 | None:
 
 
 def decode(packed: np.ndarray, exponents: np.ndarray, name: str) -> QuantArray:
-    """uint8 [out, in / 2] and, of the tensor called `name`, uint8 [out, in / 32] -> [out, in]."""
+    """uint8 codes [out, in / 2] and uint8 exponents [out, in / 32], of the tensor `name` -> the weight [out, in]."""
     return QuantArray(PackedInt4(packed, FLOAT4), exponents_of(exponents, name), block=(1, GROUP))
 
 
 @dataclass
 class MXFP4:
-    """Reads a stack of experts' weights as one, with all their outputs below each other."""
+    """Reads a stack of experts' weights as one weight, whose outputs are those of all experts."""
 
     tensors: Tensors
     name: str = "mxfp4"
     description: str = "MXFP4 in groups of 32"
 
     def parts(self, weight: str) -> tuple[str, ...]:
-        module = weight.removesuffix(".weight")
-        names = (f"{module}_blocks", f"{module}_scales")
-        return names if any(name in self.tensors for name in names) else ()
+        return part_names(self.tensors, weight, ("_blocks", "_scales"))
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         (out, inputs), (blocks, scales) = shape, self.parts(weight)

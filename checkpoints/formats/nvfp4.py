@@ -2,11 +2,11 @@
 
 The layout is that of NVIDIA's ModelOpt (modelopt/torch/quantization/qtensor/nvfp4_tensor.py, quant_algo "NVFP4"):
 weight uint8 [out, in / 2], the lower half of a byte first; weight_scale float8_e4m3fn [out, in / 16]; weight_scale_2
-float32; value = code * weight_scale * weight_scale_2. An input_scale is of activations, which stay in 16 bits here.
+float32; value = code * weight_scale * weight_scale_2. input_scale is not used: activations stay in 16 bits.
 compressed-tensors ("nvfp4-pack-quantized") calls the codes weight_packed and divides by weight_global_scale instead.
 
-A code times its scale is exact in bfloat16; the float32 scale multiplies that, where the formats' own tools multiply or
-divide the scale first: the last bit of a float32 may differ.
+Here the product of code and scale, exact in bfloat16, is multiplied with the float32 scale. The formats' own tools
+multiply or divide the scale first, so the last bit of a float32 may differ.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> NVFP4 | None:
 def decode(
     tensors: Tensors, codes: str, scale: str, whole: str, shape: tuple[int, int], *, divides: bool = False
 ) -> QuantArray:
-    """A weight of this shape from its tensors: codes, the scales of groups, and the scale of the whole, which may be
-    one that `divides`."""
+    """A weight of this shape from its tensors: codes, the groups' scales, and the scale of the whole weight, which
+    multiplies or `divides`."""
     out, inputs = shape
     groups(GROUP, codes, inputs)
     packed = fetch(tensors, codes, ("uint8",), (out, inputs // 2))

@@ -1,4 +1,4 @@
-"""What the formats share: their settings, tensors that must be there, and codes packed into words."""
+"""Shared by the formats: reading settings, reading and checking tensors, and unpacking codes from words."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxserve.checkpoints.safetensors import TensorInfo
 FLOATS = ("float16", "bfloat16", "float32")
 EXPONENTS = ("float8_e8m0fnu", "uint8")  # powers of two
 MAX_BLOCK = 2**20
-PIECE_BYTES = 2**16  # are unpacked at a time, so that what is in between stays in the processor's cache
+PIECE_BYTES = 2**16  # unpacked at a time, so that intermediate arrays stay in the processor's cache
 
 Tensors = Mapping[str, TensorInfo]
 
 
 def quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of config.json that say how it is quantized; empty: it is not."""
+    """The quantization settings of config.json; empty if it has none."""
     found = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(found, dict):
         raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r:.100}")
@@ -29,25 +29,25 @@ def quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method(config: Mapping[str, Any]) -> str:
-    """Its quant_method in lower case; "" where nothing is said."""
+    """The quant_method of config.json in lower case; "" if it has none."""
     return str(quant_config(config).get("quant_method", "")).lower()
 
 
 def block_size(value: object, key: str) -> int:
-    """A group's or a block's size; raises CheckpointError for absurd ones."""
+    """Checks the size of a group or block. Raises CheckpointError."""
     if type(value) is not int or not 1 <= value <= MAX_BLOCK:
         raise CheckpointError(f"config.json: quantization_config's {key} is {value!r:.100}, not from 1 to {MAX_BLOCK}")
     return value
 
 
 def group_size(settings: Mapping[str, Any], default: int | None = None) -> int | None:
-    """Inputs that share a scale; None: all of them (which files write as -1)."""
+    """Inputs that share a scale; None is all inputs (in files -1)."""
     value = settings.get("group_size", default)
     return None if value is None or value == -1 else block_size(value, "group_size")
 
 
 def groups(size: int | None, weight: str, inputs: int, partial: bool = False) -> tuple[int, int]:
-    """(number of groups, inputs in each). Raises where they do not divide, unless the last may be `partial`."""
+    """(number of groups, inputs in each). Raises if a group is not full, unless the last one may be `partial`."""
     size = inputs if size is None else size
     if inputs % size and not partial:
         raise CheckpointError(f"{weight} has {inputs} inputs, which are no whole groups of {size}")
@@ -55,10 +55,16 @@ def groups(size: int | None, weight: str, inputs: int, partial: bool = False) ->
 
 
 def words(count: int, bits: int, name: str) -> int:
-    """How many words of 32 bits so many codes take; raises unless they are whole."""
+    """The number of 32-bit words of `count` codes. Raises if the last word is not full."""
     if count * bits % 32:
         raise CheckpointError(f"tensor {name!r}: {count} codes of {bits} bits fill no whole words")
     return count * bits // 32
+
+
+def part_names(tensors: Tensors, weight: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a weight's tensors, module + suffix; empty if the checkpoint has none of them."""
+    names = tuple(weight.removesuffix(".weight") + suffix for suffix in suffixes)
+    return names if any(name in tensors for name in names) else ()
 
 
 def find(tensors: Tensors, name: str) -> TensorInfo:
@@ -68,7 +74,7 @@ def find(tensors: Tensors, name: str) -> TensorInfo:
 
 
 def fetch(tensors: Tensors, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> np.ndarray:
-    """Reads a tensor, after it was checked to have one of these dtypes and shapes."""
+    """Reads a tensor, which must have one of these dtypes and shapes."""
     tensor = find(tensors, name)
     if tensor.dtype.name not in dtypes:
         raise CheckpointError(
@@ -85,9 +91,10 @@ def fetch(tensors: Tensors, name: str, dtypes: tuple[str, ...], *shapes: tuple[i
 def fetch_scale(
     tensors: Tensors, name: str, shape: tuple[int, int], *blocks: tuple[int, int]
 ) -> tuple[np.ndarray, tuple[int, int]]:
-    """Scales of a weight [out, in] -> ([ceil(out / rows), ceil(in / inputs)], (rows, inputs)).
+    """Reads a weight's scales: ([ceil(out / rows), ceil(in / inputs)], their block (rows, inputs)).
 
-    Each has one of these `blocks`, (rows, inputs). One for all may be a scalar, one per row may lack the second axis.
+    The block is the one of `blocks` that fits the tensor's shape. A single scale may be a scalar, and scales per row
+    may lack the second axis.
     """
     forms: dict[tuple[int, ...], tuple[int, int]] = {}
     for block in blocks:
@@ -105,17 +112,17 @@ def fetch_scale(
 
 
 def exponents_of(stored: np.ndarray, name: str) -> np.ndarray:
-    """Scales stored as e8m0 (https://www.opencompute.org, Microscaling Formats 1.0), 2^(e - 127), as such numbers."""
+    """Scales stored as e8m0 (https://www.opencompute.org, Microscaling Formats 1.0), 2^(e - 127), as float8_e8m0fnu."""
     if (stored.view(np.uint8) == 255).any():
         raise CheckpointError(f"tensor {name!r} has scales that are no numbers (255)")
     return stored.view(ml_dtypes.float8_e8m0fnu)
 
 
 def unpack(words: np.ndarray, bits: int, table: np.ndarray | None = None) -> np.ndarray:
-    """Words [..., n], in whose bits codes follow each other from the lowest on -> the codes, uint8 [..., 8 n' / bits].
+    """Words [..., n] with codes packed from the lowest bits on -> the codes, uint8 [..., 8 n' / bits].
 
-    n' is the words' bytes, which must be a multiple of `bits` where that is 3, 5 or 6. With a `table` of at most 256
-    bytes, and bits up to 6: what it has for each code.
+    n' is the number of bytes, which must be a multiple of `bits` for 3, 5 and 6 bits. With a `table` of at most 256
+    bytes, and bits up to 6, its entries for the codes are returned.
     """
     raw = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
@@ -125,7 +132,7 @@ def unpack(words: np.ndarray, bits: int, table: np.ndarray | None = None) -> np.
     step = max(1, PIECE_BYTES // max(1, rows.shape[1]))
     for at in range(0, len(rows), step):
         codes = _spread(rows[at : at + step], bits)
-        if table is not None:  # indexing would make an int64 of each code first
+        if table is not None:  # faster than indexing, which converts each code to int64
             found = codes.tobytes().translate(table.tobytes().ljust(256))
             codes = np.frombuffer(found, table.dtype).reshape(codes.shape)
         made[at : at + step] = codes
@@ -133,14 +140,14 @@ def unpack(words: np.ndarray, bits: int, table: np.ndarray | None = None) -> np.
 
 
 def _spread(raw: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes [rows, n] -> a byte for each `bits` of them, uint8 [rows, 8 n / bits]."""
+    """Bytes [rows, n] -> the codes of `bits` bits, a byte each, uint8 [rows, 8 n / bits]."""
     if bits == 4:
         return halves(raw)
     pieces = raw.reshape(len(raw), -1, bits)  # eight codes each
     stream = np.zeros(pieces.shape[:-1], np.uint64)
     for byte in range(bits):
         stream |= pieces[..., byte].astype(np.uint64) << np.uint64(8 * byte)
-    for count in (4, 2, 1):  # of each 2 * count codes, the upper half moves to where its bytes will be
+    for count in (4, 2, 1):  # of each 2 * count codes, moves the upper half to its final bytes
         low = np.uint64(sum((2 ** (count * bits) - 1) << at for at in range(0, 64, 16 * count)))
         high = stream & ~low
         high <<= np.uint64(count * (8 - bits))
@@ -150,18 +157,18 @@ def _spread(raw: np.ndarray, bits: int) -> np.ndarray:
 
 
 def signed(codes: np.ndarray, bits: int, dtype: np.dtype | None = None) -> np.ndarray:
-    """Codes from 0 (uint8, overwritten) less half their range: int4 up to four bits, else int8; or as `dtype` says."""
+    """Unsigned codes (uint8, overwritten) minus half their range; default dtype: int4 up to four bits, else int8."""
     dtype = dtype or (INT4 if bits <= 4 else np.dtype(np.int8))
     codes -= np.uint8(2 ** (bits - 1))
-    if dtype == INT4:  # an element is a byte, whose upper half is zero
+    if dtype == INT4:  # NumPy's int4 takes a byte, with its upper half zero
         codes &= 15
     return codes.view(dtype)
 
 
 def group_order(g_idx: np.ndarray, name: str, count: int, size: int) -> np.ndarray | None:
-    """The group of each input [in] -> the inputs sorted by group, int32 [in]; None: they are already.
+    """The group of each input [in] -> the inputs sorted by group, int32 [in]; None if they are sorted already.
 
-    All groups must have `size` inputs, but the last, which has the rest.
+    All groups but the last must have `size` inputs.
     """
     if g_idx.min() < 0 or g_idx.max() >= count:
         raise CheckpointError(f"tensor {name!r} names groups from {g_idx.min()} to {g_idx.max()}; there are {count}")

@@ -92,8 +92,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "devices that multiply such numbers")  # fmt: skip
     flag("--quantization", field="quantization", metavar="NAME",
          help="format of the weights; auto: the checkpoint's; int8, int4, fp8, int8-dynamic or fp8-dynamic (rounds "
-         "inputs of products too): quantize float weights while loading; another format, such as awq: require that the "
-         "checkpoint has it")  # fmt: skip
+         "inputs of products too): quantize while loading; another name: require that format")  # fmt: skip
     flag("--load-format", field="load_format",
          help="auto: read the checkpoint; dummy: random weights, for which config.json is enough")  # fmt: skip
     flag("--seed", field="seed", type=int, help="seed of requests without one of their own, and of dummy weights")

@@ -48,8 +48,9 @@ def add_commands(commands: Any) -> None:
 
     startup = add_command(commands, "startup", run_bench_startup, "measure the time until a server is ready")
     add_model(startup)
-    startup.add_argument("--cold", action="store_true",
-                         help="start twice: with an empty compilation cache, then with a filled one")  # fmt: skip
+    startup.add_argument(
+        "--cold", action="store_true", help="start twice: with an empty and a filled compilation cache"
+    )
     startup.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="longest time of one start")
     _add_output_flags(startup)
     add_engine_flags(startup)
@@ -59,12 +60,12 @@ def _add_target_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("target")
     group.add_argument("--url", default="http://127.0.0.1:8000", help="the server, with or without /v1")
     group.add_argument("--model", metavar="NAME", help="model to ask for; None: the first of /v1/models")
-    group.add_argument("--endpoint", choices=["completions", "chat"], default="completions",
-                       help="/v1/completions or /v1/chat/completions")  # fmt: skip
+    group.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help="endpoint of /v1")
     group.add_argument("--api-key", metavar="KEY", help="bearer key; also read from JAXSERVE_API_KEY")
     group.add_argument("--no-stream", dest="stream", action="store_false", help="request whole answers")
-    group.add_argument("--ignore-eos", action="store_true",
-                       help="always generate the full output length (an extension of OpenAI's API)")  # fmt: skip
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="always generate the full output length (an extension)"
+    )
     group.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest time of a request")
 

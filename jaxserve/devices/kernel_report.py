@@ -14,10 +14,8 @@ from jaxserve.pallas_kernels.types import Activations, default_page_size
 
 
 def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int | None = None) -> Iterator[str]:
-    """The report's lines: for each operation and dtype all backends, with the reason why one cannot run.
-
-    `page_size`: tokens in a page; None is the engine's default on this device.
-    """
+    """The report's lines: for each operation and dtype all backends, with the reason why one cannot run. `page_size`:
+    tokens in a page; None is the engine's default on this device."""
     page_size = page_size or default_page_size(device.platform)
     dtype = np.dtype(np.float32) if device.platform == "cpu" else np.dtype(jnp.bfloat16)
     fp8, int4 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.int4)

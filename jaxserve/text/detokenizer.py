@@ -21,11 +21,10 @@ _MAX_HELD_TOKENS = 4  # a character has at most four bytes, so more tokens canno
 class Detokenizer:
     """Text of a growing token sequence, emitted as soon as it can no longer change.
 
-    There are two kinds of tokens. *Raw* tokens always stand for the same bytes (byte-level BPE, sentencepiece's
-    `<0xAB>`). They go through an incremental UTF-8 decoder, which holds back an unfinished character and replaces
-    invalid bytes by U+FFFD. The text of other tokens depends on those before them (leading spaces, word pieces). They
-    are decoded together with a short window of earlier tokens, whose own text is then cut off. The cost per token is
-    constant for both kinds.
+    *Raw* tokens always stand for the same bytes (byte-level BPE, sentencepiece's `<0xAB>`). They go through an
+    incremental UTF-8 decoder, which holds back an unfinished character and replaces invalid bytes by U+FFFD. The text
+    of other tokens depends on those before them (leading spaces, word pieces). They are decoded together with a few
+    earlier tokens, whose own text is then cut off. The cost per token is constant for both kinds.
 
     Where sentencepiece's own decoder would replace a whole run of byte tokens because one of them is invalid, this one
     replaces the invalid bytes only, since the characters before them have been emitted already.

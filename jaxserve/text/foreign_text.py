@@ -2,8 +2,7 @@
 
 Each character of such text that could begin a special token is replaced by a stand-in before the chat template is
 rendered, so all special tokens of the rendered text are the template's own. Then the original characters are put back.
-Where they do begin the text of a special token, a separator is inserted after the first character, and its tokens are
-removed after encoding. Other text has the same token ids as without this.
+Where they do begin a special token, a separator follows the first, and its tokens are removed after encoding.
 """
 
 from __future__ import annotations
