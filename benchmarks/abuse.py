@@ -1,16 +1,16 @@
-"""A server under load and abuse: every answer right, every bad request refused, nobody held up, nothing kept.
+"""Tests a server under load and abuse: exact answers, rejected bad requests, no delays, no leaks.
 
   python benchmarks/abuse.py                       all scenarios in turn, against one server
   python benchmarks/abuse.py streams malformed     these
   python benchmarks/abuse.py --scale 0.02          with a fiftieth of the clients
 
-It starts `jaxserve serve demo`, with the 1,024 open files that most systems allow a process at first. What completions
-must say is found beforehand, by the engine in this process; where a scenario has completions, each is compared to that.
+It starts `jaxserve serve demo`, with the 1,024 open files that most systems allow a process at first. The
+expected completions are computed beforehand by the engine in this process, and compared with the server's.
 After each scenario the server must answer a completion, run nothing and keep nothing waiting, have no KV page in use
-(cached ones are free), and hold no more than 10% more memory than before, all its processes together. A round of
-`streams` and `large-bodies` goes before all: Python's heap and the allocator's arenas grow once, to what a load needs.
+(cached ones are free), and hold no more than 10% more memory than before, all its processes together. `streams`
+and `large-bodies` run once before that, as Python's heap and the allocator's arenas grow with the first load.
 
-Prints a table in Markdown; --json FILE keeps the figures. Exits with 1 where anything was not as it must be.
+Prints a table in Markdown; --json FILE keeps the figures. Exits with 1 if any check failed.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from jaxserve.config import EngineConfig
 T = TypeVar("T")
 
 CONFIG = EngineConfig(model="demo", kv_pages=4096)
-GROWTH = 0.10  # of the memory, that a scenario may leave behind; or
-LEAST_GROWTH = 96  # MiB, where that is more: pages of the KV cache are taken when they are first used
-HELD_UP = 0.5  # seconds that a request may hold up /health, on a machine that does other things too
-BODIES = 768  # MiB that the bodies of `large-bodies` may take while they come: 6 times their length
+GROWTH = 0.10  # of the memory; largest growth after a scenario, or
+LEAST_GROWTH = 96  # MiB, if that is more: pages of the KV cache take memory when they are first used
+HELD_UP = 0.5  # seconds; longest delay of /health by a request, with other programs on the machine
+BODIES = 768  # MiB; most memory of the bodies of `large-bodies` while they arrive, 6 times their length
 
 
 async def streams(run: Run) -> None:
@@ -55,7 +55,7 @@ async def streams(run: Run) -> None:
 
 
 async def storm(run: Run) -> None:
-    """2,000 connections within seconds, of which half are left at a random moment."""
+    """2,000 connections within seconds, half of which are closed at a random time."""
 
     async def later(work: Awaitable[Any]) -> None:
         await asyncio.sleep(run.random.uniform(0.0, 5.0))
@@ -81,13 +81,13 @@ async def _leave(run: Run, case: Case) -> None:
         run.note(f"left {moment}")
     except (OSError, EOFError) as error:
         run.note(f"{moment}: {type(error).__name__}", ok=False)
-    if run.random.random() < 0.5:  # with a reset instead of an end
+    if run.random.random() < 0.5:  # with a reset instead of a normal close
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
 async def slow_readers(run: Run) -> None:
-    """300 streams read at 8 bytes a second, whose tokens are all made; ordinary clients beside them and without."""
+    """300 streams are read at 8 bytes per second; measures ordinary clients beside them and without them."""
     readers = [asyncio.create_task(_read_slowly(run, case)) for case in run.cases(300)]
     await asyncio.sleep(1.0)
     await run.server.idle()
@@ -162,7 +162,7 @@ async def large_bodies(run: Run) -> None:
 
 
 async def amplification(run: Run) -> None:
-    """Bodies that ask for far more than they weigh, one after the other, while others ask for /health."""
+    """Sends small bodies that ask for much work, one after the other, while /health is requested."""
     await _probe(run, "alone", asyncio.sleep(2.0))
     for name, (path, body) in amplified_bodies("demo").items():
         watch = asyncio.create_task(_watch_memory(run))
@@ -176,7 +176,7 @@ async def amplification(run: Run) -> None:
 
 
 async def _status(run: Run, path: str, body: bytes) -> int:
-    """The answer's status; 0 where it does not come within a minute."""
+    """The answer's status; 0 if there is none within a minute."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(60.0):
             return (await run.server.client.request("POST", path, body)).status
@@ -184,7 +184,7 @@ async def _status(run: Run, path: str, body: bytes) -> int:
 
 
 async def _probe(run: Run, name: str, work: Awaitable[T]) -> T:
-    """Does it, and keeps the longest time that /health took meanwhile."""
+    """Awaits `work`, and records the longest time of /health meanwhile."""
     task, slowest = asyncio.ensure_future(work), 0.0
     while not task.done():
         begin = time.perf_counter()
@@ -206,7 +206,7 @@ async def _watch_memory(run: Run) -> None:
 
 
 async def headers(run: Run) -> None:
-    """700 heads that are too long, or never come to their end."""
+    """700 heads that are too long or never complete."""
     start = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     many = b"".join(b"X-Header-%d: value\r\n" % i for i in range(5000))
     endless = [b"y" * 2**16] * 1000
@@ -225,7 +225,7 @@ async def headers(run: Run) -> None:
 
 
 async def malformed(run: Run) -> None:
-    """100,000 requests that no server can accept, one after the other on 32 connections where these are kept."""
+    """100,000 invalid requests, one after the other on 32 connections, reused if the server keeps them open."""
     requests = Malformed(seed=0)
     left = itertools.repeat(None, run.count(100_000))
 
@@ -244,11 +244,11 @@ async def malformed(run: Run) -> None:
                 except OSError as error:
                     writer.transport.abort()
                     line = None
-                    if fresh or isinstance(error, TimeoutError):  # else it was closed, for what came before
+                    if fresh or isinstance(error, TimeoutError):  # else closed after an earlier request
                         answer = Response(0, {}, f"{type(error).__name__} {error}".encode())
             ok = 400 <= answer.status < 500 and is_error(answer)
             run.note(f"{kind}: {answer.status}" if ok else f"{data[:300]!r}: {answer.status} {answer.body!r}", ok)
-            if line is not None and kind == "header":  # what followed would belong to the body that it announced
+            if line is not None and kind == "header":  # later bytes would belong to the announced body
                 line[1].transport.abort()
                 line = None
         if line is not None:
@@ -258,7 +258,7 @@ async def malformed(run: Run) -> None:
 
 
 async def terminate(run: Run) -> None:
-    """SIGTERM amid 300 streams: some can end in time, some cannot; slow readers and half a request beside them."""
+    """SIGTERM during 300 streams, some of which cannot finish in time, with slow readers and an incomplete request."""
     process = run.server.process
     short = [asyncio.create_task(run.complete(case)) for case in run.cases(100)]
     long = [asyncio.create_task(_to_the_end(run, case)) for case in run.cases(200)]
@@ -275,7 +275,7 @@ async def terminate(run: Run) -> None:
     answered = time.perf_counter() - begin
     code = await asyncio.to_thread(process.wait, PATIENCE)
     run.row.details |= {"answered_s": answered, "exited_s": time.perf_counter() - begin}
-    for reader in slow:  # they have more to read than they ever will
+    for reader in slow:  # more remains than they will ever read
         reader.cancel()
     await asyncio.gather(*slow)
     part.close()
@@ -284,7 +284,7 @@ async def terminate(run: Run) -> None:
 
 
 async def _to_the_end(run: Run, case: Case) -> None:
-    """A stream that takes longer than the server still has: it must end, and say how."""
+    """A stream that takes longer than the server has left must end with an error or a finish reason."""
     events: list[bytes] = []
     body = case.body(max_tokens=1500, ignore_eos=True)
     try:
@@ -304,7 +304,7 @@ SCENARIOS: dict[str, Callable[[Run], Awaitable[None]]] = {
 
 
 async def measure(run: Run, name: str) -> Row:
-    """Runs a scenario and checks what it left."""
+    """Runs a scenario and checks the server afterwards."""
     row = run.row = Row(name, memory={"before": run.server.resident() / MEGABYTE})
     begin = time.perf_counter()
     await SCENARIOS[name](run)

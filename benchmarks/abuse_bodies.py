@@ -1,4 +1,4 @@
-"""Bodies that ask for far more than they weigh, for the scenario `amplification` of abuse.py."""
+"""Small bodies that ask for much work, for the scenario `amplification` of abuse.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _USER = [{"role": "user", "content": "hi"}]
 
 
 def amplified_bodies(model: str) -> dict[str, tuple[str, bytes]]:
-    """By name: the path and the body, each sent alone."""
+    """Name -> (path, body)."""
 
     def body(**fields: Any) -> bytes:
         return json.dumps({"model": model, **fields}, separators=(",", ":")).encode()
 
     def bomb(begin: str, end: str) -> bytes:
-        """JSON of many empty objects between these."""
+        """JSON with many empty objects between `begin` and `end`."""
         return body().removesuffix(b"}") + f",{begin}".encode() + b"{}," * (_BOMB // 3) + b"{}" + end.encode()
 
     user = json.dumps(_USER)

@@ -1,4 +1,4 @@
-"""What the scenarios of abuse.py send and read, and how they keep count."""
+"""Clients and counters for the scenarios of abuse.py."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from serving import ROOT, Server
 from jaxserve.bench.client import HTTPError, Response, ResponseParser
 from jaxserve.config import EngineConfig
 
-PATIENCE = 300.0  # seconds; what takes longer hangs
+PATIENCE = 300.0  # seconds after which a request counts as hanging
 
 
 @dataclass(frozen=True)
 class Case:
-    """A greedy completion, and what it must say."""
+    """A greedy completion with its expected text."""
 
     prompt: str
     max_tokens: int
@@ -36,7 +36,7 @@ class Case:
 
 
 def make_cases(config: EngineConfig, count: int) -> list[Case]:
-    """Beginnings of many lengths, and how the model goes on: found by the engine in this process."""
+    """Prompts of many lengths with their completions, computed by the engine in this process."""
     from jaxserve.llm import LLM, SamplingParams
 
     rng = random.Random(1)
@@ -52,7 +52,7 @@ def make_cases(config: EngineConfig, count: int) -> list[Case]:
 
 @dataclass
 class Row:
-    """What a scenario came to. `good` and `bad` count outcomes; `bad` must be empty. Memory in MiB."""
+    """The results of a scenario. `good` and `bad` count outcomes; `bad` must be empty. Memory in MiB."""
 
     scenario: str = ""
     good: Counter[str] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ class Row:
 
 
 class Run:
-    """One server, the cases, and the row of the scenario that is under way."""
+    """One server, the cases, and the row of the current scenario."""
 
     def __init__(self, server: Server, cases: Sequence[Case], scale: float, drain_seconds: float):
         self.server, self._cases, self._scale, self.drain_seconds = server, cases, scale, drain_seconds
@@ -76,14 +76,14 @@ class Run:
         return max(round(full * self._scale), 8)
 
     def cases(self, full: int) -> list[Case]:
-        """As many as `full` comes to at this scale."""
+        """The number of cases for `full` at this scale."""
         return list(itertools.islice(itertools.cycle(self._cases), self.count(full)))
 
     def note(self, outcome: str, ok: bool = True) -> None:
         (self.row.good if ok else self.row.bad)[outcome] += 1
 
     async def complete(self, case: Case) -> float:
-        """Streams a completion and notes whether it is as it must be; seconds to its first token."""
+        """Streams a completion and checks its text; returns the seconds to its first token."""
         events: list[tuple[float, bytes]] = []
         begin = time.perf_counter()
         try:
@@ -98,7 +98,7 @@ class Run:
         return events[0][0] - begin if events else PATIENCE
 
     async def connect(self, receive_buffer: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection; with `receive_buffer`, about so many bytes come before they are asked for."""
+        """Opens a connection; `receive_buffer` is about the number of bytes that arrive without being read."""
         raw = socket.socket()
         raw.setblocking(False)
         if receive_buffer is not None:
@@ -108,7 +108,7 @@ class Run:
         return await asyncio.open_connection(sock=raw, limit=receive_buffer or 2**16)
 
     async def refused(self, kind: str, status: int, *pieces: bytes, every: float = 0.0) -> None:
-        """Sends what must be answered by this status and the API's error, a piece `every` so many seconds."""
+        """Sends pieces, one `every` so many seconds, and checks that the answer is an API error with this status."""
         reader, writer = await self.connect()
         sending = asyncio.create_task(_send(writer, pieces, every))
         try:
@@ -134,7 +134,7 @@ def _outcome(answer: Response, events: list[bytes], case: Case) -> str:
 
 
 async def _send(writer: asyncio.StreamWriter, pieces: Sequence[bytes], every: float) -> None:
-    with contextlib.suppress(OSError):  # the server may close before the end
+    with contextlib.suppress(OSError):  # the server may close the connection earlier
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
@@ -142,7 +142,7 @@ async def _send(writer: asyncio.StreamWriter, pieces: Sequence[bytes], every: fl
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Response:
-    """Raises OSError where the connection ends before the answer does."""
+    """Raises OSError if the connection ends before the answer."""
     parser = ResponseParser(None)
     while not parser.done:
         if not (data := await reader.read(2**16)):
@@ -155,7 +155,7 @@ async def read_answer(reader: asyncio.StreamReader) -> Response:
 
 
 def is_error(answer: Response) -> bool:
-    """Whether the body has the shape of an error, OpenAI's or Anthropic's."""
+    """Whether the body is an error in OpenAI's or Anthropic's format."""
     try:
         return isinstance(json.loads(answer.body)["error"]["message"], str)
     except (ValueError, KeyError, TypeError):
@@ -163,7 +163,7 @@ def is_error(answer: Response) -> bool:
 
 
 def post(body: bytes, path: str = "/v1/completions", length: int | None = None) -> bytes:
-    """A request; with `length`, one that announces another than its body's."""
+    """A request; `length` replaces the body's length in its head."""
     length = len(body) if length is None else length
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"

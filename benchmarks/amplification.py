@@ -1,14 +1,14 @@
-"""What small bodies cost a server: searches for the body of at most 64 KB that holds it up the longest.
+"""Cost of small bodies: searches for the body of at most 64 KB that blocks a server for the longest time.
 
   python benchmarks/amplification.py                     the worst bodies known, and 300 more found for each endpoint
   python benchmarks/amplification.py --examples 5000     a long search
 
 The application runs in this process with the demo's tokenizer and a context of 8,192 tokens. An engine without a model
-answers: it decodes and admits what the front sends, schedules it, and draws tokens by itself. Measured are the CPU
-time of the longest step of the event loop (a callback) and of the engine's thread (admission, one step), and the
-memory that Python allocates at the highest. CPU time, because it does not depend on what else the machine does.
+answers: it decodes and admits requests, schedules them, and makes up tokens. The script measures the CPU time of the
+event loop's longest callback and of the engine thread's longest piece of work (admission, one step), and Python's peak
+memory. CPU time does not depend on other programs.
 
-Prints a table in Markdown; --json FILE keeps the figures and the bodies. Exits with 1 where a bound does not hold.
+Prints a table in Markdown; --json FILE keeps the figures and the bodies. Exits with 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import InvalidRequestError, Request, SequenceUpdate, StepOutput, TokenLogprob
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
-STEPS, DRAWS = 6, 4  # of the engine, and tokens in each, after which it ends all that runs
-MAX_SECONDS, MAX_BYTES = 0.1, 64 * 2**20  # what a body may hold up, and cost
+STEPS, DRAWS = 6, 4  # of the engine, and tokens in each step; then it ends all running requests
+MAX_SECONDS, MAX_BYTES = 0.1, 64 * 2**20  # limits of a body's cost
 
 
 @dataclass
 class Cost:
-    """What a body cost: seconds of CPU at the longest, and bytes at the highest."""
+    """A body's cost: CPU seconds of the longest piece of work, and peak bytes."""
 
     status: int
     loop_seconds: float
@@ -77,15 +77,15 @@ class Cost:
 
 
 class HostEngine:
-    """The host's side of an engine: what its thread does for requests, without the devices and without grammars."""
+    """The engine thread's work for requests, without devices and grammars."""
 
     def __init__(self, vocab_size: int):
         self._config = EngineConfig(model="demo", max_waiting=8192)
         self._vocab_size = vocab_size
-        self.seconds = 0.0  # of the longest piece of work
+        self.seconds = 0.0  # CPU time of the longest piece of work
 
     def submit(self, frame: bytes) -> Iterator[bytes]:
-        """The frames that answer a submission, in their order."""
+        """The frames that answer a submission, in order."""
         scheduler = Scheduler(
             BlockManager(4 * CONTEXT // 16, 16, prefix_caching=True),
             max_num_seqs=self._config.max_num_seqs,
@@ -156,7 +156,7 @@ def _score(count: int) -> TokenLogprob:
 
 
 class _Wire:
-    """The front's end of a connection to a HostEngine, whose work is not counted as the front's."""
+    """The front's end of a connection to a HostEngine, whose work does not count as the front's."""
 
     def __init__(self, client: EngineClient, engine: HostEngine):
         self._client, self._engine = client, engine
@@ -177,7 +177,7 @@ class _Wire:
 
 
 class Front:
-    """The application of a server, and what a request costs it."""
+    """A server's application, with the cost of a request."""
 
     def __init__(self, tokenizer: Tokenizer):
         client = EngineClient()
@@ -198,10 +198,10 @@ class Front:
         self._state = ServerState(settings, client, Metrics("m", "jaxserve"), tokenizer)
         self._app = build_app(self._state)
         gc.collect()
-        gc.freeze()  # as servers and engines do
+        gc.freeze()  # as in servers and engines
 
     def cost(self, path: str, body: Any, *, memory: bool = False) -> Cost:
-        """What a request costs; with `memory`, the seconds mean little."""
+        """A request's cost; with `memory` measured, its seconds are too high."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         self._engine.seconds = 0.0
         if memory:
@@ -215,7 +215,7 @@ class Front:
         return Cost(status, seconds, self._engine.seconds, peak)
 
     async def _measure(self, path: str, data: bytes) -> tuple[int, float]:
-        """The status, and the CPU seconds of the longest callback of the loop."""
+        """The status, and the CPU seconds of the event loop's longest callback."""
         longest, run = 0.0, asyncio.Handle._run
 
         def timed(handle: asyncio.Handle) -> None:
@@ -280,7 +280,7 @@ def search(front: Front, path: str, examples: int, *, seconds: float = MAX_SECON
 
 
 def steadily(front: Front, path: str, body: Any, times: int = 3) -> Cost:
-    """A body's cost, the least of some measurements: what comes between is not its own."""
+    """A body's cost: the least of several measurements, as other work disturbs some of them."""
     costs = [front.cost(path, body) for _ in range(times)]
     loop, engine = min(cost.loop_seconds for cost in costs), min(cost.engine_seconds for cost in costs)
     return Cost(costs[0].status, loop, engine, front.cost(path, body, memory=True).memory)
@@ -312,7 +312,7 @@ def main() -> int:
 
 
 def _outline(body: dict[str, Any]) -> str:
-    """A body in a few words."""
+    """A short description of a body."""
     words = []
     for name, value in body.items():
         if isinstance(value, str | list | dict):

@@ -1,4 +1,4 @@
-"""Small bodies that are likely to cost a server much, drawn by hypothesis and made by hand, for amplification.py."""
+"""Small bodies that are likely to cost a server much, by hypothesis and by hand, for amplification.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = ("a", " ", "a ", "ab", "\n", "\u00e9", "\U0001f600", "\u4e2d", "0", "{"
 
 
 def _fill(unit: str, size: int) -> str:
-    """The unit again and again, as long as its JSON is no longer than this."""
+    """Repeats the unit as long as its JSON is not longer than `size`."""
     return unit * max(1, size // max(1, len(msgspec.json.encode(unit)) - 2))
 
 
@@ -54,7 +54,7 @@ def _text(draw: st.DrawFn, size: int) -> str:
 
 @st.composite
 def _prompt(draw: st.DrawFn, size: int) -> Any:
-    """A prompt or many, in text or tokens."""
+    """One or many prompts, as text or tokens."""
     count = draw(st.sampled_from((1, 8, 128, 1024)))
     each = max(1, size // count - 3)
     if draw(st.booleans()):
@@ -156,7 +156,7 @@ def bodies(draw: st.DrawFn, path: str) -> Any:
 
 
 def known_worst() -> Iterator[tuple[str, str, Any]]:
-    """Bodies that cost much once, by hand: (endpoint, name, body)."""
+    """Bodies that were once expensive: (endpoint, name, body)."""
     user = [{"role": "user", "content": "hi"}]
     yield "/v1/completions", "1,024 prompts, allowed tokens", {
         "prompt": [[1]] * 1024, "allowed_token_ids": [5] * 25_000, "max_tokens": 4}  # fmt: skip

@@ -1,18 +1,18 @@
-"""A server whose processes are killed and stopped, and a batch whose disk is full, again and again under load.
+"""Kills and stops a server's processes, and fills a batch's disk, repeatedly and under load.
 
   python benchmarks/chaos.py                   50 rounds, and one in which the engine is stopped for three minutes
   python benchmarks/chaos.py --rounds 4 --no-long
 
-It starts `jaxserve serve demo`, with clients that never pause, and starts it again where it ends, as systemd would.
+It starts `jaxserve serve demo` with clients that never pause, and restarts it when it ends, as systemd would.
 Each round does one thing: it kills the engine (SIGKILL), kills the front, stops the engine (SIGSTOP), or answers a
-batch file onto a disk that becomes full and then has room again. What completions must say is found beforehand, by the
-engine in this process.
+batch file onto a disk that becomes full and then has room again. The expected completions are computed beforehand by
+the engine in this process.
 
-Nothing that was accepted may be silently lost: each answer is exact, or an error that asks to try again (503 with
-Retry-After, or an error in the stream), or, where the front itself was killed, a broken connection; who tries again
-gets the exact answer. After each round nothing may run or wait, no KV page may be in use, and there must be one front,
-one engine and one folder of theirs. Prints a table in Markdown; --json FILE keeps the figures. Exits with 1 where
-anything was not as it must be.
+No accepted request may be lost silently: each answer is exact, or an error that asks to retry (503 with Retry-After, or
+an error in the stream), or a broken connection if the front was killed. A retry gets the exact answer. After each round
+nothing may run or wait, no KV page may be in use, and there must be one front, one engine and one folder of temporary
+files. Prints a table in Markdown; --json FILE keeps the figures. Exits with 1 if any
+check failed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from jaxserve.config import EngineConfig
 
 CONFIG = EngineConfig(model="demo", max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024, kv_pages=1024)
 KINDS = ("engine killed", "front killed", "engine stopped", "full disk")
-ORDER = [*KINDS[:3], *KINDS[:3], *KINDS]  # of the rounds, again and again
-PATIENCE = 300.0  # seconds; what takes longer hangs
+ORDER = [*KINDS[:3], *KINDS[:3], *KINDS]  # order of the rounds, repeated
+PATIENCE = 300.0  # seconds after which a request counts as hanging
 
 
 @dataclass
 class Row:
-    """What the rounds of one kind came to. `bad` must be empty. Seconds are from the blow to the first exact answer to
-    a request that was sent after it."""
+    """The results of the rounds of one kind. `bad` must be empty. Seconds are from the strike to the first exact answer
+    to a request that was sent after it."""
 
     kind: str
     rounds: int = 0
@@ -62,7 +62,7 @@ class Row:
 
 
 class Service:
-    """`jaxserve serve demo`, started again where it ends. Its temporary files go to a folder of their own."""
+    """`jaxserve serve demo`, restarted when it ends, with a separate folder for temporary files."""
 
     def __init__(self, folder: Path, flags: Sequence[str]):
         self.port, self.starts, self.stopping = startup.free_port(), 0, False
@@ -78,14 +78,14 @@ class Service:
         self.process = subprocess.Popen(self._command, env=self._env, stdout=subprocess.DEVNULL)
 
     async def keep(self) -> None:
-        """Starts the server again whenever it has ended."""
+        """Restarts the server whenever it has ended."""
         while not self.stopping:
             if self.process.poll() is not None:
                 self.start()
             await asyncio.sleep(0.1)
 
     def engines(self) -> list[int]:
-        """The front's children."""
+        """The process ids of the front's children."""
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
             return [int(pid) for pid in text.split()]
@@ -107,13 +107,13 @@ class Service:
 
 
 class Load:
-    """Clients that never pause, unless they are told to."""
+    """Clients that send requests without pause while `may_go` is set."""
 
     def __init__(self, service: Service, cases: Sequence[Case]):
         self._service, self._cases = service, itertools.cycle(cases)
         self.row = Row("")
         self.may_go, self.num_running = asyncio.Event(), 0
-        self.exact: list[tuple[float, float]] = []  # of each exact answer of the round: when it was sent, when it came
+        self.exact: list[tuple[float, float]] = []  # times of each exact answer of the round: sent, received
 
     async def work(self, client: Client) -> None:
         while True:
@@ -128,7 +128,7 @@ class Load:
                 self.num_running -= 1
 
     async def _insist(self, client: Client, case: Case) -> None:
-        """Asks until the answer is there."""
+        """Retries until there is an exact answer."""
         while True:
             sent, starts = time.perf_counter(), self._service.starts
             outcome = await self._ask(client, case)
@@ -136,19 +136,19 @@ class Load:
                 self.exact.append((sent, time.perf_counter()))
                 self.row.good["exact"] += 1
                 return
-            fine = outcome.startswith("told") or outcome == "not there"  # which is to say: not accepted
+            fine = outcome.startswith("told") or outcome == "not there"  # the request was not accepted
             fine = fine or (outcome.startswith("broken") and await self._front_ends(starts))
             (self.row.good if fine else self.row.bad)[outcome] += 1
             await asyncio.sleep(0.1)
 
     async def _front_ends(self, starts: int) -> bool:
-        """Whether the front that was the last of so many has ended, or does within seconds: its connections close
-        before its parent hears of it."""
+        """Whether the front of start number `starts` has ended, or ends within seconds: its connections close before
+        its parent is notified."""
         for _ in range(100):
             if self._service.starts != starts or self._service.process.poll() is not None:
                 return True
             if await asyncio.to_thread(startup.status, self._service.port, "/health") is None:
-                return True  # it is not there yet, or not any more
+                return True  # the front is not running
             await asyncio.sleep(0.1)
         return False
 
@@ -181,7 +181,7 @@ def environment() -> dict[str, str]:
 
 
 async def strike(kind: str, service: Service) -> None:
-    """Does to the server what the round is about."""
+    """Kills or stops the process that `kind` names."""
     match kind:
         case "front killed":
             service.process.kill()
@@ -192,7 +192,7 @@ async def strike(kind: str, service: Service) -> None:
 
 
 async def blow(kind: str, service: Service, load: Load) -> None:
-    """One round: strikes amid the load, and waits until every client has an answer to what it asked afterwards."""
+    """One round: strikes under load, and waits until every client has an answer to a later request."""
     row = load.row
     load.exact.clear()
     await asyncio.sleep(random.uniform(0.5, 2.0))
@@ -205,7 +205,7 @@ async def blow(kind: str, service: Service, load: Load) -> None:
 
 
 async def settle(service: Service, load: Load, server: Server) -> None:
-    """Lets every client come to its answer; then nothing may be left of them."""
+    """Lets every client finish its request; then checks that the server is idle."""
     row = load.row
     load.may_go.clear()
     async with asyncio.timeout(PATIENCE):
@@ -223,12 +223,12 @@ async def settle(service: Service, load: Load, server: Server) -> None:
     load.may_go.set()
 
 
-# The disk
+# The disk.
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[bool]:
-    """A file system of `size` bytes at `folder`; False where this user may not make one."""
+    """Mounts a file system of `size` bytes at `folder`; yields False if this user may not."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True).returncode == 0
     try:
@@ -239,7 +239,7 @@ def small_disk(folder: Path, size: int) -> Iterator[bool]:
 
 
 async def full_disk(load: Load, cases: Sequence[Case]) -> None:
-    """A batch whose output does not fit, and then does: nothing is answered twice, or not at all, or otherwise."""
+    """A batch whose output does not fit at first, and then does: each request is answered exactly once."""
     row, size = load.row, 16 * 2**10
     lines = {
         f"{i}": (case, {"model": "demo", "prompt": case.prompt, "max_tokens": case.max_tokens, "temperature": 0})
@@ -276,7 +276,7 @@ async def full_disk(load: Load, cases: Sequence[Case]) -> None:
 
 
 async def _batch(source: Path, target: Path, limit: int | None) -> tuple[int, str]:
-    """`jaxserve batch`; `limit` is the longest file in bytes that it may write."""
+    """Runs `jaxserve batch`; `limit` is the longest file in bytes that it may write."""
 
     def work() -> tuple[int, str]:
         command = [sys.executable, "-m", "jaxserve", "batch", str(source), str(target), "--model", "demo"]
@@ -288,7 +288,7 @@ async def _batch(source: Path, target: Path, limit: int | None) -> tuple[int, st
     return await asyncio.to_thread(work)
 
 
-# All of it
+# All rounds.
 
 
 async def scenario(args: argparse.Namespace, cases: Sequence[Case], folder: Path) -> list[Row]:
@@ -322,7 +322,7 @@ async def scenario(args: argparse.Namespace, cases: Sequence[Case], folder: Path
 
 
 async def long_stop(args: argparse.Namespace, cases: Sequence[Case], folder: Path) -> list[Row]:
-    """One round with the watchdog as it is by default, and an engine that is stopped for three minutes."""
+    """One round with the default watchdog, and an engine that is stopped for three minutes."""
     service = Service(folder, [])
     keeper = asyncio.create_task(service.keep())
     load = Load(service, cases)
@@ -336,7 +336,7 @@ async def long_stop(args: argparse.Namespace, cases: Sequence[Case], folder: Pat
             stopped = time.perf_counter()
             await blow("engine stopped", service, load)
             await asyncio.sleep(max(180 - (time.perf_counter() - stopped), 0))
-            with contextlib.suppress(ProcessLookupError):  # as it must be: the watchdog has ended it
+            with contextlib.suppress(ProcessLookupError):  # expected: the watchdog has ended it
                 os.kill(engine, signal.SIGCONT)
                 row.bad["the engine was left"] += 1
             await settle(service, load, Server(client, "demo", None, None))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""jaxserve and its peers under the same load, one after the other, in one run: tokens a second, latencies, ratios.
+"""Compares jaxserve and its peers under the same load, one after the other: tokens per second, latencies, ratios.
 
   python benchmarks/compare.py                                  jaxserve alone; names the peers that are missing
   python benchmarks/compare.py --torch-python PATH --llama-server PATH --gguf-python PATH --repeat 3 --json
@@ -56,8 +56,8 @@ from jaxserve.bench import report
 
 RESULTS = Path(__file__).parent / "results" / "compare-cpu.json"
 ENGINES = ("jaxserve", "static", "continuous", "llama")
-QUIET_SECONDS, QUIET_TRIES = 120.0, 3  # to wait for before a run; runs
-SETTINGS = (  # the flags that the results depend on
+QUIET_SECONDS, QUIET_TRIES = 120.0, 3  # longest wait before a run; most runs
+SETTINGS = (  # flags that affect the results
     *("concurrency", "requests", "waves", "input_len", "output_len", "repeat"),
     *("shape", "quantize", "threads", "quiet", "jaxserve_flags", "llama_flags", "llama_kv"),
 )
@@ -113,18 +113,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Model:
-    """What is compared: a folder or a GGUF file, and what is told of it."""
+    """The model: a folder or a GGUF file, and its description."""
 
     path: Path
     name: str
     vocab_size: int
     parameters: int
-    config: dict[str, Any] | None  # None: not of our making
+    config: dict[str, Any] | None  # None: a given file
     tokenizer: Path | None = None  # a folder; None: the model's own
 
 
 def find_model(args: argparse.Namespace) -> Model:
-    """The model that was asked for, made where it is not there. Raises NoFile."""
+    """The requested model, made if it does not exist. Raises NoFile."""
     if args.gguf:
         counts = files.vocabulary_size(args.gguf), files.parameter_count(args.gguf)
         return Model(args.gguf, args.gguf.name, *counts, None)
@@ -139,7 +139,7 @@ def find_model(args: argparse.Namespace) -> Model:
 
 
 def all_engines(args: argparse.Namespace) -> list[PeerEngine]:
-    """Those that were asked for, there or not."""
+    """The requested engines, whether or not they are installed."""
     kv = args.llama_kv or ("f16" if args.gguf or args.quantize else "f32")
     flags = args.llama_flags.split()
     made: dict[str, list[PeerEngine]] = {
@@ -152,8 +152,8 @@ def all_engines(args: argparse.Namespace) -> list[PeerEngine]:
 
 
 def make_load(args: argparse.Namespace, model: Model, concurrency: int, repeat: int) -> PeerLoad:
-    """The load of one turn. Prompts are new in each, so that no engine finds them in its prefix cache. Greedy answers
-    can be compared where the tokens' texts are of our making, and in the first turn."""
+    """The load of one turn. Each turn has new prompts, so that no prefix cache has them. Greedy answers are compared in
+    the first turn, if this script made the tokenizer."""
     random = np.random.default_rng([concurrency, repeat])
 
     def draw(count: int) -> list[list[int]]:
@@ -172,7 +172,7 @@ def make_load(args: argparse.Namespace, model: Model, concurrency: int, repeat: 
 
 
 def busy_seconds() -> float:
-    """Seconds that all cores together spent on any process since the machine started; 0 where it is not told."""
+    """Seconds that all cores together were busy since the machine started; 0 if unknown."""
     try:
         fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except OSError:
@@ -181,13 +181,13 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """Seconds that this process and its children that have ended spent on the cores."""
+    """CPU seconds of this process and its ended children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def wait_until_quiet(cores: float) -> None:
-    """Waits until others keep less than that many cores busy, or as long as we are willing to."""
+    """Waits until other programs keep fewer than `cores` cores busy, or until QUIET_SECONDS have passed."""
     deadline = time.perf_counter() + QUIET_SECONDS
     while True:
         start, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
@@ -198,7 +198,7 @@ def wait_until_quiet(cores: float) -> None:
 
 
 def measure_quietly(engine: PeerEngine, load: PeerLoad, quiet: float | None) -> tuple[Outcome, float]:
-    """The least disturbed of as many turns as are needed to stay within `quiet`; one turn with None."""
+    """Repeats a turn until others keep at most `quiet` cores busy; returns the least disturbed one. None: once."""
     best: tuple[Outcome, float] | None = None
     for _ in range(1 if quiet is None else QUIET_TRIES):
         if quiet is not None:
@@ -213,7 +213,7 @@ def measure_quietly(engine: PeerEngine, load: PeerLoad, quiet: float | None) -> 
 
 
 def measure(engine: PeerEngine, load: PeerLoad) -> tuple[Outcome, float]:
-    """An engine's turn, and how many cores others kept busy meanwhile. Raises EngineFailed."""
+    """One turn of an engine, and how many cores others kept busy meanwhile. Raises EngineFailed."""
     start, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
     outcome = engine.measure(load)
     outcome.seconds = time.perf_counter() - start
@@ -223,7 +223,7 @@ def measure(engine: PeerEngine, load: PeerLoad) -> tuple[Outcome, float]:
 def run_all(
     args: argparse.Namespace, engines: Sequence[PeerEngine], model: Model, missing: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[tuple[int, str], Outcome]]:
-    """Each run's figures, and the outcomes of the first repeat. An engine that fails joins the missing."""
+    """Each run's figures, and the outcomes of the first repeat. Engines that fail are added to the missing ones."""
     runs, first = [], {}
     for repeat in range(args.repeat):
         for concurrency in args.concurrency:
@@ -247,7 +247,7 @@ def run_all(
 
 
 def agreements(outcomes: dict[tuple[int, str], Outcome]) -> list[dict[str, Any]]:
-    """Each peer's greedy answers against ours, at each concurrency."""
+    """Compares each peer's greedy answers with ours, at each concurrency."""
     rows = []
     for (concurrency, name), theirs in outcomes.items():
         ours = outcomes.get((concurrency, figures_of.OURS))
@@ -260,7 +260,7 @@ def agreements(outcomes: dict[tuple[int, str], Outcome]) -> list[dict[str, Any]]
 
 
 def plot(path: Path, results: dict[tuple[int, str], dict[str, float | None]], title: str) -> None:
-    """Bars of tokens a second: one group for each concurrency, one colour for each engine."""
+    """Plots bars of tokens per second: a group for each concurrency, a colour for each engine."""
     from jaxserve.bench.plot import require_matplotlib
 
     require_matplotlib()

@@ -1,4 +1,4 @@
-"""What the bundled demo model learns from, and what was kept from it: the Python standard library's source."""
+"""Texts for the bundled demo model, for training and held out: the Python standard library's source."""
 
 import hashlib
 import sysconfig
@@ -29,5 +29,5 @@ def is_heldout(name: str) -> bool:
 
 
 def by_hash(texts: dict[str, str]) -> list[tuple[str, str]]:
-    """The files in an order that depends on nothing but their names."""
+    """The files in an order that depends only on their names."""
     return sorted(texts.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())

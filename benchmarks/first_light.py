@@ -1,7 +1,7 @@
-"""The first half hour on a machine with a GPU or TPU and no network: is it right, and how fast is it.
+"""The first half hour on a machine with a GPU or TPU and no network: checks correctness, measures speed.
 
-  python benchmarks/first_light.py --out DIR                  everything, the most telling things first
-  python benchmarks/first_light.py --out DIR --limit 590      stop after so many seconds; run it again to go on
+  python benchmarks/first_light.py --out DIR                  all stages, the most important ones first
+  python benchmarks/first_light.py --out DIR --limit 590      stop after so many seconds; run it again to continue
   python benchmarks/first_light.py --table DIR                the results as Markdown
   python benchmarks/first_light.py --out DIR --rehearse       the same code at small sizes, on CPU too
 
@@ -15,11 +15,12 @@ Stages, each in a process of its own with its own time limit, each leaving DIR/S
   kernels      benchmarks/kernels.py --sizes full, beside cuBLAS, torch's attention and FlashInfer where they import
   peers        transformers' continuous batching on the same shape
 
-A stage whose file says "complete" is skipped (delete the file to run it again), an interrupted one goes on behind its
-last row. A row that fails is left with its traceback, and the next one begins; a process that dies or hangs is started
-again, twice at the same row.
-Needs jax, flax, transformers and their needs; what else the engine imports (msgspec, llguidance) has stand-ins here,
-which are used where it is not installed. Settings of the device are read, never changed. Not yet run on a GPU or TPU.
+A stage whose file says "complete" is skipped (delete the file to run it again), an interrupted one continues after
+its last row. A row that fails keeps its traceback, and the stage continues. A process that dies or hangs is restarted,
+twice at the same row.
+Needs jax, flax, transformers and their dependencies. For msgspec and llguidance, which the engine imports too, there
+are stand-ins that are used if they are not installed. Settings of the device are read, never changed. Not yet run on a
+GPU or TPU.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from pathlib import Path
 from light import resources, table
 from light.record import RESTART, OutOfTimeError, Record, new, read, write
 
-REHEARSAL = 240.0  # seconds of a stage
-GRACE = 15  # seconds that a process has after its limit to end by itself
+REHEARSAL = 240.0  # seconds; least time of a stage in a rehearsal
+GRACE = 15  # seconds after its limit until a process is killed
 
 
 @dataclass(frozen=True)
 class Stage:
-    """seconds: at most, over all runs; in a rehearsal, which ends by itself, at least REHEARSAL."""
+    """seconds: most time over all runs. A rehearsal ends by itself, and gets at least REHEARSAL."""
 
     name: str
     seconds: float
 
 
-# 27 minutes together; what nobody needs leaves its time to the others.
+# 27 minutes in total; a stage that ends early leaves its time to the others.
 STAGES = (
     Stage("device", 60),
     Stage("correctness", 300),
@@ -74,7 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--limit", type=float, default=28 * 60, metavar="SECONDS", help="of this call, all stages together"
     )
     parser.add_argument("--rehearse", action="store_true", help="small sizes, on whatever device is at hand")
-    parser.add_argument("--stage", choices=NAMES, help=argparse.SUPPRESS)  # this process is that stage's
+    parser.add_argument("--stage", choices=NAMES, help=argparse.SUPPRESS)  # this is the stage's own process
     return parser.parse_args(argv)
 
 
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def again(path: Path) -> None:
-    """Lets a stage begin once more that failed in an earlier call, behind the rows that it has."""
+    """Lets a stage that failed in an earlier call continue after its rows."""
     document = read(path)
     if document is not None and document["status"] == "failed":
         kept = {name: value for name, value in document.items() if name not in ("reason", "output")}
@@ -104,7 +105,7 @@ def again(path: Path) -> None:
 
 
 def drive(stage: Stage, out: Path, rehearse: bool, deadline: float) -> None:
-    """Runs a stage's process, again where it ends before the stage does, until its time or all time is used up."""
+    """Runs a stage's process, and restarts it if it ends early, until the stage's or the call's time is used up."""
     path = out / f"{stage.name}.json"
     while True:
         document = read(path) or new(stage.name)
@@ -121,7 +122,7 @@ def drive(stage: Stage, out: Path, rehearse: bool, deadline: float) -> None:
         print(f"{stage.name}, at most {min(left, remaining):.0f} s", flush=True)
         code, output = in_process(stage.name, out, rehearse, min(left, remaining - GRACE / 2))
         after = read(path) or document
-        if code is None and remaining < left:  # the call's time was up, which is not the row's fault
+        if code is None and remaining < left:  # the call's time was up; not counted as a failure of the row
             after.get("tries", {}).pop(after.pop("at", ""), None)
             write(path, after)
             return
@@ -134,13 +135,13 @@ def drive(stage: Stage, out: Path, rehearse: bool, deadline: float) -> None:
 
 
 def in_process(name: str, out: Path, rehearse: bool, seconds: float) -> tuple[int | None, str]:
-    """Exit code of a stage's process, None where it had to be stopped; and what it said on standard error."""
+    """Exit code of a stage's process, None if it had to be stopped; and its standard error."""
     command = [sys.executable, __file__, "--out", str(out), "--stage", name, "--limit", str(seconds)]
     environment = {**os.environ, **(resources.ENVIRONMENT if name == "resources" else {})}
     if name in ("kernels", "peers"):
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # others need memory, too
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # peers need memory too
     if name.startswith("engine-"):
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # as `jaxserve serve` has it
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # as in `jaxserve serve`
     with tempfile.TemporaryFile() as errors:
         command += ["--rehearse"] * rehearse
         process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
@@ -182,7 +183,7 @@ def run_stage(name: str, out: Path, *, rehearse: bool, seconds: float) -> int:
             from light import others
 
             (others.run_kernels if name == "kernels" else others.run_peers)(record, rehearse=rehearse)
-    except OutOfTimeError:  # of the stage or of the call, which `drive` knows
+    except OutOfTimeError:  # `drive` knows whether it was the stage's or the call's time
         record.write()
         return 0
     record.finish()

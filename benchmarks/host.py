@@ -43,9 +43,9 @@ PROMPT, WARMUP, STEPS = 64, 20, 400
 
 
 def null_step(params, cache, slots, packed, *, shape, **fixed) -> steps.StepResult:
-    """Takes and gives what a step does on CPU, but for scores; the token is a function of the batch, so that nothing is
-    folded away, and -1 where a row draws none: in the midst of its prompt."""
-    del fixed  # of the program: the model, the mesh, what its sampler can do
+    """Has the arguments and results of a step on CPU, without scores. The token depends on the batch, so that nothing
+    is optimized away; it is -1 for rows that sample none, in the middle of their prompt."""
+    del fixed  # static arguments of the program: model, mesh, sampler
     at, rows = shape.fields["num_new"]
     drawn = jnp.where(packed[at : at + rows] > 0, packed[:rows] % 1000 + 7, -1)
     tokens = jnp.tile(drawn, (shape.max_tokens_per_call, 1))
@@ -68,7 +68,7 @@ def make_engine(running: int) -> Engine:
             prefill_chunk=2**20,
         )
         engine = Engine.load(config, progress=False)
-    engine.shapes = [  # an accelerator's: every decode in one batch
+    engine.shapes = [  # as on an accelerator: all decodes in one batch
         steps.StepShape.of(running, running, 16, decode_only=True),
         steps.StepShape.of(2 * running, running, 16, decode_only=False),
     ]
@@ -94,9 +94,8 @@ def measure(running: int) -> dict[str, list[float]]:
         scheduled = clock()
         engine.in_flight.append(engine.dispatch(plan))
         dispatched = clock()
-        jax.block_until_ready(
-            [batch.sampled for batch in engine.in_flight[0].batches]
-        )  # the device's part, which is nothing
+        # Wait for the device's part, which is nothing.
+        jax.block_until_ready([batch.sampled for batch in engine.in_flight[0].batches])
         ready = clock()
         step = engine.in_flight.popleft()
         updates = engine.commit(step, engine.wait(step))

@@ -1,4 +1,5 @@
-"""Our kernels side by side, and beside others': correctness first, then time against what the device can do at best.
+"""Compares our kernels with each other and with other libraries': correctness, then time relative to the device's
+limits.
 
   python benchmarks/kernels.py                                   small sizes, on whatever device is at hand
   python benchmarks/kernels.py --sizes full --json benchmarks/results/kernels-h200.json --plot kernels.png
@@ -6,14 +7,14 @@
 For each case every backend that the registry lets run there computes the same inputs, and so do the peers that can be
 imported: torch's matmul (cuBLAS) and scaled-dot-product attention, FlashInfer, JAX's bundled ragged paged attention on
 TPUs, and XLA's own matmul without quantization. A result is compared with plain XLA's as a whole, and where it is large
-some hundred values of it with NumPy in float64; what is wrong is reported and not timed. What fails is reported with
-its reason, and the run goes on.
+some hundred values of it with NumPy in float64; wrong results are reported and not timed. Failures are reported with
+their reason, and the run continues.
 
   us        median time of a call, of many that are queued together, over inputs that do not fit the cache
             (jaxserve/bench/timing.py); * where launching the calls took as long as running them
   floor     the larger of: the fewest bytes that must be moved over the bandwidth of a copy, operations over the rate of
             a large matmul in 16 bits (float32 on CPU); both measured in this run
-  of floor  floor / us: 1.00 cannot be beaten, but by what fits the cache
+  of floor  floor / us; above 1.00 only if data stay in the cache
   error     the largest difference from float64, over the largest value; norm: ‖difference to plain XLA‖ / ‖plain XLA‖
 """
 
@@ -44,7 +45,7 @@ from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.pallas_kernels.registry import BACKENDS, Device
 from jaxserve.pallas_kernels.types import default_page_size
 
-Contestant = Any  # has a name, why_not and prepare, as `peers.kernel_backends.Backend`
+Contestant = Any  # with name, why_not and prepare, as `peers.kernel_backends.Backend`
 Row = dict[str, Any]
 LIMITS = {"small": 120, "full": 450}  # seconds
 PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "jax-triton", "triton", "torch",
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def contestants(names: Sequence[str]) -> tuple[list[Contestant], dict[str, str]]:
-    """Those of these names that can be imported, and why the others cannot."""
+    """The contestants that can be imported, and why the others cannot."""
     found: list[Contestant] = [Backend(name) for name in BACKENDS if name in names]
     absent = {}
     for peer in PEERS:
@@ -92,10 +93,10 @@ class Comparison:
         self.expected, self.arguments = first_result(case, self.plain, self.sets)
 
     def rows(self, contestants: Sequence[Contestant]) -> Iterator[Row]:
-        """A row for each that can run the case, or that failed at it."""
+        """A row for each contestant that runs the case, or fails at it."""
         able = [(one, one.why_not(self.case, self.device)) for one in contestants]
         able = [one for one, reason in able if reason is None]
-        with ThreadPoolExecutor(1 if self.device.platform == "cpu" else 4) as pool:  # compiling takes the longest
+        with ThreadPoolExecutor(1 if self.device.platform == "cpu" else 4) as pool:  # compiling takes most of the time
             works = [None if one.name == "xla" else pool.submit(one.prepare, self.case, self.sets) for one in able]
             for one, work in zip(able, works, strict=True):
                 try:
@@ -110,9 +111,9 @@ class Comparison:
                 "floor_us": 1e6 * self.floor, "input_sets": len(self.sets)}  # fmt: skip
 
     def judge(self, work: timing.Work) -> Row:
-        """Error, and, where that is small, time."""
+        """Measures the error and, if that is small, the time."""
         result = self.expected
-        if work is not self.plain:  # what is not written is NaN, where memory is used again
+        if work is not self.plain:  # overwrite freed memory, so that values that a kernel fails to write are NaN
             jax.block_until_ready([jnp.full_like(result, np.nan) for _ in range(work.calls)])
             result, _ = first_result(self.case, work, self.sets)
         errors = {"error": largest_error(*self.case.exact(result, *self.arguments)),
@@ -127,7 +128,7 @@ class Comparison:
 
 
 def compare_all(chosen: Sequence[Case], able: Sequence[Contestant], ceilings: dict[str, float], limit: float):
-    """Yields rows. Cases that would begin after `limit` seconds are left out, and say so."""
+    """Yields rows. Cases that would begin after `limit` seconds are skipped and reported."""
     start = time.perf_counter()
     for case in chosen:
         named = {"operation": case.part, "case": case.name, "backend": "-"}
@@ -136,7 +137,7 @@ def compare_all(chosen: Sequence[Case], able: Sequence[Contestant], ceilings: di
             continue
         try:
             yield from Comparison(case, ceilings).rows(able)
-        except Exception as error:  # such as a lack of memory for the inputs, or for plain XLA
+        except Exception as error:  # such as too little memory for the inputs or for plain XLA
             yield named | {"status": "failed", "reason": f"plain XLA: {' '.join(str(error).split())[:500]}"}
 
 
@@ -159,7 +160,7 @@ def line(row: Row) -> str:
 
 
 def plot(rows: Sequence[Row], title: str) -> Any:
-    """A figure: for each operation a group of bars per case, a bar per backend: the fraction of the floor reached."""
+    """A figure with a plot per operation, a group of bars per case and a bar per backend: floor over time."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -187,7 +188,7 @@ def plot(rows: Sequence[Row], title: str) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """This machine, with the versions of whatever computes."""
+    """This machine, with the versions of all libraries."""
     facts = report.machine(device=True)
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -223,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in compare_all(chosen, able, ceilings, LIMITS[args.sizes] if args.limit is None else args.limit):
         rows.append(row)
         print(line(row), flush=True)
-        if args.json is not None:  # after every row, so that an interrupted run leaves what it has
+        if args.json is not None:  # after every row, as a run may be interrupted
             args.json.write_text(document(args, argv, facts, ceilings, absent, rows))
     if args.plot is not None:
         plot(rows, title).savefig(args.plot, dpi=120, format="png")

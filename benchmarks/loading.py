@@ -1,10 +1,10 @@
-"""How fast a checkpoint of about 1 GB comes from the page cache onto the devices, beside reading the same file.
+"""Measures loading a checkpoint of about 1 GB from the page cache to the devices, beside reading the same file.
 
     python benchmarks/loading.py [--kinds int4 awq ...] [--layers 48] [--repeat 5] [--json FILE]
 
 Makes checkpoints of one Llama shape in a temporary folder: float32, bfloat16, fp8, and int4 as it is in
-compressed-tensors, GPTQ, AWQ and GGUF. Each is read once before anything is measured; then reading the whole file into
-fresh memory and loading it take turns.
+compressed-tensors, GPTQ, AWQ and GGUF. Each is read once first; then reading the whole file into fresh memory
+and loading it are measured in turns.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def parts(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The tensors of a quantized weight [out, in], by the ends of their names; their values mean nothing."""
+    """The tensors of a quantized weight [out, in], by the ends of their names; values are random."""
     out, inputs = shape
 
     def words(*shape: int) -> np.ndarray:
@@ -109,7 +109,7 @@ def parts(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> dict[s
 
 
 def make(folder: Path, kind: str, layers: int) -> Path:
-    """Writes a checkpoint and returns its file, which is also the model's path where it is of GGUF."""
+    """Writes a checkpoint and returns its file, which for GGUF is also the model's path."""
     rng = np.random.default_rng(0)
     dtype = np.dtype(np.float32) if kind == "float32" else np.dtype(ml_dtypes.bfloat16)
     folder.mkdir()
@@ -130,7 +130,7 @@ def make(folder: Path, kind: str, layers: int) -> Path:
 
 
 def make_gguf(path: Path, kind: str, layers: int, rng: np.random.Generator) -> Path:
-    """Random blocks of a type, and no tokenizer."""
+    """Writes random blocks of a GGUF type, without tokenizer."""
     import gguf
 
     number, writer = gguf.GGMLQuantizationType[kind], gguf.GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""Requests that no server can accept, of many kinds and without end, for abuse.py."""
+"""Generates invalid requests of many kinds, for abuse.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": "demo", "prompt": "Hi"},
     "/detokenize": {"model": "demo", "tokens": [5, 6]},
 }
-# Required fields and what they can never be; and optional ones of the endpoints that sample.
+# Invalid values of required fields, and of the sampling endpoints' optional fields.
 REQUIRED = ("prompt", "messages", "input", "tokens")
 NEVER: tuple[Any, ...] = ({"a": 1}, True, -1.5, [[["x"]]], [None], [{"role": 5}], 10**30)
 RANGES: dict[str, tuple[Any, ...]] = {
@@ -40,7 +40,7 @@ LINES = (
 
 
 class Malformed:
-    """Draws requests, each as (kind, bytes); what `seed` says, always in the same order."""
+    """Generates requests as (kind, bytes), in an order that depends only on `seed`."""
 
     def __init__(self, seed: int):
         self._random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What a server promises beside throughput, measured on real servers over HTTP.
+"""Properties of a server besides throughput, measured over HTTP.
 
   python benchmarks/serving.py streaming    256 clients, streaming and not: what streaming costs the engine
   python benchmarks/serving.py prefix       32 requests with a common prefix of 1,000 tokens, cached and not
@@ -67,8 +67,8 @@ class Server:
         return total
 
     def resident(self) -> int:
-        """Bytes of memory that the server's processes hold together; without the pages of libraries, which come and go
-        as they are touched."""
+        """Bytes of memory of the server's processes together, without pages of libraries, which the system maps and
+        drops as needed."""
         total = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ class Server:
         return total
 
     async def idle(self) -> None:
-        """Waits until nothing runs and the statistics have said so."""
+        """Waits until the statistics report that nothing runs."""
         while await self.metric("num_requests_running") or await self.metric("num_requests_waiting"):
             await asyncio.sleep(0.2)
         await asyncio.sleep(0.3)
@@ -88,7 +88,7 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serve(model: str, *flags: str) -> AsyncIterator[Server]:
-    """`jaxserve serve` with these flags, ready, in processes of its own."""
+    """A context with `jaxserve serve` with these flags in other processes, ready."""
     port = startup.free_port()
     command = entry.command("jaxserve", "serve", model, "--port", str(port), "--forbid-compile", *flags)
     with startup.server_process(command, dict(os.environ)) as (process, log):
@@ -103,7 +103,7 @@ async def serve(model: str, *flags: str) -> AsyncIterator[Server]:
 async def load(
     server: Server, prompts: Sequence[list[int]], output_len: int, concurrency: int | None = None, stream: bool = True
 ) -> list[RequestRecord]:
-    """The records of requests that all must succeed; all at once, or `concurrency` at a time."""
+    """Sends requests, all at once or `concurrency` at a time; all must succeed."""
     target = Target(url=server.client.url, model=server.model, ignore_eos=True, stream=stream)
     sender = Sender(target, server.client)
     bodies = [target.body(Prompt(prompt, output_len)) for prompt in prompts]
@@ -251,7 +251,7 @@ def _plot_stall(rows: list[dict[str, float]], path: Path) -> None:
 
 
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
-    """Many requests of mixed shape, some of which are left midway; then compilations, pages and memory."""
+    """Many requests of mixed shape, some of them aborted; then compilations, pages and memory."""
     rng = random.Random(3)
     samples: list[tuple[int, float]] = []  # requests so far, resident MiB
     async with serve("demo") as server:
@@ -297,11 +297,11 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _mixed_body(rng: random.Random) -> tuple[dict[str, Any], float | None]:
-    """A request of any shape, and how long its client waits for it (None: to the end)."""
+    """A request of random shape, and how long its client waits (None: to the end)."""
     length = min(int(rng.expovariate(1 / 40)) + 1, 1200)
     prompt = [rng.randrange(5, 4000) for _ in range(length)]
     if rng.random() < 0.3:
-        prompt = [7] * rng.choice([64, 200]) + prompt  # a beginning that others have too
+        prompt = [7] * rng.choice([64, 200]) + prompt  # a prefix shared with other requests
     body: dict[str, Any] = {
         "prompt": prompt,
         "max_tokens": min(int(rng.expovariate(1 / 15)) + 1, 300),

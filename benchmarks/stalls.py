@@ -1,13 +1,13 @@
-"""What may hold the engine's thread for long, with a device step that does nothing (see `benchmarks/host.py`).
+"""Measures work that may block the engine's thread, with a device step that does nothing (see `benchmarks/host.py`).
 
-  beams     18 beams go on with a prompt of 128k tokens: host time of a token
+  beams     18 beams continue a prompt of 128k tokens: host time per token
   forks     32 completions of such a prompt begin: host time of that step
   finish    2,048 sequences end in the same step: time of its commit
-  admit     a prompt of 128k tokens comes, cold and cached: the longest step of the engine until its answer begins
+  admit     a prompt of 128k tokens arrives, cold and cached: the longest step until its first token
   blocked   such a prompt waits for pages behind 31 decoding rows: what it adds to `schedule`
-  loop      one row draws from a mask among 31 others, nothing streams: tokens of a plain row per call
+  loop      one row with a mask among 31 others, without streams: tokens of a plain row per call
 
-Times are of that thread on a core, those of `loop` on the clock.
+Times are CPU times of that thread; `loop` uses the clock.
 
   python benchmarks/stalls.py [case ...]
 """
@@ -40,7 +40,7 @@ LONG = 128 * 1024
 
 
 def scored_step(params, cache, slots, packed, *, shape, **options) -> steps.StepResult:
-    """A null step that obeys `num_new` and has log-probabilities: the most likely continuations are the first rows'."""
+    """A null step that obeys `num_new`, with made-up log-probabilities that are higher for earlier rows."""
     result = null_step(params, cache, slots, packed, shape=shape, **options)
     at, size = shape.fields["num_new"]
     drawn = jnp.arange(shape.max_tokens_per_call)[:, None] < packed[at : at + size]
@@ -102,7 +102,7 @@ def forks() -> dict[str, float]:
 
 
 def finish() -> dict[str, float]:
-    rows, tokens = 2048, 400  # all begin in one step, so that all end in one
+    rows, tokens = 2048, 400  # all begin and end in the same steps
     engine = make_engine(rows, 4096, rows * 40, max_num_batched_tokens=64 * rows)
     for i in range(rows):
         add(engine, str(i), prompt(64, i), max_tokens=tokens)

@@ -1,9 +1,9 @@
-"""What structured output costs: decode throughput with a JSON schema on every request, over the same without.
+"""Cost of structured output: decode throughput with a JSON schema on every request, relative to without.
 
     python -m benchmarks.structured --batch 32 --tokens 200 --repeats 7
 
-Runs alternate, so that whatever else the machine does hits both; the median of the ratios is what counts. The schema
-asks for more than fits, so that every request draws all of its tokens in both runs.
+Runs alternate, so that other programs disturb both alike; the result is the median of the ratios. The schema asks for
+more than fits, so that every request generates all of its tokens in both runs.
 """
 
 from __future__ import annotations

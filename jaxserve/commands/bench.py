@@ -48,9 +48,7 @@ def add_commands(commands: Any) -> None:
 
     startup = add_command(commands, "startup", run_bench_startup, "measure the time until a server is ready")
     add_model(startup)
-    startup.add_argument(
-        "--cold", action="store_true", help="start twice: with an empty and a filled compilation cache"
-    )
+    startup.add_argument("--cold", action="store_true", help="start twice: with an empty and with a filled cache")
     startup.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="longest time of one start")
     _add_output_flags(startup)
     add_engine_flags(startup)
@@ -63,9 +61,7 @@ def _add_target_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help="endpoint of /v1")
     group.add_argument("--api-key", metavar="KEY", help="bearer key; also read from JAXSERVE_API_KEY")
     group.add_argument("--no-stream", dest="stream", action="store_false", help="request whole answers")
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="always generate the full output length (an extension)"
-    )
+    group.add_argument("--ignore-eos", action="store_true", help="generate the full output length (an extension)")
     group.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest time of a request")
 

@@ -18,9 +18,9 @@ from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray, Quant
 
 
 def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray | BlockArray:
-    """PartitionSpecs of a quantized weight's arrays, whose two axes lie on these axes of the mesh (None: on none).
+    """PartitionSpecs of the arrays of a quantized weight [out, in]; `axes` are the mesh axes of out and in, or None.
 
-    Inputs that an act-order format has permuted are not split, lest they be gathered; the outputs are, where they can.
+    Inputs that an act-order format has permuted would need a gather; the outputs are split instead, if divisible.
     """
     out, inputs = (*axes, None, None)[:2]
     if isinstance(w, BlockArray):
@@ -40,7 +40,7 @@ def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> 
 
 
 def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, int]:
-    """The largest blocks, no larger than the weight's own, of which every device gets whole ones."""
+    """The largest block sizes, at most the weight's own, with which no block is split between devices."""
     specs = quant_specs(w, axes, mesh)
     assert isinstance(specs, QuantArray)
     split = specs.codes
@@ -99,8 +99,8 @@ def rows_spec(w: QuantArray | BlockArray, inputs: str | None, dtype: Any) -> Qua
 def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
     """`jaxserve.pallas_kernels.ops.matmul` where the weight, with logical `axes`, is split over the devices.
 
-    XLA splits the outputs by itself. Where the inputs are split, each device accumulates in float32, and the parts are
-    added in the dtype of x: left to itself, XLA:GPU sends float32, which is twice the traffic.
+    XLA handles split outputs. Where the inputs are split, each device accumulates in float32, and the parts are added
+    in the dtype of x. XLA:GPU would send float32, which is twice the traffic.
     """
     split = spec(*axes)
     inputs = split[1]
@@ -196,8 +196,8 @@ class FusedSharded:
 
 
 def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
-    """Rows ids int32 [tokens] of table [vocab, hidden], in `dtype`. The table's rows are split over the devices: each
-    looks up its own, and all others count as 0. Left to itself, XLA gathers the whole table."""
+    """The rows `ids`, int32 [tokens], of table [vocab, hidden], in `dtype`. The table's rows are split over the
+    devices; each looks up its own rows, and the results are added. XLA would gather the whole table."""
 
     def local(table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
         own = ids - jax.lax.axis_index(axis) * table.shape[0]
