@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile far more than they run, so LLVM's optimizations do not pay.
+# Tests spend more time compiling than running, so LLVM's optimizations are turned off.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
@@ -28,8 +28,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_executables():
-    """Lets go of what a module compiled: every executable of XLA's CPU backend holds tens of memory maps, and a process
-    that reaches the kernel's limit of 65,530 dies of a segmentation fault."""
+    """Frees a module's executables at its end. Each one of XLA's CPU backend has tens of memory maps, and a process
+    that reaches the kernel's limit of 65,530 maps dies of a segmentation fault."""
     yield
     jax.clear_caches()
     gc.collect()
@@ -37,7 +37,7 @@ def _free_executables():
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory):
-    """A function from a case of `tiny_models` to its folder, built once."""
+    """A function that builds a case of `tiny_models` once and returns its folder."""
     import tiny_models
 
     built: dict[str, Path] = {}

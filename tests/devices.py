@@ -1,4 +1,4 @@
-"""Devices that are only compiled for, in tests."""
+"""Devices to compile for, in tests that need no such device."""
 
 import importlib.util
 import os
@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 from jaxserve.devices.targets import target_devices
 
 if os.environ.get("JAX_PLATFORMS") == "cpu":
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # with no driver, the CUDA compiler loads only then
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is touched: processes need not exclude each other
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # without a driver, the CUDA compiler loads only with this
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is used, so processes need no lock
 
 
 def devices_of(target: str) -> list:
-    """The devices of a target; skips the test where its compiler is not installed, but fails where that is broken."""
+    """The devices of a target. Skips the test if its compiler is not installed, but fails if it is broken."""
     package = "libtpu" if target.startswith("v") else "jax_cuda12_plugin"
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package}, the compiler for {target}, is not installed")

@@ -12,7 +12,7 @@ from jaxserve.types import FinishReason, Grammar, Request, SamplingParams, Token
 def make_engine(
     folder, *, tokens: int = 64, rows: int = 4, decode_steps: bool = True, static_steps: bool | None = None, **config
 ) -> Engine:
-    """An engine with two buckets at most, so that it compiles fast: decodes of `rows`, mixed steps of `tokens`."""
+    """An engine with at most two buckets, which compiles fast: decodes of `rows`, mixed steps of `tokens`."""
     config = {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "kv_pages": 200, **config}
     engine = Engine.load(EngineConfig(model=str(folder), **config), progress=False, static_steps=static_steps)
     page_size = engine.page_size
@@ -38,7 +38,7 @@ def request(request_id: str, prompt, **params) -> Request:
 
 
 def bound(request_id: str, grammar: Grammar, prompt=(7, 8, 9), **params) -> Request:
-    """A request that holds to a grammar, drawn from a flat distribution."""
+    """A request with a grammar, sampled from a flat distribution."""
     params = {"temperature": 1.5, "max_tokens": 300, "seed": 11, "ignore_eos": False, **params}
     return request(request_id, prompt, grammar=grammar, **params)
 
@@ -51,7 +51,7 @@ def run_all(engine: Engine, *requests: Request) -> dict[tuple[str, int], Complet
 
 
 def drain(engine: Engine, *, check: bool = True) -> dict[tuple[str, int], Completion]:
-    """Steps until nothing is left; checks the invariants after every step."""
+    """Steps until no work is left; checks the invariants after every step."""
     results: dict[tuple[str, int], Completion] = defaultdict(Completion)
     for _ in range(100_000):
         if not engine.has_work:

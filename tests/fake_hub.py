@@ -1,4 +1,4 @@
-"""A hub on this machine: the routes that huggingface_hub's client asks for, over commits of files in memory."""
+"""A local stand-in for the hub: the routes that huggingface_hub's client uses, with commits of files in memory."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class FakeHub:
-    """commits: of each repository, by hash, the files. refs: of each repository, branches and tags to hashes."""
+    """commits: repository -> commit hash -> files. refs: repository -> branch or tag -> commit hash."""
 
     commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     refs: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -53,7 +53,7 @@ def from_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def random_blocks(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Bytes [rows, bytes of a row] whose float16 scales are ordinary numbers; all else is at random."""
+    """Random bytes [rows, bytes of a row], except that float16 scales are ordinary numbers."""
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng([seed, kind])
     blocks = rng.integers(0, 256, (rows * columns // size, nbytes), np.uint8)
@@ -68,7 +68,7 @@ def random_blocks(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndar
     elif name == "IQ1_M":
         blocks[:, -7::2] &= 0x0F  # the scale is spread over the high halves; this makes it small
     elif name == "MXFP4":
-        blocks[:, 0] %= 200  # powers of two, from the subnormal ones on
+        blocks[:, 0] %= 200  # exponents of two, subnormal scales included
         blocks[:3, 0] = 0, 1, 2
     else:
         blocks[:, :2] = values[:, :2]
@@ -76,7 +76,7 @@ def random_blocks(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndar
 
 
 def write_gguf(folder: Path, path: Path, kind: Callable[[str], Kind] = lambda name: Kind.F32, **options: Any) -> Path:
-    """A model folder as a file; `kind` chooses how a matrix is stored, by its Hugging Face name.
+    """Writes a model folder as a GGUF file; `kind` chooses a matrix's type by its Hugging Face name.
 
     Types that the package cannot quantize to get random blocks. `options` are GGUFWriter's.
     """
@@ -146,7 +146,7 @@ def add_rope(writer: gguf.GGUFWriter, config: dict, head_dim: int) -> None:
 
 
 def llama3_divisor(scaling: dict, frequency: float) -> float:
-    """What Llama 3.1's rule divides a frequency, in radians per position, by."""
+    """The divisor of a frequency, in radians per position, by Llama 3.1's rule."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if turns > high:
@@ -158,7 +158,7 @@ def llama3_divisor(scaling: dict, frequency: float) -> float:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """A byte-level BPE tokenizer from tokenizer.json and tokenizer_config.json."""
+    """Adds the byte-level BPE tokenizer of tokenizer.json and tokenizer_config.json."""
     state = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     digits = any(step["type"] == "Digits" for step in state["pre_tokenizer"].get("pretokenizers", []))
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a compiled GPU program launches: each instruction that XLA:GPU runs as a kernel, a copy or a library call."""
+"""Launches of a compiled GPU program: the instructions that XLA:GPU runs as a kernel, a copy or a library call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-# Instructions that cost nothing by themselves: names for memory, and the ends of what others began.
+# Instructions without cost: names for memory, and the ends of asynchronous instructions.
 PASSIVE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier",
     "copy-done", "async-done", "all-reduce-done", "all-gather-done", "all-to-all-done", "collective-permute-done",
@@ -17,7 +17,7 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\(")
 
 
 class Launch(NamedTuple):
-    """One instruction: its opcode (of a custom call, its target), its name, and the operation of JAX that it is of."""
+    """One instruction: its opcode (a custom call's target), its name, and the JAX operation that it comes from."""
 
     kind: str
     name: str
@@ -28,8 +28,8 @@ class Launch(NamedTuple):
 
 
 def launches(text: str) -> list[Launch]:
-    """All launches of a compiled program (`Compiled.as_text()`) in one pass through it: the bodies of loops count once,
-    of a conditional the branch that launches most."""
+    """All launches of a compiled program (`Compiled.as_text()`). Loop bodies count once, and of a conditional only the
+    branch with most launches."""
     computations, entry = _computations(text)
 
     def of(name: str) -> list[Launch]:
@@ -50,16 +50,15 @@ def launches(text: str) -> list[Launch]:
 
 
 class Count(NamedTuple):
-    """Launches of a step: of each layer, on average, and of all that is not in the layers."""
+    """Launches of a step: per layer on average, and outside of the layers."""
 
     per_layer: float
     outside: float
-    layer: Counter  # (kind, source) of a layer's launches -> how many, on average
+    layer: Counter  # (kind, source) -> average launches per layer
 
 
 def count(few: str, more: str, layers: int) -> Count:
-    """Counts from two compiled programs of the same step, the first with `layers` layers and the second with twice as
-    many; layers are alike."""
+    """Counts from two compiled programs of the same step, with `layers` and twice as many equal layers."""
     first, second = launches(few), launches(more)
     each = (len(second) - len(first)) / layers
     grouped = [Counter((x.kind, _general(x.source)) for x in some) for some in (first, second)]

@@ -18,7 +18,7 @@ from jaxserve.server.process.batch_files import BatchError, model_of
 ROOT = Path(__file__).parent.parent
 CASE = "llama3_gqa"
 SMALL = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--kv-pages", "32"]
-SMALL += ["--max-waiting", "1"]  # which turns requests away in a server, and must not in a batch
+SMALL += ["--max-waiting", "1"]  # a server rejects requests beyond it, but a batch must not
 TEXTS, CHATS = [f"text {i} " * (1 + i % 5) for i in range(24)], [f"question {i}" for i in range(10)]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 30, "model": "whatever"}
 WRONG = {
@@ -57,7 +57,7 @@ def run(source, target, folder):
 
 
 def answers(target):
-    """custom_id -> status and what the model said."""
+    """custom_id -> status and the model's answer."""
     entries = [json.loads(line) for line in target.read_text().splitlines()]
     assert all(entry.keys() == {"id", "custom_id", "response", "error"} for entry in entries)
     assert len({entry["id"] for entry in entries}) == len(entries)
@@ -66,7 +66,7 @@ def answers(target):
     replies = {entry["custom_id"]: entry["response"] for entry in entries}
     for reply in replies.values():
         for choice in reply["body"].get("choices", ()):
-            choice.pop("logprobs")  # their last bits depend on the company
+            choice.pop("logprobs")  # the last bits depend on the other rows of the batch
     return {name: (reply["status_code"], reply["body"].get("choices")) for name, reply in replies.items()}
 
 
@@ -77,7 +77,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(source, model_folders):
-    """The output of a run that nothing interrupts."""
+    """The output of an uninterrupted run."""
     target = source.with_name("whole.jsonl")
     done = run(source, target, model_folders(CASE))
     assert done.returncode == 0, done.stderr
@@ -103,7 +103,7 @@ def test_errors_are_answers(whole):
 
 
 def start_and_wait(source, target, folder, more):
-    """A run in a process group of its own, once it has written `more` answers; with the process of its engine."""
+    """Starts a run in its own process group and waits for `more` answers; returns it and its engine's process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     before = target.read_bytes().count(b"\n") if target.exists() else 0
     process = subprocess.Popen(
@@ -129,7 +129,7 @@ def wait_gone(engine):
 def test_killed_and_resumed(source, whole, model_folders, tmp_path):
     target, folder = tmp_path / "out.jsonl", model_folders(CASE)
     process, engine = start_and_wait(source, target, folder, more=3)
-    process.kill()  # the front alone: the engine has to notice
+    process.kill()  # kills only the front: the engine must notice
     process.wait()
     wait_gone(engine)
     process, engine = start_and_wait(source, target, folder, more=3)
@@ -141,7 +141,7 @@ def test_killed_and_resumed(source, whole, model_folders, tmp_path):
     kept = kept[: kept.rindex(b"\n") + 1]
     kept_lines = kept.count(b"\n")
     assert 6 <= kept_lines < len(lines()) - 2
-    target.write_bytes(kept + b'{"id":"batch_req_1","custom_id":"t')  # a line that was cut while it was written
+    target.write_bytes(kept + b'{"id":"batch_req_1","custom_id":"t')  # an incomplete line
     done = run(source, target, folder)
     assert done.returncode == 0, done.stderr
     assert f"{kept_lines} of 40 requests are answered already" in done.stderr
@@ -149,14 +149,14 @@ def test_killed_and_resumed(source, whole, model_folders, tmp_path):
     assert answers(target) == answers(whole)
 
     size = target.stat().st_size
-    again = run(source, target, folder)  # nothing is left to do, so nothing is loaded
+    again = run(source, target, folder)  # no request is left, so no model is loaded
     assert (again.returncode, again.stderr) == (0, f"all 40 requests are answered in {target}\n")
     assert target.stat().st_size == size
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_an_engine_that_is_killed(source, whole, model_folders, tmp_path):
-    """Another one is started, which gets the requests that were under way."""
+    """Another engine is started, which gets the unfinished requests."""
     target = tmp_path / "out.jsonl"
     process, engine = start_and_wait(source, target, model_folders(CASE), more=3)
     os.kill(int(engine.name), signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_an_engine_that_is_killed(source, whole, model_folders, tmp_path):
 
 
 def test_a_full_disk(source, whole, model_folders, tmp_path):
-    """The run ends and says why; what it wrote counts, and the next one goes on."""
+    """The run ends with the reason; its answers count, and the next run continues after them."""
     target, folder = tmp_path / "out.jsonl", model_folders(CASE)
     limit = whole.stat().st_size // 2
     done = subprocess.run(
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_loaded(source, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-# Files that are no batch. Nothing may be loaded for them.
+# Invalid files, for which no model may be loaded.
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_output_of_another_batch(refused, whole, tmp_path):
 
 
 def test_lines_that_are_no_requests_of_a_batch(model_folders, tmp_path):
-    """Each gets its error as an answer, and the others theirs, under the name of the model."""
+    """Invalid lines get errors as answers, and the others answers with the model's name."""
     folder = str(model_folders(CASE))
     lines = [
         GOOD,

@@ -80,7 +80,7 @@ def test_sharegpt_file(tmp_path):
 
 @pytest.mark.parametrize("piece", [1, 7, 10_000])
 def test_client_reads_chunks_cut_anywhere(piece):
-    """A chunked answer that arrives in pieces of so many bytes gives the same events."""
+    """Events do not depend on the pieces in which a chunked answer arrives."""
     body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (b"data: a", b"bc\n\nda", b"ta: [DONE]\n\n"))
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     answer = head + body + b"0\r\n\r\n"
@@ -127,7 +127,7 @@ def test_a_run_against_a_server(tmp_path, capsys):
 
 
 def test_host_work_of_few_sequences(tmp_path):
-    """`benchmarks/host.py`, whose prompts are then longer than a step."""
+    """`benchmarks/host.py` with few sequences, whose prompts are longer than a step."""
     path = tmp_path / "host.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "host.py"), "--running", "3", "--json", str(path)]
     subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})

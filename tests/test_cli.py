@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: help, a run from end to end, and one clear line for every mistake."""
+"""The command line as users see it: help, whole runs, and one clear line for every mistake."""
 
 import io
 import json
@@ -249,7 +249,7 @@ def small_llm(model_folders):
 
 @pytest.fixture
 def say(small_llm, call, monkeypatch):
-    """A function that runs a command with `stdin` as its input, on a model that is loaded already."""
+    """A function that runs a command with `stdin` as its input, on a model that was loaded before."""
     monkeypatch.setattr("jaxserve.llm.LLM", lambda **config: small_llm)
 
     def say(*arguments, stdin):
@@ -271,7 +271,7 @@ def test_generate_refuses_an_empty_prompt(say):
 
 
 def test_chat(say):
-    """Answers depend on what was said before, until /reset; a message that is too long is refused, and that is all."""
+    """Answers depend on earlier messages until /reset; too long a message is refused, and they go on."""
     said = ["hello", "hello", "/reset", "", "hello", "x y " * 300, "hello", "/exit", "never read"]
     code, out, err = say("chat", "x", *GREEDY, "--stop", "\n", stdin="\n".join(said))
     assert code == 0
@@ -283,7 +283,7 @@ def test_chat(say):
 
 
 def test_chat_with_a_system_message(say):
-    """It stands before the first message, also after /reset; the conversation ends with its input."""
+    """The system message comes first, also after /reset; the conversation ends with its input."""
     stdin = "hello\n/reset\nhello\n"
     code, out, err = say("chat", "x", "--system", "be brief", *GREEDY, "--stop", "\n", stdin=stdin)
     first, second, end = out.split("\n")
@@ -314,11 +314,11 @@ def test_models(model_folders, call, tmp_path, monkeypatch):
 
 
 def test_inspect(model_folders, call):
-    """What is told before loading is what the engine then has."""
+    """The report before loading agrees with the loaded engine."""
     folder = model_folders(CASE)
     for options in ({}, {"quantization": "int4", "kv_cache_dtype": "int8"}):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        if options:  # the table says what the checkpoint has, or what dummy weights would be
+        if options:  # the table has the checkpoint's weights, or the dummy ones
             flags.append("--load-format=dummy")
             options = options | {"load_format": "dummy"}
         code, out, _ = call("models", "inspect", folder, "--kv-pages=100", *flags)

@@ -1,4 +1,4 @@
-"""The comparison with other engines: its arithmetic on known timelines, and a run in which the peers are missing."""
+"""The comparison with other engines: its arithmetic on known timelines, and a run without peers."""
 
 import importlib.util
 import json
@@ -98,7 +98,7 @@ def test_memory_of_this_process():
     before = memory.resident(os.getpid())
     if before is None:
         pytest.skip("the system does not tell")
-    block = np.ones(100 * memory.MIB, np.uint8)  # more than the allocator would take from its heap
+    block = np.ones(100 * memory.MIB, np.uint8)  # so large that the allocator maps it separately
     after = memory.resident(os.getpid())
     assert 95 < after["anonymous_mib"] - before["anonymous_mib"] < 110, block.size
     assert after["anonymous_mib"] + after["file_mib"] <= after["pss_mib"] + 1
@@ -111,7 +111,7 @@ def test_memory_of_this_process():
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_file_that_is_written_is_the_model(tmp_path, family):
-    """Every weight of the folder, read back through our own reader, and the run of a server on the file."""
+    """Reads every weight back with our reader, and runs a server on the file."""
     from jaxserve.checkpoints.gguf import known_gguf
 
     architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
@@ -170,7 +170,7 @@ def test_a_quantizer_that_fails_is_named(tmp_path, capsys):
 
 
 def test_a_run_without_peers(tmp_path, capsys):
-    """A real server is measured, and every peer that is missing is named with the reason."""
+    """A real server is measured, and every missing peer is named with the reason."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     flags = "--max-num-seqs 4 --max-num-batched-tokens 32 --kv-pages 64 --max-model-len 64"
     code = compare.main(

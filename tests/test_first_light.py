@@ -1,4 +1,4 @@
-"""The first half hour on a device, rehearsed on CPU: its stages, going on after a kill, rows and stages that fail."""
+"""The first half hour on a device, rehearsed on CPU: stages, continuing after a kill, failing rows and stages."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_a_row_that_kills_its_process_is_tried_twice(tmp_path):
         dying = Record(path, "x")
         assert not dying.has("a")
         with pytest.raises(KeyboardInterrupt), dying.row("a"):
-            raise KeyboardInterrupt  # as good as a kill: nothing more is written
+            raise KeyboardInterrupt  # like a kill: nothing more is written
     third = Record(path, "x")
     assert third.data["rows"] == [{"key": "a", "status": "crashed", "reason": third.data["rows"][0]["reason"]}]
 
@@ -291,10 +291,10 @@ def test_the_floor_counts_what_a_step_reads(tmp_path):
 
 
 def test_a_rehearsal_with_stand_ins_that_is_killed_and_goes_on(tmp_path):
-    """Where msgspec and llguidance are missing: the engine runs all the same."""
+    """The engine runs without msgspec and llguidance."""
     blocked = tmp_path / "path"
     blocked.mkdir()
-    for name in ("msgspec.py", "llguidance"):  # found first, as if nothing else were there
+    for name in ("msgspec.py", "llguidance"):  # found first, as if the packages were not installed
         (blocked / name).symlink_to(BENCHMARKS / "light" / "stand_ins" / name)
     out = tmp_path / "out"
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(blocked)}
@@ -302,7 +302,7 @@ def test_a_rehearsal_with_stand_ins_that_is_killed_and_goes_on(tmp_path):
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     for line in process.stdout:
-        if "key start" in line:  # the engine is there, and no batch has been run yet
+        if "key start" in line:  # the engine is loaded, and no batch has run yet
             break
     stop_all(process)
     before = read(out / "engine-int4.json")
@@ -325,7 +325,7 @@ def test_a_rehearsal_with_stand_ins_that_is_killed_and_goes_on(tmp_path):
 
 
 def stop_all(process):
-    """The script, and the process of its stage, which is in a group of its own."""
+    """Stops the script, and its stage's process, which is in another process group."""
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
     for pid in [str(process.pid), *children.stdout.split()]:
         subprocess.run(["kill", "-9", pid], check=False)
@@ -345,7 +345,7 @@ def test_a_rehearsal(tmp_path, only):
         document = read(tmp_path / f"{name}.json")
         assert document["status"] == "complete"
         assert document["rows"]
-        if name != "peers":  # which need torch
+        if name != "peers":  # the peers need torch
             assert {row["status"] for row in document["rows"]} == {"ok"}
     if only[0] == "correctness":
         assert "| attention | xla | 2 | 0 | 0 |" in done.stdout

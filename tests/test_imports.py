@@ -1,4 +1,4 @@
-"""The tree is what ARCHITECTURE.md says; imports run one way between the four packages, and between their folders."""
+"""The tree agrees with ARCHITECTURE.md; imports run one way between the four packages and between their folders."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "server", "checkpoints", "pallas_kernels")
-ALLOWED = {  # what a package may import of the others
+ALLOWED = {  # the other packages that a package may import
     "server": {"jaxserve", "checkpoints", "pallas_kernels"},
     "jaxserve": {"checkpoints", "pallas_kernels"},
     "checkpoints": set[str](),
     "pallas_kernels": set[str](),
 }
-SHARED_TYPES = "jaxserve.pallas_kernels.types"  # what `checkpoints` may know of the kernels
+SHARED_TYPES = "jaxserve.pallas_kernels.types"  # the only module of the kernels that `checkpoints` may import
 COMPOSITION_ROOT = "jaxserve.commands.cli"  # may import the server, inside the functions that start it
 MOST_LINES = 400
 
@@ -53,7 +53,7 @@ def folder_of(module: str) -> str:
 
 
 def imports(source: str, package: str) -> Iterator[tuple[str, bool]]:
-    """Every module that is imported, by its full name, and whether that happens when the file itself is imported."""
+    """(full name, at import) of every imported module; False if the import is inside a function."""
 
     def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def needs(name: str) -> set[str]:
 
 
 def why_not(name: str, module: str, at_import: bool) -> str | None:
-    """What is wrong with one of our modules importing another one, if anything."""
+    """Why one of our modules may not import another; None if it may."""
     mine, target = package_of(name), package_of(module)
     first = module.partition(".")[0]
     if first in ("tests", "benchmarks"):
@@ -104,7 +104,7 @@ def why_not(name: str, module: str, at_import: bool) -> str | None:
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
-    """What is left of a graph when whatever leads to no circle has been taken away."""
+    """The nodes from which a circle can be reached."""
     graph = {name: needed & graph.keys() for name, needed in graph.items()}
     while graph:
         ends = {name for name, needed in graph.items() if not needed & graph.keys()}
@@ -128,13 +128,13 @@ def test_packages_import_one_way(package):
 
 
 def test_modules_have_no_circle_of_imports():
-    """Among imports that run when a file is imported."""
+    """Considers only imports that run when a file is imported."""
     assert not circles({name: needs(name) for name in MODULES})
 
 
 @pytest.mark.parametrize("package", ["jaxserve", "server"])
 def test_folders_have_no_circle_of_imports(package):
-    """Folders are layers: where one imports another, be it inside a function, no way leads back."""
+    """Folders are layers: if one imports another, even inside a function, the other must not lead back to it."""
     graph: dict[str, set[str]] = {}
     for name in MODULES:
         if package_of(name) != package:
@@ -144,7 +144,7 @@ def test_folders_have_no_circle_of_imports(package):
             target = module if module in MODULES else module.rpartition(".")[0]
             if target in MODULES and package_of(target) == package and folder_of(target) != folder_of(name):
                 here.add(folder_of(target))
-    graph.pop("jaxserve/__init__.py", None)  # names what users import, and imports it when they do
+    graph.pop("jaxserve/__init__.py", None)  # imports the public names when they are used
     assert not circles(graph)
 
 
@@ -169,8 +169,8 @@ def test_files_are_short():
 
 
 def test_architecture_shows_the_tree():
-    """Every folder has a row of its own, every file of the engine and the server stands below its folder's, and nothing
-    is listed that is not there."""
+    """Every folder has a row, every file of the engine and the server is listed below its folder's row, and every
+    listed file exists."""
     listed: set[str] = set()
     folder = None
     for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines():
@@ -189,7 +189,7 @@ def test_architecture_shows_the_tree():
 
 
 def test_the_rules_bite():
-    """What this file forbids, it finds."""
+    """The checks of this file find violations."""
     kernels, leaf, cli = "jaxserve.pallas_kernels.x", "jaxserve.checkpoints.x", COMPOSITION_ROOT
     assert why_not(kernels, "jaxserve.checkpoints.load", True)
     assert why_not(kernels, "jaxserve.config", False)

@@ -42,7 +42,7 @@ def test_bytes_and_operations():
     "case", kernel_shapes.cases("small", "float32", 16), ids=lambda case: f"{case.part} {case.name}"
 )
 def test_exact_values_find_what_is_wrong(case):
-    """Plain XLA is right by NumPy's account; a result that is a little off is not."""
+    """Plain XLA's result passes the check against NumPy; a slightly changed one fails."""
     arguments = case.arguments(7)
     result = case.result(*jax.jit(case.call(load(case.operation, "xla")))(case.state(), *arguments))
     assert largest_error(*case.exact(result, *arguments)) <= case.tolerance
@@ -60,7 +60,7 @@ def test_cases_have_names_of_their_own_and_fit_a_device():
 
 
 class FakeWork:
-    """Takes so many seconds a call to queue, and to run, by a clock of its own."""
+    """Work with given seconds per call for queueing and for running, on a simulated clock."""
 
     calls, asynchronous, state, outputs = 4, True, (), None
 
@@ -155,7 +155,7 @@ def test_a_run(tmp_path, capsys):
 
 
 def test_notebook(monkeypatch):
-    """It runs from the first cell to the last, and is stored without outputs."""
+    """The notebook runs completely, and is stored without outputs."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -173,7 +173,7 @@ def test_notebook(monkeypatch):
 
 
 def test_jaxs_ragged_paged_attention_gets_the_same_problem():
-    """Its own reference, which is plain JAX, on our mixed case; the kernel itself needs a TPU."""
+    """Runs the kernel's plain JAX reference on our mixed case, as the kernel needs a TPU."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
     case = AttentionCase("", "float32", ((1, 40), (1, 16), (9, 30)), kv_heads=2, group=3, head_dim=128)

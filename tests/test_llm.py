@@ -14,7 +14,7 @@ from jaxserve.execution.steps import StepShape
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
 
-CASE = "qwen2_tied"  # its generation_config.json recommends temperature 0.7, top_k 20 and top_p 0.8
+CASE = "qwen2_tied"  # generation_config.json recommends temperature 0.7, top_k 20 and top_p 0.8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 TEXT = "all happy families"
 ROWS, TOKENS = 4, 64
@@ -23,7 +23,7 @@ ROWS, TOKENS = 4, 64
 @pytest.fixture(scope="module")
 def shared_llm(model_folders):
     llm = LLM(model_folders(CASE), max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, kv_pages=200, max_model_len=256)
-    # one bucket for each kind of step, so that little is compiled
+    # one bucket for each kind of step, to compile little
     size = llm.engine.page_size
     mixed, decode = (StepShape.of(n, ROWS, size, decode_only=n == ROWS) for n in (TOKENS, ROWS))
     llm.engine.shapes = [mixed, decode]
@@ -34,7 +34,7 @@ def shared_llm(model_folders):
 def llm(shared_llm):
     """After each test nothing may run, and every page must be free."""
     yield shared_llm
-    while shared_llm.engine.has_work:  # steps that were dispatched for what has ended since
+    while shared_llm.engine.has_work:  # steps of completions that have ended since
         assert not len(shared_llm.engine.step())
     assert shared_llm.engine.blocks.num_used == 0
     stats = shared_llm.engine.stats()
@@ -54,7 +54,7 @@ def greedy(**changes):
 
 @pytest.fixture(scope="module")
 def answer(shared_llm):
-    """What TEXT is continued with."""
+    """The continuation of TEXT."""
     output = one(shared_llm.generate(TEXT, GREEDY, progress=False))
     assert len(set(output.token_ids)) > 8
     return output
@@ -71,7 +71,7 @@ def test_a_prompt_in_all_its_forms(llm, answer):
     assert [result.prompt for result in results] == [TEXT, None, None, None, TEXT, None, "shown"]
     assert all(result.prompt_token_ids == ids and result.finished for result in results)
     assert [result.outputs[0].text for result in results] == [answer.text] * len(forms)
-    for form in forms:  # each by itself, without a list around it
+    for form in forms:  # each as a single prompt, not in a list
         assert one(llm.generate(form, GREEDY, progress=False)).token_ids == answer.token_ids
 
 
@@ -170,7 +170,7 @@ def test_logprobs_and_prompt_logprobs_agree(llm, answer):
 
 
 def test_all_logprobs_sum_to_one(llm):
-    """Over the whole vocabulary, asked for one token at a time by way of the prompt."""
+    """Over the whole vocabulary: each token is scored as the last one of a prompt."""
     ids, vocab = llm.tokenizer.encode(TEXT), llm.engine.vocab_size
     params = greedy(max_tokens=0, prompt_logprobs=0)
     results = llm.generate([ids + [token] for token in range(vocab)], params, progress=False)
@@ -244,7 +244,7 @@ def test_a_stream_that_is_left_frees_its_pages(llm):
 
 
 def test_an_open_stream_and_another_request(llm, answer):
-    """Neither takes the other's tokens."""
+    """An open stream and another request do not get each other's tokens."""
     stream, other = llm.stream(TEXT, GREEDY), llm.stream("something else", GREEDY)
     deltas = [next(stream), next(other)]
     assert one(llm.generate(TEXT, GREEDY, progress=False)).text == answer.text

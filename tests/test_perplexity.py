@@ -26,7 +26,7 @@ def test_figures_of_the_demo(tmp_path, capsys):
     rows = perplexity.main(["demo,max_model_len=64", "--text", str(text), "--window", "8", "512", "--json", str(out)])
     short, long = rows
     assert short["tokens"] == long["tokens"]
-    assert 1 < long["perplexity"] < short["perplexity"] < 4096  # less context costs
+    assert 1 < long["perplexity"] < short["perplexity"] < 4096  # less context means a higher perplexity
     nats = math.log(long["perplexity"]) * long["tokens"]
     size = len(text.read_text().replace("<|endoftext|>", ""))
     assert long["bits_per_byte"] == pytest.approx(nats / math.log(2) / size)

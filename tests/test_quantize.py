@@ -1,4 +1,4 @@
-"""`jaxserve quantize`: what it writes is the model, whatever the family, the method and the layout."""
+"""`jaxserve quantize`: its output approximates the model, for every family, method and layout."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def quantize(folder, out, **settings):
 
 
 def logits(folder, ids):
-    """Of a prompt, float32 [tokens, vocab], by the engine's decoder and loader, with attention written out."""
+    """A prompt's logits, float32 [tokens, vocab], by the engine's decoder and loader, with a plain attention."""
     config = read_model(folder)
     decoder = Decoder(config, config.num_kv_heads, config.vocab_size)
     params = load_params(decoder, folder, make_mesh(), progress=False)
@@ -60,7 +60,7 @@ def logits(folder, ids):
 
 
 def distance(folder, out, tmp_path):
-    """Between the logits of a model and of its quantized copy, as a fraction of their size."""
+    """The relative difference between the logits of a model and of its quantized copy."""
     ids = np.random.default_rng(1).integers(5, 300, 48).astype(np.int32)
     right, got = logits(folder, ids), logits(write_plain(out, tmp_path / "plain"), ids)
     return np.sqrt(np.square(got - right).mean() / np.square(right - right.mean(1, keepdims=True)).mean())
@@ -125,7 +125,7 @@ def test_other_ways_to_store_it(settings, size, model_folders, tmp_path):
 
 @pytest.mark.slow
 def test_calibrated_methods_lose_less_than_rounding(tmp_path):
-    """On text of the kind that the demo was calibrated on, but not that text."""
+    """Measured on other text of the same kind as the calibration's."""
     ids = np.array(load_tokenizer("checkpoints/demo").encode((TEXT.parent / "heldout.txt").read_text())[:256], np.int32)
     right = logits(TEXT.parent, ids)
 
@@ -140,7 +140,7 @@ def test_calibrated_methods_lose_less_than_rounding(tmp_path):
 
 
 def test_statistics_are_of_what_the_layers_see(model_folders, tmp_path):
-    """The first layer's queries see its norm of the embeddings; the last window counts like the first."""
+    """The inputs of the first layer's queries are the normed embeddings, of all windows equally."""
     folder = model_folders("llama2_mha")
     run = _Run(folder, tmp_path / "out", QuantizeConfig(method="gptq", **SETTINGS))
     run.begin()
@@ -183,7 +183,7 @@ def test_a_killed_run_goes_on(model_folders, tmp_path):
     script = f"{KILLED}\nfrom pathlib import Path\nfrom jaxserve.convert.quantize import *\n{given}"
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.returncode == -signal.SIGKILL
-    assert not (out / "config.json").exists()  # so that nobody takes it for a model
+    assert not (out / "config.json").exists()  # an unfinished folder must not look like a model
     first = out / "model-00001-of-00004.safetensors"
     before = first.stat().st_mtime_ns
     with pytest.raises(ConfigError, match=r"begun with other settings \(method: 'gptq', now 'rtn'"):

@@ -1,4 +1,4 @@
-"""What the engine counts of itself, across engines."""
+"""The engine's statistics, summed over engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.server.observe.metrics import Metrics
 
 
 def stats(count: int) -> EngineStats:
-    """Everything that can be counted, so many times; gauges stand at 3."""
+    """Statistics with every counter at `count` and every gauge at 3."""
     seconds = Histogram.of_seconds()
     result = EngineStats(pages_total=10, pages_used=3, num_running=3, num_waiting=3, executables=3)
     result.step_seconds = {"schedule": seconds}

@@ -2,7 +2,7 @@
 
 `CASES` names them; `build` writes one to a folder. A weight depends on the case and the tensor's name alone and is
 computed with integer and IEEE double arithmetic from a raw PCG64 stream, so it is the same bit for bit on every machine
-and with every numpy. `tests/goldens` holds what Hugging Face transformers makes of these checkpoints.
+and with every numpy. `tests/goldens` holds the results of Hugging Face transformers.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ def _case(
     return Case(config, made, dtype, prompt_lengths)
 
 
-# Rotary settings over a pretraining length of 64, which every prompt of 130 tokens leaves.
+# Rotary settings over a pretraining length of 64, which prompts of 130 tokens exceed.
 _LLAMA3 = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -293,14 +293,14 @@ def stream(*key: object) -> np.random.PCG64:
 
 
 def _normal(source: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:
-    """Mean 0, variance 1, close to normal: the sum of the four 16-bit parts of a word, so exact on every machine."""
+    """Nearly normal, mean 0, variance 1: sums of the four 16-bit parts of words, so exact on every machine."""
     words = source.random_raw(int(np.prod(shape))).astype("<u8")
     total = words.view("<u2").reshape(*shape, 4).sum(-1, dtype=np.int64)
     return (total - 2 * 65535) / np.sqrt((65536.0**2 - 1) / 3)
 
 
 def _mean_and_std(name: str, shape: tuple[int, ...], tied: bool) -> tuple[float, float]:
-    """Scales at which attention is peaked enough for positions to matter and logits spread over several units."""
+    """Mean and deviation of a tensor, with which positions matter to attention and logits spread over several units."""
     if name.endswith("bias"):
         return 0.0, 0.1
     if "q_norm" in name or "k_norm" in name:
@@ -324,7 +324,7 @@ def tensors(case_name: str) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def fingerprint(case_name: str) -> str:
-    """sha256 of config.json's content and all weights: what the recorded results belong to."""
+    """sha256 of config.json's content and all weights, to which the recorded results belong."""
     digest = hashlib.sha256(json.dumps(CASES[case_name].config, sort_keys=True).encode())
     for name, values in tensors(case_name):
         digest.update(f"{name}{values.shape}{values.dtype}".encode())

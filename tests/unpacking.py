@@ -1,4 +1,4 @@
-"""Quantized checkpoints read back one code at a time, as their formats' documentation has it: slow, and on its own."""
+"""Reads quantized checkpoints one code at a time, by the formats' documentation: slow, independent of our readers."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def unpacked(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write_plain(folder: Path, out: Path) -> Path:
-    """The same model without quantization, as a folder that anybody loads."""
+    """Writes the same model without quantization."""
     from safetensors.numpy import save_file
 
     out.mkdir(parents=True)

@@ -47,7 +47,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="unsupported settings of config.json to ignore, separated by commas; only for settings that do not "
          "affect the computation")  # fmt: skip
     flag("--max-model-len", field="max_model_len", type=int, metavar="TOKENS",
-         help="longest prompt plus output, in tokens; None: the model's own limit")  # fmt: skip
+         help="longest prompt and output together, in tokens; None: the model's own limit")  # fmt: skip
     flag("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="most sequences in one step")
     flag("--max-num-batched-tokens", field="max_num_batched_tokens", type=int, metavar="TOKENS",
          help="most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs")  # fmt: skip
@@ -69,7 +69,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--scheduling-policy", field="scheduling_policy",
          help="fcfs ignores requests' priorities; priority serves lower values first, and preempts others")  # fmt: skip
     flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",
-         help="fraction of device memory for weights, KV cache and temporaries together")  # fmt: skip
+         help="of device memory, for weights, KV cache and temporaries together")  # fmt: skip
     flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",
          help="size of the KV cache in pages; None: as many as the memory allows, on CPU at most half of what is "
          "free")  # fmt: skip
