@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterator, Sized
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator, Sized
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -176,7 +176,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _make_tuples(self) -> None:
         """Callers may pass any sequences, None for an empty one, and a single stop string."""
-        values = {"stop": (self.stop,) if isinstance(self.stop, str) else self.stop}
+        values: dict[str, Iterable[Any]] = {"stop": (self.stop,) if isinstance(self.stop, str) else self.stop}
         values |= {name: getattr(self, name) for name in ("stop_token_ids", "allowed_token_ids")}
         values["bad_words"] = map(tuple, self.bad_words or ())
         for name, value in values.items():
