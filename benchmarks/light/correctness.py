@@ -1,7 +1,7 @@
 """Stage `correctness`: the checks of `jaxserve.pallas_kernels.selfcheck`, at more and larger sizes, for every backend.
 
-Cases come by how many of their settings differ from the usual ones, so that what is left out when time runs short is
-what matters least.
+Cases are ordered by how many of their settings are unusual, so that the least important ones are skipped when time runs
+out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from light.record import Record
 
 CODES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int4": np.dtype(ml_dtypes.int4)}
 GROUPS = {128: 4, 64: 8, 256: 2, 96: 3, 80: 7, 32: 1}  # query heads of a key-value head, by head_dim
-# So many long rows that none is split, beside those of a start; a long prompt after a long one that was cached.
+# So many long rows that none is split, beside first prompts; a long prompt after a long cached one.
 LARGE = Rows((8192, *DECODES[1:], *(1000 + 37 * i for i in range(48))), (*PROMPTS, (1025, 3000)))
 SMALL = Rows((300, 1, 16, 65), ((41, 90), (9, 0), (1, 200)))
 # Where the plans of some backend change, and one more than each.
@@ -34,7 +34,7 @@ MATMUL_ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1000)
 
 @dataclass(frozen=True)
 class Case:
-    """distance: how many settings are not the usual ones."""
+    """distance: the number of unusual settings."""
 
     key: str
     distance: int
@@ -58,7 +58,7 @@ def cases(device: Device, rehearse: bool) -> Iterator[Case]:
         try:
             attention, matmul = load("attention", backend), load("matmul", backend)
         except ImportError:
-            continue  # the stage `device` says why
+            continue  # the stage `device` reports why
         for problem, name, distance in _attention_problems(device.platform, rehearse):
             if explain("attention", device, problem)[backend] is not None:
                 continue

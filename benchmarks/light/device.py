@@ -1,4 +1,4 @@
-"""Stage `device`: what this machine is, and what it can do at best."""
+"""Stage `device`: describes this machine, and measures its highest rates."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def versions() -> dict[str, str]:
 
 
 def backends(device: jax.Device) -> dict[str, str]:
-    """Of each backend, whether its modules can be imported here."""
+    """For each backend, whether its modules can be imported here."""
     found = {}
     for name in BACKENDS:
         for operation in ("attention", "matmul"):
             try:
                 load(operation, name)
                 found[f"{operation} {name}"] = "imports"
-            except Exception as error:  # whatever a package that half fits may raise
+            except Exception as error:  # an incompatible package may raise anything
                 found[f"{operation} {name}"] = f"{type(error).__name__}: {error}"[:200]
     return found
 
 
 def nvidia() -> dict[str, Any]:
-    """What nvidia-smi says; nothing where there is none. It is only asked, and changes no setting."""
+    """The output of nvidia-smi, which changes no setting; empty without it."""
     said = _output("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
     if said is None:
         return {}

@@ -1,4 +1,4 @@
-"""Stages `engine-*`: an 8B shape with dummy weights in the engine: its start, and decoding beside the floor.
+"""Stages `engine-*`: an 8B shape with dummy weights in the engine: its start, and decoding relative to the floor.
 
 What a step is made of, by the host's clock: the host schedules it and dispatches it while the devices still run the one
 before. `ahead` is how long before the tokens of the step before were here the dispatch of a step returned: the devices
@@ -43,12 +43,12 @@ SMALL = SHAPE | {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 128, "vocab_size": 256, "torch_dtype": "float32",
 }  # fmt: skip
-LATE = 50e-6  # seconds: tokens that come sooner than that were there already
+LATE = 50e-6  # seconds; tokens that arrive within this time were available before the host asked
 
 
 @dataclass(frozen=True)
 class Load:
-    """batches: how many decode together. cached: tokens of each prompt; tokens: that are drawn after the first."""
+    """batches: sequences that decode together. cached: tokens of each prompt. tokens: output after the first."""
 
     batches: tuple[int, ...]
     cached: int
@@ -93,7 +93,7 @@ class Watch:
 
 
 def folder_of(config: dict[str, Any], where: Path) -> Path:
-    """A model folder that has a config and nothing else: weights are dummies, and nobody needs a tokenizer."""
+    """A model folder with only a config, for dummy weights and no tokenizer."""
     where.mkdir(parents=True, exist_ok=True)
     (where / "config.json").write_text(json.dumps(config))
     return where
@@ -142,7 +142,7 @@ def run(record: Record, *, rehearse: bool, quantization: str, where: Path) -> No
 
 
 def _one(lengths: Sequence[int], **_: bool) -> int:
-    """Instead of `Pace.tokens_per_call`: a row draws one token in each call."""
+    """Replaces `Pace.tokens_per_call`: one token per call."""
     return lengths[0]
 
 
@@ -155,7 +155,7 @@ def bytes_per_second(folder: Path) -> float:
 
 
 def step_bytes(engine: Engine, batch: int, load: Load) -> float:
-    """The fewest that a decode step reads, half way through the tokens that are drawn."""
+    """The least bytes that a decode step reads, half way through the output."""
     config, layout = engine.model, engine.runner.layout
     table = 0 if config.tie_embeddings else table_bytes(engine)
     length = load.cached + load.tokens / 2
@@ -163,13 +163,13 @@ def step_bytes(engine: Engine, batch: int, load: Load) -> float:
 
 
 def table_bytes(engine: Engine) -> int:
-    """Of the embedding's table, in whatever form it is kept."""
+    """Bytes of the embedding's table in its form on the device."""
     params = engine.runner._unbundle(engine.runner._arrays)
     return sum(stored_bytes(x) for x in jax.tree.leaves(params["embed"]["table"]))
 
 
 def generate(engine: Engine, watch: Watch, batch: int, load: Load, seed: int) -> dict[str, Any]:
-    """Runs prompts together; what the steps after the last first token took."""
+    """Runs prompts together; returns the times of the steps after the last prompt's first token."""
     prompts = random_ids(np.random.default_rng(seed), engine.vocab_size, batch, load.cached)
     params = fixed_length(load.tokens + 1)
     for i, ids in enumerate(prompts):

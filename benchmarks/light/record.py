@@ -1,4 +1,4 @@
-"""What a stage leaves behind: a JSON file that is whole after every row, and from which a later run goes on."""
+"""A stage's results: a JSON file that is complete after every row, and from which a later run continues."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-RESTART = 75  # exit code of a stage whose process must not go on, but a new one may
+RESTART = 75  # exit code of a stage that must continue in a new process
 BROKEN = ("CUDA_ERROR", "CUDNN_STATUS", "illegal memory access", "misaligned address", "launch failure", "device halt")
-TRIES = 2  # of a row at which a process ended
+TRIES = 2  # most attempts at a row at which a process ended
 MOST_TRACEBACK = 4000  # characters, the last ones
 
 
 class OutOfTimeError(Exception):
-    """The stage's time is used up; what is left of it stays undone."""
+    """The stage's time is used up; the remaining rows are skipped."""
 
 
 class Record:
@@ -70,7 +70,7 @@ class Record:
         began = time.monotonic()
         try:
             yield row
-        except Exception as error:  # whatever a compiler, a driver or a peer may raise
+        except Exception as error:  # a compiler, driver or peer may raise anything
             row |= {"status": "failed", "reason": one_line(f"{type(error).__name__}: {error}")[:500]}
             row["traceback"] = traceback.format_exc()[-MOST_TRACEBACK:]
         row["seconds"] = round(time.monotonic() - began, 2)
@@ -97,7 +97,7 @@ def new(stage: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The document; None where there is none that is whole."""
+    """The document; None if there is no complete one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -106,14 +106,14 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """All of it, or what was there before."""
+    """Replaces the file in one step."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(plain(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(new, path)
 
 
 def plain(value: Any) -> Any:
-    """As JSON can carry it: infinities as text, NumPy's numbers as Python's."""
+    """A value for JSON: infinities as text, NumPy's numbers as Python's."""
     if isinstance(value, Mapping):
         return {str(key): plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):

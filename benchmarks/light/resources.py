@@ -61,7 +61,7 @@ def programs(registers: int, shared: int, threads: int) -> int:
 
 
 def assemble(folder: Path) -> Iterator[str]:
-    """What `ptxas -v` says of each PTX file in a folder."""
+    """The output of `ptxas -v` for each PTX file in a folder."""
     ptxas = shutil.which("ptxas") or next((str(x) for x in _packaged()), None)
     if ptxas is None:
         return
@@ -79,7 +79,7 @@ def _packaged() -> Iterator[Path]:
 
 @contextmanager
 def captured(file: Path) -> Iterator[None]:
-    """Both outputs of this process, also of what is written in C++, into a file."""
+    """Redirects this process's standard output and error, also of C++ code, into a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(1), os.dup(2)]
@@ -103,7 +103,7 @@ def run(record: Any, *, rehearse: bool) -> None:
     from jaxserve.pallas_kernels.registry import Device, explain
 
     device = Device.of(jax.devices()[0])
-    jax.config.update("jax_enable_compilation_cache", False)  # what is read from it says nothing
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program prints nothing
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     wanted = _telling(list(cases("small" if rehearse else "full", dtype, 16)))
     for case in wanted:

@@ -13,7 +13,7 @@ FEW = 12  # wrong and failed rows of a stage that are named; the files have all
 
 
 def markdown(folder: Path) -> str:
-    """All that is there; what is not, is said."""
+    """All results; missing ones are named."""
     documents = {path.stem: found for path in sorted(folder.glob("*.json")) if (found := read(path)) is not None}
     if not documents:
         return f"There are no results in {folder}."
@@ -116,7 +116,7 @@ def resources(document: dict[str, Any] | None) -> str:
 
 
 def trouble(documents: dict[str, Any]) -> str:
-    """Stages that did not end, and rows that are wrong or failed."""
+    """Incomplete stages, and wrong or failed rows."""
     lines = []
     for name, document in documents.items():
         if document["status"] != "complete" or "reason" in document:

@@ -1,1 +1,1 @@
-"""What `benchmarks/compare.py` is made of: the model, the engines, the figures."""
+"""The parts of `benchmarks/compare.py`: the model, the engines, the figures."""

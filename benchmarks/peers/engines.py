@@ -1,4 +1,4 @@
-"""The engines: each is started for a load, warmed up, measured and stopped, and tells why it cannot where it cannot."""
+"""The engines: each is started for a load, warmed up, measured and stopped, or reports why it cannot run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class EngineFailed(RuntimeError):  # noqa: N818
 
 
 class PeerEngine(Protocol):
-    """An engine by the name that the table gives it."""
+    """An engine, with its name in the table."""
 
     name: str
 
@@ -159,7 +159,7 @@ class LlamaCpp:
             "-ctk": self.kv,
             "-ctv": self.kv,
             "-fa": self.flash,
-            "--cache-ram": 0,  # nothing is asked twice
+            "--cache-ram": 0,  # no prompt is repeated
         }
         command = [str(self.server), *(str(part) for pair in settings.items() for part in pair), *self.flags]
         with _server(command, dict(os.environ), port, "/health") as process:

@@ -1,4 +1,4 @@
-"""From what was seen of the requests to the figures that engines are compared by."""
+"""Computes the figures that engines are compared by from the requests' records."""
 
 from __future__ import annotations
 

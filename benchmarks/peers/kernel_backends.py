@@ -25,13 +25,13 @@ WORKSPACE_BYTES = 128 << 20  # of FlashInfer
 
 
 class Backend:
-    """One of ours, by its name in the registry."""
+    """One of our backends, by its name in the registry."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def why_not(self, case: Case, device: Device) -> str | None:
-        """The reason why it cannot run a case there."""
+        """The reason why it cannot run a case on the device; None if it can."""
         reason = explain(case.operation, device, case.problem)[self.name]
         if reason is None and isinstance(case, WriteCase) and self.name != "xla":
             return None if hasattr(load("attention", self.name), "write_kv") else "it leaves the write to xla"

@@ -1,4 +1,4 @@
-"""What memory a server holds: its process and those that it started, as Linux counts them."""
+"""A server's memory: its process and all descendants, as Linux counts it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Answer = dict[str, Any]  # start, end, arrivals in seconds on time.perf_counter'
 
 
 class Clock(StoppingCriteria):
-    """Stops nothing; notes when each step of `generate` was done."""
+    """Stops nothing; records when each step of `generate` ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -68,7 +68,7 @@ def continuous(model: Any, prompts: Sequence[list[int]], output_len: int, concur
             manager.add_request(prompts[i], str(i), output_len, record_timestamps=True, eos_token_id=-1)
 
     with model.continuous_batching_context_manager(settings(output_len), continuous_batching_config=config) as manager:
-        while getattr(manager, "batch_processor", None) is None:  # its thread is still making the cache
+        while getattr(manager, "batch_processor", None) is None:  # its thread is still creating the cache
             time.sleep(0.01)
         for _ in range(concurrency):
             submit()
