@@ -163,7 +163,7 @@ def test_statistics_are_of_what_the_layers_see(model_folders, tmp_path):
 
 KILLED = """
 import os, signal
-from jaxserve import quantize
+from jaxserve.convert import quantize
 write = quantize.write_shard
 def dies(path, tensors):
     if path.name.startswith("model-00002"):
