@@ -51,8 +51,8 @@ class Record:
 
     def add(self, row: Mapping[str, Any]) -> None:
         self.data["rows"].append(dict(row))
-        print(f"  {one_line(row)}", flush=True)
         self.write()
+        print(f"  {one_line(row)}", flush=True)
 
     def note(self, **facts: Any) -> None:
         self.data["facts"] |= facts
