@@ -83,6 +83,6 @@ def test_all_slots_decode(target, kv_dtype, tmp_path):
 
 @pytest.mark.parametrize("target", ["v6e-4", pytest.param("v5e-8", marks=pytest.mark.slow)])
 def test_all_slots_beside_a_prompt(target, tmp_path):
-    """Three kernels in each layer: the prompts' write, decodes, prompts. One loop, the search for the tokens' rows."""
+    """Three kernels in each layer: the prompts' write, decodes, prompts. No loop."""
     shape = StepShape.of(SLOTS + 1024, SLOTS, PAGE, decode_only=False)
-    check(*compile_step(tmp_path, target, shape, Sampler.GREEDY, 1), kernels=3, loops=[12])
+    check(*compile_step(tmp_path, target, shape, Sampler.GREEDY, 1), kernels=3, loops=[])

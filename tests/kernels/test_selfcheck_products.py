@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_selfcheck import findings, is_right, now_and_then
 
-from jaxserve.pallas_kernels import ops as operations
+from jaxserve.pallas_kernels import checked_ops as operations
 from jaxserve.pallas_kernels.checked_ops import checked_matmul
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.registry import BackendError, Device, MatmulProblem
