@@ -89,7 +89,9 @@ class Engine:
         runner.allocate()
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
-        self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching)
+        self.blocks = BlockManager(
+            layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching, window=model.window
+        )
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,

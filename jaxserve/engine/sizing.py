@@ -13,6 +13,7 @@ from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.steps import StepShape
+from jaxserve.scheduling.block_manager import most_pages
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class Sizing:
         self._set_pages(guess)
         self._runner.compile(self._runner.largest(self._shapes))
         needs = self._runner.needs(self._shapes)
-        enough = guess * self._one_page.page_size > self.longest
+        step = memory.max_batched_tokens(self._config)
+        enough = guess > most_pages(self.longest, self._one_page.page_size, self._window, step)
         if not (enough and self._holds(needs) and self._fitting(needs) <= guess * (1 + UNUSED)):
             self._choose(needs)
 
@@ -81,7 +83,7 @@ class Sizing:
     def _choose(self, needs: Needs) -> None:
         """Sets as many pages as these needs leave room for. Raises ConfigError where they are too few."""
         page = self._one_page.page_size, self._page_bytes
-        pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs)
+        pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs, self._window)
         self._set_pages(pages)
 
     def _set_pages(self, pages: int) -> None:
@@ -90,7 +92,7 @@ class Sizing:
 
     def _fitting(self, needs: Needs) -> int:
         page = self._one_page.page_size, self._page_bytes
-        return memory.fitting_pages(self._config, self.longest, *page, self.budget, needs)
+        return memory.fitting_pages(self._config, self.longest, *page, self.budget, needs, self._window)
 
     def _guess(self) -> Needs:
         """Needs estimated from the largest arrays of a step."""
@@ -104,6 +106,10 @@ class Sizing:
 
     def _holds(self, needs: Needs) -> bool:
         return self.budget.holds(needs, self._cache_bytes)
+
+    @property
+    def _window(self) -> int | None:
+        return self._runner.model.config.window
 
     @property
     def _page_bytes(self) -> int:

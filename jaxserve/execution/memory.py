@@ -14,6 +14,7 @@ import jax
 
 from jaxserve.config import POOL_FRACTION, ConfigError, EngineConfig
 from jaxserve.models.spec import ModelConfig
+from jaxserve.scheduling.block_manager import most_pages
 
 log = logging.getLogger(__name__)
 
@@ -140,20 +141,32 @@ def penalty_rows(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def fitting_pages(
-    config: EngineConfig, longest: int, page_size: int, page_bytes: int, budget: Budget, needs: Needs
+    config: EngineConfig,
+    longest: int,
+    page_size: int,
+    page_bytes: int,
+    budget: Budget,
+    needs: Needs,
+    window: int | None = None,
 ) -> int:
     """Pages of the KV cache that were asked for; else those that fit, as far as they are useful. See `plan_pages`."""
     if config.kv_pages is not None:
         return config.kv_pages
     fitting = max(budget.left(needs), 0) // page_bytes
-    useful = -(-longest // page_size) * config.max_num_seqs + 1
+    useful = most_pages(longest, page_size, window, max_batched_tokens(config)) * config.max_num_seqs + 1
     if budget.counts_programs:
         return min(useful, _on_grid(fitting, PAGE_GRID))
     return min(useful, fitting if budget.most_cache is None else _on_grid(fitting, CPU_PAGE_GRID))
 
 
 def plan_pages(
-    config: EngineConfig, longest: int, page_size: int, page_bytes: int, budget: Budget, needs: Needs
+    config: EngineConfig,
+    longest: int,
+    page_size: int,
+    page_bytes: int,
+    budget: Budget,
+    needs: Needs,
+    window: int | None = None,
 ) -> tuple[int, int]:
     """(pages of the KV cache, longest request in tokens that fits them).
 
@@ -162,11 +175,12 @@ def plan_pages(
       page_size: tokens of a page.
       page_bytes: of a page on one device.
       needs: of the compiled programs, on one device.
+      window: how many tokens back any layer sees; None: some layer sees all.
 
     Raises ConfigError when not even one request fits.
     """
-    pages_of_longest = -(-longest // page_size)
-    pages = fitting_pages(config, longest, page_size, page_bytes, budget, needs)
+    pages_of_longest = most_pages(longest, page_size, window, max_batched_tokens(config))
+    pages = fitting_pages(config, longest, page_size, page_bytes, budget, needs, window)
     if pages - 1 >= pages_of_longest:
         return pages, longest
     fits = max(pages - 1, 0) * page_size

@@ -178,6 +178,12 @@ class ModelConfig:
         return self.layers[0].attention.head_dim
 
     @property
+    def window(self) -> int | None:
+        """How many tokens back any layer sees, a token itself included; None: some layer sees all."""
+        windows = [layer.attention.window for layer in self.layers]
+        return None if None in windows else max(window for window in windows if window is not None)
+
+    @property
     def has_windows(self) -> bool:
         return any(layer.attention.window is not None for layer in self.layers)
 

@@ -7,6 +7,9 @@ Every page but the null page is in exactly one of three states:
               recently used first
   in use      one or more sequences refer to it
 
+Where no layer of the model sees further back than a window, sequences give up the pages behind it (`first_needed`).
+The null page then stands in their place in a sequence's list of pages, and nobody looks at it.
+
 A page that is shared, or in the prefix cache, is immutable. A sequence that needs to write to it gets a copy
 (`make_writable`).
 
@@ -51,6 +54,13 @@ def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int) -> bytes
     return b"".join(hashes)
 
 
+def most_pages(tokens: int, page_size: int, window: int | None, step: int) -> int:
+    """Pages that a sequence of so many tokens holds at a time, at most: the window behind the tokens of a step, and
+    these. `window`: see `BlockManager`; step: the most tokens that a step computes."""
+    whole = -(-tokens // page_size)
+    return whole if window is None else min(whole, -(-(window - 1 + step) // page_size) + 1)
+
+
 def common_prefix(one: list[int], other: list[int]) -> int:
     """How many of the first pages are equal. A binary search over slices: microseconds for thousands of pages."""
     same, most = 0, min(len(one), len(other))
@@ -74,11 +84,15 @@ class Tail:
 
 
 class BlockManager:
-    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page."""
+    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page.
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True):
+    `window`: how many tokens back any layer sees, a token itself included; None: some layer sees all.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, window: int | None = None):
         self.num_pages = num_pages
         self.page_size = page_size
+        self.window = window
         self.prefix_caching = prefix_caching
         self._refs, self._free = self._unowned()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -117,6 +131,18 @@ class BlockManager:
         """Pages that hold this number of tokens."""
         return -(-tokens // self.page_size)
 
+    @overload
+    def first_needed(self, computed: int) -> int: ...
+    @overload
+    def first_needed(self, computed: np.ndarray) -> np.ndarray: ...
+    def first_needed(self, computed: Any) -> Any:
+        """Index of the first page that tokens from the position `computed` on can still see."""
+        return computed * 0 if self.window is None else np.maximum(computed - self.window + 1, 0) // self.page_size
+
+    def most_pages(self, tokens: int, step: int) -> int:
+        """Pages that a sequence of so many tokens holds at a time, at most, if a step computes `step` of them."""
+        return most_pages(tokens, self.page_size, self.window, step)
+
     def allocate(self, count: int) -> list[int]:
         """`count` pages for one owner. The caller has checked `num_available`."""
         assert count <= self.num_available, f"{count} pages asked for, {self.num_available} available"
@@ -140,7 +166,7 @@ class BlockManager:
 
     def share(self, pages: Iterable[int], owners: int = 1) -> None:
         """Adds owners to pages that are in use or evictable."""
-        for page in pages:
+        for page in filter(None, pages):
             if self._refs[page] == 0:
                 del self._evictable[page]
                 self.generation += 1
@@ -150,6 +176,8 @@ class BlockManager:
         """Removes one owner of each page. The last pages are evicted first, because prefixes are more often shared."""
         refs, hash_of, evictable, free = self._refs, self._hash_of, self._evictable, self._free
         for page in reversed(pages):
+            if page == NULL_PAGE:
+                break  # what lies before was given up
             owners = refs[page] = refs[page] - 1
             if owners == 0:
                 if page in hash_of:
@@ -172,22 +200,38 @@ class BlockManager:
         return old, new
 
     def match(self, root: bytes, hashes: Iterable[bytes]) -> list[int]:
-        """Cached pages of the longest prefix with these page hashes, a chain that starts from `root`. Takes no more
-        hashes than it needs. The caller must `share` the pages at once."""
+        """Cached pages of the longest prefix with these page hashes, a chain that starts from `root`. The caller must
+        `share` the pages at once.
+
+        Where there is a window, the pages before it need not be cached; the null page stands for them. Otherwise no
+        more hashes are taken than needed.
+        """
         pages, parent = [], root
         for key in hashes:
             if key not in self._page_of and parent in self._tails:
                 self._hash_tails(parent)
-            page = self._page_of.get(key)
-            if page is None:
+            page = self._page_of.get(key, NULL_PAGE)
+            if page == NULL_PAGE and self.window is None:
                 break
             pages.append(page)
             parent = key
-        return pages
+        return pages if self.window is None else self._usable(pages)
+
+    def _usable(self, pages: list[int]) -> list[int]:
+        """The most of the first pages of which those within the window are all cached; the null page for the others."""
+        missing = -1  # index of the last page, of those up to `count`, that is not cached
+        best = 0
+        for count, page in enumerate(pages, 1):
+            if page == NULL_PAGE:
+                missing = count - 1
+            if int(self.first_needed(count * self.page_size)) > missing:
+                best = count
+        first = int(self.first_needed(best * self.page_size))
+        return [NULL_PAGE] * first + pages[first:best]
 
     def count_evictable(self, pages: Iterable[int]) -> int:
         """How many of these pages are evictable."""
-        return sum(self._refs[page] == 0 for page in pages)
+        return sum(self._refs[page] == 0 for page in filter(None, pages))
 
     def register(self, page: int, key: bytes) -> None:
         """Adds a full page, in use, to the prefix cache. Lookups find the first page that was added with a hash."""
@@ -244,7 +288,7 @@ class BlockManager:
 
     def check_integrity(self, owners: Iterable[Sequence[int]] = ()) -> None:
         """Asserts the invariants; `owners` are the page lists of all sequences."""
-        owned = Counter(page for pages in owners for page in pages)
+        owned = Counter(page for pages in owners for page in pages if page != NULL_PAGE)
         in_use = {page for page in range(self.num_pages) if self._refs[page]}
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a page is free twice"

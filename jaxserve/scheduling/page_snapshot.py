@@ -68,7 +68,8 @@ def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats
     """The pool as it stands. Costs a few vector operations over at most MAX_SCANNED pages and MAX_CELLS cells."""
     running, capacity = scheduler.running, blocks.capacity
     seqs, slot = running.lineup.seqs, running.lineup.slot
-    stride = -(-int(running.num_pages[slot].sum()) // MAX_SCANNED) or 1
+    held_pages = running.num_pages - running.num_released
+    stride = -(-int(held_pages[slot].sum()) // MAX_SCANNED) or 1
     held, owner = _held_pages(seqs, stride)
     num_owners = np.bincount(held, minlength=capacity)
     per_cell = -(-capacity // MAX_CELLS)
@@ -99,7 +100,7 @@ def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats
 def _held_pages(seqs: list[Sequence], stride: int) -> tuple[np.ndarray, np.ndarray]:
     """Every `stride`-th page of each sequence, less 1 because no sequence owns page 0, and the owner's index, at most
     MAX_LISTED."""
-    scanned = [seq.pages[::stride] for seq in seqs]
+    scanned = [list(filter(None, seq.pages[::stride])) for seq in seqs]
     counts = np.fromiter(map(len, scanned), np.int32, len(seqs))
     held = np.fromiter(chain.from_iterable(scanned), np.int32, int(counts.sum())) - 1
     return held, np.repeat(np.minimum(np.arange(len(seqs)), MAX_LISTED), counts)
@@ -117,7 +118,9 @@ def _cells(
 
 
 def _owners(running: RunningTable, seqs: list[Sequence]) -> list[PoolOwner]:
-    columns = np.stack((running.num_pages, running.computed, running.known, running.limit), axis=1)
+    columns = np.stack(
+        (running.num_pages - running.num_released, running.computed, running.known, running.limit), axis=1
+    )
     return [
         PoolOwner(seq.request_id, seq.index, pages, seq.prompt_len, computed, known, limit)
         for seq, (pages, computed, known, limit) in zip(seqs, columns[[seq.slot for seq in seqs]].tolist(), strict=True)

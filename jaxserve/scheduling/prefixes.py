@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from jaxserve.scheduling.block_manager import BlockManager
+import numpy as np
+
+from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Lookup, Sequence
 
@@ -13,8 +15,9 @@ class Prefixes:
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks
 
-    def fits(self, seq: Sequence, room: int) -> bool:
-        """Whether `room` pages are enough for all tokens of a waiting sequence; `seq.lookup` then has its cached pages.
+    def fits(self, seq: Sequence, room: int, step: int) -> bool:
+        """Whether `room` pages are enough for all tokens of a waiting sequence, of which a step computes `step` at
+        most; `seq.lookup` then has its cached pages.
 
         The scheduler asks in every step about a sequence that does not fit. So this looks it up again only when it may
         need fewer pages than before, or when enough are available."""
@@ -22,7 +25,10 @@ class Prefixes:
         if last and last.needed > room and (last.generation, last.num_tokens) == (blocks.generation, len(seq.tokens)):
             return False
         cached = self._match(seq)
-        needed = blocks.pages_for(len(seq.tokens)) - len(cached) + blocks.count_evictable(cached)
+        missing = blocks.pages_for(len(seq.tokens)) - len(cached)
+        if blocks.window is not None:
+            missing = min(missing, blocks.most_pages(len(seq.tokens), step))
+        needed = missing + blocks.count_evictable(cached)
         seq.lookup = Lookup(cached, needed, len(seq.tokens), blocks.generation)
         return needed <= room
 
@@ -37,7 +43,7 @@ class Prefixes:
         """Offers the full pages among the first `computed` tokens of a running sequence to the prefix cache. With
         `lazily`, their hashes are computed when a lookup reaches them."""
         slot, size = seq.slot, self._blocks.page_size
-        first, full = int(running.num_registered[slot]), computed // size
+        first, full = int(max(running.num_registered[slot], running.num_released[slot])), computed // size
         if not self._blocks.prefix_caching or full <= first:
             return
         tokens, pages = running.tokens[slot], seq.pages[first:full]
@@ -48,3 +54,23 @@ class Prefixes:
             for i, page in enumerate(pages, first):
                 self._blocks.register(page, seq.page_hash(tokens, i, size))
         running.num_registered[slot] = full
+
+    def release_unseen(self, running: RunningTable) -> None:
+        """Gives up pages that no token sees which is still to be computed. The cache may keep them.
+
+        A step in flight may still read such a page. The devices run it before any step that writes to the page for its
+        next owner. A sequence that has siblings to come keeps its pages: they begin at the end of its prompt.
+        """
+        blocks = self._blocks
+        if blocks.window is None:
+            return
+        lineup = running.lineup
+        first = blocks.first_needed(running.computed[lineup.slot])
+        for i in np.flatnonzero(first > running.num_released[lineup.slot]).tolist():
+            seq, slot, end = lineup.seqs[i], lineup.seqs[i].slot, int(first[i])
+            if seq.unforked:
+                continue
+            self.register(running, seq, min(end * blocks.page_size, int(running.known[slot])))
+            blocks.free(seq.pages[int(running.num_released[slot]) : end])
+            seq.pages[:end] = [NULL_PAGE] * end
+            running.num_released[slot] = end

@@ -62,6 +62,7 @@ class RunningTable:
         self.tokens = np.zeros((max_num_seqs, max_len + MAX_TOKENS_PER_CALL), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
         self.num_pages = numbers()
+        self.num_released = numbers()  # first pages, which were given up because no layer sees them any more
         self.num_registered = numbers()  # first pages, which were offered to the prefix cache
         self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
         self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
@@ -156,6 +157,7 @@ class RunningTable:
         else:
             self.copy_pages(seq, like)
         self.num_registered[slot] = computed // self.page_size
+        self.num_released[slot] = seq.num_released
         self.scored_until[slot] = seq.prompt_len - 1 if seq.scores_prompt else 0
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(seq.stop_ids)] = list(seq.stop_ids)
@@ -253,6 +255,7 @@ class RunningTable:
         outputs = slice(seq.prompt_len, int(self.known[source.slot]))
         self.tokens[seq.slot, outputs] = self.tokens[source.slot, outputs]
         self.num_registered[seq.slot] = min(self.num_registered[seq.slot], kept)
+        self.num_released[seq.slot] = self.num_released[source.slot]
         self.show_pages(seq, kept)
 
     def emptied(self) -> RunningTable:
@@ -293,3 +296,4 @@ class RunningTable:
             assert self.computed[slot] <= self.total[slot]
             assert self.computed[slot] <= len(seq.pages) * self.page_size
             assert self.num_pages[slot] == len(seq.pages)
+            assert self.num_released[slot] == seq.num_released

@@ -155,6 +155,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Where all rows decode and no newcomer can begin,
         each may sample up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
         running, preemptions = self.running, self.num_preemptions
+        self._prefixes.release_unseen(running)
         if tokens_per_call > 1 and self.waiting and (self._next_admissible() or self.waiting.peek().pending_tokens):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
@@ -234,7 +235,7 @@ class Scheduler:
         if not self.waiting or (seq := self.waiting.peek()).pending_tokens or not self.running.num_places_for(seq):
             return None  # with pending tokens, the host does not know its last token yet
         room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
-        return seq if self._prefixes.fits(seq, room) else None
+        return seq if self._prefixes.fits(seq, room, self.budget.most) else None
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Places the first waiting sequence, which was just found to fit, with pages for up to `budget` of the tokens

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.grammars.grammar import Matcher
 from jaxserve.grammars.token_mask import TokenMask
-from jaxserve.scheduling.block_manager import HASH_BYTES, page_hash, root_hash
+from jaxserve.scheduling.block_manager import HASH_BYTES, NULL_PAGE, page_hash, root_hash
 from jaxserve.types import NO_PENALTY_ROW, FinishReason, Request, TokenLogprob
 
 NO_SLOT = -1
@@ -104,6 +104,11 @@ class Sequence:
 
     def _keep(self, tokens: np.ndarray) -> None:
         self._stored, self._known = tokens, np.asarray([len(tokens)])
+
+    @property
+    def num_released(self) -> int:
+        """How many of its first pages it has given up."""
+        return next((i for i, page in enumerate(self.pages) if page != NULL_PAGE), len(self.pages))
 
     @property
     def num_outputs(self) -> int:

@@ -92,7 +92,7 @@ def test_the_same_model(case, files, model_folders, tmp_path):
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, err_msg=name)
     here, there = read_model(folder), read_model(model_folders(case))
-    assert (here.windows, here.rope, here.max_position) == (there.windows, there.rope, there.max_position)
+    assert (here.layers, here.ropes, here.max_position) == (there.layers, there.ropes, there.max_position)
 
 
 def test_it_generates_with_the_tokenizer_beside_it(model_folders, tmp_path):
@@ -125,7 +125,8 @@ def read(folder, **values):
 def test_what_is_not_said(tmp_path):
     assert read(tmp_path).ropes["default"].theta == 1e6
     windowed = read(tmp_path, sliding_window=4096)
-    assert (windowed.rope.theta, windowed.windows) == (10000.0, (4096, 4096))
+    assert windowed.ropes["default"].theta == 10000.0
+    assert [layer.attention.window for layer in windowed.layers] == [4096, 4096]
     yarn = {"original_max_position_embeddings": 16384, "factor": 16, "apply_scale": False, "beta": 32, "alpha": 1}
     rope = read(tmp_path, yarn=yarn).ropes["default"]
     assert (rope.scaling, rope.factor, rope.attention_factor, rope.beta_fast) == ("yarn", 16.0, 1.0, 32.0)

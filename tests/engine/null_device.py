@@ -83,8 +83,9 @@ class Device:
         self,
         blocks: BlockManager,
         max_num_seqs: int,
-        check_read: Callable[[Sequence, list], None],
+        check_read: Callable[[Sequence, int, list], None],
         cost: StepCost | None = None,
+        longest: int = 0,
     ):
         self.cost = cost
         self.blocks, self.num_slots, self._check_read = blocks, max_num_seqs, check_read
@@ -94,7 +95,8 @@ class Device:
         self.shapes = decodes + mixed
         self.events: Counter[str] = Counter()
         self.memory: list[list[object]] = [["never written"] * blocks.page_size for _ in range(blocks.num_pages)]
-        self.tables = [[0] * blocks.num_pages for _ in range(max_num_seqs + 1)]
+        width = max(blocks.num_pages, blocks.pages_for(longest) + 1)
+        self.tables = [[0] * width for _ in range(max_num_seqs + 1)]
         self.last_token = [-1] * (max_num_seqs + 1)
         self.slot_params = [(0, 0, frozenset())] * (max_num_seqs + 1)  # root state, seed, stop ids
 
@@ -208,8 +210,9 @@ class Device:
     def _read_row(self, batch: dict[str, list[int]], i: int, seq: Sequence, step: int) -> int:
         """Looks at all that the row can attend to; returns the state after it."""
         slot, length = batch["slot"][i], batch["kv_len"][i] + step
-        seen = [self._read(slot, position) for position in range(length)]
-        self._check_read(seq, seen)
+        first = 0 if self.blocks.window is None else max(length - self.blocks.window, 0)
+        seen = [self._read(slot, position) for position in range(first, length)]
+        self._check_read(seq, first, seen)
         return seen[-1]
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:

@@ -78,6 +78,9 @@ class Job:
         return output, "length"
 
 
+LONG = 80  # tokens; no request needs to be longer
+
+
 class CountingBlocks(BlockManager):
     evictions = lookups = 0
 
@@ -94,9 +97,11 @@ class Simulation:
     """Every operation checks all it can."""
 
     def __init__(
-        self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None
-    ):
-        self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=prefix_caching)
+        self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None,
+        window=None,
+    ):  # fmt: skip
+        self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=prefix_caching, window=window)
+        self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
@@ -106,8 +111,7 @@ class Simulation:
             prefill_bursts=cost is None,
         )
         self.beams = Beams(self.scheduler, ())
-        self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
-        self.device = Device(self.blocks, max_num_seqs, self._check_read, cost)
+        self.device = Device(self.blocks, max_num_seqs, self._check_read, cost, self.longest)
         self.events: Counter[str] = self.device.events
         self.in_flight: deque[list[Ran]] = deque()
         self.jobs: dict[str, Job] = {}
@@ -120,7 +124,10 @@ class Simulation:
     @property
     def longest(self) -> int:
         """Tokens of the longest request that an engine with so many pages admits."""
-        return self.blocks.capacity * self.blocks.page_size
+        whole = self.blocks.capacity * self.blocks.page_size
+        if self.blocks.window is not None and self.blocks.most_pages(LONG, self.budget) <= self.blocks.capacity:
+            return max(whole, LONG)
+        return whole
 
     # Requests
 
@@ -257,15 +264,17 @@ class Simulation:
             return 0
         return int(running.total[slot] - running.computed[slot])
 
-    def _check_read(self, seq: Sequence, seen: list) -> None:
+    def _check_read(self, seq: Sequence, first: int, seen: list) -> None:
+        """`seen`: what the sequence's last token sees, from the position `first` on."""
+        end = first + len(seen)
         if seq.params.use_beam_search:  # the host knows all of its tokens
             states, state = [], root_state(seq.request.cache_salt)
-            for token in self.scheduler.running.tokens[seq.slot, : len(seen)].tolist():
+            for token in self.scheduler.running.tokens[seq.slot, :end].tolist():
                 state = fingerprint(state, token)
                 states.append(state)
         else:
-            states = self.jobs[seq.request.request_id].trace(seq.index)[1][: len(seen)]
-        assert seen == states, f"{seq.request.request_id}[{seq.index}] reads what is not its own"
+            states = self.jobs[seq.request.request_id].trace(seq.index)[1][:end]
+        assert seen == states[first:], f"{seq.request.request_id}[{seq.index}] reads what is not its own"
 
     def _note_scored(self, plan: StepPlan) -> None:
         for row in each(plan.rows):

@@ -27,7 +27,6 @@ LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a
 OTHERS = {
     "microsoft/Phi-3-mini-4k-instruct": "Phi3ForCausalLM",
     "microsoft/phi-2": "PhiForCausalLM",
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": "MixtralForCausalLM",
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "Mistral3ForConditionalGeneration",
     "google/gemma-2-9b-it": "Gemma2ForCausalLM",
     "google/gemma-3-27b-it": "Gemma3ForConditionalGeneration",

@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 12),
         budget=st.integers(1, 24),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        window=st.sampled_from([None, None, 2, 5, 9]),
         cost=st.sampled_from([None, StepCost(weights=0.003, token=0.001), StepCost(weights=1.0, token=0.001)]),
     )
     def create(self, **sizes):
@@ -108,13 +109,20 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
+@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_under_pressure(overlapped):
+def test_under_pressure(overlapped, window):
     """Many requests in few pages, and proof that the hard cases did occur."""
     events: Counter[str] = Counter()
     for seed in range(12):
         rng = np.random.default_rng(seed)
-        simulation = Simulation(num_pages=13, page_size=4, max_num_seqs=5, budget=int(rng.integers(5, 20)))
+        simulation = Simulation(
+            num_pages=13 if window is None else 11,
+            page_size=4,
+            max_num_seqs=5,
+            budget=int(rng.integers(5, 20)),
+            window=window,
+        )
         for _ in range(40):
             shared, tail = FAMILIES[rng.integers(3)][: rng.integers(20)], rng.integers(0, VOCAB, rng.integers(1, 4))
             with contextlib.suppress(InvalidRequestError):  # beams that have no room
@@ -132,7 +140,7 @@ def test_under_pressure(overlapped):
         simulation.drain(overlapped=overlapped)
         events += simulation.events
     least = {
-        "preemptions": 100,
+        "preemptions": 100 if window is None else 80,
         "evictions": 100,
         "copies": 100,
         "prefix hits": 100,

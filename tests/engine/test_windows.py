@@ -1,0 +1,96 @@
+"""Models of which every layer has a window: sequences give up the pages behind it, and nothing else changes."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from engines import generate, make_engine, request, run_all
+
+WINDOW, LONG, PAGE, STEP = 256, 32_000, 16, 1024
+
+
+@pytest.fixture(scope="module")
+def folder(model_folders, tmp_path_factory):
+    """A Mistral that was made for long prompts."""
+    path = tmp_path_factory.mktemp("mistral") / "model"
+    shutil.copytree(model_folders("mistral_window"), path)
+    config = json.loads((path / "config.json").read_text())
+    changed = config | {"sliding_window": WINDOW, "max_position_embeddings": 2 * LONG, "num_hidden_layers": 3}
+    (path / "config.json").write_text(json.dumps(changed))
+    return path
+
+
+def run(engine, *requests):
+    """Tokens by request, and the most pages that were in use after any step."""
+    for one in requests:
+        engine.add_request(one)
+    most, tokens = 0, {one.request_id: [] for one in requests}
+    while engine.has_work:
+        for update in engine.step():
+            assert update.error is None
+            tokens[update.request_id] += update.token_ids
+        most = max(most, engine.blocks.num_used)
+    engine.scheduler.check_integrity()
+    return tokens, most
+
+
+def prompt(length, seed=0):
+    return np.random.default_rng(seed).integers(5, 500, length).tolist()
+
+
+def test_a_long_prompt_holds_the_window_alone(folder):
+    """Pages in use at 32,000 tokens fall by the ratio that arithmetic predicts, and the answer stays."""
+    settings = {"page_size": PAGE, "tokens": STEP, "rows": 2, "max_model_len": LONG + 64}
+    whole = make_engine(folder, kv_pages=LONG // PAGE + 10, **settings)
+    whole.blocks.window = None  # as where some layer sees everything
+    expected, most_whole = run(whole, request("a", prompt(LONG), max_tokens=40))
+    small = make_engine(folder, kv_pages=2 * STEP // PAGE, **settings)
+    assert small.blocks.window == WINDOW
+    found, most = run(small, request("a", prompt(LONG), max_tokens=40))
+    assert found == expected
+    assert most_whole == -(-(LONG + 40 - 1) // PAGE)
+    # The window behind the first token of a step, the tokens of the step, and a page that both may begin in.
+    assert (WINDOW + STEP) // PAGE - 1 <= most <= (WINDOW + STEP) // PAGE + 1
+    assert most_whole / most > 24
+
+
+def test_decoding_holds_the_window_alone(folder):
+    engine = make_engine(folder, page_size=PAGE, tokens=64, rows=2, kv_pages=200, max_model_len=4096)
+    engine.add_request(request("a", prompt(40), max_tokens=800))
+    used = []
+    while engine.has_work:
+        engine.step()
+        used.append(engine.blocks.num_used)
+    assert max(used) <= WINDOW // PAGE + 2
+
+
+def test_a_prefix_is_found_by_the_pages_of_its_window(folder):
+    """Of an earlier prompt only the last pages need to be cached."""
+    engine = make_engine(folder, page_size=PAGE, tokens=STEP, rows=2, kv_pages=150, max_model_len=LONG)
+    first = prompt(5000)
+    alone = generate(engine, request("a", first + [7, 8, 9], max_tokens=12))[0]
+    again = generate(engine, request("b", first + [7, 8, 9], max_tokens=12))[0]
+    assert again.token_ids == alone.token_ids
+    assert again.num_cached == 5000 // PAGE * PAGE
+    assert engine.blocks.num_used == 0
+
+
+@pytest.mark.parametrize("tokens_per_call", [False, True])
+def test_many_with_siblings_and_beams(folder, tokens_per_call):
+    """Under preemption, forks and beams: the same answers as with pages enough and no window's give and take."""
+    settings = {"page_size": 8, "tokens": 128, "rows": 6, "decode_steps": tokens_per_call, "max_model_len": 2048}
+
+    def requests():
+        return [
+            *(request(f"p{i}", prompt(300 + 90 * i, seed=i), max_tokens=200, n=1 + i % 2) for i in range(5)),
+            request("beams", prompt(290), max_tokens=24, n=3, use_beam_search=True),
+        ]
+
+    whole = make_engine(folder, kv_pages=2500, **settings)
+    whole.blocks.window = None
+    expected = run_all(whole, *requests())
+    tight = make_engine(folder, kv_pages=170, **settings)
+    found = run_all(tight, *requests())
+    assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in expected.items()}
+    assert tight.scheduler.num_preemptions > 0
