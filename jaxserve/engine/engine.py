@@ -271,7 +271,7 @@ class Engine:
             sampled.tokens.copy_to_host_async()
             sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
             if hidden is not None and batch.rows.scores:
-                sent.prompt_scores = PromptScores.start(batch.rows, hidden, self.runner)
+                sent.prompt_scores = PromptScores.start(batch.rows, self.runner)
             step.batches.append(sent)
         self.counters.steps += 1
         self.counters.step_tokens.observe(plan.rows.num_tokens)

@@ -26,9 +26,9 @@ class PromptScores:
     packed: jax.Array
 
     @classmethod
-    def start(cls, rows: Rows, hidden: jax.Array, runner: ModelRunner) -> PromptScores | None:
-        """Dispatches the scoring of all prompt chunks in a batch that want it, in one call; None where nothing is left
-        to score.
+    def start(cls, rows: Rows, runner: ModelRunner) -> PromptScores | None:
+        """Dispatches the scoring of all prompt chunks that want it in the batch whose step was dispatched last, in one
+        call; None where nothing is left to score.
 
         The hidden state at a position scores the token after it. Tokens computed again after a preemption are not
         scored twice.
@@ -44,7 +44,7 @@ class PromptScores:
             seq.num_scored = end
         if not parts:
             return None
-        packed = runner.score_prompt(hidden, np.concatenate(places), np.concatenate([tokens for _, tokens in parts]))
+        packed = runner.score_prompt(np.concatenate(places), np.concatenate([tokens for _, tokens in parts]))
         packed.copy_to_host_async()
         return cls(parts, packed)
 

@@ -13,13 +13,18 @@ for one token than the host takes for a call, which it prepares meanwhile.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
+from jaxserve.execution.memory import available_host_bytes
 from jaxserve.execution.steps import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
+CPU_THREADS = 4  # that compile at a time
+MOST_THREADS = 16  # that compile: beyond that Python, which traces one program at a time, cannot keep up
+COMPILE_BYTES = 2**30  # of the host's memory for a program that is being compiled, with room to spare
 LENGTHS = (1, 2, 4, 8)  # tokens that a row may draw in a call, where programs have fixed lengths
 LOOPED_ROWS = 8  # of the largest batch that draws several
 PLAIN_ROWS = 64  # from so many rows on, many passes over the logits for filters are worth a program without them
@@ -100,3 +105,13 @@ class StepPrograms:
         if self._costly_filters and shape.decode_only and shape.rows >= PLAIN_ROWS:
             found.insert(1, Sampler.PLAIN)
         return [*found, Sampler.FULL] if tokens_per_call == 1 else found
+
+
+def compile_threads(programs: int, *, on_cpu: bool) -> int:
+    """How many programs are compiled at a time: as the cores of this process and the free memory allow.
+
+    For a CPU, XLA shares the code of each program out over all cores by itself, so that few at a time keep them busy.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = CPU_THREADS if on_cpu else MOST_THREADS
+    return max(1, min(most, cores, available_host_bytes() // COMPILE_BYTES, programs))

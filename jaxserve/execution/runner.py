@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +19,11 @@ from jax.stages import Compiled, Lowered
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
-from jaxserve.execution import steps
+from jaxserve.execution import commands, steps
 from jaxserve.execution.kv_cache import COPIES, CacheLayout, KVCache, copy_pages
-from jaxserve.execution.memory import Needs, available_host_bytes, stored_bytes
+from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
-from jaxserve.execution.programs import StepProgram, StepPrograms
+from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.slots import (
     COUNTED_PER_CALL,
@@ -46,19 +45,15 @@ from jaxserve.types import NO_PENALTY_ROW
 
 log = logging.getLogger(__name__)
 
-CPU_THREADS = 4  # that compile at a time
-MOST_THREADS = 16  # that compile: beyond that Python, which traces one program at a time, cannot keep up
-COMPILE_BYTES = 2**30  # of the host's memory for a program that is being compiled, with room to spare
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
 TABLE_COPIES = 32  # and rows of it that are copied
-COUNT_SIZES = (
-    COUNTED_PER_CALL,
-    16 * COUNTED_PER_CALL,
-)  # tokens that a call of `count_tokens` takes, but for the largest
+COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, but for the largest
 
 
 class ModelRunner:
     """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits.
+
+    `listener`, if there is one, is told of each call by the command that makes another runner do the same.
 
     `max_tokens_per_call`: tokens that a row may draw in one call. `static`: programs are fixed in what the host knows,
     see `programs`; None: where that pays, which is not on CPU.
@@ -84,6 +79,8 @@ class ModelRunner:
         self.slots: SlotState
         self.cache: KVCache
         self.compile_seconds = 0.0
+        self.listener: Callable[[commands.Command], None] | None = None
+        self._hidden: jax.Array | None = None  # of the latest step that kept them
         self.frozen = False  # nothing may be compiled any more
         self.compiling = False
         self._executables: dict[Any, Compiled] = {}
@@ -128,6 +125,7 @@ class ModelRunner:
 
         Raises what the devices say where they are at fault.
         """
+        self._tell(commands.Restore)
         try:
             whole = not any(x.is_deleted() for x in jax.tree.leaves((self.cache, self.slots)))
             jax.block_until_ready((self.cache, self.slots) if whole else ())
@@ -175,18 +173,21 @@ class ModelRunner:
 
     def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """Runs one step over int32 [program.shape.words]; see `steps.run_step`."""
+        self._tell(commands.Step, program, packed)
         result = self._get(program)(self._arrays, self.cache, self.slots, packed)
-        self.cache, self.slots = result.cache, result.slots
+        self.cache, self.slots, self._hidden = result.cache, result.slots, result.hidden
         return result.drawn, result.hidden
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
         """Writes the sampling parameters of slots; rows as from `encode_slot`."""
+        self._tell(commands.SetSlots, rows)
         for some, size in _calls(len(rows), self.slot_sizes):
             padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
             self.slots = self._get(("set_slots", size))(self.slots, np.stack(rows[some] + padding))
 
     def count_tokens(self, counted: np.ndarray) -> None:
         """Counts tokens of sequences in their penalty rows, int32 [3, any] as from `encode_counts`."""
+        self._tell(commands.CountTokens, counted)
         for some, size in _calls(counted.shape[1], self.count_sizes):
             packed = np.full((3, size), self.model.config.vocab_size, np.int32)
             packed[0] = NO_PENALTY_ROW
@@ -195,6 +196,7 @@ class ModelRunner:
 
     def sample_deferred(self, slots: np.ndarray, positions: np.ndarray, masks: np.ndarray) -> list[Sampled]:
         """Samples the tokens of deferred rows [n], in calls of `deferred_sizes`; see `steps.sample_deferred`."""
+        self._tell(commands.SampleDeferred, slots, positions, masks)
         drawn = []
         for some, size in _calls(len(slots), self.deferred_sizes):
             count = len(slots[some])
@@ -208,6 +210,7 @@ class ModelRunner:
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
         """Copies rows of the block table, (source, target) slots one after the other, then writes entries of it, int32
         [3, any] of (slot, index, page)."""
+        self._tell(commands.UpdateTables, copies, entries)
         calls = [(copies[at : at + TABLE_COPIES], entries[:, :0]) for at in range(0, len(copies), TABLE_COPIES)]
         calls += [([], entries[:, at : at + TABLE_UPDATES]) for at in range(0, entries.shape[1], TABLE_UPDATES)]
         for rows, some in calls:
@@ -220,21 +223,33 @@ class ModelRunner:
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copies pages, (source, target) each, before the next step writes."""
+        self._tell(commands.CopyPages, pairs)
         for at in range(0, len(pairs), COPIES):
             packed = np.full((2, COPIES), NULL_PAGE, np.int32)
             some = np.asarray(pairs[at : at + COPIES], np.int32).T
             packed[:, : some.shape[1]] = some
             self.cache = self._get("copy_pages")(self.cache, packed[0], packed[1])
 
-    def score_prompt(self, hidden: jax.Array, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
-        """Packed log-probabilities of targets [n] at rows [n] of a step's hidden states, n at most their number; int32
-        [n or more, SCORE_WORDS]."""
+    def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """Packed log-probabilities of targets [n] at rows [n] of the hidden states that the latest step kept, n at most
+        their number; int32 [n or more, SCORE_WORDS]."""
+        self._tell(commands.ScorePrompt, rows, targets)
+        hidden = self._hidden
+        assert hidden is not None, "the latest step kept no hidden states"
         tokens = hidden.shape[0]
         most, _ = steps.scored_words(tokens, self._on_cpu)
         packed = np.zeros(1 + 2 * most, np.int32)
         packed[0] = count = len(rows)
         packed[1 : 1 + count], packed[1 + most : 1 + most + count] = rows, targets
         return self._get(("score_prompt", tokens))(self._arrays, hidden, packed)
+
+    def _tell(self, kind: type, *fields: Any) -> None:
+        if self.listener is not None:
+            self.listener(kind(*fields))
+
+    def run(self, command: commands.Command) -> Any:
+        """Does what another runner did when it told its listener of this command; returns what that method returns."""
+        return getattr(self, command.method)(*(getattr(command, field) for field in command.__struct_fields__))
 
     # Compilation
 
@@ -350,36 +365,17 @@ class ModelRunner:
             sample = partial(steps.sample_deferred, model=self.model, mesh=self.mesh, sampler=sampler)
             packed = host(name[1], 2 + -(-self.model.config.vocab_size // 32))
             return with_params(sample), (1,), (params, slots, packed), everywhere
-        if isinstance(name, tuple):
+        if name[0] == "score_prompt":
             shape = (name[1], self.model.config.hidden_size)
             hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)
             most, each = steps.scored_words(name[1], self._on_cpu)
             score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self._on_cpu)
             return with_params(score), (), (params, hidden, host(1 + 2 * most)), everywhere
-        functions: dict[str, tuple[Callable, tuple, Any]] = {
-            "update_tables": (
-                steps.update_tables,
-                (slots, host(TABLE_COPIES, 2), host(3, TABLE_UPDATES)),
-                everywhere,
-            ),
-            "copy_pages": (
-                partial(copy_pages, layers=self.layout.num_layers),
-                (cache, host(COPIES), host(COPIES)),
-                cache_sharding,
-            ),
-        }
-        function, arguments, results = functions[name]
-        return function, (0,), arguments, results
-
-
-def compile_threads(programs: int, *, on_cpu: bool) -> int:
-    """How many programs are compiled at a time: as the cores of this process and the free memory allow.
-
-    For a CPU, XLA shares the code of each program out over all cores by itself, so that few at a time keep them busy.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = CPU_THREADS if on_cpu else MOST_THREADS
-    return max(1, min(most, cores, available_host_bytes() // COMPILE_BYTES, programs))
+        if name == "update_tables":
+            return steps.update_tables, (0,), (slots, host(TABLE_COPIES, 2), host(3, TABLE_UPDATES)), everywhere
+        assert name == "copy_pages", name
+        copy = partial(copy_pages, layers=self.layout.num_layers)
+        return copy, (0,), (cache, host(COPIES), host(COPIES)), cache_sharding
 
 
 def _takes_cache(name: Any) -> bool:

@@ -13,7 +13,7 @@ from engines import generate, request
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.execution import memory, runner
+from jaxserve.execution import memory, programs, runner
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.memory import Budget, Needs
 
@@ -207,14 +207,14 @@ def test_restarts_on_a_cpu_find_their_programs():
 
 
 @pytest.mark.parametrize(
-    ("cores", "free", "programs", "on_cpu", "expected"),
+    ("cores", "free", "count", "on_cpu", "expected"),
     [(64, 256, 75, False, 16), (8, 256, 75, False, 8), (64, 5.5, 75, False, 5), (64, 256, 3, False, 3),
      (64, 0.5, 75, False, 1), (64, 256, 9, True, 4), (2, 24, 9, True, 2), (1, 24, 9, True, 1)],
 )  # fmt: skip
-def test_programs_that_are_compiled_at_a_time(monkeypatch, cores, free, programs, on_cpu, expected):
-    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
-    monkeypatch.setattr(runner, "available_host_bytes", lambda: int(free * 2**30))
-    assert runner.compile_threads(programs, on_cpu=on_cpu) == expected
+def test_programs_that_are_compiled_at_a_time(monkeypatch, cores, free, count, on_cpu, expected):
+    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    monkeypatch.setattr(programs, "available_host_bytes", lambda: int(free * 2**30))
+    assert programs.compile_threads(count, on_cpu=on_cpu) == expected
 
 
 def test_few_pages_are_all_used():

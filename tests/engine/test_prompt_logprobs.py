@@ -25,9 +25,9 @@ def test_all_prompts_of_a_step_are_scored_in_one_call(engine, monkeypatch):
     alone = {name: scored(engine, name)[name] for name in PROMPTS}
     calls, score = [], engine.runner.score_prompt
 
-    def count(hidden, rows, targets):
+    def count(rows, targets):
         calls.append(len(rows))
-        return score(hidden, rows, targets)
+        return score(rows, targets)
 
     monkeypatch.setattr(engine.runner, "score_prompt", count)
     together = scored(engine, *PROMPTS)

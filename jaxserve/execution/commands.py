@@ -1,0 +1,92 @@
+"""What the host has the devices do, as small typed messages.
+
+Another process with the same model that runs them (`ModelRunner.run`) does the same on devices of its own. A runner
+with a listener tells it of each call before it dispatches it. Messages are msgpack; arrays travel as dtype, shape and
+bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from jaxserve.execution.programs import StepProgram
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """`method` is that of `ModelRunner` which the command stands for; the fields are its arguments."""
+
+    method: ClassVar = "step"
+    program: StepProgram
+    packed: np.ndarray
+
+
+class SetSlots(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "set_slots"
+    rows: list[np.ndarray]
+
+
+class CountTokens(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "count_tokens"
+    counted: np.ndarray
+
+
+class SampleDeferred(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "sample_deferred"
+    slots: np.ndarray
+    positions: np.ndarray
+    masks: np.ndarray
+
+
+class UpdateTables(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "update_tables"
+    copies: list[tuple[int, int]]
+    entries: np.ndarray
+
+
+class CopyPages(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "copy_pages"
+    pairs: list[tuple[int, int]]
+
+
+class ScorePrompt(msgspec.Struct, tag=True, frozen=True):
+    """Scores rows of the hidden states that the latest step kept."""
+
+    method: ClassVar = "score_prompt"
+    rows: np.ndarray
+    targets: np.ndarray
+
+
+class Restore(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "restore"
+
+
+Command = Step | SetSlots | CountTokens | SampleDeferred | UpdateTables | CopyPages | ScorePrompt | Restore
+
+
+def encode(command: Command) -> bytes:
+    return _ENCODER.encode(command)
+
+
+def decode(message: bytes) -> Command:
+    """Raises msgspec.DecodeError or msgspec.ValidationError for what is no command."""
+    return _DECODER.decode(message)
+
+
+def _as_message(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
+    raise NotImplementedError(f"no command holds a {type(value).__name__}")
+
+
+def _from_message(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype).reshape(shape)
+    raise NotImplementedError(f"no command holds a {kind.__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_message)
+_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_from_message)
