@@ -1,4 +1,4 @@
-"""The results of first_light.py as Markdown, for the README."""
+"""The results of first_light.py as Markdown, for docs/first-light.md."""
 
 from __future__ import annotations
 

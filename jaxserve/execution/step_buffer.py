@@ -192,7 +192,23 @@ def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
 
 
 def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> np.ndarray:
-    """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates]."""
+    """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates].
+
+    For example, the sequence in slot 3 decodes its token at position 20, which only the devices know yet, and the one
+    in slot 5 computes the first three tokens 11, 12, 13 of its prompt, for which page 9 is the first of its table. In a
+    bucket of 8 tokens, 4 rows and 4 table updates, of an engine with 6 slots:
+
+      tokens           -1 11 12 13 -1 -1 -1 -1    -1: the slot's last token, or padding
+      q_start          0 1 4 4 4                  where each row's tokens begin; padding rows have none
+      kv_len           21 3 0 0                   tokens that a row's last token sees, itself included
+      slot             3 5 6 6                    6 is the slot of nobody
+      num_new          1 0 0 0                    the prompt goes on in the next step, so it samples nothing
+      tokens_per_call  1
+      num_decodes      1
+      update_slot      5 6 6 6
+      update_index     0 0 0 0
+      update_page      9 0 0 0
+    """
     shape, rows, n = batch.shape, batch.rows, len(batch.rows)
     packed = shape.empty(running.num_slots)
     field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
