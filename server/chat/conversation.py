@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 
 from jaxserve.server.chat.forms import Functions, Thoughts, answer_grammar
-from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage
+from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage, whole_choices
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
 from jaxserve.server.chat.turns import in_turns
@@ -245,15 +245,7 @@ class ChatRun:
 
     async def collect(self) -> list[Piece]:
         """All choices, whole and in order."""
-        choices: dict[int, Piece] = {}
-        async with contextlib.aclosing(self.pieces()) as batches:
-            async for pieces in batches:
-                for piece in pieces:
-                    if (choice := choices.get(piece.index)) is not None:
-                        choice.extend(piece)
-                    else:
-                        choices[piece.index] = piece
-        return [choices[index] for index in sorted(choices)]
+        return await whole_choices(self.pieces())
 
     def usage(self) -> Usage:
         usage = self.generation.usage()

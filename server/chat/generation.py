@@ -7,12 +7,14 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
 
 from jaxserve.limits import MAX_HELD_LOGPROBS
 from jaxserve.scheduling.block_manager import hash_pages
+from jaxserve.server.chat.output_parser import Piece
 from jaxserve.server.http.body import body_of
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.state import ServerState, key_of, tenant_of
@@ -20,6 +22,8 @@ from jaxserve.server.observe.metrics import RequestTimes
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
 from jaxserve.text.tokenizer import Tokenizer, token_strings
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
+
+Part = TypeVar("Part", ChoiceDelta, Piece)  # what one choice gains
 
 TURN_SECONDS = 0.01
 LONG_PROMPT = 4096  # tokens; the engine hashes the pages of shorter ones itself, within 0.2 ms
@@ -194,19 +198,24 @@ class Generation:
 
     async def collect(self) -> list[ChoiceDelta]:
         """All choices, whole and in order."""
-        choices: dict[int, ChoiceDelta] = {}
-        async with contextlib.aclosing(self.deltas()) as batches:
-            async for deltas in batches:
-                for delta in deltas:
-                    if (choice := choices.get(delta.index)) is not None:
-                        choice.extend(delta)
-                    else:
-                        choices[delta.index] = delta
-        return [choices[index] for index in sorted(choices)]
+        return await whole_choices(self.deltas())
 
     def usage(self) -> Usage:
         prompt, output = self._prompt_tokens, self._output_tokens
         return Usage(prompt, output, prompt + output, PromptTokensDetails(self._cached_tokens))
+
+
+async def whole_choices(batches: AsyncGenerator[list[Part], None]) -> list[Part]:
+    """Joins the parts of each choice; returns the choices in order. Closes `batches`."""
+    choices: dict[int, Part] = {}
+    async with contextlib.aclosing(batches):
+        async for parts in batches:
+            for part in parts:
+                if (choice := choices.get(part.index)) is not None:
+                    choice.extend(part)
+                else:
+                    choices[part.index] = part
+    return [choices[index] for index in sorted(choices)]
 
 
 def name_tokens(tokenizer: Tokenizer, ids: Iterable[int], as_ids: bool | None) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, Literal, cast
+from typing import Any
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -105,7 +105,7 @@ class _Answer:
         return "function_call" if is_call else piece.finish_reason
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        mode = cast(Literal["off", "last", "always"], self._body.usage_mode)
+        mode = self._body.usage_mode
         writer = ChunkWriter(self._head, mode)
         started: set[int] = set()
         prompt_ids = b""

@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Any, Literal, cast
+from typing import Any
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -149,7 +149,7 @@ class _Answer:
         return to_json({**self._head, "choices": choices, "usage": self._generation.usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        mode = cast(Literal["off", "last", "always"], self._body.usage_mode)
+        mode = self._body.usage_mode
         writer = ChunkWriter(self._head, mode)
         started: set[int] = set()
         async with contextlib.aclosing(self._generation.deltas()) as batches:

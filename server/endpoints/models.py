@@ -17,7 +17,7 @@ from jaxserve.server.chat.conversation import encode_chat
 from jaxserve.server.endpoints.openapi import ModelFacts, openapi_document
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.keys import ApiKey, find_key
-from jaxserve.server.http.state import ServerState, read_body, state_of, to_json
+from jaxserve.server.http.state import ServerState, read_body, require_json, state_of, to_json
 from jaxserve.server.schemas.chat import Conversation, TokenizeRequest
 from jaxserve.server.schemas.common import DetokenizeRequest
 from jaxserve.text.tokenizer import Tokenizer, token_strings
@@ -220,9 +220,7 @@ def _require_admin(http: Request) -> None:
         raise APIError(404, "admin endpoints are off; start the server with --admin-key KEY")
     if find_key([ApiKey(key)], http.headers) is None:
         raise APIError(401, "the admin key is required, as in 'Authorization: Bearer KEY'", code="invalid_api_key")
-    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+    require_json(http)
 
 
 def _not_too_often(http: Request) -> None:

@@ -115,14 +115,14 @@ class Accounts:
                 del self._running[key]
 
 
-class Texts:
+class TextThreads:
     """Threads for work on texts, such as tokenizing. Keys take turns, none has all threads, and what waits is bounded.
 
     Work that waits leaves when its caller is cancelled.
     """
 
     def __init__(self, threads: int = 4):
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self.executor = ThreadPoolExecutor(threads, thread_name_prefix="text")
         self._most = max(1, threads - 1)  # of one key
         self._free = threads
         self._running: Counter[str] = Counter()
@@ -144,7 +144,7 @@ class Texts:
             self._start(tenant)
         loop = asyncio.get_running_loop()
         try:
-            done = self.pool.submit(work)
+            done = self.executor.submit(work)
         except RuntimeError:  # the server has stopped meanwhile
             self._end(tenant)
             raise unavailable("the server is shutting down", "shutting_down") from None

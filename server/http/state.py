@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from jaxserve.limits import MAX_COMPLETIONS
 from jaxserve.server import plugins
 from jaxserve.server.http.body import body_of, read_bytes
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
-from jaxserve.server.http.limits import Accounts, Bodies, Texts
+from jaxserve.server.http.limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
+from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.metrics import Metrics
@@ -34,79 +34,6 @@ T = TypeVar("T")
 _MOST_REPAIRED = 2**20  # characters of a body in which 16.0 may stand for 16
 _INLINE_BYTES = 2000  # of a body whose texts are tokenized on the event loop; those of longer ones would hold it up
 _TURN = 200_000  # characters that are tokenized before others have a turn
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """What the operator chooses for the front.
-
-    Attributes:
-      model_names: what clients call the model; the first is the default, and the `model_name` label of the metrics.
-      api_keys: accepted keys; none leaves the server open.
-      salt_by_key: requests under different keys share no prefix cache; None: where there are two keys or more.
-      admin_key: opens the admin endpoints; without one they do not exist.
-      metrics_key: opens /metrics, /load and /pool, as the admin key does.
-      open_metrics: /metrics needs no key.
-      max_body_bytes: longest request body.
-      max_completions_per_request: of all prompts together.
-      max_connections: open connections beyond which requests get 503.
-      max_connections_per_address: most of one client; None and 0: see `Connections`.
-      request_timeout: seconds that a request may take; None: any time.
-      max_stored_responses: answers of /v1/responses that are kept.
-      cors_origins: origins that browsers may call from; none by default.
-      hosts: what clients may call this machine, besides its names for itself, where there are no keys; None: anything.
-      metrics_prefix: begins the names of the metrics.
-      drain_seconds: how long running requests may go on after the first signal to stop.
-      engine_restarts: how often in ten minutes an engine that died is started again.
-      watchdog_seconds: how long an engine that has work may go without finishing a step; 0: any time.
-      tool_call_parser: a module of `jaxserve.server.tools.parsers`, "auto" (by the chat template) or "none".
-      reasoning_parser: a module of `jaxserve.server.reasoning`, "auto" or "none".
-      escape_special_tokens: special tokens in the text of users and tools are plain text.
-      reasoning_field: what a chat's message calls its reasoning.
-      ui: whether there is a page at `/`.
-      access_log: whether a line is logged for each request.
-      otlp_endpoint: where OpenTelemetry traces go.
-      chat_template: the template's source, instead of the model's own.
-      trust_request_chat_template: requests may bring a template of their own.
-    """
-
-    model_names: tuple[str, ...]
-    api_keys: tuple[ApiKey, ...] = ()
-    salt_by_key: bool | None = None
-    admin_key: str | None = field(default=None, repr=False)
-    metrics_key: str | None = field(default=None, repr=False)
-    open_metrics: bool = False
-    max_body_bytes: int = 32 * 2**20
-    max_completions_per_request: int = MAX_COMPLETIONS
-    max_connections: int = 4096
-    max_connections_per_address: int | None = None
-    request_timeout: float | None = None
-    max_stored_responses: int = 1000
-    cors_origins: tuple[str, ...] = ()
-    hosts: tuple[str, ...] | None = None
-    metrics_prefix: str = "jaxserve"
-    drain_seconds: float = 30.0
-    engine_restarts: int = 3
-    watchdog_seconds: float = 120.0
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    escape_special_tokens: bool = False
-    reasoning_field: str = "reasoning"
-    ui: bool = True
-    access_log: bool = False
-    otlp_endpoint: str | None = None
-    chat_template: str | None = None
-    trust_request_chat_template: bool = False
-
-    @property
-    def model_name(self) -> str:
-        """The default name."""
-        return self.model_names[0]
-
-    @property
-    def salts_by_key(self) -> bool:
-        """Whether what one key had cached would tell another of its prompts."""
-        return len({key.key for key in self.api_keys}) > 1 if self.salt_by_key is None else self.salt_by_key
 
 
 @dataclass
@@ -123,7 +50,7 @@ class ServerState:
     fingerprint: str | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    texts: Texts = field(default_factory=Texts)
+    text_threads: TextThreads = field(default_factory=TextThreads)
     responses: ResponseStore = field(init=False)
     bodies: Bodies = field(init=False)
     accounts: Accounts = field(init=False)
@@ -196,7 +123,7 @@ class ServerState:
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """`work()` of the server's own in a thread, so that the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self.texts.pool, work)
+        return await asyncio.get_running_loop().run_in_executor(self.text_threads.executor, work)
 
     async def text_work(self, http: Request, work: Callable[[], T], *, short: bool = False) -> T:
         """`work()` for a request, in a thread when it is its key's turn; at once where both it and the body are short.
@@ -207,7 +134,7 @@ class ServerState:
         size = body.size if body is not None else 0
         if short and size <= _INLINE_BYTES:
             return work()
-        return await self.texts.run(tenant_of(http), size, work)
+        return await self.text_threads.run(tenant_of(http), size, work)
 
     async def encode(
         self, http: Request, texts: list[str], add_special_tokens: bool, truncate: int | None = None
@@ -268,11 +195,16 @@ def tenant_of(request: Request) -> str:
     return "" if key is None else key.digest[:8].hex()
 
 
-async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) for anything else."""
+def require_json(request: Request) -> None:
+    """Raises APIError (400) unless the request declares its body as JSON."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+
+
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) for anything else."""
+    require_json(request)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise APIError(

@@ -166,7 +166,7 @@ class RequestTimes:
         self.finish_reasons: list[str] = []
         self._last: dict[int, float] = {}  # completion -> time of its latest token
         self._tokens: dict[int, int] = {}
-        self._exchange = note_generation(self)
+        self._record = note_generation(self)
         metrics.n.observe(params.n)
         if params.max_tokens is not None:
             metrics.max_tokens.observe(params.max_tokens)
@@ -203,5 +203,5 @@ class RequestTimes:
             longest = max(self._tokens.values())
             if longest > 1:
                 metrics.tpot.observe((now - self.first) / (longest - 1))
-        if self._exchange is not None and self._exchange.on_late is not None:
-            self._exchange.on_late(self)
+        if self._record is not None and self._record.on_late is not None:
+            self._record.on_late(self)

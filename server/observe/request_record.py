@@ -15,7 +15,7 @@ from starlette.types import Scope
 from jaxserve.types import SamplingParams
 
 CLIENT_LEFT = 499  # the status of what nobody waited for
-_current: contextvars.ContextVar[Exchange] = contextvars.ContextVar("exchange")
+_current: contextvars.ContextVar[RequestRecord] = contextvars.ContextVar("record")
 
 
 class Times(Protocol):
@@ -34,7 +34,7 @@ class Times(Protocol):
     def num_output_tokens(self) -> int: ...
 
 
-class Exchange:
+class RequestRecord:
     """One HTTP request, its answer, and what was generated for it; times from time.monotonic()."""
 
     def __init__(self, scope: Scope):
@@ -68,18 +68,18 @@ class Exchange:
         }
 
 
-def note_generation(times: Times) -> Exchange | None:
+def note_generation(times: Times) -> RequestRecord | None:
     """Adds a prompt's times to the HTTP request that they belong to, which is returned; None where nobody watches."""
-    exchange = _current.get(None)
-    if exchange is not None:
-        exchange.generations.append(times)
-    return exchange
+    record = _current.get(None)
+    if record is not None:
+        record.generations.append(times)
+    return record
 
 
 @contextlib.contextmanager
-def watching(exchange: Exchange) -> Iterator[None]:
+def watching(record: RequestRecord) -> Iterator[None]:
     """What is generated meanwhile, in this task or those that it starts, belongs to this request."""
-    token = _current.set(exchange)
+    token = _current.set(record)
     try:
         yield
     finally:

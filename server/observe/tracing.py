@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from jaxserve.server.observe.request_record import Exchange, Times
+from jaxserve.server.observe.request_record import RequestRecord, Times
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -49,21 +49,21 @@ class Tracer:
         self._tracer = self.provider.get_tracer("jaxserve")
         self._api, self._propagator = trace, TraceContextTextMapPropagator()
 
-    def record(self, exchange: Exchange, model: str) -> None:
+    def record(self, record: RequestRecord, model: str) -> None:
         """Writes the spans of a request that asked for text. Its caller's span, if it names one, is their parent."""
-        path = exchange.scope["path"]
-        if path not in _OPERATIONS or exchange.scope["method"] != "POST":
+        path = record.scope["path"]
+        if path not in _OPERATIONS or record.scope["method"] != "POST":
             return
-        parent = self._propagator.extract(exchange.headers)
-        attributes = _attributes(exchange, _OPERATIONS[path], model)
+        parent = self._propagator.extract(record.headers)
+        attributes = _attributes(record, _OPERATIONS[path], model)
         name = f"{_OPERATIONS[path]} {model}"
         kind = self._api.SpanKind.SERVER
-        shift = exchange.began_utc - exchange.began  # from the steady clock to the one that spans carry
+        shift = record.began_utc - record.began  # from the steady clock to the one that spans carry
 
         def stamp(seconds: float) -> int:
             return int((seconds + shift) * 1e9)
 
-        span = self._tracer.start_span(name, parent, kind, attributes, start_time=stamp(exchange.began))
+        span = self._tracer.start_span(name, parent, kind, attributes, start_time=stamp(record.began))
         below = self._api.set_span_in_context(span, parent)
 
         def write(times: Times) -> None:
@@ -71,13 +71,13 @@ class Tracer:
                 child = self._tracer.start_span(phase, below, attributes=own, start_time=stamp(begin))
                 child.end(stamp(end))
 
-        exchange.on_late = write
-        for times in exchange.generations[:MAX_PROMPTS]:
-            if times.ended or exchange.status != 200:  # else it goes on in the background
+        record.on_late = write
+        for times in record.generations[:MAX_PROMPTS]:
+            if times.ended or record.status != 200:  # else it goes on in the background
                 write(times)
-        if exchange.status >= 500:
+        if record.status >= 500:
             span.set_status(self._api.StatusCode.ERROR)
-        span.end(stamp(exchange.ended))
+        span.end(stamp(record.ended))
 
 
 def _phases(times: Times) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
@@ -90,19 +90,19 @@ def _phases(times: Times) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
     yield "decode", times.first, times.latest, {"gen_ai.usage.output_tokens": times.num_output_tokens}
 
 
-def _attributes(exchange: Exchange, operation: str, model: str) -> dict[str, Any]:
-    generations = exchange.generations
+def _attributes(record: RequestRecord, operation: str, model: str) -> dict[str, Any]:
+    generations = record.generations
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "jaxserve",
         "gen_ai.request.model": model,
-        "http.request.method": exchange.scope["method"],
-        "url.path": exchange.scope["path"],
-        "http.response.status_code": exchange.status,
-        "http.response.header.x-request-id": [exchange.request_id],
+        "http.request.method": record.scope["method"],
+        "url.path": record.scope["path"],
+        "http.response.status_code": record.status,
+        "http.response.header.x-request-id": [record.request_id],
     }
-    if exchange.status >= 400:
-        attributes["error.type"] = str(exchange.status)
+    if record.status >= 400:
+        attributes["error.type"] = str(record.status)
     if not generations:
         return attributes
     params = generations[0].params

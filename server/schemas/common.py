@@ -7,7 +7,7 @@ A field that we know and do not serve yet is refused by name when it is set; fie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -159,7 +159,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, limits.MAX_INT, excluded=0)
 
     @property
-    def usage_mode(self) -> str:
+    def usage_mode(self) -> Literal["off", "last", "always"]:
         options = self.stream_options or StreamOptions()
         if not options.include_usage:
             return "off"
