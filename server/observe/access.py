@@ -1,4 +1,4 @@
-"""The access log, and the occasion for traces."""
+"""The middleware that records each request, then writes the access log and passes the record on for tracing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxserve.server.observe.tracing import Tracer
 
 log = logging.getLogger("jaxserve.access")
 
-# Asked for all the time, as what is below /ui; not logged, but where the key is wrong.
+# Paths that are requested all the time, as those below /ui are. They are logged only when the key is wrong.
 QUIET_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/pool"})
 
 
 class Access:
-    """Watches each request: outermost, so that it sees what all others make of it."""
+    """Records each request. It is the outermost middleware, so that it sees the answers of all others."""
 
     def __init__(self, app: ASGIApp, model: str, log_lines: bool, tracer: Tracer | None):
         self.app = app
@@ -58,6 +58,6 @@ class Access:
 
 
 def log_to_stdout() -> None:
-    """Sends the lines to standard output as they are, one JSON object each; where nobody reads, they are dropped."""
+    """Sends the access log to standard output, one JSON object a line. Lines are dropped if nobody reads them."""
     log.handlers, log.propagate = [OutputHandler(Output(1), "%(message)s")], False
     log.setLevel(logging.INFO)

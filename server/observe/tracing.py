@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: a span per request, with its queue, prefill and decode below it. Needs the extra `otel`.
+"""OpenTelemetry traces: a span per request, with queue, prefill and decode as child spans. Needs the extra `otel`.
 
-The spans are written when all is over, from the times that were taken anyway. Their attributes are those of the
-semantic conventions for generative AI, version 1.37 (https://opentelemetry.io/docs/specs/semconv/gen-ai/).
+The spans are written when the request is over, from the times in its record. Their attributes follow the semantic
+conventions for generative AI, version 1.37 (https://opentelemetry.io/docs/specs/semconv/gen-ai/).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve.server.observe.request_record import RequestRecord, Times
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-MAX_PROMPTS = 32  # of one request that get spans of their own
+MAX_PROMPTS = 32  # prompts of one request that get child spans
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -26,11 +26,11 @@ _OPERATIONS = {
 
 
 class Tracer:
-    """Sends spans to an OpenTelemetry collector, in batches and in a thread; what is left goes at exit."""
+    """Sends spans to an OpenTelemetry collector from a thread, in batches; the last batch is sent at exit."""
 
     def __init__(self, endpoint: str, exporter: SpanExporter | None = None):
-        """`endpoint` takes OTLP over HTTP at /v1/traces below it. Raises ValueError when it is no URL, or when the
-        packages are missing. `exporter` takes the spans instead."""
+        """Spans go to `exporter` if one is given, otherwise to `endpoint`/v1/traces by OTLP over HTTP. Raises
+        ValueError if `endpoint` is not a URL, or if the OpenTelemetry packages are missing."""
         if urlsplit(endpoint).scheme not in ("http", "https"):
             raise ValueError(f"--otlp-endpoint must be a URL such as http://localhost:4318, got {endpoint!r}")
         try:
@@ -50,7 +50,7 @@ class Tracer:
         self._api, self._propagator = trace, TraceContextTextMapPropagator()
 
     def record(self, record: RequestRecord, model: str) -> None:
-        """Writes the spans of a request that asked for text. Its caller's span, if it names one, is their parent."""
+        """Writes the spans of a request that generates text. If its headers name a span, that span is the parent."""
         path = record.scope["path"]
         if path not in _OPERATIONS or record.scope["method"] != "POST":
             return
@@ -58,7 +58,7 @@ class Tracer:
         attributes = _attributes(record, _OPERATIONS[path], model)
         name = f"{_OPERATIONS[path]} {model}"
         kind = self._api.SpanKind.SERVER
-        shift = record.began_utc - record.began  # from the steady clock to the one that spans carry
+        shift = record.began_utc - record.began  # spans carry UTC; the record's times are monotonic
 
         def stamp(seconds: float) -> int:
             return int((seconds + shift) * 1e9)
@@ -73,7 +73,7 @@ class Tracer:
 
         record.on_late = write
         for times in record.generations[:MAX_PROMPTS]:
-            if times.ended or record.status != 200:  # else it goes on in the background
+            if times.ended or record.status != 200:  # otherwise it continues in the background; see `on_late`
                 write(times)
         if record.status >= 500:
             span.set_status(self._api.StatusCode.ERROR)
@@ -81,7 +81,7 @@ class Tracer:
 
 
 def _phases(times: Times) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
-    """Name, begin, end and attributes of the spans of one prompt; none before its first token has come."""
+    """(name, begin, end, attributes) of each child span of one prompt; none if no token has come."""
     if times.first is None:
         return
     placed = min(times.arrival + times.queued, times.first)
