@@ -93,7 +93,7 @@ class _Answer:
         return message | self._calls(piece)
 
     def _calls(self, piece: Piece, *, numbered: bool = False) -> dict[str, Any]:
-        """The calls in the shape that the client knows; who asked for `functions` gets the first alone."""
+        """The calls in the shape of the request. A request with `functions` gets only the first call."""
         if self._body.is_legacy:
             first = [_call(call)["function"] for call in piece.calls if call.index == 0]
             return {"function_call": first[0]} if first else {}
@@ -131,14 +131,14 @@ class _Answer:
             yield last
 
     def _opening(self, index: int) -> list[bytes]:
-        """What a choice's chunks begin with: the role, and the last message where it is echoed."""
+        """The first chunks of a choice: the role, then the last message if it is echoed."""
         deltas = [{"role": "assistant", "content": ""}]
         if self._echo:
             deltas.append({"content": self._echo})
         return [to_json({"index": index, "delta": d, "logprobs": None, "finish_reason": None}) for d in deltas]
 
     def _choice(self, piece: Piece) -> bytes:
-        """A choice of a chunk, as JSON."""
+        """A chunk's choice, as JSON."""
         plain = not (piece.finish_reason or piece.reasoning or piece.calls)
         if plain and not self._body.logprobs and not self._body.return_token_ids:
             text = to_json(piece.content)
@@ -175,7 +175,7 @@ class _Answer:
 
 
 def _call(call: CallDelta) -> dict[str, Any]:
-    """A tool call, or what it gained, in OpenAI's shape."""
+    """A tool call, or a later part of its arguments, in OpenAI's shape."""
     if call.name is None:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -184,7 +184,7 @@ def _call(call: CallDelta) -> dict[str, Any]:
 def logprobs_json(
     tokenizer: Tokenizer, entries: Iterable[TokenLogprob], top: int, as_ids: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Each token's log-probability with its `top` alternatives, in OpenAI's shape for chats; see `name_tokens`."""
+    """Each token's log-probability with `top` alternatives, in OpenAI's shape for chats (`as_ids`: see name_tokens)."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text, data = name_tokens(tokenizer, [token], as_ids)[0], list(tokenizer.token_bytes(token))
