@@ -187,7 +187,7 @@ class _Answer:
         return choice
 
     def _logprobs(self, delta: ChoiceDelta, echo: _Echo | None, first: bool) -> dict[str, Any]:
-        """{tokens, token_logprobs, top_logprobs, text_offset} of a delta; with `first` the echoed prompt comes before."""
+        """{tokens, token_logprobs, top_logprobs, text_offset} of a delta; with `first` preceded by the echoed prompt."""
         base = len(echo.text) if echo else 0
         entries: list[TokenLogprob | None] = list(delta.logprobs)
         ids = delta.token_ids
