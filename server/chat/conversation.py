@@ -74,16 +74,7 @@ async def prepare(
     )
 
     def generate(prompt: list[int], params: SamplingParams) -> Generation:
-        return Generation(
-            state,
-            tokenizer,
-            http,
-            [prompt],
-            params,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            streams=bool(body.stream),
-        )
+        return Generation(state, tokenizer, http, [prompt], params, body)
 
     run.generation = generate(ids, params)
     if body.thinking_token_budget is not None and (splitter := run.splitter()) is not None:

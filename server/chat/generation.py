@@ -19,6 +19,7 @@ from jaxserve.server.http.body import body_of
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.state import ServerState, key_of, tenant_of
 from jaxserve.server.observe.metrics import RequestTimes
+from jaxserve.server.schemas.common import SamplingFields
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
 from jaxserve.text.tokenizer import Tokenizer, token_strings
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
@@ -68,7 +69,7 @@ class Turn:
 class Generation:
     """The completions of one or more prompts under the same parameters.
 
-    A choice's number is prompt index × n + completion index.
+    `body` has the other fields that concern the engine. A choice's number is prompt index × n + completion index.
     """
 
     def __init__(
@@ -78,17 +79,10 @@ class Generation:
         http: HTTPRequest,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        *,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-        streams: bool = False,
+        body: SamplingFields,
     ):
         self._state, self._key, self._body = state, key_of(http), body_of(http)
-        priority, cache_salt, tenant = (
-            state.priority(http, priority),
-            state.cache_salt(http, cache_salt),
-            tenant_of(http),
-        )
+        priority, cache_salt = state.priority(http, body.priority), state.cache_salt(http, body.cache_salt)
         self.requests = [
             Request(
                 request_id=uuid.uuid4().hex,  # not the client's id, which may not be unique
@@ -96,8 +90,8 @@ class Generation:
                 params=params,
                 priority=priority,
                 cache_salt=cache_salt,
-                streams=streams,
-                tenant=tenant,
+                streams=bool(body.stream),
+                tenant=tenant_of(http),
             )
             for ids in prompts
         ]

@@ -163,15 +163,8 @@ class _Answer:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {
-            "content": logprobs_json(
-                self._run.tokenizer,
-                piece.logprobs,
-                self._body.top_logprobs or 0,
-                as_ids=self._body.return_tokens_as_token_ids,
-            ),
-            "refusal": None,
-        }
+        as_ids, top = self._body.return_tokens_as_token_ids, self._body.top_logprobs or 0
+        return {"content": logprobs_json(self._run.tokenizer, piece.logprobs, top, as_ids), "refusal": None}
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

@@ -63,16 +63,7 @@ async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionReques
         return tokenizer.with_eos(params, info.eos_token_ids), echoes
 
     params, echoes = await state.text_work(http, prepare, short=True)
-    generation = Generation(
-        state,
-        tokenizer,
-        http,
-        ids,
-        params,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        streams=bool(body.stream),
-    )
+    generation = Generation(state, tokenizer, http, ids, params, body)
     return _Answer(state, http, tokenizer, body, generation, echoes)
 
 
@@ -187,7 +178,7 @@ class _Answer:
         return choice
 
     def _logprobs(self, delta: ChoiceDelta, echo: _Echo | None, first: bool) -> dict[str, Any]:
-        """{tokens, token_logprobs, top_logprobs, text_offset} of a delta; with `first` preceded by the echoed prompt."""
+        """{tokens, token_logprobs, top_logprobs, text_offset} of a delta, with `first` after the echoed prompt's."""
         base = len(echo.text) if echo else 0
         entries: list[TokenLogprob | None] = list(delta.logprobs)
         ids = delta.token_ids

@@ -10,14 +10,7 @@ import threading
 from collections import deque
 from typing import BinaryIO
 
-from jaxserve.server.ipc.messages import (
-    LENGTH_BYTES,
-    EngineMessage,
-    FrontMessage,
-    decode_front_message,
-    frame_length,
-    to_frame,
-)
+from jaxserve.server.ipc import messages
 
 log = logging.getLogger("jaxserve.engine")
 
@@ -44,9 +37,9 @@ class ConnectedFront:
         self._writer.start()
         threading.Thread(target=self._read, name=f"front-{number}-read", daemon=True).start()
 
-    def send(self, message: EngineMessage) -> None:
+    def send(self, message: messages.EngineMessage) -> None:
         """Queues a message; never blocks."""
-        frame = to_frame(message)
+        frame = messages.to_frame(message)
         with self._changed:
             self._outgoing.append(frame)
             self._backlog += len(frame)
@@ -101,11 +94,11 @@ class ConnectedFront:
                     self._connection.shutdown(socket.SHUT_RDWR)
 
 
-def read_message(stream: BinaryIO) -> FrontMessage | None:
+def read_message(stream: BinaryIO) -> messages.FrontMessage | None:
     """The next message; None at the end of the stream. Raises ValueError for bytes that are not a message."""
-    header = stream.read(LENGTH_BYTES)
-    if len(header) < LENGTH_BYTES:
+    header = stream.read(messages.LENGTH_BYTES)
+    if len(header) < messages.LENGTH_BYTES:
         return None
-    length = frame_length(header)
+    length = messages.frame_length(header)
     body = stream.read(length)
-    return decode_front_message(body) if len(body) == length else None
+    return messages.decode_front_message(body) if len(body) == length else None

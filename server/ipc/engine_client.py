@@ -11,30 +11,7 @@ from typing import Literal
 
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
-from jaxserve.server.ipc.messages import (
-    INTERNAL_ERROR,
-    LENGTH_BYTES,
-    QUEUE_FULL,
-    Abort,
-    Accepted,
-    AskPool,
-    Beat,
-    Drain,
-    EngineMessage,
-    Failed,
-    FrontMessage,
-    Pause,
-    Pool,
-    Profile,
-    Ready,
-    Rejected,
-    ResetPrefixCache,
-    Submit,
-    Update,
-    decode_engine_message,
-    frame_length,
-    to_frame,
-)
+from jaxserve.server.ipc import messages
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError, Request, SequenceUpdate
 
 log = logging.getLogger("jaxserve.server")
@@ -57,7 +34,7 @@ class EngineClient:
     """
 
     def __init__(self) -> None:
-        self.info: Ready | None = None
+        self.info: messages.Ready | None = None
         self.stats = EngineStats()
         self.error: str | None = None
         self.losses = 0
@@ -91,7 +68,7 @@ class EngineClient:
         self._writer = writer
         self._reading = asyncio.create_task(self._read(reader))
 
-    async def wait_ready(self) -> Ready:
+    async def wait_ready(self) -> messages.Ready:
         """Waits for the engine to load. Raises EngineDeadError with the engine's message if it failed."""
         await self._ready.wait()
         if self.info is None or self.error is not None:
@@ -167,14 +144,14 @@ class EngineClient:
             error = TimeoutError(f"the request took longer than {timeout:g} s, the longest that this server allows")
             late = asyncio.get_running_loop().call_later(timeout, stream.fail, error)
         try:
-            self._send(Submit.of(requests))
+            self._send(messages.Submit.of(requests))
             yield await stream.start()
             while not stream.over:
                 updates = await stream.take()
                 self._unread -= stream.unread
                 stream.unread = 0
                 for request_id in stream.paused:
-                    self._send(Pause(request_id, False))
+                    self._send(messages.Pause(request_id, False))
                 stream.paused.clear()
                 yield updates
         finally:
@@ -184,13 +161,13 @@ class EngineClient:
             for request in requests:
                 del self._streams[request.request_id]
             if stream.running:
-                self._send(Abort([(request_id, None) for request_id in stream.running]))
+                self._send(messages.Abort([(request_id, None) for request_id in stream.running]))
 
     def abort(self, request_id: str, index: int) -> None:
         """Stops one completion. Its stream no longer waits for it to end."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.close(request_id, index)
-            self._send(Abort([(request_id, index)]))
+            self._send(messages.Abort([(request_id, index)]))
 
     def fail_streams(self, message: str) -> None:
         """Makes every open stream raise EngineDeadError. The engine itself keeps running."""
@@ -200,7 +177,7 @@ class EngineClient:
     async def close(self, drain: bool = False) -> None:
         """Disconnects. With `drain` the engine is first asked to finish its requests and exit."""
         if drain:
-            self._send(Drain())
+            self._send(messages.Drain())
         if self._reading is not None:
             self._reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -212,11 +189,11 @@ class EngineClient:
 
     def profile(self, steps: int) -> None:
         """Has the engine trace its next `steps` steps (1 to 10000) into its `profile_dir`."""
-        self._send(Profile(steps))
+        self._send(messages.Profile(steps))
 
     def reset_prefix_cache(self) -> None:
         """Has the engine forget the cached pages of earlier prompts."""
-        self._send(ResetPrefixCache())
+        self._send(messages.ResetPrefixCache())
 
     async def pool(self) -> PoolSnapshot:
         """Who owns which KV page. An answer is kept for POOL_SECONDS before the engine is asked again.
@@ -228,18 +205,18 @@ class EngineClient:
             raise self._dead()
         if self._pool is None or (self._pool.done() and now - self._pool_asked >= POOL_SECONDS):
             self._pool, self._pool_asked = asyncio.get_running_loop().create_future(), now
-            self._send(AskPool())
+            self._send(messages.AskPool())
         return await asyncio.shield(self._pool)
 
-    def _send(self, message: FrontMessage) -> None:
+    def _send(self, message: messages.FrontMessage) -> None:
         if self._writer is not None and self.error is None:
-            self._writer.write(to_frame(message))
+            self._writer.write(messages.to_frame(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                length = frame_length(await reader.readexactly(LENGTH_BYTES))
-                self._handle(decode_engine_message(await reader.readexactly(length)))
+                length = messages.frame_length(await reader.readexactly(messages.LENGTH_BYTES))
+                self._handle(messages.decode_engine_message(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, OSError):
             self.lose("the engine process ended")
         except ValueError as error:
@@ -248,12 +225,12 @@ class EngineClient:
             log.exception("what the engine sent could not be handled")
             self.lose(f"what the engine sent could not be handled: {type(error).__name__}: {error}")
 
-    def _handle(self, message: EngineMessage) -> None:
+    def _handle(self, message: messages.EngineMessage) -> None:
         self._note_life()
         match message:
-            case Beat(busy):
+            case messages.Beat(busy):
                 self._alive_at -= busy
-            case Update(output, stats):
+            case messages.Update(output, stats):
                 for update in output:
                     if (stream := self._streams.get(update.request_id)) is not None:
                         if update.error_param is None:
@@ -264,20 +241,20 @@ class EngineClient:
                 if stats is not None:
                     self.stats = stats
                     self.on_stats(stats)
-            case Pool(snapshot):
+            case messages.Pool(snapshot):
                 if self._pool is not None and not self._pool.done():
                     self._pool.set_result(snapshot)
-            case Accepted(request_id):
+            case messages.Accepted(request_id):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.accept(*stream.unaccepted)
-            case Rejected(request_id, text, param, code):
+            case messages.Rejected(request_id, text, param, code):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.running.clear()
                     stream.fail(_rejection(text, param, code))
-            case Ready():
+            case messages.Ready():
                 self.info, self.error = message, None
                 self._ready.set()
-            case Failed(text):
+            case messages.Failed(text):
                 self.lose(text)
 
     def _put(self, stream: _Stream, update: SequenceUpdate) -> None:
@@ -289,7 +266,7 @@ class EngineClient:
         most = MAX_UNREAD if self._unread <= MAX_ALL_UNREAD else MAX_UNREAD // 8
         if stream.unread > most and update.request_id in stream.running:
             stream.paused.add(update.request_id)
-            self._send(Pause(update.request_id, True))
+            self._send(messages.Pause(update.request_id, True))
 
     def lose(self, message: str) -> None:
         """Marks the engine as dead. Everything that waits for the engine fails with `message`."""
@@ -312,9 +289,9 @@ class EngineClient:
 
 
 def _rejection(message: str, param: str | None, code: str | None) -> Exception:
-    if code == QUEUE_FULL:
+    if code == messages.QUEUE_FULL:
         return QueueFullError(message)
-    if code == INTERNAL_ERROR:
+    if code == messages.INTERNAL_ERROR:
         return RuntimeError(message)
     return InvalidRequestError(message, param, code)
 

@@ -21,27 +21,8 @@ from jaxserve import heap
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
+from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.connected_front import ConnectedFront
-from jaxserve.server.ipc.messages import (
-    INTERNAL_ERROR,
-    QUEUE_FULL,
-    Abort,
-    Accepted,
-    AskPool,
-    Beat,
-    Drain,
-    EngineMessage,
-    Failed,
-    FrontMessage,
-    Pause,
-    Pool,
-    Profile,
-    Ready,
-    Rejected,
-    ResetPrefixCache,
-    Submit,
-    Update,
-)
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 
 log = logging.getLogger("jaxserve.engine")
@@ -84,10 +65,10 @@ class EngineServer:
     """
 
     def __init__(self, socket_path: str):
-        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, FrontMessage | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, messages.FrontMessage | None]] = queue.SimpleQueue()
         self._fronts: dict[int, ConnectedFront] = {}
         self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
-        self._greeting: EngineMessage | None = None
+        self._greeting: messages.EngineMessage | None = None
         self._draining = False
         self._stats_due: float | None = None  # time.monotonic() at which to send statistics; None: unchanged
         self._turn_began: float | None = None  # time.monotonic(); None while the loop waits for messages
@@ -97,7 +78,7 @@ class EngineServer:
         self._listener.listen()
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
-    def run(self, engine: EngineLike, ready: Ready) -> None:
+    def run(self, engine: EngineLike, ready: messages.Ready) -> None:
         """The loop: take messages, step, deliver. Returns when drained; losing the last front drains as well."""
         self._announce(ready)
         threading.Thread(target=self._beat, args=(engine,), name="beat", daemon=True).start()
@@ -115,7 +96,7 @@ class EngineServer:
 
     def fail(self, message: str, patience: float = 5.0) -> bool:
         """Tells every front that the engine is dead. Waits up to `patience` seconds for a front; False if none came."""
-        self._announce(Failed(message))
+        self._announce(messages.Failed(message))
         deadline = time.monotonic() + patience
         while not self._fronts and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -152,12 +133,12 @@ class EngineServer:
             now = time.monotonic()
             if (began := self._turn_began) is not None and engine.compiling:
                 self._turn_began = began = now
-            beat = Beat(0.0 if began is None else now - began)
+            beat = messages.Beat(0.0 if began is None else now - began)
             with self._fronts_lock:
                 for front in self._fronts.values():
                     front.send(beat)
 
-    def _announce(self, message: EngineMessage) -> None:
+    def _announce(self, message: messages.EngineMessage) -> None:
         with self._fronts_lock:
             self._greeting = message
             for front in self._fronts.values():
@@ -187,24 +168,24 @@ class EngineServer:
         except queue.Empty:
             return
 
-    def _handle(self, engine: EngineLike, front: ConnectedFront, message: FrontMessage | None) -> None:
+    def _handle(self, engine: EngineLike, front: ConnectedFront, message: messages.FrontMessage | None) -> None:
         match message:
-            case Submit():
+            case messages.Submit():
                 self._add(engine, front, message)
-            case Abort(targets):
+            case messages.Abort(targets):
                 for request_id, index in targets:
                     _forget(front, request_id, index)
                     engine.abort(f"{front.number}/{request_id}", index)
                 self._stats_due = self._stats_due or time.monotonic()
-            case Pause(request_id, paused):
+            case messages.Pause(request_id, paused):
                 engine.pause(f"{front.number}/{request_id}", paused)
-            case Profile(steps):
+            case messages.Profile(steps):
                 engine.profile(steps)
-            case ResetPrefixCache():
+            case messages.ResetPrefixCache():
                 engine.reset_prefix_cache()
-            case AskPool():
-                front.send(Pool(engine.pool()))
-            case Drain():
+            case messages.AskPool():
+                front.send(messages.Pool(engine.pool()))
+            case messages.Drain():
                 self._draining = True
             case None:
                 for request_id in front.running:
@@ -214,7 +195,7 @@ class EngineServer:
                     del self._fronts[front.number]
                     self._draining = self._draining or not self._fronts
 
-    def _add(self, engine: EngineLike, front: ConnectedFront, submit: Submit) -> None:
+    def _add(self, engine: EngineLike, front: ConnectedFront, submit: messages.Submit) -> None:
         """Adds all requests of a message to the engine, or none. The front's number makes their ids unique."""
         name, prefix = submit.first.request_id, f"{front.number}/"
         try:
@@ -225,14 +206,16 @@ class EngineServer:
             for request in requests:
                 front.running[request.request_id.removeprefix(prefix)] = set(range(request.params.n))
             if submit.first.params.grammar is None:
-                front.send(Accepted(name))
+                front.send(messages.Accepted(name))
         except InvalidRequestError as error:
-            front.send(Rejected(name, str(error), error.param, error.code))
+            front.send(messages.Rejected(name, str(error), error.param, error.code))
         except QueueFullError as error:
-            front.send(Rejected(name, str(error), code=QUEUE_FULL))
+            front.send(messages.Rejected(name, str(error), code=messages.QUEUE_FULL))
         except Exception as error:  # an unexpected error in one request must not affect the others
             log.exception("a request could not be added")
-            front.send(Rejected(name, f"the engine could not take the request: {error}", code=INTERNAL_ERROR))
+            front.send(
+                messages.Rejected(name, f"the engine could not take the request: {error}", code=messages.INTERNAL_ERROR)
+            )
 
     def _deliver(self, output: StepOutput) -> None:
         """Sends each front the updates of its own requests, if there are any."""
@@ -252,7 +235,7 @@ class EngineServer:
         stats = engine.stats()
         with self._fronts_lock:
             for front in self._fronts.values():
-                front.send(Update(StepOutput(), stats))
+                front.send(messages.Update(StepOutput(), stats))
         self._stats_due = time.monotonic() + STATS_SECONDS if engine.has_work else None
 
 
@@ -268,7 +251,7 @@ def _send_scores(front: ConnectedFront, update: SequenceUpdate) -> None:
     scores = update.prompt_logprobs
     while scores is not None and len(scores) > MAX_SCORED:
         ahead = SequenceUpdate(update.request_id, update.index, [], prompt_logprobs=scores[:MAX_SCORED])
-        front.send(Update(StepOutput(updates=[ahead])))
+        front.send(messages.Update(StepOutput(updates=[ahead])))
         update.prompt_logprobs = scores = scores[MAX_SCORED:]
 
 
@@ -276,13 +259,13 @@ def _send_output(front: ConnectedFront, output: StepOutput) -> None:
     """Sends an output in one frame, or in halves if it is too long. An update that fits in no frame becomes an error
     that ends its completion."""
     try:
-        front.send(Update(output))
+        front.send(messages.Update(output))
     except ValueError as error:
         updates = list(output)
         if len(updates) == 1:
             lost = updates[0]
             updates = [SequenceUpdate(lost.request_id, lost.index, [], "error", error=str(error))]
-            front.send(Update(StepOutput(updates=updates)))
+            front.send(messages.Update(StepOutput(updates=updates)))
         else:
             half = len(updates) // 2
             _send_output(front, StepOutput(updates=updates[:half]))
@@ -307,7 +290,7 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
             log.error("the engine did not start: %s", text)
         server.close()
         return 1
-    ready = Ready(
+    ready = messages.Ready(
         model_folder=str(engine.model_folder),
         tokenizer_folder=str(getattr(engine, "tokenizer_folder", engine.model_folder)),
         dtype=str(getattr(engine, "dtype", config.dtype)),
