@@ -104,10 +104,10 @@ def encode_chat(
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of this role, which every template knows
     kwargs = conversation.template_kwargs()
-    theirs = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
-    foreign = ForeignText(tokenizer, [[messages[i] for i in theirs], conversation.template_tools(), kwargs])
+    foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], conversation.template_tools(), kwargs])
     hidden, tools, kwargs = foreign.hidden
-    for i, message in zip(theirs, hidden, strict=True):
+    for i, message in zip(foreign_at, hidden, strict=True):
         messages[i] = message
     options: dict[str, Any] = {
         "tools": tools,

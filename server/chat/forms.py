@@ -52,7 +52,7 @@ class Functions(msgspec.Struct, frozen=True):
 
     @property
     def is_bound(self) -> bool:
-        """In mode "auto", calls must satisfy more than the format: a strict schema, a choice of functions, one call."""
+        """Whether calls in mode "auto" must satisfy more than the format, such as a strict schema."""
         strict = any(tool.function.strict for tool in self.tools)
         return strict or self.is_restricted or not self.is_parallel
 

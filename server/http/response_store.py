@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.keys import ApiKey
 
-MAX_STORED_BYTES = 256 * 2**20  # of all responses and their conversations
+MAX_STORED_BYTES = 256 * 2**20  # all responses and their conversations together
 
 
 class EventLog:

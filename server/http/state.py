@@ -71,7 +71,7 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """ "loading", "ready", "draining", "restarting" or "dead"."""
+        """One of "loading", "ready", "draining", "restarting" and "dead"."""
         if self.client.status != "ready":
             return self.client.status
         return "draining" if self.draining else "loading" if self.tokenizer is None else "ready"

@@ -273,7 +273,7 @@ def _send_output(front: ConnectedFront, output: StepOutput) -> None:
 
 
 def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAULT_ENGINE) -> int:
-    """Loads an engine and serves it on a unix socket until it is drained or alone; returns the process's exit code.
+    """Loads an engine and serves it on a unix socket until `EngineServer.run` returns. Returns an exit code.
 
     `engine_class` is "module:Class"; the class has the interface `EngineLike` and a class method `load(config)`. The
     socket listens before anything is loaded, so that a front can connect and learn why loading failed.

@@ -24,7 +24,7 @@ from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE, run_engine
 from jaxserve.server.observe.output import log_to_stderr
 from jaxserve.server.process.socket_folder import SocketFolder
 
-FLUSH_SECONDS = 5  # to write the last answers, and then for the engine to exit, once no request runs
+FLUSH_SECONDS = 5  # time to write the last answers, and then for the engine to exit, once no request runs
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 

@@ -72,7 +72,7 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          help="format of the model's reasoning; auto: the one that the chat template shows for certain")  # fmt: skip
     flag("--escape-special-tokens", action="store_true",
          help="read special tokens in prompts, user messages and tool results as plain text; the chat template and "
-         "assistant messages keep theirs")  # fmt: skip
+         "assistant messages keep special tokens")  # fmt: skip
     flag("--reasoning-content", action="store_true",
          help="name the reasoning of a chat message reasoning_content instead of reasoning")  # fmt: skip
     flag("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain, in PEM format")

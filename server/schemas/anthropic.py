@@ -19,7 +19,7 @@ _EFFORTS = {"xhigh": "high", "max": "high"}  # Anthropic's efforts that chat tem
 
 
 class Source(msgspec.Struct):
-    """Where a document's text is."""
+    """The source of a document: its text as `data`, or blocks of text as `content`."""
 
     type: str | None = None
     data: str | None = None

@@ -1,4 +1,4 @@
-"""Conversations: messages, tools, and how both become a prompt."""
+"""Conversations, and the bodies of /v1/chat/completions and /tokenize, which hold them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """A message of a history. Whatever an answer of this server can be is accepted."""
+    """A message of a history. Every answer of this server is valid as one."""
 
     role: str
     content: str | list[Part] | None = None
@@ -125,7 +125,7 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 class Conversation(msgspec.Struct, kw_only=True):
-    """Messages and how to render them; the fields of a chat request that make its prompt."""
+    """The fields of a chat request that make its prompt: messages, and how to render them."""
 
     messages: Messages
     tools: Tools | None = None
@@ -206,7 +206,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def is_legacy(self) -> bool:
-        """The request uses the older `functions`, with which an answer holds at most one call."""
+        """Whether the request uses the older `functions`, with which an answer holds at most one call."""
         return bool(self.functions) or isinstance(self.function_call, NamedFunction)
 
     @property
@@ -215,7 +215,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def is_parallel(self) -> bool:
-        """An answer may hold several calls."""
+        """Whether an answer may hold several calls."""
         return self.parallel_tool_calls is not False and not self.is_legacy
 
     def choose(self) -> tuple[list[Tool], Mode]:

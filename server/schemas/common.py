@@ -17,7 +17,7 @@ from jaxserve.server.schemas.response_format import RESPONSE_FORMAT, STRUCTURED_
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError, SamplingParams
 
-COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the client gives none
+COMPLETION_TOKENS = 16  # the default of max_tokens in /v1/completions
 
 # Known fields that are not served, with the values that are accepted because they ask for nothing.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
@@ -90,7 +90,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common; None stands for the default."""
+    """The fields that completions and chat have in common. None stands for the default."""
 
     model: str | None = None
     max_tokens: limits.Tokens | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-MAX_NESTING = 64  # of brackets in a tool call
+MAX_NESTING = 64  # levels of brackets in a tool call
 
 
 class ValueScanner:
