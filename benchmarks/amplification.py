@@ -40,7 +40,8 @@ from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.server.http.state import ServerSettings, ServerState
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import (
     Accepted,

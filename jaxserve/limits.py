@@ -1,6 +1,6 @@
 """Every limit on what one request may ask for. The checks and /openapi.json both read them from here.
 
-Limits that an operator sets are in `jaxserve.config` and `jaxserve.server.http.state`; `jaxserve.server.http.limits`
+Limits that an operator sets are in `jaxserve.config` and `jaxserve.server.http.settings`; `jaxserve.server.http.limits`
 enforces those on a request's cost.
 """
 

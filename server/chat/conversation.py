@@ -1,7 +1,7 @@
-"""From a conversation to its answers, whatever the shape in which a client asked for them.
+"""From a conversation to its answers.
 
-The endpoints for chat, responses and messages turn their bodies into a ChatRequest, and this module's pieces into their
-own answers.
+The endpoints for chat, responses and messages convert their bodies to a ChatRequest, and convert the pieces that this
+module yields to their own answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 
 from jaxserve.server.chat.forms import Functions, Thoughts, answer_grammar
-from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage
+from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage, whole_choices
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
 from jaxserve.server.chat.turns import in_turns
@@ -30,7 +30,7 @@ from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError, SamplingParams
 
-_PROMPT_END = 16  # tokens that show whether a prompt opens the reasoning
+_PROMPT_END = 16  # tokens of a prompt's end in which a mark that opens or closes reasoning is looked for
 
 
 async def prepare(
@@ -38,7 +38,7 @@ async def prepare(
 ) -> ChatRun:
     """Renders, tokenizes and checks a conversation. Raises APIError or InvalidRequestError.
 
-    `form_field`: what the client's body calls the form of the answer, where it is no chat request.
+    `form_field`: the field for the answer's form in the client's body, for error messages; None for a chat request.
     """
     state.check_model(body.model)
     body.check()
@@ -74,16 +74,7 @@ async def prepare(
     )
 
     def generate(prompt: list[int], params: SamplingParams) -> Generation:
-        return Generation(
-            state,
-            tokenizer,
-            http,
-            [prompt],
-            params,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            streams=bool(body.stream),
-        )
+        return Generation(state, tokenizer, http, [prompt], params, body)
 
     run.generation = generate(ids, params)
     if body.thinking_token_budget is not None and (splitter := run.splitter()) is not None:
@@ -102,21 +93,21 @@ async def prepare(
 def encode_chat(
     tokenizer: Tokenizer, info: Ready, conversation: Conversation, truncate: int | None = None
 ) -> list[int]:
-    """Token ids of a rendered conversation. Slow: run it off the event loop.
+    """Token ids of a rendered conversation. Slow: call it off the event loop.
 
-    A conversation that the template refuses is rendered once more as `in_turns` puts it. Raises InvalidRequestError
-    when the template refuses that as well, or leaves a system message out in silence, and for what `fit_text` refuses.
+    If the template refuses the conversation, it is rendered once more as `in_turns` rewrites it. Raises
+    InvalidRequestError if the template refuses that too, if it drops a system message, or if `fit_text` refuses.
     """
     messages = conversation.template_messages()
     if "developer" not in (conversation.chat_template or tokenizer.chat_template or ""):
         for message in messages:
             if message["role"] == "developer":
-                message["role"] = "system"  # the older name of the same role
+                message["role"] = "system"  # the older name of this role, which every template knows
     kwargs = conversation.template_kwargs()
-    theirs = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
-    foreign = ForeignText(tokenizer, [[messages[i] for i in theirs], conversation.template_tools(), kwargs])
+    foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], conversation.template_tools(), kwargs])
     hidden, tools, kwargs = foreign.hidden
-    for i, message in zip(theirs, hidden, strict=True):
+    for i, message in zip(foreign_at, hidden, strict=True):
         messages[i] = message
     options: dict[str, Any] = {
         "tools": tools,
@@ -140,7 +131,7 @@ def encode_chat(
 
 
 def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """The prompt's text; raises InvalidRequestError also where a system message would be left out in silence."""
+    """The prompt's text. Raises InvalidRequestError if the template refuses the messages or drops a system message."""
     text = tokenizer.render_chat(messages, **options)
     others = [m for m in messages if m["role"] != "system" or m["content"].strip() in text]
     if len(others) < len(messages) and _renders_to(text, tokenizer, others, options):
@@ -156,13 +147,13 @@ def _renders_to(text: str, tokenizer: Tokenizer, messages: list[dict[str, Any]],
 
 
 class ChatRun:
-    """One conversation's answers on their way.
+    """The answers to one conversation while they are generated.
 
     Attributes:
-      generation: the completions behind them.
-      grammar: what the whole output has to be, reasoning included; None for any text.
-      grammar_after_reasoning: what the rest has to be once the reasoning has ended.
-      keeps_special_tokens: the format of the reasoning or of the tool calls needs them in the text.
+      generation: the completions that become the answers.
+      grammar: the grammar of the whole output, reasoning included; None for any text.
+      grammar_after_reasoning: the grammar of the output that follows the reasoning; None for any text.
+      keeps_special_tokens: the format of reasoning or of tool calls needs special tokens in the text.
     """
 
     generation: Generation | BudgetedGeneration
@@ -200,7 +191,7 @@ class ChatRun:
         self._parsers: dict[int, OutputParser] = {}
 
     def _find_reasoning(self, state: ServerState) -> ModuleType | None:
-        """The module that finds the reasoning; a prompt that opens it says that there is some."""
+        """The module for the format of the reasoning. If none is known but the prompt opens <think>, that of Qwen3."""
         inside = ends_inside(self._prompt_end)
         if self.body.continue_final_message and not inside:
             return None
@@ -209,7 +200,7 @@ class ChatRun:
         return state.reasoning_format
 
     def _thoughts(self) -> Thoughts | None:
-        """The reasoning that the answer may begin with; none where the prompt has closed it."""
+        """The marks of the reasoning that may begin the answer; None if the prompt has closed the reasoning."""
         splitter = self.splitter()
         if splitter is None:
             return None
@@ -219,7 +210,7 @@ class ChatRun:
         return Thoughts(opening, closing, splitter.begins_inside)
 
     def splitter(self) -> Splitter | None:
-        """What finds the reasoning in one answer; None where there is none."""
+        """A new splitter that finds the reasoning in one answer; None if the format has no reasoning."""
         return self._reasoning.splitter(self._prompt_end) if self._reasoning else None
 
     def _parser(self, index: int) -> OutputParser:
@@ -234,7 +225,7 @@ class ChatRun:
         return None if self._mode == "none" else forced_parser(self._tools, self._mode)
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """What the choices gain, as it comes; see Generation.deltas."""
+        """What the choices gain, as it is generated; see Generation.deltas."""
         accepted = False
         async with contextlib.aclosing(self.generation.deltas()) as batches:
             async for deltas in batches:
@@ -245,15 +236,7 @@ class ChatRun:
 
     async def collect(self) -> list[Piece]:
         """All choices, whole and in order."""
-        choices: dict[int, Piece] = {}
-        async with contextlib.aclosing(self.pieces()) as batches:
-            async for pieces in batches:
-                for piece in pieces:
-                    if (choice := choices.get(piece.index)) is not None:
-                        choice.extend(piece)
-                    else:
-                        choices[piece.index] = piece
-        return [choices[index] for index in sorted(choices)]
+        return await whole_choices(self.pieces())
 
     def usage(self) -> Usage:
         usage = self.generation.usage()

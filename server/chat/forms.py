@@ -1,4 +1,4 @@
-"""What an answer has to be: reasoning, then calls of functions or a form that was asked for, as one grammar."""
+"""The grammar of a whole answer: reasoning, then function calls or a form that the client asked for."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
 class Thoughts(msgspec.Struct, frozen=True):
-    """The reasoning before an answer, between two marks. `is_open`: the opening stands in the prompt, or goes without
-    saying; else the answer may open it or not reason at all."""
+    """The reasoning before an answer, between two marks.
+
+    `is_open`: the answer begins inside the reasoning. Otherwise it may begin with the opening mark, or not reason.
+    """
 
     opening: str
     closing: str
@@ -32,9 +34,9 @@ class Functions(msgspec.Struct, frozen=True):
       tools: the functions.
       mode: "auto", "required" or "named".
       is_parallel: an answer may hold several calls.
-      is_restricted: the prompt shows more functions than these.
-      format: the module of the model's own format of calls; None where it is not known.
-      field: what the client's body calls them.
+      is_restricted: the prompt also shows functions that may not be called.
+      format: the module for the model's own format of calls; None if it is not known.
+      field: the field of the functions in the client's body, for error messages.
     """
 
     tools: Sequence[Tool]
@@ -50,12 +52,12 @@ class Functions(msgspec.Struct, frozen=True):
 
     @property
     def is_bound(self) -> bool:
-        """Calls have to hold to more than the format, where the model chooses."""
+        """Whether calls in mode "auto" must satisfy more than the format, such as a strict schema."""
         strict = any(tool.function.strict for tool in self.tools)
         return strict or self.is_restricted or not self.is_parallel
 
     def schema(self, tool: Tool, *, is_loose: bool = False) -> Grammar:
-        """The grammar of a function's arguments. A schema stands alone, so that its references resolve in it."""
+        """The grammar of a function's arguments. Each schema is a separate grammar, so that its references resolve."""
         text = json.dumps({"type": "object", **(tool.function.parameters or _NO_PARAMETERS)})
         origin = f"the schema of {tool.function.name!r}"
         return Grammar("json", text, field=self.field, origin=origin, is_loose=is_loose)
@@ -64,11 +66,13 @@ class Functions(msgspec.Struct, frozen=True):
 def answer_grammar(
     form: Grammar | None, functions: Functions | None, thoughts: Thoughts | None, stop_ids: Sequence[int] = ()
 ) -> Grammar | None:
-    """The grammar of an answer, None for any text. `stop_ids`: tokens that may end a text, besides the model's own.
+    """The grammar of an answer; None for any text. `stop_ids`: the request's own tokens that may end an answer.
 
-    A forced call leaves the form for a later answer. Where the model chooses, it calls or holds to the form; without a
-    form it may write any text, and what follows the opening of a call is held to the functions. Where the format of the
-    calls cannot be enforced, they are as free as without a form, and a form leaves no room for them.
+    - A forced call ("required", "named") is the whole answer; the form does not apply to it.
+    - In mode "auto" with a form, the answer is either calls or the form. If the format of calls has no syntax to
+      enforce, only the form is allowed.
+    - In mode "auto" without a form, any text is allowed. If `is_bound`, the text after the opening of a call must be
+      calls of the functions, as far as the format has a syntax.
 
     Raises InvalidRequestError, naming the field of the functions, for schemas that are too large.
     """
@@ -90,11 +94,11 @@ def answer_grammar(
 
 
 class _Rules:
-    """Collects a grammar's rules. `answers` are the expressions of which an answer is one."""
+    """Collects a grammar's rules. `answers`: the alternative expressions for an answer."""
 
     def __init__(self) -> None:
         self.answers: list[str] = []
-        self._is_free = False  # any text is an answer
+        self._is_free = False  # any text without calls is an answer too
         self._lines = [f"W: /{WHITESPACE}/", r"GAP: /[ \n]{1,3}/"]
         self._marks: list[tuple[str, str]] = []
         self._parts: list[tuple[str, Grammar]] = []
@@ -104,7 +108,7 @@ class _Rules:
         return f"@{name}"
 
     def add_forced(self, functions: Functions) -> None:
-        """A list of {"name", "parameters"}, which `choice.CallListParser` reads."""
+        """Adds a list of {"name", "parameters"}, the format that `choice.CallListParser` reads."""
         called = [
             Called(tool.function.name, self.add_part(f"arguments{i}", functions.schema(tool)), {}, True)
             for i, tool in enumerate(functions.tools)
@@ -114,7 +118,7 @@ class _Rules:
         self.answers.append(f'"[" W? {calls} W? "]"')
 
     def add_chosen(self, functions: Functions, *, has_form: bool) -> None:
-        """Calls in the model's own format; without a form, any text is an answer too."""
+        """Adds calls in the model's own format and, without a form, any text."""
         called = []
         for i, tool in enumerate(functions.tools):
             is_strict = bool(tool.function.strict)

@@ -1,4 +1,4 @@
-"""One HTTP request's completions: submitted to the engine, turned into text, measured."""
+"""One HTTP request's completions: submits them to the engine, detokenizes and measures them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
 
 from jaxserve.limits import MAX_HELD_LOGPROBS
 from jaxserve.scheduling.block_manager import hash_pages
+from jaxserve.server.chat.output_parser import Piece
 from jaxserve.server.http.body import body_of
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.state import ServerState, key_of, tenant_of
 from jaxserve.server.observe.metrics import RequestTimes
+from jaxserve.server.schemas.common import SamplingFields
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
 from jaxserve.text.tokenizer import Tokenizer, token_strings
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
 
-TURN_SECONDS = 0.01
+Part = TypeVar("Part", ChoiceDelta, Piece)  # what one choice gains
+
+TURN_SECONDS = 0.01  # longest time that one request may hold the event loop
 LONG_PROMPT = 4096  # tokens; the engine hashes the pages of shorter ones itself, within 0.2 ms
-_PIECE = 64  # prompt tokens whose log-probabilities are written at a time
-_LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+_PIECE = 64  # prompt tokens whose log-probabilities are encoded at a time
+_LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -36,7 +41,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
-    """Token counts of one HTTP request; a prompt counts once however many completions it has."""
+    """Token counts of one HTTP request. A prompt counts once, even if it has several completions."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -46,7 +51,7 @@ class Usage(msgspec.Struct, omit_defaults=True):
 
 
 class Turn:
-    """What one request may do on the event loop before others have theirs."""
+    """The time that one request may hold the event loop before other tasks run."""
 
     def __init__(self) -> None:
         self._end = time.monotonic() + TURN_SECONDS
@@ -56,7 +61,7 @@ class Turn:
         return time.monotonic() > self._end
 
     async def give(self) -> None:
-        """Lets the others, and begins anew."""
+        """Lets other tasks run, then begins a new turn."""
         await asyncio.sleep(0)
         self._end = time.monotonic() + TURN_SECONDS
 
@@ -64,7 +69,7 @@ class Turn:
 class Generation:
     """The completions of one or more prompts under the same parameters.
 
-    Choices are numbered prompt index × n + completion index.
+    `body` has the other fields that concern the engine. A choice's number is prompt index × n + completion index.
     """
 
     def __init__(
@@ -74,39 +79,32 @@ class Generation:
         http: HTTPRequest,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        *,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-        streams: bool = False,
+        body: SamplingFields,
     ):
         self._state, self._key, self._body = state, key_of(http), body_of(http)
-        priority, cache_salt, tenant = (
-            state.priority(http, priority),
-            state.cache_salt(http, cache_salt),
-            tenant_of(http),
-        )
+        priority, cache_salt = state.priority(http, body.priority), state.cache_salt(http, body.cache_salt)
         self.requests = [
             Request(
-                request_id=uuid.uuid4().hex,  # ours alone: what clients call their requests may repeat
+                request_id=uuid.uuid4().hex,  # not the client's id, which may not be unique
                 prompt_token_ids=ids,
                 params=params,
                 priority=priority,
                 cache_salt=cache_salt,
-                streams=streams,
-                tenant=tenant,
+                streams=bool(body.stream),
+                tenant=tenant_of(http),
             )
             for ids in prompts
         ]
-        stops = StopStrings(params.stop)  # the same for all
+        stops = StopStrings(params.stop)  # shared by all prompts
         self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
         self._times = [RequestTimes(state.metrics, params, len(ids)) for ids in prompts]
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = self._cached_tokens = 0
-        self._held_logprobs = 0  # of an answer that is kept until it is whole
+        self._held_logprobs = 0  # log-probabilities kept until an answer that is not streamed is complete
         self._positions = {request.request_id: i for i, request in enumerate(self.requests)}
 
     async def _hash_long_prompts(self) -> None:
-        """Computes the hashes of long prompts' pages here, in a thread, so that the engine need not between steps."""
+        """Hashes the pages of long prompts in a thread, so that the engine does not do it between steps."""
         long = [request for request in self.requests if len(request.prompt_token_ids) >= LONG_PROMPT]
         if not long or self._state.client.info is None:
             return
@@ -119,11 +117,11 @@ class Generation:
         await self._state.off_loop(work)
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """What the choices gain, as it comes; `index` is the choice's number. Ends when all have ended.
+        """What the choices gain, as it is generated; `index` is the choice's number. Ends when all choices have ended.
 
-        The first list comes as soon as the engine has accepted the prompts, and may be empty.
-        Close it when leaving early (`contextlib.aclosing`): that aborts what still runs. Raises what
-        `EngineClient.generate` raises, and APIError (500) when the engine gives up on a completion.
+        The first list comes as soon as the engine has accepted the prompts, and may be empty. Closing the generator
+        aborts what still runs, so callers that leave early must close it (`contextlib.aclosing`). Raises what
+        `EngineClient.generate` raises, and APIError (500) if the engine gives up on a completion.
         """
         client, timeout = self._state.client, self._state.settings.request_timeout
         n = self.requests[0].params.n
@@ -134,7 +132,7 @@ class Generation:
                 async with contextlib.aclosing(client.generate(self.requests, timeout)) as batches:
                     async for updates in batches:
                         if self._body is not None:
-                            self._body.release()  # the engine has answered, so it has the request
+                            self._body.release()  # the engine has the request, so the body's memory is free
                         deltas, turn = [], Turn()
                         for update in updates:
                             if (delta := self._process(update)) is not None:
@@ -151,7 +149,7 @@ class Generation:
             raise
 
     def _process(self, update: SequenceUpdate) -> ChoiceDelta | None:
-        """What an update adds to its choice."""
+        """What an update adds to its choice; None if that is nothing yet."""
         position, now = self._positions[update.request_id], time.monotonic()
         processor, times = self.processors[position], self._times[position]
         self._count_logprobs(update, processor.request)
@@ -167,7 +165,7 @@ class Generation:
         return delta
 
     def _count_logprobs(self, update: SequenceUpdate, request: Request) -> None:
-        """Raises InvalidRequestError where an answer that is no stream holds too many log-probabilities."""
+        """Raises InvalidRequestError if an answer that is not streamed holds too many log-probabilities."""
         if request.streams or (update.logprobs is None and update.prompt_logprobs is None):
             return
         params = request.params
@@ -180,7 +178,7 @@ class Generation:
             )
 
     def _note_end(self, position: int, delta: ChoiceDelta, now: float) -> None:
-        """Counts a completion that ended; stops it in the engine where a stop string ended it."""
+        """Counts a completion if it has ended. Stops it in the engine if a stop string ended it here."""
         if delta.finish_reason is None:
             return
         self._state.metrics.succeeded(delta.finish_reason)
@@ -194,35 +192,40 @@ class Generation:
 
     async def collect(self) -> list[ChoiceDelta]:
         """All choices, whole and in order."""
-        choices: dict[int, ChoiceDelta] = {}
-        async with contextlib.aclosing(self.deltas()) as batches:
-            async for deltas in batches:
-                for delta in deltas:
-                    if (choice := choices.get(delta.index)) is not None:
-                        choice.extend(delta)
-                    else:
-                        choices[delta.index] = delta
-        return [choices[index] for index in sorted(choices)]
+        return await whole_choices(self.deltas())
 
     def usage(self) -> Usage:
         prompt, output = self._prompt_tokens, self._output_tokens
         return Usage(prompt, output, prompt + output, PromptTokensDetails(self._cached_tokens))
 
 
+async def whole_choices(batches: AsyncGenerator[list[Part], None]) -> list[Part]:
+    """Joins the parts of each choice; returns the choices in order. Closes `batches`."""
+    choices: dict[int, Part] = {}
+    async with contextlib.aclosing(batches):
+        async for parts in batches:
+            for part in parts:
+                if (choice := choices.get(part.index)) is not None:
+                    choice.extend(part)
+                else:
+                    choices[part.index] = part
+    return [choices[index] for index in sorted(choices)]
+
+
 def name_tokens(tokenizer: Tokenizer, ids: Iterable[int], as_ids: bool | None) -> list[str]:
-    """Tokens as they stand beside their log-probabilities: as text, or as "token_id:123", which is always distinct."""
+    """Names of tokens beside their log-probabilities: their text, or "token_id:123", which is always distinct."""
     return [f"token_id:{token}" for token in ids] if as_ids else token_strings(tokenizer, ids)
 
 
 def json_logprob(value: float) -> float:
-    """A log-probability as JSON can carry it."""
+    """A log-probability that JSON can express."""
     return value if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
 def prompt_logprobs_json(tokenizer: Tokenizer, entries: list[TokenLogprob | None] | None) -> msgspec.Raw | None:
-    """The `prompt_logprobs` of a response: for each prompt token, its alternatives and itself by token id.
+    """The `prompt_logprobs` of a response: for each prompt token, by token id, itself and its alternatives.
 
-    Takes long for long prompts: call it in a thread. It lets others run between pieces of _PIECE tokens.
+    Slow for long prompts: call it in a thread. Other threads can run between pieces of _PIECE tokens.
     """
     if entries is None:
         return None

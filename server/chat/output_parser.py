@@ -1,4 +1,4 @@
-"""A completion's text as what it means: reasoning, content, tool calls."""
+"""Splits a completion's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxserve.types import TokenLogprob
 
 
 class Piece(msgspec.Struct, kw_only=True):
-    """What one choice gained that can be shown; tokens whose text is held back come with that text.
+    """What one choice gained that can be shown. A token whose text is held back comes with that text.
 
-    `finish_reason` is "tool_calls" where the model stopped by itself after calls, else as in ChoiceDelta.
+    `finish_reason` is "tool_calls" if the model stopped by itself after calls, otherwise that of ChoiceDelta.
     """
 
     index: int
@@ -28,7 +28,7 @@ class Piece(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
 
     def extend(self, later: Piece) -> None:
-        """Appends a later piece of the same choice, so that a sum of pieces is the choice."""
+        """Appends a later piece of the same choice."""
         self.content += later.content
         self.reasoning += later.reasoning
         self.calls = merge_calls([*self.calls, *later.calls])
@@ -45,16 +45,16 @@ class OutputParser:
     """Turns one choice's deltas into pieces.
 
     Attributes:
-      reasoning_tokens: tokens so far that belong to the reasoning.
+      reasoning_tokens: number of tokens so far that belong to the reasoning.
     """
 
     def __init__(self, splitter: Splitter | None, tools: ToolParser | None, shows_reasoning: bool = True):
         self._splitter, self._tools, self._shows_reasoning = splitter, tools, shows_reasoning
-        self._held: Piece | None = None  # tokens without anything to show yet
+        self._held: Piece | None = None  # tokens whose text is still held back
         self.reasoning_tokens = 0
 
     def push(self, delta: ChoiceDelta) -> Piece | None:
-        """The piece that a delta amounts to; None while there is nothing to show."""
+        """The piece that a delta completes; None while there is nothing to show."""
         piece, self._held = self._held or Piece(index=delta.index), None
         piece.token_ids += delta.token_ids
         piece.logprobs += delta.logprobs
@@ -89,7 +89,7 @@ class OutputParser:
 
 
 def merge_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
-    """The deltas of each call as one."""
+    """Joins the deltas of each call."""
     merged: dict[int, CallDelta] = {}
     for delta in deltas:
         if (call := merged.get(delta.index)) is None:

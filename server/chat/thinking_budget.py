@@ -1,4 +1,4 @@
-"""Reasoning that is closed by force once it has taken as many tokens as the client allows."""
+"""Closes a model's reasoning by force when it has taken as many tokens as the client allows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxserve.types import Grammar, SamplingParams
 
 
 class BudgetedGeneration:
-    """A generation of one completion that goes on without reasoning when its budget is spent.
+    """A generation of one completion whose reasoning ends at a budget of tokens.
 
-    Until then it is the generation that it was made from. At the budget, that request is aborted in the engine, and
-    another continues the prompt, the reasoning so far and the mark that closes it; the prefix cache has all of these
-    but the last few tokens. The mark is a part of the text, and of no token count.
+    Until the budget is spent, it passes on the deltas of `first`. Then it aborts that request in the engine and starts
+    a second one, which continues the prompt, the reasoning so far and the mark that closes reasoning. All but the last
+    few of these tokens are in the prefix cache. The closing mark is part of the text, but counts as no token.
 
-    `generate(prompt, params)` makes the second generation, `splitter` finds the reasoning in the answer to the prompt,
-    and `grammar` is that of an answer without reasoning.
+    `generate(prompt, params)` makes the second generation. `splitter` finds the reasoning in the first one's answer.
+    `grammar` is the grammar of the answer after the reasoning.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class BudgetedGeneration:
         self._closing_ids = tokenizer.encode(self._closing, add_special_tokens=False)
         self._max_model_len = max_model_len
         self._second: Generation | None = None
-        self._kept: list[int] = []  # token ids of the first request that count
-        self._length = 0  # characters of its text so far
+        self._kept: list[int] = []  # token ids of the first generation, up to the end of the budget
+        self._length = 0  # characters of the first generation's text so far
         self._reasoned = 0  # tokens of reasoning so far
         self._is_spent = False
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """As Generation.deltas."""
+        """See Generation.deltas."""
         async with contextlib.aclosing(self._first.deltas()) as batches:
             async for deltas in batches:
                 shown = []
@@ -78,7 +78,7 @@ class BudgetedGeneration:
         return usage
 
     def _continued(self) -> Generation | None:
-        """The generation of the answer; None where there is no room for one."""
+        """The second generation; None if no token is left for it."""
         params, spent = self.requests[0].params, len(self._kept)
         prompt = self.requests[0].prompt_token_ids + self._kept + self._closing_ids
         room = min((params.max_tokens or self._max_model_len) - spent, self._max_model_len - len(prompt))
@@ -89,7 +89,7 @@ class BudgetedGeneration:
         return self._generate(prompt, params)
 
     def _within_budget(self, delta: ChoiceDelta) -> ChoiceDelta:
-        """The delta, cut after the token that spends the budget, and with the closing mark then."""
+        """The delta. If one of its tokens spends the budget, it is cut after that token and the closing mark added."""
         for i in range(len(delta.token_ids)):
             is_last = i + 1 == len(delta.token_ids)
             begin = 0 if i == 0 else max(0, delta.text_offsets[i] - self._length)

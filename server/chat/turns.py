@@ -1,4 +1,4 @@
-"""Conversations for chat templates that know only one system message, and a user and an assistant who take turns."""
+"""Rewrites conversations for chat templates that allow one system message and strictly alternating turns."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 
 def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation with one system message at most, which comes first, and no two messages of the user's in
-    a row. A later system message becomes a part of the user's turn, between marks that say what it is.
+    """The conversation with at most one system message, which comes first, and no two user messages in a row.
+
+    A later system message becomes part of the user's turn, between <system> marks.
     """
-    turns: list[list[dict[str, Any]]] = []  # messages that become one
+    turns: list[list[dict[str, Any]]] = []  # each list of messages becomes one message
     for message in messages:
         if message["role"] == "system" and any(turn[0]["role"] != "system" for turn in turns[:2]):
             message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}

@@ -46,7 +46,7 @@ async def create_message(http: HTTPRequest) -> Response:
 
 
 async def count_tokens(http: HTTPRequest) -> Response:
-    """How many tokens a message's prompt has."""
+    """Answers with the number of tokens in a message's prompt."""
     state = state_of(http)
     body = await read_body(http, _count_decoder)
     state.check_model(body.model)
@@ -75,11 +75,11 @@ def _error_event(error: APIError) -> bytes:
 
 
 class _Writer:
-    """Builds a message from pieces; its methods give the events that tell of it."""
+    """Builds a message from pieces. Its methods return the events that report each change."""
 
     def __init__(self, state: ServerState, run: ChatRun):
         self._run = run
-        self._arguments = ""  # of the open block, where it is a tool call
+        self._arguments = ""  # JSON text of the open block's arguments, if it is a tool call
         self.message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -138,7 +138,7 @@ class _Writer:
             return
         block = self._blocks[-1]
         if block["type"] == "tool_use":
-            if isinstance(arguments := loads(self._arguments), dict):  # what was cut short by max_tokens stays {}
+            if isinstance(arguments := loads(self._arguments), dict):  # arguments that max_tokens cut short stay {}
                 block["input"] = arguments
             self._arguments = ""
         elif block["type"] == "thinking":
@@ -150,7 +150,7 @@ class _Writer:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _usage(self) -> dict[str, int]:
-        """Anthropic counts what came from the cache apart."""
+        """Usage in Anthropic's shape, where input_tokens does not include cached tokens."""
         usage = self._run.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return {

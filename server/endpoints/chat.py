@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, Literal, cast
+from typing import Any
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -93,7 +93,7 @@ class _Answer:
         return message | self._calls(piece)
 
     def _calls(self, piece: Piece, *, numbered: bool = False) -> dict[str, Any]:
-        """The calls in the shape that the client knows; who asked for `functions` gets the first alone."""
+        """The calls in the shape of the request. A request with `functions` gets only the first call."""
         if self._body.is_legacy:
             first = [_call(call)["function"] for call in piece.calls if call.index == 0]
             return {"function_call": first[0]} if first else {}
@@ -105,7 +105,7 @@ class _Answer:
         return "function_call" if is_call else piece.finish_reason
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        mode = cast(Literal["off", "last", "always"], self._body.usage_mode)
+        mode = self._body.usage_mode
         writer = ChunkWriter(self._head, mode)
         started: set[int] = set()
         prompt_ids = b""
@@ -131,14 +131,14 @@ class _Answer:
             yield last
 
     def _opening(self, index: int) -> list[bytes]:
-        """What a choice's chunks begin with: the role, and the last message where it is echoed."""
+        """The first chunks of a choice: the role, then the last message if it is echoed."""
         deltas = [{"role": "assistant", "content": ""}]
         if self._echo:
             deltas.append({"content": self._echo})
         return [to_json({"index": index, "delta": d, "logprobs": None, "finish_reason": None}) for d in deltas]
 
     def _choice(self, piece: Piece) -> bytes:
-        """A choice of a chunk, as JSON."""
+        """A chunk's choice, as JSON."""
         plain = not (piece.finish_reason or piece.reasoning or piece.calls)
         if plain and not self._body.logprobs and not self._body.return_token_ids:
             text = to_json(piece.content)
@@ -163,19 +163,12 @@ class _Answer:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {
-            "content": logprobs_json(
-                self._run.tokenizer,
-                piece.logprobs,
-                self._body.top_logprobs or 0,
-                as_ids=self._body.return_tokens_as_token_ids,
-            ),
-            "refusal": None,
-        }
+        as_ids, top = self._body.return_tokens_as_token_ids, self._body.top_logprobs or 0
+        return {"content": logprobs_json(self._run.tokenizer, piece.logprobs, top, as_ids), "refusal": None}
 
 
 def _call(call: CallDelta) -> dict[str, Any]:
-    """A tool call, or what it gained, in OpenAI's shape."""
+    """A tool call, or a later part of its arguments, in OpenAI's shape."""
     if call.name is None:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -184,7 +177,7 @@ def _call(call: CallDelta) -> dict[str, Any]:
 def logprobs_json(
     tokenizer: Tokenizer, entries: Iterable[TokenLogprob], top: int, as_ids: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Each token's log-probability with its `top` alternatives, in OpenAI's shape for chats; see `name_tokens`."""
+    """Each token's log-probability with `top` alternatives, in OpenAI's shape for chats (`as_ids`: see name_tokens)."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text, data = name_tokens(tokenizer, [token], as_ids)[0], list(tokenizer.token_bytes(token))

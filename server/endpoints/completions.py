@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Any, Literal, cast
+from typing import Any
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -63,21 +63,12 @@ async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionReques
         return tokenizer.with_eos(params, info.eos_token_ids), echoes
 
     params, echoes = await state.text_work(http, prepare, short=True)
-    generation = Generation(
-        state,
-        tokenizer,
-        http,
-        ids,
-        params,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        streams=bool(body.stream),
-    )
+    generation = Generation(state, tokenizer, http, ids, params, body)
     return _Answer(state, http, tokenizer, body, generation, echoes)
 
 
 class _Echo:
-    """A prompt as the beginning of its completions' text."""
+    """A prompt whose text begins the text of its completions."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: str | list[int], ids: list[int], body: CompletionRequest):
         cut = body.truncate_prompt_tokens is not None
@@ -92,7 +83,7 @@ class _Echo:
 
 
 def _offsets(tokenizer: Tokenizer, ids: list[int], text: str) -> list[int]:
-    """Where each token's text begins in `text`; a BOS token that the text does not show takes no room."""
+    """The offset in `text` at which each token's text begins. A BOS token that the text omits has length 0."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     hidden = 0
     if ids[0] == tokenizer.bos_token_id and not text.startswith(tokenizer.decode(ids[:1], skip_special_tokens=False)):
@@ -149,7 +140,7 @@ class _Answer:
         return to_json({**self._head, "choices": choices, "usage": self._generation.usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        mode = cast(Literal["off", "last", "always"], self._body.usage_mode)
+        mode = self._body.usage_mode
         writer = ChunkWriter(self._head, mode)
         started: set[int] = set()
         async with contextlib.aclosing(self._generation.deltas()) as batches:
@@ -169,7 +160,7 @@ class _Answer:
             yield last
 
     def _choice(self, delta: ChoiceDelta, first: bool) -> dict[str, Any]:
-        """A choice of the response; its first delta brings the echo."""
+        """A choice of the response, or of a chunk. With `first` it includes the echo."""
         echo = self._echoes[delta.index // self._n]
         choice: dict[str, Any] = {
             "index": delta.index,
@@ -187,7 +178,7 @@ class _Answer:
         return choice
 
     def _logprobs(self, delta: ChoiceDelta, echo: _Echo | None, first: bool) -> dict[str, Any]:
-        """{tokens, token_logprobs, top_logprobs, text_offset} of a delta, the echoed prompt before it."""
+        """{tokens, token_logprobs, top_logprobs, text_offset} of a delta, with `first` after the echoed prompt's."""
         base = len(echo.text) if echo else 0
         entries: list[TokenLogprob | None] = list(delta.logprobs)
         ids = delta.token_ids

@@ -1,4 +1,4 @@
-"""POST /invocations, the one endpoint that Amazon SageMaker knows."""
+"""POST /invocations, the endpoint that Amazon SageMaker calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.types import InvalidRequestError
 
 
 class Invocation(msgspec.Struct):
-    """What of a body tells which endpoint it is for."""
+    """The fields that tell which endpoint a body is for."""
 
     messages: Any = None
     prompt: Any = None
@@ -26,7 +26,7 @@ _decoder = msgspec.json.Decoder(Invocation)
 
 
 async def invoke(http: HTTPRequest) -> Response:
-    """A chat completion for a body with messages, a completion for one with a prompt."""
+    """Answers with a chat completion if the body has messages, with a completion if it has a prompt."""
     data = await read_bytes(http)
     put_back(http, data)
     body = await read_body(http, _decoder)

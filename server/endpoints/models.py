@@ -17,7 +17,7 @@ from jaxserve.server.chat.conversation import encode_chat
 from jaxserve.server.endpoints.openapi import ModelFacts, openapi_document
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.keys import ApiKey, find_key
-from jaxserve.server.http.state import ServerState, read_body, state_of, to_json
+from jaxserve.server.http.state import ServerState, read_body, require_json, state_of, to_json
 from jaxserve.server.schemas.chat import Conversation, TokenizeRequest
 from jaxserve.server.schemas.common import DetokenizeRequest
 from jaxserve.text.tokenizer import Tokenizer, token_strings
@@ -59,7 +59,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
 
 
 async def tokenize(http: Request) -> Response:
-    """POST /tokenize: token ids of a prompt, or of messages as the chat endpoint would render them."""
+    """POST /tokenize: token ids of a prompt, or of messages rendered as the chat endpoint renders them."""
     state = state_of(http)
     body = await read_body(http, _tokenize_decoder)
     state.check_model(body.model)
@@ -102,8 +102,7 @@ async def detokenize(http: Request) -> Response:
 
 
 async def health(http: Request) -> Response:
-    """GET /health: 200 as long as there is an engine that has loaded; 503 while it loads, or another one is started in
-    the place of one that died, whose reason is told."""
+    """GET /health: 200 while a loaded engine runs; otherwise 503, with the reason if an engine died."""
     state = state_of(http)
     status = state.status
     if status in ("ready", "draining"):
@@ -113,7 +112,7 @@ async def health(http: Request) -> Response:
 
 
 async def server_info(http: Request) -> Response:
-    """GET /server_info: what is served, and with which settings; nothing that is secret."""
+    """GET /server_info: the model and the settings, without secrets."""
     state = state_of(http)
     _, info = state.require_ready()
     settings = state.settings
@@ -140,7 +139,7 @@ def _module_name(module: ModuleType | None) -> str | None:
 
 
 async def ready(http: Request) -> Response:
-    """GET /ready: 200 when requests are served, 503 while loading, restarting, draining or dead."""
+    """GET /ready: 200 if new requests are served; 503 while loading, restarting, draining or dead."""
     status = state_of(http).status
     return _json({"status": status}, 200 if status == "ready" else 503)
 
@@ -157,8 +156,7 @@ async def metrics(http: Request) -> Response:
 
 
 async def profile(http: Request) -> Response:
-    """POST /profile?steps=N: traces the engine's next steps, 10 unless told; only with `--profile DIR` and the admin
-    key."""
+    """POST /profile?steps=N: traces the engine's next N steps (default 10). Needs `--profile DIR` and the admin key."""
     state = state_of(http)
     _require_admin(http)
     _, info = state.require_ready()
@@ -174,12 +172,12 @@ async def profile(http: Request) -> Response:
 
 
 async def load(http: Request) -> Response:
-    """GET /load: requests that are being answered now."""
+    """GET /load: the number of requests that are being answered."""
     return _json({"server_load": state_of(http).client.num_streams})
 
 
 async def tokenizer_info(http: Request) -> Response:
-    """GET /tokenizer_info: what a client that tokenizes by itself has to know."""
+    """GET /tokenizer_info: facts for clients that tokenize prompts themselves."""
     tokenizer, info = state_of(http).require_ready()
     eos = (*tokenizer.eos_token_ids, *info.eos_token_ids)
     special = {token: text for token in sorted(tokenizer.special_ids) if (text := tokenizer.decode([token], False))}
@@ -204,7 +202,7 @@ def _text_of(tokenizer: Tokenizer, token: int | None) -> str | None:
 
 
 async def reset_prefix_cache(http: Request) -> Response:
-    """POST /reset_prefix_cache: forgets earlier prompts' pages; only with the admin key."""
+    """POST /reset_prefix_cache: forgets the cached pages of earlier prompts. Needs the admin key."""
     state = state_of(http)
     _require_admin(http)
     state.require_ready()
@@ -214,19 +212,17 @@ async def reset_prefix_cache(http: Request) -> Response:
 
 
 def _require_admin(http: Request) -> None:
-    """Raises APIError: 404 without `--admin-key KEY`, 401 for a request without that key, and 400 for one that is not
-    declared as JSON, as a form on another site's page would send it."""
+    """Raises APIError: 404 if the server has no admin key, 401 for a request without it, and 400 for a request that is
+    not declared as JSON, because a form on another site's page could have sent it."""
     if (key := state_of(http).settings.admin_key) is None:
         raise APIError(404, "admin endpoints are off; start the server with --admin-key KEY")
     if find_key([ApiKey(key)], http.headers) is None:
         raise APIError(401, "the admin key is required, as in 'Authorization: Bearer KEY'", code="invalid_api_key")
-    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+    require_json(http)
 
 
 def _not_too_often(http: Request) -> None:
-    """Raises APIError (429) where the endpoint was called within the last second."""
+    """Raises APIError (429) if the endpoint was called within the last second."""
     calls, now = state_of(http).admin_calls, time.monotonic()
     if now - calls.get(http.url.path, -math.inf) < 1.0:
         raise APIError(429, f"{http.url.path} may be called once a second", headers={"Retry-After": "1"})

@@ -1,7 +1,7 @@
-"""The OpenAPI description of the endpoints; bodies are described from the types that decode them.
+"""The OpenAPI description of the endpoints. Bodies are described from the types that decode them.
 
-The bounds stand in those types. Added here are what depends on the model, what is allowed of fields that are not
-served, and what fields demand of each other.
+These types hold the fixed bounds. This module adds the bounds that depend on the model, the values that are accepted in
+fields that are not served, and rules between fields.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _GETS = {
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What the bounds of a body take from the model that is loaded.
+    """The facts about the loaded model on which bounds depend.
 
     Attributes:
-      vocab_size: token ids are below it.
-      max_model_len: a prompt has fewer tokens.
-      num_end_ids: the model's own end-of-sequence ids, which share the places for stop token ids.
+      vocab_size: token ids are less than this.
+      max_model_len: a prompt has fewer tokens than this.
+      num_end_ids: number of the model's end-of-sequence ids, which count towards MAX_STOP_TOKENS.
     """
 
     vocab_size: int
@@ -61,9 +61,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
 def openapi_document(
     version: str, names: Sequence[str], model: ModelFacts | None, own_templates: bool = False
 ) -> dict[str, Any]:
-    """The document of /openapi.json, for a model with these names; without its bounds while they are not known.
+    """The document of /openapi.json for a model with these names; without its bounds if `model` is None.
 
-    With `own_templates` requests may bring a chat template.
+    `own_templates`: requests may bring a chat template.
     """
     types = [body for body, _ in _POSTS.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -120,7 +120,7 @@ def openapi_document(
 
 
 def _with_bounds(node: Any, model: ModelFacts | None) -> Any:
-    """A schema with the bounds that its formats stand for, and with what replaces a type that says too little."""
+    """A schema in which formats such as "token-id" get their bounds, and `x-replaced-by` replaces its parent."""
     if isinstance(node, list):
         return [_with_bounds(child, model) for child in node]
     if not isinstance(node, dict):

@@ -1,7 +1,7 @@
-"""What /openapi.json says beyond the types of the bodies: their code checks it in words of its own.
+"""Parts of /openapi.json that the types of the bodies cannot express. The schemas' own code checks them.
 
-`RULES` is what the fields of an object demand of each other, as far as JSON Schema can say it and tools that make up
-requests can follow. `FIELDS` describes fields whose types say too little. The rest stands in descriptions.
+`RULES` holds rules between the fields of an object, as far as JSON Schema can express them and tools that generate
+requests can follow them. `FIELDS` describes fields whose types are too general. Descriptions tell the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _either(*rules: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": list(rules)}
 
 
-_NO_FORM = ({"type": "text"},)  # the response_format that asks for none
+_NO_FORM = ({"type": "text"},)  # the response_format that allows any text
 _BEAM_SEARCH = {
     "properties": {
         "structured_outputs": {"type": "null"}, "prompt_logprobs": {"type": "null"}, "logit_bias": {"enum": [None, {}]},
@@ -155,8 +155,8 @@ def _claude_message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
 
 
 def _block(kind: str, **fields: dict[str, Any]) -> dict[str, Any]:
-    """A part of one of Anthropic's messages; all fields but `content` must be there, and those of other kinds be well
-    formed."""
+    """A block of one of Anthropic's messages. All of `fields` but `content` are required; fields of other kinds of
+    blocks must have the right type if they are present."""
     required = ["type", *(name for name in fields if name != "content")]
     return {"type": "object", "properties": {"type": {"const": kind}, **_BLOCK_FIELDS, **fields}, "required": required}
 
@@ -200,7 +200,7 @@ _CLAUDE: dict[str, Any] = {
         "description": "'any' and 'tool' need tools, and 'tool' the name of one of them",
     },
 }
-# What is checked in words of its own, because a type cannot say it.
+# Fields whose values code checks, because types cannot express the rules.
 FIELDS: dict[str, dict[str, Any]] = {
     "Message": {
         "role": {"type": "string", "minLength": 1, "maxLength": 64},

@@ -1,4 +1,4 @@
-"""The page at `/`: a few static files, and GET /pool, which feeds its picture of the KV pages."""
+"""The page at `/`: static files, and GET /pool, the data for its picture of the KV pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES = {
     "/": ("index.html", "text/html"),
     "/ui/app.css": ("app.css", "text/css"),
 } | {f"/ui/{name}": (name, "text/javascript") for name in ("page.js", "chat.js", "pool.js")}
-PATHS = frozenset(_FILES)  # they tell nothing, and are open to all; what the page asks for is not
+PATHS = frozenset(_FILES)  # open without a key, because they hold no data; the page's own requests need one
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -1,4 +1,4 @@
-"""Builds the object of /v1/responses from pieces, and the events that tell of it, in OpenAI's order.
+"""Builds the response object of /v1/responses from pieces, and its events in OpenAI's order.
 
 https://platform.openai.com/docs/api-reference/responses-streaming
 """
@@ -29,14 +29,14 @@ from jaxserve.text.tokenizer import Tokenizer
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}  # an item's type -> its part's type
 _CALLS = {"function": "function_call", "custom": "custom_tool_call", LOCAL_SHELL: "local_shell_call"}
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
-_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # those that OpenAI's clients know
+_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # OpenAI's codes; other statuses: server_error
 
 
 class ResponseWriter:
-    """One response in the making.
+    """Builds one response.
 
     Attributes:
-      response: the object as it stands.
+      response: the object in its current state.
     """
 
     def __init__(self, body: ResponsesRequest, model: str, tokenizer: Tokenizer, tools: ToolMap):
@@ -45,9 +45,9 @@ class ResponseWriter:
         self._logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         self._events = 0
         self._output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # the last item, where it goes on
-        self._calls: list[ToolCall] = []  # as the model wrote them
-        self._input = StringReader(CUSTOM_INPUT)  # of the last item, where it is a custom tool's call
+        self._open: dict[str, Any] | None = None  # the last item, if it is not complete
+        self._calls: list[ToolCall] = []  # calls of functions, as the model wrote them
+        self._input = StringReader(CUSTOM_INPUT)  # reads the last item's input, if it is a custom tool's call
         text: dict[str, Any] = {"format": (body.text and body.text.format) or {"type": "text"}}
         if body.text and body.text.verbosity:
             text["verbosity"] = body.text.verbosity
@@ -83,7 +83,7 @@ class ResponseWriter:
             "service_tier": "default",
         }
 
-    # Each of these gives the events of what it does
+    # Each of these methods returns the events that report its change.
 
     def begin(self) -> Iterator[bytes]:
         yield self._event("created", response=self.response)
@@ -98,7 +98,7 @@ class ResponseWriter:
             yield from self._call(call)
 
     def end(self, reason: str | None, usage: Usage) -> Iterator[bytes]:
-        """After the last piece, whose finish_reason is `reason`."""
+        """Completes the response. `reason`: the last piece's finish_reason."""
         status = "incomplete" if reason == "length" else "completed"
         if not self._output:
             yield from self._begin_item("message", role="assistant")
@@ -110,7 +110,7 @@ class ResponseWriter:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-                "cache_write_tokens": 0,  # nobody asks for writes, and they cost nothing
+                "cache_write_tokens": 0,  # cache writes are not charged
             },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details else 0},
@@ -124,7 +124,7 @@ class ResponseWriter:
         yield self._event("failed", response=self.response)
 
     def message(self) -> Message:
-        """The output as a message of a conversation that goes on."""
+        """The output as a message, for a conversation that continues."""
         texts = {"message": "", "reasoning": ""}
         for item in self._output:
             if item["type"] in texts:
@@ -139,7 +139,7 @@ class ResponseWriter:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Where the last item, and its only part, stand."""
+        """The fields that locate the last item, and its only part, in the output."""
         item = self._output[-1]
         place = {"item_id": item["id"], "output_index": len(self._output) - 1}
         return {**place, "content_index": 0} if item["type"] in _TEXT else place

@@ -1,4 +1,4 @@
-"""/v1/responses: create, get, cancel and delete. Answers are kept in this process's memory, the latest of them."""
+"""/v1/responses: create, get, cancel and delete. The latest responses are kept in this process's memory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 _count_decoder = msgspec.json.Decoder(InputTokensRequest)
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
 _MAX_LISTED = 100  # items in one answer of /input_items
-_MAX_REFERRED = 8 * 2**20  # bytes of the responses to whose items one input refers
+_MAX_REFERRED = 8 * 2**20  # bytes of all stored responses whose items one input refers to
 
 
 async def create_response(http: HTTPRequest) -> Response:
-    """Answers with one response or a stream of events; or at once, where it is to be made in the background."""
+    """Answers with a response or a stream of events. A response made in the background is answered at once."""
     state = state_of(http)
     body = await read_body(http, _decoder)
     body.check()
@@ -57,7 +57,7 @@ async def create_response(http: HTTPRequest) -> Response:
 
 
 async def count_input_tokens(http: HTTPRequest) -> Response:
-    """POST /v1/responses/input_tokens: how many tokens a response's prompt has."""
+    """POST /v1/responses/input_tokens: the number of tokens in a response's prompt."""
     state = state_of(http)
     body = await read_body(http, _count_decoder)
     state.check_model(body.model)
@@ -72,9 +72,9 @@ async def count_input_tokens(http: HTTPRequest) -> Response:
 
 
 def _conversation(state: ServerState, body: ResponsesRequest, owner: ApiKey | None) -> Reader:
-    """The messages of earlier responses and of this one's input."""
+    """The messages of the previous response's conversation, then of this request's input."""
 
-    decoded: dict[bytes, dict[str, Item]] = {}  # a stored response -> the items of its output
+    decoded: dict[bytes, dict[str, Item]] = {}  # a stored response as JSON -> id -> item of its output
 
     def lookup(name: str) -> Item | None:
         stored = state.responses.with_item(name, owner)
@@ -85,7 +85,7 @@ def _conversation(state: ServerState, body: ResponsesRequest, owner: ApiKey | No
                 raise InvalidRequestError(f"input refers to responses of more than {_MAX_REFERRED} bytes", "input")
             output = msgspec.json.decode(stored.response)["output"]
             decoded[stored.response] = {item["id"]: msgspec.convert(item, Item) for item in output}
-        return decoded[stored.response].pop(name, None)  # an item stands in a conversation once
+        return decoded[stored.response].pop(name, None)  # an item may be used once
 
     reader = Reader(lookup)
     if body.previous_response_id is not None:
@@ -100,7 +100,7 @@ def _conversation(state: ServerState, body: ResponsesRequest, owner: ApiKey | No
 
 
 async def get_response(http: HTTPRequest) -> Response:
-    """GET /v1/responses/{id}, and with `stream=true` its events, those after number `starting_after`."""
+    """GET /v1/responses/{id}; with `stream=true`, the response's events after number `starting_after`."""
     stored = state_of(http).responses.get(http.path_params["id"], key_of(http))
     if http.query_params.get("stream", "false").lower() not in ("true", "1"):
         return _json(stored.response)
@@ -110,7 +110,7 @@ async def get_response(http: HTTPRequest) -> Response:
 
 
 async def list_input_items(http: HTTPRequest) -> Response:
-    """GET /v1/responses/{id}/input_items: the items of its input, the last ones first unless `order` is "asc"."""
+    """GET /v1/responses/{id}/input_items: the items of the input, the last one first unless `order` is "asc"."""
     items = msgspec.json.decode(state_of(http).responses.get(http.path_params["id"], key_of(http)).items)
     limit = _query_int(http, "limit", 20, 1, _MAX_LISTED)
     order, after = http.query_params.get("order", "desc"), http.query_params.get("after")
@@ -138,7 +138,7 @@ def _query_int(http: HTTPRequest, name: str, default: int, low: int, high: int) 
 
 
 async def cancel_response(http: HTTPRequest) -> Response:
-    """POST /v1/responses/{id}/cancel: stops one that is made in the background; one that has ended stays as it is."""
+    """POST /v1/responses/{id}/cancel: stops a response made in the background. A complete one stays as it is."""
     store, name = state_of(http).responses, http.path_params["id"]
     stored = store.get(name, key_of(http))
     if stored.task is None:
@@ -167,7 +167,7 @@ def _json(body: bytes) -> Response:
 
 
 class _Work:
-    """One response being made."""
+    """Makes one response: whole, as a stream, or in the background."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Work:
             yield b"".join(writer.fail(to_api_error(error)))
 
     def _take(self, piece: Piece) -> list[bytes]:
-        """The events of a piece; the last one ends the response, which is stored then."""
+        """The events of a piece. The last piece completes the response and stores it."""
         events = list(self.writer.piece(piece))
         if piece.finish_reason is not None:
             events += self.writer.end(piece.finish_reason, self._run.usage())
@@ -211,7 +211,7 @@ class _Work:
         return events
 
     def start(self, has_log: bool) -> EventLog | None:
-        """Makes the response in the background; it can be asked for at once. Returns its log, where it has one."""
+        """Makes the response in the background and stores it at once, incomplete. Returns its log if `has_log`."""
         self._log = EventLog() if has_log else None
         self._task = asyncio.create_task(self._in_background())
         self._store([])

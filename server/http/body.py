@@ -1,4 +1,4 @@
-"""Request bodies as bytes: read, weighed and bounded before anything is made of them."""
+"""Request bodies as bytes: their size and shape are bounded before they are decoded."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.limits import Body
 
-# Fields that hold a schema, or another form that is not ours; of a list of tools, each is bounded.
+# Fields that hold a schema or another free form, each bounded by MAX_SCHEMA. In _LISTS every element is bounded.
 _FREE_FIELDS = (
     "response_format", "structured_outputs", "text", "output_config", "output_format", "metadata", "tool_choice",
     "logit_bias", "chat_template_kwargs", "function_call",
 )  # fmt: skip
 _LISTS = ("tools", "functions")
-_PIECE = 2**18  # bytes that are looked at before others have a turn
-_READ = "body_read"  # in a request's state: a body that was put back
-_FEW = MAX_NESTING  # brackets that cannot be nested too deeply
-_VALUE_BYTES, _STRING_BYTES, _CONTAINER_BYTES = 40, 60, 100  # what they take in Python, roughly
+_PIECE = 2**18  # bytes that are examined before other tasks run
+_READ = "body_read"  # key in a request's state of a body that was put back
+_FEW = MAX_NESTING  # so few opening brackets cannot be nested too deeply
+_VALUE_BYTES, _STRING_BYTES, _CONTAINER_BYTES = 40, 60, 100  # approximate memory of each as a Python object
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def body_of(request: Request) -> Body | None:
-    """What is known of a request's body; None outside the application."""
+    """The account of a request's body; None outside the application."""
     return request.scope.get("state", {}).get("body")
 
 
 def put_back(request: Request, data: bytes) -> None:
-    """Has the next `read_bytes` give a body that was read already, to a handler that another one chose by it."""
+    """Makes the next `read_bytes` return `data`, so that the handler that was chosen by the body can read it again."""
     request.scope.setdefault("state", {})[_READ] = data
 
 
 async def read_bytes(request: Request) -> bytes:
-    """A request's JSON body, unless it would become too much in memory: then raises APIError (400 or 503).
+    """A request's JSON body. Raises APIError (400 or 503) if decoding it would take too much memory.
 
-    Nothing keeps it beyond the caller, unless that puts it back.
+    Only the caller keeps a reference to it, unless it calls `put_back`.
     """
     if (data := request.scope.get("state", {}).pop(_READ, None)) is not None:
         return data
@@ -49,7 +49,7 @@ async def read_bytes(request: Request) -> bytes:
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     del parts
     brackets, strings = data.count(b"{") + data.count(b"["), data.count(b'"') // 2
-    if brackets > _FEW or strings > MAX_STRINGS:  # those inside of strings do not count
+    if brackets > _FEW or strings > MAX_STRINGS:  # count exactly, without brackets and quotes inside strings
         shape = _Shape()
         for piece in _pieces(data):
             shape.add(piece)
@@ -75,7 +75,8 @@ def _pieces(data: bytes) -> Iterator[bytes]:
 
 
 class _Shape:
-    """What JSON amounts to so far, outside of its strings. `add` raises APIError (400) where that is too much."""
+    """Counts brackets and quotes of growing JSON text, outside its strings. `add` raises APIError (400) if there are
+    too many, or if brackets are nested too deeply."""
 
     def __init__(self) -> None:
         self.containers = self.quotes = self._depth = 0
@@ -105,7 +106,8 @@ class _Shape:
 
 
 def _check_forms(data: bytes) -> None:
-    """Raises APIError (400) for a schema that is too long. What is not JSON at all is told by whoever decodes it."""
+    """Raises APIError (400) for a field in a free form that is too long. Ignores invalid JSON, which the caller's
+    decoder reports."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         fields = _read_fields(data)
         for name in _FREE_FIELDS:

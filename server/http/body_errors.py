@@ -1,4 +1,4 @@
-"""What is wrong with a request's body, in words that name the field, what is allowed and what was given."""
+"""Error messages about a request's body. They name the field, what is allowed and what was given."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WORDS = {
     "object": "an object", "null": "null",
 }  # fmt: skip
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
-_MOST_SHOWN = 64  # characters of a value
+_MOST_SHOWN = 64  # characters of a value that a message quotes
 
 
 def explain(error: msgspec.ValidationError, body: str) -> APIError:
-    """The answer (400) to a body that is JSON and not what was asked for. `param` is the field at the top."""
+    """The answer (400) to a body that is valid JSON of the wrong form. Its `param` is the top-level field."""
     text, _, where = str(error).rpartition(" - at ")
-    if not text:  # it is about the body as a whole
+    if not text:  # the error is about the body as a whole
         text = str(error)
         missing = re.search("missing required field `(.*)`", text)
         return APIError(400, _in_words(text), param=missing[1] if missing else None)
@@ -34,13 +34,13 @@ def explain(error: msgspec.ValidationError, body: str) -> APIError:
     else:
         text = f"{path}: {text}"
     if ", got" not in text and not is_key and "..." not in path:
-        with contextlib.suppress(msgspec.ValidationError):  # a number that is out of any range
+        with contextlib.suppress(msgspec.ValidationError):  # a number too large for msgspec
             text += f", got {_shown(_value_at(body, path), by_length='of length' in text)}"
     return APIError(400, text, param=param)
 
 
 def _in_words(text: str) -> str:
-    """Types as JSON's users call them, instead of as Python does."""
+    """Replaces Python's names of types by JSON's."""
 
     def words(match: re.Match[str]) -> str:
         names = match[1].split(" | ")
@@ -64,8 +64,8 @@ def _shown(value: Any, by_length: bool) -> str:
 
 
 def with_whole_numbers(body: str) -> bytes:
-    """The body with numbers such as 16.0, which are integers to JSON Schema, as 16. Raises ValidationError for numbers
-    that are out of any range."""
+    """The body with numbers such as 16.0, which JSON Schema counts as integers, written as 16. Raises ValidationError
+    for numbers too large for msgspec."""
     return msgspec.json.encode(_whole(msgspec.json.decode(body)))
 
 

@@ -1,4 +1,4 @@
-"""Who may connect: how many at a time, from the moment that a socket is accepted, before any of its bytes are read."""
+"""Limits on open connections. They apply as soon as a socket is accepted, before any of its bytes are read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable
 
-RESERVE = 32  # connections beyond the limit, for those who ask for health or metrics
-RESERVE_SECONDS = 5.0  # in which these must ask
+RESERVE = 32  # connections beyond the limit that may ask for health or metrics
+RESERVE_SECONDS = 5.0  # time for such a connection to send its request
 _REFUSED = (
     b'{"error":{"message":"too many connections are open already; try again later","type":"server_error","param":null,'
     b'"code":"too_many_connections"}}'
@@ -20,16 +20,16 @@ REFUSAL = (
 
 
 class Connections:
-    """Counts open connections, whether they have sent anything or not, in all and by address.
+    """Counts open connections, idle ones included, in total and per client address.
 
     Attributes:
-      limit: of all, beyond which there is a reserve of RESERVE.
-      refused: called for each that is not let in.
+      limit: most connections in total, apart from RESERVE more.
+      refused: called for each connection that is refused.
     """
 
     def __init__(self, limit: int, per_address: int | None):
-        """`per_address`: most from one address, 0: any number; None: half of `limit`, but any number from this
-        machine, where a proxy may stand for many."""
+        """`per_address`: most connections from one address; 0: no limit; None: half of `limit`, and no limit for this
+        machine, where a proxy may serve many clients."""
         self.limit = limit
         self.refused: Callable[[], None] = lambda: None
         self._spares_local = per_address is None
@@ -42,7 +42,7 @@ class Connections:
         return self._count > self.limit
 
     def enter(self, transport: asyncio.BaseTransport) -> Ticket | None:
-        """Counts a connection that was just accepted; None where it must be closed."""
+        """Counts a connection that was just accepted; None if the caller must close it."""
         address = self._address(transport)
         if self._count >= self.limit + RESERVE or (address and self._by_address[address] >= self._per_address):
             self.refused()
@@ -57,7 +57,8 @@ class Connections:
                 del self._by_address[address]
 
     def _address(self, transport: asyncio.BaseTransport) -> str | None:
-        """Whom a connection counts for: an IPv4 address, or a network of IPv6, all of which a host has; or nobody."""
+        """The address that a connection counts for: an IPv4 address, or an IPv6 /64 network, since one host has all of
+        its addresses. None if no limit applies."""
         peer = transport.get_extra_info("peername")
         if not self._per_address or not isinstance(peer, tuple):
             return None
@@ -69,10 +70,10 @@ class Connections:
 
 
 class Ticket:
-    """The place of one open connection, until `leave`.
+    """The place of one open connection, from creation until `leave`.
 
     Attributes:
-      is_surplus: it is one of the reserve.
+      is_surplus: whether the connection was beyond the limit when it came.
     """
 
     def __init__(self, connections: Connections, address: str | None):

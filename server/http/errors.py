@@ -1,5 +1,4 @@
-"""Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}` with a fitting status; and
-Anthropic's shape for the paths of its clients."""
+"""Errors in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, or on its paths in Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-# https://docs.anthropic.com/en/api/errors; the rest is invalid_request_error or api_error
+# https://docs.anthropic.com/en/api/errors; other statuses are invalid_request_error (below 500) or api_error
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -36,7 +35,7 @@ _ANTHROPIC_TYPES = {
 
 
 class APIError(Exception):
-    """An answer other than success; handlers raise it, the app turns it into a response."""
+    """An error answer. Handlers raise it, and the app turns it into a response."""
 
     def __init__(
         self,
@@ -56,29 +55,29 @@ class APIError(Exception):
         self.headers = headers or {}
 
     def body(self) -> bytes:
-        """The JSON of the error."""
+        """The error as JSON, in OpenAI's shape."""
         return msgspec.json.encode(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )
 
     def anthropic_body(self) -> bytes:
-        """The JSON of the error as Anthropic's clients expect it."""
+        """The error as JSON, in Anthropic's shape."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
     def response(self, scope: Scope) -> Response:
-        """The answer, in the shape that clients of the request's path expect."""
+        """The error as a response, in the shape that the request's path calls for."""
         body = self.anthropic_body() if scope["path"].startswith(ANTHROPIC_PATHS) else self.body()
         return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 
 def unavailable(message: str, code: str) -> APIError:
-    """503 that asks the client to come back."""
+    """A 503 that asks the client to retry after RETRY_SECONDS."""
     return APIError(503, message, code=code, headers={"Retry-After": RETRY_SECONDS})
 
 
 def to_api_error(error: Exception) -> APIError:
-    """The answer to any exception. What is not the client's doing is logged and not told in detail."""
+    """The answer to any exception. An unexpected one is logged, and the answer does not tell its details."""
     match error:
         case APIError():
             return error
@@ -97,5 +96,5 @@ def to_api_error(error: Exception) -> APIError:
 
 
 async def handle_exception(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler for the kinds of errors that are expected."""
+    """Starlette's handler for the expected kinds of exceptions."""
     return to_api_error(error).response(request.scope)

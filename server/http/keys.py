@@ -1,4 +1,4 @@
-"""API keys: who may call, and how many calls of theirs may run at a time."""
+"""API keys: who may call, with how many completions at a time and at which priority."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ log = logging.getLogger("jaxserve.server")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key, a name for messages, how many completions may run under it at a time (None: any number), and the lowest
-    priority that its requests may have; lower ones are served first.
+    """One API key.
 
-    Raises ValueError for an empty key, which everybody has.
+    Attributes:
+      name: stands for the key in the access log.
+      max_concurrency: most completions that may run under the key at a time; None: no limit.
+      min_priority: lowest priority number that its requests may have; lower numbers are served first.
+
+    Raises ValueError for an empty key, which every client could send.
     """
 
     key: str = field(repr=False)
@@ -39,10 +43,10 @@ class ApiKey:
 
 
 def read_keys(path: str | Path) -> list[ApiKey]:
-    """Keys of a file with lines `key [name] [max-concurrency] [min-priority]`; the third may be `-` for any number.
-    Blank lines and those that begin with # are skipped.
+    """The keys in a file of lines `key [name] [max-concurrency] [min-priority]`; max-concurrency `-` means no limit.
+    Blank lines and lines that begin with # are skipped.
 
-    Raises ValueError, naming the line but not the key, for anything else, and OSError.
+    Raises ValueError for any other line, naming its number but not the key, and OSError.
     """
     keys = []
     for number, line in enumerate(_read_secret(path).splitlines(), start=1):
@@ -62,7 +66,7 @@ def read_keys(path: str | Path) -> list[ApiKey]:
 
 
 def read_key(path: str | Path) -> str:
-    """The one key that a file holds. Raises ValueError where it holds none or more, and OSError."""
+    """The one key that a file holds. Raises ValueError if it does not hold exactly one, and OSError."""
     words = _read_secret(path).split()
     if len(words) != 1:
         raise ValueError(f"{path} must hold one key, and holds {len(words)}")
@@ -77,13 +81,14 @@ def _read_secret(path: str | Path) -> str:
 
 
 def given_key(headers: Headers) -> str | None:
-    """The key that a request brings, as a bearer or, as Anthropic's clients send it, in x-api-key."""
+    """The key in a request's headers: a bearer token, or x-api-key, which Anthropic's clients send."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 def find_key(keys: Sequence[ApiKey], headers: Headers) -> ApiKey | None:
-    """The one of `keys` that a request brings. All are compared, by digests, so that the time tells nothing of any."""
+    """The member of `keys` that a request carries. Compares digests with all of them, so that timing reveals nothing
+    about a key."""
     digest = hashlib.sha256((given_key(headers) or "").encode()).digest()
     found = [key for key in keys if hmac.compare_digest(digest, key.digest)]
     return found[0] if found else None

@@ -1,6 +1,6 @@
-"""What requests cost the front, and what it does about it: bodies in memory, texts in threads, completions under a key.
+"""Limits on what requests cost the front: memory for bodies, threads for texts, completions per key.
 
-The caps on a single request stand in `jaxserve.limits`.
+The limits on a single request's fields are in `jaxserve.limits`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """The bodies of one front's requests, from their first byte until what they ask for is submitted."""
+    """Memory of the request bodies of one front, each from its first byte until its request reaches the engine."""
 
     def __init__(self, longest: int):
         self.longest = longest
@@ -31,8 +31,8 @@ class Bodies:
         return Body(self)
 
     def take(self, total: int, more: int) -> None:
-        """Adds `more` bytes to a body of then `total`. Raises APIError (503) for a long one while others take too much;
-        one that is alone is always taken."""
+        """Adds `more` bytes to a body, which then has `total`. Raises APIError (503) for a long body if all bodies
+        together take too much; a body is always accepted if it is the only one."""
         self._held += more
         if total > SMALL_BODY and total < self._held > BODIES * self.longest:
             raise unavailable("too many long requests are in work; try again later", "too_many_bodies")
@@ -46,42 +46,42 @@ def too_long(longest: int) -> APIError:
 
 
 class Body:
-    """One request's body, of which `size` bytes have come."""
+    """The account of one request's body. `size`: bytes that have arrived."""
 
     def __init__(self, bodies: Bodies):
         self._bodies = bodies
         self.size = self._held = 0
 
     def grow(self, count: int) -> None:
-        """More bytes have come. Raises APIError, 413 or 503, where they are too many."""
+        """Counts `count` more bytes that have arrived. Raises APIError (413 or 503) if there are too many."""
         self.size += count
         self.expand(count)
         if self.size > self._bodies.longest:
             raise too_long(self._bodies.longest)
 
     def expand(self, count: int) -> None:
-        """It takes more bytes of memory than before. Raises APIError (503) where that is too much beside others."""
+        """Counts `count` more bytes of memory. Raises APIError (503) if all bodies together take too much."""
         self._held += count
         self._bodies.take(self._held, count)
 
     def release(self) -> None:
-        """What it asked for is on its way: it counts no longer."""
+        """Stops counting the body, because its request has reached the engine or has ended."""
         self._bodies.give(self._held)
         self._held = 0
 
 
 class Accounts:
-    """The completions that run under each key."""
+    """Counts the completions that run under each key."""
 
     def __init__(self, most: int):
-        self._most = most  # of one request
+        self._most = most  # completions of one request
         self._running: Counter[ApiKey] = Counter()
 
     def check(self, key: ApiKey | None, prompts: int, n: int | None) -> int:
-        """The completions of a request that asks for n of each prompt.
+        """The number of completions of a request that asks for n of each prompt.
 
-        Raises InvalidRequestError for more than a request may have, and APIError (429) while too many run under its
-        key.
+        Raises InvalidRequestError if no request under this key may have so many, and APIError (429) if too many are
+        running now.
         """
         count = prompts * max(n or 1, 1)
         if count > self._most:
@@ -115,28 +115,28 @@ class Accounts:
                 del self._running[key]
 
 
-class Texts:
-    """Threads for work on texts, such as tokenizing. Keys take turns, none has all threads, and what waits is bounded.
+class TextThreads:
+    """Threads for work on texts, such as tokenizing. Tenants (API keys) take turns, and none gets all threads.
 
-    Work that waits leaves when its caller is cancelled.
+    The waiting work of each tenant is bounded in bytes. Work whose caller is cancelled leaves the queue.
     """
 
     def __init__(self, threads: int = 4):
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
-        self._most = max(1, threads - 1)  # of one key
+        self.executor = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._most = max(1, threads - 1)  # threads of one tenant
         self._free = threads
-        self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # by key; the first has the turn
-        self._bytes: Counter[str] = Counter()  # of these
+        self._running: Counter[str] = Counter()  # tenant -> threads in use
+        self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # by tenant, the next in turn first
+        self._bytes: Counter[str] = Counter()  # tenant -> bytes of its waiting work
 
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
-        """`work()` in a thread, once it is the tenant's turn; `size` is what it has to hold meanwhile, in bytes.
+        """The result of `work()`, run in a thread when it is the tenant's turn. `size`: bytes that it holds meanwhile.
 
-        Raises APIError (503) where too much waits for this tenant already.
+        Raises APIError (503) if too many bytes of this tenant are waiting.
         """
         if not self._free or self._running[tenant] >= self._most:
             await self._turn(tenant, size)
@@ -144,8 +144,8 @@ class Texts:
             self._start(tenant)
         loop = asyncio.get_running_loop()
         try:
-            done = self.pool.submit(work)
-        except RuntimeError:  # the server has stopped meanwhile
+            done = self.executor.submit(work)
+        except RuntimeError:  # the server has shut the executor down
             self._end(tenant)
             raise unavailable("the server is shutting down", "shutting_down") from None
         done.add_done_callback(lambda _: _tell(loop, self._end, tenant))
@@ -178,7 +178,7 @@ class Texts:
         self._running[tenant] += 1
 
     def _end(self, tenant: str) -> None:
-        """A thread is free: it goes to the first key in turn that may have it."""
+        """Frees a tenant's thread, and gives it to the first waiting tenant that may use another thread."""
         self._free += 1
         self._running[tenant] -= 1
         if not self._running[tenant]:
@@ -188,7 +188,7 @@ class Texts:
                 queue = self._waiting.pop(other)
                 turn, size = queue.popleft()
                 if queue:
-                    self._waiting[other] = queue  # behind all others
+                    self._waiting[other] = queue  # to the end of the order
                 self._bytes[other] -= size
                 if not queue:
                     del self._bytes[other]
@@ -198,5 +198,5 @@ class Texts:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[[str], None], tenant: str) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so no work is waiting
         loop.call_soon_threadsafe(function, tenant)

@@ -16,14 +16,14 @@ from jaxserve.server.http.keys import ApiKey, find_key
 from jaxserve.server.http.limits import Bodies, too_long
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # answered without a key
-RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered when there are too many connections
-ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile"})  # their handlers ask for a key of their own
-MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they tell of everybody's requests
+RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered even on connections beyond the limit
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile"})  # their handlers check the admin key
+MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they reveal facts about the requests of all keys
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestId:
-    """Gives every response an `X-Request-Id`: the client's own where it is well-formed, else a new one."""
+    """Gives every response an `X-Request-Id`: the request's, if it is well-formed, otherwise a new one."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -44,7 +44,7 @@ class RequestId:
 
 
 class UnexpectedErrors:
-    """Answers 500, and keeps the connection, where a handler fails in a way that nobody thought of."""
+    """Answers 500 when a handler raises an unexpected exception, and keeps the connection open."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -61,12 +61,12 @@ class UnexpectedErrors:
             await self.app(scope, receive, send_noting_start)
         except Exception as error:
             if started or scope["type"] != "http":
-                raise  # half an answer is out: all that is left is to break the connection
+                raise  # part of an answer is sent, so the connection can only be closed
             await to_api_error(error).response(scope)(scope, receive, send)
 
 
 class ConnectionLimit:
-    """Answers 503 on connections beyond the limit, but for RESERVED_PATHS, and closes them after any answer."""
+    """Answers 503 on connections beyond the limit, except to RESERVED_PATHS; closes them after any answer."""
 
     def __init__(self, app: ASGIApp, connections: Connections):
         self.app = app
@@ -91,12 +91,11 @@ class ConnectionLimit:
 
 
 class ApiKeys:
-    """Answers 401 to requests without one of the keys, whatever the path, but for OPEN_PATHS, ADMIN_PATHS and
-    `open_paths`; and 429 to those beyond what may run under their key at a time. Handlers find the key in
-    `scope["state"]["api_key"]`.
+    """Checks API keys, on every path but OPEN_PATHS, ADMIN_PATHS and `open_paths`.
 
-    MONITOR_PATHS open to `monitor_keys`, and to an API key only where there is no other: with two or more they would
-    tell one client of the others' requests, so that they get 403.
+    A request without a valid key gets 401, one beyond its key's `max_concurrency` gets 429. Handlers find the key in
+    `scope["state"]["api_key"]`. MONITOR_PATHS accept `monitor_keys`. They accept an API key only if it is the only one,
+    and otherwise answer it with 403, because they would tell one client about the requests of others.
     """
 
     def __init__(
@@ -152,8 +151,8 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Answers 413 to bodies that are too long, without reading them to their end; and 503 to long ones while others
-    take too much memory, until what these ask for is submitted. Handlers find theirs in `scope["state"]["body"]`."""
+    """Answers 413 to a body that is too long, without reading all of it, and 503 to a long body while the bodies of
+    other requests take too much memory. Handlers find the body's account in `scope["state"]["body"]`."""
 
     def __init__(self, app: ASGIApp, bodies: Bodies):
         self.app = app

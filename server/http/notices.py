@@ -1,4 +1,4 @@
-"""What a request asked for and does not get: told in a header of the answer and in the log."""
+"""Notices of what was left out of a request, in a header of the answer and in the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_LENGTH = 1000  # characters of the header
 
 
 class NoticedResponse(Response):
-    """Another response, with a header that says what was left out of the request."""
+    """Sends another response with a header that tells what was left out of the request."""
 
     def __init__(self, response: Response, text: str):
         self._response = response
@@ -33,7 +33,7 @@ class NoticedResponse(Response):
 
 
 def noticed(response: Response, notices: Sequence[str]) -> Response:
-    """The response with these notices in its header; they are logged as well."""
+    """The response with the notices in a header, if there are any; logs them as well."""
     if not notices:
         return response
     text = "; ".join(notices)[:_MAX_LENGTH]
@@ -42,5 +42,5 @@ def noticed(response: Response, notices: Sequence[str]) -> Response:
 
 
 def shown(value: Any) -> str:
-    """A client's value as a notice may hold it: short, and without line breaks."""
+    """A client's value for use in a notice: in ASCII, short and without line breaks."""
     return ascii(value)[:64]

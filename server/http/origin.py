@@ -1,7 +1,7 @@
-"""Keeps pages of other sites away from a server that asks for no key.
+"""Keeps other sites' web pages from using a server that requires no key.
 
-A browser lets any page send requests to a server on its reader's machine. Such a request names the page in `Origin`;
-or, where the page's own name was made to lead to this machine (DNS rebinding), that name in `Host`.
+A browser lets any page send requests to a server on the user's machine. The request names the page's site in `Origin`.
+After DNS rebinding, where the site's name resolves to the user's machine, it names the site in `Host` instead.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.server.http.errors import APIError
 
-_HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})  # change nothing, and other sites' pages cannot read the answer
+_HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})  # change nothing, and browsers hide the answers from other sites
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class OriginCheck:
-    """Answers 421 to hosts that are not served here, and 403 to what another site's page sends.
+    """Answers 421 if `Host` names another machine, and 403 if another site's page sent the request.
 
-    `hosts`: names that `Host` may have, besides those of this machine to itself; None: any. `origins`: those whose
-    pages may send, as in "https://example.com"; "*": all.
+    `hosts`: accepted names in `Host`, besides local names such as localhost; None: any. `origins`: sites whose pages
+    may send requests, such as "https://example.com"; "*": all.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]):
@@ -61,7 +61,7 @@ class OriginCheck:
 
 
 def is_local(name: str) -> bool:
-    """Whether a host's name or address always means the machine that uses it."""
+    """Whether a host name or address always stands for the machine that uses it, as localhost does."""
     try:
         return ipaddress.ip_address(name.partition("%")[0]).is_loopback
     except ValueError:

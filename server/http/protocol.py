@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: uvicorn's, with bounds on what a client may keep waiting, and errors in the API's shape."""
+"""HTTP/1.1 connections: uvicorn's protocol with TLS handshakes, time limits and errors in the API's shape."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxserve.server.http.connections import REFUSAL, RESERVE_SECONDS, Connections, Ticket
 from jaxserve.server.http.errors import APIError, unavailable
 
-_PIECE = 16 * 2**10  # bytes that are parsed at a time, so that a long head is noticed before it is parsed
-_LINGER_SECONDS = 2.0  # in which a client that still sends may read why it was refused
+_PIECE = 16 * 2**10  # bytes parsed at a time, so that a head that is too long is noticed early
+_LINGER_SECONDS = 2.0  # time for a refused client, which may still be sending, to read the answer
 
 
 def accept(
     *, connections: Connections, client_timeout: float, tls: ssl.SSLContext | None, **options: Any
 ) -> asyncio.Protocol:
-    """The protocol of a socket that is being accepted; uvicorn gives the options."""
+    """The protocol for a newly accepted socket. `options` come from uvicorn."""
     connection = Connection(places=connections, client_timeout=client_timeout, **options)
     return connection if tls is None else Handshake(connection, connections, tls, client_timeout)
 
@@ -30,12 +30,12 @@ def accept(
 class Connection(H11Protocol):
     """One client's connection.
 
-    A request's head must have come within `client_timeout` seconds, and then its body: 408 otherwise. A client that has
-    taken nothing of its answer for so long is disconnected. `places` counts it; requests of one that is beyond the
-    limit find `surplus` in their `scope["state"]`.
+    A request's head, and then its body, must each arrive within `client_timeout` seconds; otherwise the answer is 408.
+    A client that has read nothing of its answer for that time is disconnected. `places` counts the connection. If it
+    was beyond the limit when it came, its requests have `surplus` in `scope["state"]`.
 
     Attributes:
-      ticket: its place; None before it has one.
+      ticket: the connection's place; None before it has one.
     """
 
     def __init__(self, *args: Any, places: Connections, client_timeout: float, **options: Any):
@@ -62,7 +62,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.ticket is None:
-            return  # it was never let in
+            return  # it was refused
         self.ticket.leave()
         super().connection_lost(exc)
         for timer in (self._receiving, self._sending):
@@ -79,7 +79,7 @@ class Connection(H11Protocol):
                 self._expect()
 
     def _expect(self) -> None:
-        """Starts the time for the rest of a head or body; ends it where the request is whole."""
+        """Restarts the time limit for the rest of a head or body; ends it if the request is complete."""
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
@@ -91,14 +91,14 @@ class Connection(H11Protocol):
         self._refuse(APIError(408, text, code="request_timeout"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP; uvicorn calls it while it handles h11's exception."""
+        """Answers bytes that are not valid HTTP. uvicorn calls it while it handles h11's exception."""
         problem = sys.exception()
         too_long = isinstance(problem, h11.RemoteProtocolError) and problem.error_status_hint == 431
         text = "the request's head is too long" if too_long else f"not a valid HTTP/1.1 request: {problem!s:.200}"
         self._refuse(APIError(431 if too_long else 400, text))
 
     def _refuse(self, error: APIError) -> None:
-        """Answers where nothing was answered yet, and closes, with time for the client to read it."""
+        """Sends the error if no answer has begun, then closes, after some time for the client to read it."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = error.response(dict(self.scope or {"path": ""}))
             headers = [*answer.raw_headers, (b"connection", b"close")]
@@ -108,21 +108,21 @@ class Connection(H11Protocol):
                 h11.EndOfMessage(),
             ):
                 self.transport.write(self.conn.send(event) or b"")
-        if self.cycle is not None:  # its handler may still wait for the body
+        if self.cycle is not None:  # the handler may still wait for the body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._refused = True
         if not self.transport.can_write_eof():  # TLS
             self.transport.close()
             return
-        self.flow.resume_reading()  # to close with unread data would take the answer back
+        self.flow.resume_reading()  # closing with unread data would reset the connection and lose the answer
         self.transport.write_eof()
         if self._receiving is not None:
             self._receiving.cancel()
         self._receiving = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
 
     def shutdown(self) -> None:
-        """uvicorn calls it at the end: a request that has not come whole is not waited for."""
+        """Closes the connection at shutdown; does not wait for the rest of an incomplete request."""
         if self.conn.their_state is h11.SEND_BODY and not self._refused:
             self._refuse(unavailable("the server is shutting down", "shutting_down"))
         else:
@@ -143,7 +143,7 @@ class Connection(H11Protocol):
             self._sending.cancel()
 
     def _watch_reader(self, before: int) -> None:
-        """Looks again in a while whether less waits to be sent than `before`, in bytes; disconnects if not."""
+        """Disconnects unless fewer than `before` bytes wait to be sent after `client_timeout`; then checks again."""
 
         def look() -> None:
             if (now := self.transport.get_write_buffer_size()) < before:
@@ -155,7 +155,7 @@ class Connection(H11Protocol):
 
 
 class Handshake(asyncio.Protocol):
-    """A connection that is to speak TLS, until it does; then `connection` takes over."""
+    """A connection during its TLS handshake; `connection` takes over after it."""
 
     def __init__(self, connection: Connection, connections: Connections, tls: ssl.SSLContext, seconds: float):
         self._connection, self._connections, self._tls, self._seconds = connection, connections, tls, seconds
@@ -163,11 +163,11 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         ticket = self._connections.enter(transport)
         if ticket is not None:
-            # The loops can begin TLS on a socket in one piece, but not on a transport that may be reading already.
+            # Event loops can start TLS on a socket, but not safely on a transport that may already be reading.
             own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
             own.setblocking(False)
             self._task = asyncio.get_running_loop().create_task(self._shake_hands(own, ticket))
-            self._connection.connections.add(self)  # type: ignore[arg-type]  # which uvicorn closes at its end
+            self._connection.connections.add(self)  # type: ignore[arg-type]  # so that uvicorn shuts it down
         transport.abort()  # type: ignore[attr-defined]
 
     async def _shake_hands(self, own: socket.socket, ticket: Ticket) -> None:
@@ -177,7 +177,7 @@ class Handshake(asyncio.Protocol):
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._connection, own, ssl=self._tls, ssl_handshake_timeout=seconds
             )
-        except OSError:  # ssl.SSLError and TimeoutError are such
+        except OSError:  # includes ssl.SSLError and TimeoutError
             ticket.leave()
             own.close()
         except BaseException:
@@ -187,7 +187,7 @@ class Handshake(asyncio.Protocol):
             self._connection.connections.discard(self)  # type: ignore[arg-type]
 
     def shutdown(self) -> None:
-        """uvicorn calls it at the end."""
+        """Ends the handshake; uvicorn calls it at shutdown."""
         self._task.cancel()
 
     def drop_if_stuck(self) -> None:

@@ -1,4 +1,4 @@
-"""Responses that can be asked for again: in this process's memory, the latest of them."""
+"""The latest responses of /v1/responses, kept in this process's memory so that clients can ask for them again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.keys import ApiKey
 
-MAX_STORED_BYTES = 256 * 2**20  # of responses and their conversations together
+MAX_STORED_BYTES = 256 * 2**20  # all responses and their conversations together
 
 
 class EventLog:
-    """The events of a response that is made in the background, for everybody who follows it."""
+    """The events of a response that is made in the background. Any number of clients can follow it."""
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
@@ -26,12 +26,12 @@ class EventLog:
         return sum(map(len, self._events))
 
     def add(self, events: list[bytes]) -> None:
-        """Takes the next events; each has its place in the log as its number."""
+        """Appends events. An event's number is its position in the log."""
         self._events += events
         self._tell()
 
     def close(self) -> None:
-        """No event follows."""
+        """Marks the log as complete."""
         self._is_closed = True
         self._tell()
 
@@ -40,9 +40,9 @@ class EventLog:
         self._changed = asyncio.Event()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The events behind number `after`, up to the last one, those that are still to come included."""
+        """The events after number `after`, until the log is complete. Waits for events that are still to come."""
         place = after + 1
-        yield b""  # the stream is there, even if its next event takes time
+        yield b""  # so that EventStream sends the head at once
         while True:
             changed = self._changed
             if place < len(self._events):
@@ -56,9 +56,14 @@ class EventLog:
 
 @dataclass
 class StoredResponse:
-    """A response that can be asked for again, as JSON, and the conversation that led to it, its output included.
+    """A stored response.
 
-    `items` are the items of its input as JSON, `output_ids` the ids of the items of its output.
+    Attributes:
+      owner: the key that it was made under; None if the server requires no keys.
+      response: the response as JSON.
+      messages: the conversation as JSON, with the response's output; empty until the response is complete.
+      items: the items of its input, as JSON.
+      output_ids: the ids of the items of its output.
     """
 
     owner: ApiKey | None
@@ -75,16 +80,16 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses, bounded in number and in bytes. Each is there for the key alone that it was made under."""
+    """The latest responses, bounded in number and in bytes. Only the key that made a response can get it."""
 
     def __init__(self, limit: int, max_bytes: int = MAX_STORED_BYTES):
         self._limit, self._max_bytes = limit, max_bytes
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._by_item: dict[str, str] = {}  # the id of an item of an output -> its response
+        self._by_item: dict[str, str] = {}  # id of an output item -> id of its response
         self._bytes = 0
 
     def put(self, name: str, stored: StoredResponse) -> None:
-        """Keeps a response, in place of what had its name, and forgets the oldest beyond the bounds."""
+        """Stores a response, replacing one of the same name, and removes the oldest beyond the bounds."""
         self.remove(name)
         self._stored[name] = stored
         self._by_item.update(dict.fromkeys(stored.output_ids, name))
@@ -93,14 +98,14 @@ class ResponseStore:
             self.remove(next(iter(self._stored)))
 
     def get(self, name: str, owner: ApiKey | None, param: str | None = None) -> StoredResponse:
-        """Raises APIError (404) where there is none, or none of this owner's."""
+        """The response with this name. Raises APIError (404) if there is none that belongs to `owner`."""
         stored = self._stored.get(name)
         if stored is None or stored.owner != owner:
             raise APIError(404, f"no response {name[:80]!r} is stored here", param=param, code="response_not_found")
         return stored
 
     def with_item(self, item_id: str, owner: ApiKey | None) -> StoredResponse | None:
-        """The response whose output has an item of this id, where there is one of this owner's."""
+        """The response whose output has an item with this id; None if there is none that belongs to `owner`."""
         stored = self._stored.get(self._by_item.get(item_id, ""))
         return stored if stored is not None and stored.owner == owner else None
 

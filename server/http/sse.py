@@ -1,4 +1,4 @@
-"""Server-sent events, and the watch for clients that hang up."""
+"""Server-sent events, and watching for clients that disconnect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.server.http.errors import APIError, to_api_error
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore
 KEEP_ALIVE_SECONDS = 15.0
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -27,9 +27,9 @@ _HEADERS = [
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client hangs up; then raises ClientDisconnect.
+    """The result of `work`. If the client disconnects first, cancels `work` and raises ClientDisconnect.
 
-    The request's body must have been read: what `receive` still gives is the disconnect.
+    The request's body must have been read, so that `receive` has only the disconnect left to report.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnect(receive))
@@ -52,7 +52,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def event(name: str, data: Any) -> bytes:
-    """An event with a name, as OpenAI's responses and Anthropic's messages have them."""
+    """A named event, as /v1/responses and /v1/messages send them."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
 
 
@@ -61,12 +61,12 @@ def error_event(error: APIError) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what a generator yields (whole events, one or more at a time) and closes with `closing`.
+    """Sends what a generator yields (one or more whole events at a time), then `closing`.
 
-    What the generator yields first may be empty: it says that the request is accepted, and status and headers are sent.
-    An error before that is an ordinary response with its status; a later one becomes an event, as `on_error` writes it.
-    While no event comes, a comment does every `keep_alive` seconds, lest a proxy takes the connection for dead.
-    The generator is closed when the client hangs up.
+    The status and headers are sent at the generator's first yield, which may be empty: the request is accepted then. An
+    error before it becomes an ordinary response with its status; `on_error` turns a later error into an event. A
+    comment is sent in each interval of `keep_alive` seconds without an event, so that proxies keep the connection.
+    The generator is closed when the client disconnects.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EventStream(Response):
     ):
         self.events = events
         self._closing, self._on_error, self._keep_alive = closing, on_error, keep_alive
-        self._sent = False  # an event, since the last look
+        self._sent = False  # whether an event was sent in the current keep-alive interval
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,10 +117,10 @@ class EventStream(Response):
 
 
 class ChunkWriter:
-    """Writes the chunks of one streamed response; what is the same in all of them is encoded once.
+    """Writes the chunks of one streamed response. The members that all chunks share are encoded once.
 
-    `usage` says which chunks report it: none ("off"), an extra last one ("last"), or all ("always"). Where usage is
-    asked for, the chunks without it carry null.
+    `usage` tells which chunks report usage: none ("off"), an extra last one ("last"), or all ("always"). In mode "last"
+    the other chunks carry null.
     """
 
     def __init__(self, head: dict[str, Any], usage: Literal["off", "last", "always"]):
@@ -132,7 +132,7 @@ class ChunkWriter:
         return b"".join((self._head, b',"choices":[', choice, b"]", extra, self._usage(usage), b"}\n\n"))
 
     def last(self, usage: Any) -> bytes:
-        """The closing chunk with the usage; empty where it was not asked for."""
+        """The last chunk, which reports the usage; empty in mode "off"."""
         if self._mode == "off":
             return b""
         return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(usage), b"}\n\n"))

@@ -1,4 +1,4 @@
-"""What the handlers of one front share, and the settings it was started with."""
+"""What the handlers of one front share, and helpers that read requests and fit prompts to the model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from jaxserve.limits import MAX_COMPLETIONS
 from jaxserve.server import plugins
 from jaxserve.server.http.body import body_of, read_bytes
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
-from jaxserve.server.http.limits import Accounts, Bodies, Texts
+from jaxserve.server.http.limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
+from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.metrics import Metrics
@@ -31,89 +31,21 @@ from jaxserve.types import InvalidRequestError
 
 T = TypeVar("T")
 
-_MOST_REPAIRED = 2**20  # characters of a body in which 16.0 may stand for 16
-_INLINE_BYTES = 2000  # of a body whose texts are tokenized on the event loop; those of longer ones would hold it up
-_TURN = 200_000  # characters that are tokenized before others have a turn
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """What the operator chooses for the front.
-
-    Attributes:
-      model_names: what clients call the model; the first is the default, and the `model_name` label of the metrics.
-      api_keys: accepted keys; none leaves the server open.
-      salt_by_key: requests under different keys share no prefix cache; None: where there are two keys or more.
-      admin_key: opens the admin endpoints; without one they do not exist.
-      metrics_key: opens /metrics, /load and /pool, as the admin key does.
-      open_metrics: /metrics needs no key.
-      max_body_bytes: longest request body.
-      max_completions_per_request: of all prompts together.
-      max_connections: open connections beyond which requests get 503.
-      max_connections_per_address: most of one client; None and 0: see `Connections`.
-      request_timeout: seconds that a request may take; None: any time.
-      max_stored_responses: answers of /v1/responses that are kept.
-      cors_origins: origins that browsers may call from; none by default.
-      hosts: what clients may call this machine, besides its names for itself, where there are no keys; None: anything.
-      metrics_prefix: begins the names of the metrics.
-      drain_seconds: how long running requests may go on after the first signal to stop.
-      engine_restarts: how often in ten minutes an engine that died is started again.
-      watchdog_seconds: how long an engine that has work may go without finishing a step; 0: any time.
-      tool_call_parser: a module of `jaxserve.server.tools.parsers`, "auto" (by the chat template) or "none".
-      reasoning_parser: a module of `jaxserve.server.reasoning`, "auto" or "none".
-      escape_special_tokens: special tokens in the text of users and tools are plain text.
-      reasoning_field: what a chat's message calls its reasoning.
-      ui: whether there is a page at `/`.
-      access_log: whether a line is logged for each request.
-      otlp_endpoint: where OpenTelemetry traces go.
-      chat_template: the template's source, instead of the model's own.
-      trust_request_chat_template: requests may bring a template of their own.
-    """
-
-    model_names: tuple[str, ...]
-    api_keys: tuple[ApiKey, ...] = ()
-    salt_by_key: bool | None = None
-    admin_key: str | None = field(default=None, repr=False)
-    metrics_key: str | None = field(default=None, repr=False)
-    open_metrics: bool = False
-    max_body_bytes: int = 32 * 2**20
-    max_completions_per_request: int = MAX_COMPLETIONS
-    max_connections: int = 4096
-    max_connections_per_address: int | None = None
-    request_timeout: float | None = None
-    max_stored_responses: int = 1000
-    cors_origins: tuple[str, ...] = ()
-    hosts: tuple[str, ...] | None = None
-    metrics_prefix: str = "jaxserve"
-    drain_seconds: float = 30.0
-    engine_restarts: int = 3
-    watchdog_seconds: float = 120.0
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    escape_special_tokens: bool = False
-    reasoning_field: str = "reasoning"
-    ui: bool = True
-    access_log: bool = False
-    otlp_endpoint: str | None = None
-    chat_template: str | None = None
-    trust_request_chat_template: bool = False
-
-    @property
-    def model_name(self) -> str:
-        """The default name."""
-        return self.model_names[0]
-
-    @property
-    def salts_by_key(self) -> bool:
-        """Whether what one key had cached would tell another of its prompts."""
-        return len({key.key for key in self.api_keys}) > 1 if self.salt_by_key is None else self.salt_by_key
+_MOST_REPAIRED = 2**20  # characters; in longer bodies 16.0 is not accepted for 16
+_INLINE_BYTES = 2000  # texts of a body up to this size are tokenized on the event loop, longer ones in a thread
+_TURN = 200_000  # characters that a thread tokenizes at a time for one request
 
 
 @dataclass
 class ServerState:
-    """One front: its connection to the engine, its tokenizer once loaded, its metrics, its clients.
+    """The state of one front.
 
-    `fingerprint` names the weights and settings that answers come from, once they are loaded.
+    Attributes:
+      tokenizer: None until it is loaded.
+      fingerprint: names the weights and settings that answers come from; None until they are loaded.
+      draining: the server is shutting down and takes no new requests.
+      created: seconds since the epoch; the `created` of models.
+      admin_calls: path -> time.monotonic() of its latest call.
     """
 
     settings: ServerSettings
@@ -123,12 +55,12 @@ class ServerState:
     fingerprint: str | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    texts: Texts = field(default_factory=Texts)
+    text_threads: TextThreads = field(default_factory=TextThreads)
     responses: ResponseStore = field(init=False)
     bodies: Bodies = field(init=False)
     accounts: Accounts = field(init=False)
     connections: Connections = field(init=False)
-    admin_calls: dict[str, float] = field(default_factory=dict)  # by path: when it was called last, monotonic seconds
+    admin_calls: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.max_stored_responses)
@@ -139,13 +71,13 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """ "loading", "ready", "draining", "restarting" or "dead"."""
+        """One of "loading", "ready", "draining", "restarting" and "dead"."""
         if self.client.status != "ready":
             return self.client.status
         return "draining" if self.draining else "loading" if self.tokenizer is None else "ready"
 
     def require_ready(self) -> tuple[Tokenizer, Ready]:
-        """The tokenizer and the engine's facts; raises APIError (503) when no new request can be served."""
+        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served."""
         if self.client.is_dead:
             again = "; another one is being started: try again" if self.client.revives else ""
             raise unavailable(f"the engine is gone: {self.client.error}{again}", "engine_unavailable")
@@ -167,7 +99,7 @@ class ServerState:
             )
 
     def check_template(self, chat_template: str | None) -> None:
-        """Raises InvalidRequestError for a request's own chat template where the operator does not trust those."""
+        """Raises InvalidRequestError for a chat template in a request unless the operator allows it."""
         if chat_template is not None and not self.settings.trust_request_chat_template:
             raise InvalidRequestError(
                 "a request may bring a chat_template only where the server runs with --trust-request-chat-template",
@@ -177,12 +109,12 @@ class ServerState:
 
     @cached_property
     def tool_format(self) -> ModuleType | None:
-        """How the model writes tool calls; the tokenizer must be there."""
+        """The module for the format of the model's tool calls. The tokenizer must be loaded."""
         return self._format("jaxserve.server.tools.parsers", self.settings.tool_call_parser)
 
     @cached_property
     def reasoning_format(self) -> ModuleType | None:
-        """How the model marks its reasoning; the tokenizer must be there."""
+        """The module for the format of the model's reasoning. The tokenizer must be loaded."""
         return self._format("jaxserve.server.reasoning", self.settings.reasoning_parser)
 
     def _format(self, package: str, choice: str) -> ModuleType | None:
@@ -190,39 +122,39 @@ class ServerState:
         return plugins.find(package, choice, tokenizer.chat_template)
 
     def cache_salt(self, http: Request, given: str | None) -> str | None:
-        """The salt of a request's prefix-cache pages: the one it brings, and that of its API key where those matter."""
+        """The salt of a request's prefix-cache pages: `given`, preceded by its key's digest if keys share no cache."""
         key = key_of(http)
         return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """`work()` of the server's own in a thread, so that the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self.texts.pool, work)
+        """The result of the server's own `work()`, run in a thread so that the event loop is not blocked."""
+        return await asyncio.get_running_loop().run_in_executor(self.text_threads.executor, work)
 
     async def text_work(self, http: Request, work: Callable[[], T], *, short: bool = False) -> T:
-        """`work()` for a request, in a thread when it is its key's turn; at once where both it and the body are short.
+        """The result of a request's `work()`, run in a thread when it is its key's turn.
 
-        Raises APIError (503) where too much waits already.
+        `short` work of a request with a short body runs at once on the event loop. Raises APIError (503) if too much
+        work of the key is waiting.
         """
         body = body_of(http)
         size = body.size if body is not None else 0
         if short and size <= _INLINE_BYTES:
             return work()
-        return await self.texts.run(tenant_of(http), size, work)
+        return await self.text_threads.run(tenant_of(http), size, work)
 
     async def encode(
         self, http: Request, texts: list[str], add_special_tokens: bool, truncate: int | None = None
     ) -> list[list[int]]:
-        """Token ids of each text. Raises InvalidRequestError for one that `fit_text` refuses."""
+        """Token ids of each text. Raises InvalidRequestError for a text that `fit_text` refuses."""
         tokenizer, info = self.require_ready()
         texts = [fit_text(text, tokenizer, info, truncate, "prompt") for text in texts]
         ids: list[list[int]] = []
-        for some in _in_turns(texts):  # so that others come between, and those whose client left are left out
+        for some in _in_turns(texts):  # other requests get turns in between, and a disconnected client's work stops
             ids += await self.text_work(http, partial(_encode, tokenizer, some, add_special_tokens), short=True)
         return ids
 
     def priority(self, http: Request, given: int | None) -> int:
-        """The priority of a request: 0 unless priorities are on. Raises InvalidRequestError for what its key may not
-        have."""
+        """The priority of a request; 0 if priorities are off. Raises InvalidRequestError if its key forbids it."""
         _, info = self.require_ready()
         if info.scheduling_policy != "priority" or given is None:
             return 0
@@ -240,7 +172,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) ->
 
 
 def _in_turns(texts: list[str]) -> Iterator[list[str]]:
-    """The texts in lists of at most _TURN characters, or of one text."""
+    """The texts in lists of at most _TURN characters together; a longer text is a list by itself."""
     some: list[str] = []
     size = 0
     for text in texts:
@@ -258,21 +190,26 @@ def state_of(request: Request) -> ServerState:
 
 
 def key_of(request: Request) -> ApiKey | None:
-    """The API key that a request came with, where keys are demanded."""
+    """The API key of a request; None if the server requires no keys."""
     return request.scope.get("state", {}).get("api_key")
 
 
 def tenant_of(request: Request) -> str:
-    """On whose behalf a request is served: a name for its API key, the same for all where none is demanded."""
+    """The tenant of a request: a name for its API key; "" if the server requires no keys."""
     key = key_of(request)
     return "" if key is None else key.digest[:8].hex()
 
 
-async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) for anything else."""
+def require_json(request: Request) -> None:
+    """Raises APIError (400) unless the request declares its body as JSON."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
+
+
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded."""
+    require_json(request)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise APIError(
@@ -282,7 +219,7 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
             code="unsupported_content_encoding",
         )
     try:
-        body = (await read_bytes(request)).decode()  # msgspec alone would not look into unknown fields
+        body = (await read_bytes(request)).decode()  # msgspec would not check the UTF-8 of unknown fields
         return _decode(body, decoder)
     except UnicodeDecodeError as error:
         raise APIError(400, f"the body is not valid UTF-8: {error}") from None
@@ -304,9 +241,10 @@ def _decode(body: str, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def fit_text(text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None, param: str) -> str:
-    """A text that `fit_prompt` can still fit once it is tokenized: tokenizing takes time, and 250 times its memory.
+    """The text, unless it is certain to have too many tokens. Tokenizing would take time, and 250 times its memory.
 
-    Of a text that is sure to be too long, the end is left where it is to be truncated; otherwise InvalidRequestError.
+    With `truncate`, returns an end of such a text that is long enough for `fit_prompt` to truncate. Without, raises
+    InvalidRequestError.
     """
     if len(text) < info.max_model_len or (fewest := tokenizer.fewest_tokens(text)) <= info.max_model_len:
         return text
@@ -325,9 +263,10 @@ def _too_long(info: Ready, count: str, param: str) -> InvalidRequestError:
 
 
 def fit_prompt(ids: list[int], info: Ready, truncate: int | None, param: str, max_tokens: int | None) -> list[int]:
-    """The prompt cut to its last `truncate` tokens (-1: to what leaves room for output), checked against the model.
+    """The prompt, checked against the model, and cut to its last `truncate` tokens if that is given.
 
-    Raises InvalidRequestError for an empty or too long prompt and for ids outside the vocabulary.
+    -1 cuts it so that `max_tokens` fit after it. Raises InvalidRequestError for a prompt that is empty or too long, and
+    for ids outside the vocabulary.
     """
     if truncate is not None:
         room = max(1, info.max_model_len - max(1, min(max_tokens or 1, info.max_model_len - 1)))
@@ -342,7 +281,7 @@ def fit_prompt(ids: list[int], info: Ready, truncate: int | None, param: str, ma
 
 
 def room_for(max_tokens: int | None, num_prompt_tokens: int, info: Ready) -> int:
-    """max_tokens clamped to what the context leaves; None asks for all of it."""
+    """The most tokens of output: `max_tokens`, or what the context leaves if that is less or `max_tokens` is None."""
     room = info.max_model_len - num_prompt_tokens
     return room if max_tokens is None else min(max_tokens, room)
 

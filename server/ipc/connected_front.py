@@ -1,4 +1,4 @@
-"""One front that is connected to the engine's process: the threads that read its messages and write to it."""
+"""The engine's end of the connection to one front, with a thread that reads and a thread that writes."""
 
 from __future__ import annotations
 
@@ -10,39 +10,36 @@ import threading
 from collections import deque
 from typing import BinaryIO
 
-from jaxserve.server.ipc.messages import (
-    LENGTH_BYTES,
-    EngineMessage,
-    FrontMessage,
-    decode_front_message,
-    frame_length,
-    to_frame,
-)
+from jaxserve.server.ipc import messages
 
 log = logging.getLogger("jaxserve.engine")
 
-MAX_BACKLOG = 64 * 2**20  # bytes waiting for one front, beyond which there are no more steps
+MAX_BACKLOG = 64 * 2**20  # bytes queued for one front; above this the engine makes no steps
 
 
 class ConnectedFront:
-    """One connected front: a thread that reads its messages into the loop's inbox, and one that writes to it."""
+    """One connected front. One thread puts its messages into the loop's inbox, another sends it what is queued.
+
+    Attributes:
+      running: request id -> completions that have not ended, under the ids that the front chose.
+    """
 
     def __init__(self, number: int, connection: socket.socket, inbox: queue.SimpleQueue):
         self.number = number
-        self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended, in the front's own ids
+        self.running: dict[str, set[int]] = {}
         self._connection = connection
         self._inbox = inbox
         self._outgoing: deque[bytes] = deque()
-        self._backlog = 0  # bytes that are not written yet
+        self._backlog = 0  # bytes that are queued or being written
         self._closing = False
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write, name=f"front-{number}-write", daemon=True)
         self._writer.start()
         threading.Thread(target=self._read, name=f"front-{number}-read", daemon=True).start()
 
-    def send(self, message: EngineMessage) -> None:
+    def send(self, message: messages.EngineMessage) -> None:
         """Queues a message; never blocks."""
-        frame = to_frame(message)
+        frame = messages.to_frame(message)
         with self._changed:
             self._outgoing.append(frame)
             self._backlog += len(frame)
@@ -53,7 +50,7 @@ class ConnectedFront:
         return self._backlog > MAX_BACKLOG
 
     def close(self, seconds: float) -> None:
-        """Waits up to `seconds` for what is queued to be written, then closes."""
+        """Waits up to `seconds` until all queued messages are written, then closes the connection."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -70,7 +67,7 @@ class ConnectedFront:
         except Exception:
             log.exception("front %d cannot be read any more", self.number)
         finally:
-            self._inbox.put((self, None))  # however the thread ends, the loop hears of it
+            self._inbox.put((self, None))  # tells the loop that this front has gone, for whatever reason
 
     def _write(self) -> None:
         try:
@@ -92,16 +89,16 @@ class ConnectedFront:
         finally:
             with self._changed:
                 closing = self._closing
-            if not closing:  # nothing more will be sent: the front must not wait, and the reading thread reports it
+            if not closing:  # writing failed: shutting down ends the front's wait and this front's reading thread
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
 
 
-def read_message(stream: BinaryIO) -> FrontMessage | None:
-    """The next message; None at the end of the stream. Raises ValueError for what is not a message."""
-    header = stream.read(LENGTH_BYTES)
-    if len(header) < LENGTH_BYTES:
+def read_message(stream: BinaryIO) -> messages.FrontMessage | None:
+    """The next message; None at the end of the stream. Raises ValueError for bytes that are not a message."""
+    header = stream.read(messages.LENGTH_BYTES)
+    if len(header) < messages.LENGTH_BYTES:
         return None
-    length = frame_length(header)
+    length = messages.frame_length(header)
     body = stream.read(length)
-    return decode_front_message(body) if len(body) == length else None
+    return messages.decode_front_message(body) if len(body) == length else None

@@ -1,4 +1,4 @@
-"""The front's side of the bridge: requests go to the engine process, updates come back as async streams."""
+"""The front's end of the connection to the engine's process: requests go out, updates come in as async streams."""
 
 from __future__ import annotations
 
@@ -11,70 +11,47 @@ from typing import Literal
 
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
-from jaxserve.server.ipc.messages import (
-    INTERNAL_ERROR,
-    LENGTH_BYTES,
-    QUEUE_FULL,
-    Abort,
-    Accepted,
-    AskPool,
-    Beat,
-    Drain,
-    EngineMessage,
-    Failed,
-    FrontMessage,
-    Pause,
-    Pool,
-    Profile,
-    Ready,
-    Rejected,
-    ResetPrefixCache,
-    Submit,
-    Update,
-    decode_engine_message,
-    frame_length,
-    to_frame,
-)
+from jaxserve.server.ipc import messages
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError, Request, SequenceUpdate
 
 log = logging.getLogger("jaxserve.server")
 
-POOL_SECONDS = 0.5
-MAX_UNREAD = 2**16  # tokens and alternatives of them, of one stream, beyond which its requests pause
-MAX_ALL_UNREAD = 2**21  # of all streams; beyond it those pause that have an eighth of MAX_UNREAD
+POOL_SECONDS = 0.5  # shortest time between two `AskPool` messages
+MAX_UNREAD = 2**16  # updates (see `_weight`) that a stream's reader may leave unread before its requests pause
+MAX_ALL_UNREAD = 2**21  # of all streams together; above it, requests pause at an eighth of MAX_UNREAD
 EngineStatus = Literal["loading", "ready", "restarting", "dead"]
 
 
 class EngineClient:
-    """One front's connection to an engine process, or to one after the other. Belongs to one event loop.
+    """One front's connection to an engine process, and to the next one after that died. Belongs to one event loop.
 
     Attributes:
-      info: what the engine said when it was ready; None before.
+      info: the latest `Ready` message; None before the first.
       stats: the engine's latest statistics.
-      error: why the engine is dead; None while it is not, and again once another one is ready.
-      losses: engines that have died.
-      revives: somebody starts another engine where one has died, and connects to it.
+      error: why the engine died; None before that, and again once the next engine is ready.
+      losses: number of engines that have died.
+      revives: a supervisor replaces an engine that died and connects this client to the new one.
     """
 
     def __init__(self) -> None:
-        self.info: Ready | None = None
+        self.info: messages.Ready | None = None
         self.stats = EngineStats()
         self.error: str | None = None
         self.losses = 0
         self.revives = False
         self.on_stats: Callable[[EngineStats], None] = lambda stats: None
         self._streams: dict[str, _Stream] = {}
-        self._unread = 0  # of all streams, as in MAX_UNREAD
+        self._unread = 0  # sum of all streams' `unread`
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task | None = None
-        self._ready = asyncio.Event()  # set when the engine that it connected to last is ready, or has died
-        self._lost = asyncio.Event()  # set when that engine has died
-        self._alive_at = -math.inf  # seconds of the event loop's clock: when the engine was last known to get on
+        self._ready = asyncio.Event()  # set once the current engine is ready or has died
+        self._lost = asyncio.Event()  # set once the current engine has died
+        self._alive_at = -math.inf  # event-loop time at which the engine last made progress
         self._pool: asyncio.Future[PoolSnapshot] | None = None
-        self._pool_asked = -math.inf  # seconds of the event loop's clock
+        self._pool_asked = -math.inf  # event-loop time of the latest `AskPool`
 
     async def connect(self, socket_path: str, engine_runs: Callable[[], bool]) -> None:
-        """Connects as soon as the engine listens. Raises EngineDeadError when `engine_runs()` turns false before."""
+        """Connects as soon as the engine listens. Raises EngineDeadError if `engine_runs()` turns false before that."""
         self._ready.clear()
         self._lost.clear()
         while True:
@@ -87,19 +64,19 @@ class EngineClient:
                     raise EngineDeadError(self.error) from None
                 await asyncio.sleep(0.02)
         if self._writer is not None:
-            self._writer.close()  # of an engine that has died
+            self._writer.close()  # the connection to the engine that died
         self._writer = writer
         self._reading = asyncio.create_task(self._read(reader))
 
-    async def wait_ready(self) -> Ready:
-        """Waits for the engine to load. Raises EngineDeadError, with its message, when it did not."""
+    async def wait_ready(self) -> messages.Ready:
+        """Waits for the engine to load. Raises EngineDeadError with the engine's message if it failed."""
         await self._ready.wait()
         if self.info is None or self.error is not None:
             raise EngineDeadError(self.error)
         return self.info
 
     async def wait_lost(self, seconds: float) -> bool:
-        """Waits for the engine to die, up to so many seconds; returns whether it has."""
+        """Waits at most `seconds` for the engine to die; returns whether it has."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._lost.wait(), seconds)
         return self._lost.is_set()
@@ -112,12 +89,12 @@ class EngineClient:
 
     @property
     def stalled(self) -> float:
-        """Seconds for which the engine has not got on although there is work for it; compiling counts as getting on."""
+        """Seconds for which the engine has had work and made no progress. Compiling counts as progress."""
         works = self.is_ready and any(stream.running for stream in self._streams.values())
         return asyncio.get_running_loop().time() - self._alive_at if works else 0.0
 
     def forgive(self, seconds: float) -> None:
-        """Does not count so many seconds against the engine, as when it was this process that stood still."""
+        """Leaves `seconds` out of `stalled`, because this process stood still and not the engine."""
         self._alive_at += seconds
 
     def _note_life(self) -> None:
@@ -133,30 +110,29 @@ class EngineClient:
 
     @property
     def num_streams(self) -> int:
-        """Calls of `generate` that are under way."""
+        """Number of `generate` calls in progress."""
         return len({id(stream) for stream in self._streams.values()})
 
     async def generate(
         self, requests: Sequence[Request], timeout: float | None = None
     ) -> AsyncGenerator[list[SequenceUpdate], None]:
-        """Submits requests that differ in ids and prompts alone, and yields their updates, as many at a time as have
-        arrived since the last.
+        """Submits requests that differ only in id and prompt. Yields lists of the updates that have arrived meanwhile.
 
-        The first batch comes as soon as the engine has accepted all requests; it is empty where no token is there yet.
-        Ends when every completion of every request has ended in the engine. Whatever still runs when the generator is
-        closed is aborted, so close it (`contextlib.aclosing`) also when leaving early.
+        The first list comes as soon as the engine has accepted all requests, and is empty if no token has arrived.
+        Ends when every completion of every request has ended in the engine. Closing the generator aborts what still
+        runs, so callers that leave early must close it (`contextlib.aclosing`).
 
         Raises:
-          InvalidRequestError, QueueFullError: the engine refused the requests, or the grammar of one; the others are
+          InvalidRequestError, QueueFullError: the engine refused the requests or one request's grammar. The others are
             aborted.
-          EngineDeadError: the engine is gone, or `fail_streams` was called.
+          EngineDeadError: the engine has died, or `fail_streams` was called.
           TimeoutError: `timeout` seconds have passed.
         """
         if self.error is not None:
             raise self._dead()
         stream = _Stream()
         if not self._streams:
-            self._note_life()  # there was no work so far
+            self._note_life()  # the engine had no work until now, so it cannot have stalled
         for request in requests:
             if request.request_id in self._streams:
                 raise ValueError(f"request id {request.request_id!r} is in use")
@@ -168,14 +144,14 @@ class EngineClient:
             error = TimeoutError(f"the request took longer than {timeout:g} s, the longest that this server allows")
             late = asyncio.get_running_loop().call_later(timeout, stream.fail, error)
         try:
-            self._send(Submit.of(requests))
+            self._send(messages.Submit.of(requests))
             yield await stream.start()
             while not stream.over:
                 updates = await stream.take()
                 self._unread -= stream.unread
                 stream.unread = 0
                 for request_id in stream.paused:
-                    self._send(Pause(request_id, False))
+                    self._send(messages.Pause(request_id, False))
                 stream.paused.clear()
                 yield updates
         finally:
@@ -185,23 +161,23 @@ class EngineClient:
             for request in requests:
                 del self._streams[request.request_id]
             if stream.running:
-                self._send(Abort([(request_id, None) for request_id in stream.running]))
+                self._send(messages.Abort([(request_id, None) for request_id in stream.running]))
 
     def abort(self, request_id: str, index: int) -> None:
-        """Stops one completion, of which no further updates are wanted."""
+        """Stops one completion. Its stream no longer waits for it to end."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.close(request_id, index)
-            self._send(Abort([(request_id, index)]))
+            self._send(messages.Abort([(request_id, index)]))
 
     def fail_streams(self, message: str) -> None:
-        """Makes every stream that is under way raise EngineDeadError; the engine itself goes on."""
+        """Makes every open stream raise EngineDeadError. The engine itself keeps running."""
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(message))
 
     async def close(self, drain: bool = False) -> None:
-        """Disconnects; with `drain`, asks the engine to finish and exit first."""
+        """Disconnects. With `drain` the engine is first asked to finish its requests and exit."""
         if drain:
-            self._send(Drain())
+            self._send(messages.Drain())
         if self._reading is not None:
             self._reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -212,35 +188,35 @@ class EngineClient:
                 await self._writer.wait_closed()
 
     def profile(self, steps: int) -> None:
-        """Has the engine trace its next steps, which must be 1 to 10000, into its `profile_dir`."""
-        self._send(Profile(steps))
+        """Has the engine trace its next `steps` steps (1 to 10000) into its `profile_dir`."""
+        self._send(messages.Profile(steps))
 
     def reset_prefix_cache(self) -> None:
-        """Has the engine forget what it keeps of earlier prompts."""
-        self._send(ResetPrefixCache())
+        """Has the engine forget the cached pages of earlier prompts."""
+        self._send(messages.ResetPrefixCache())
 
     async def pool(self) -> PoolSnapshot:
-        """Who owns which KV page. The engine is asked at most every POOL_SECONDS; until then the last answer stands.
+        """Who owns which KV page. An answer is kept for POOL_SECONDS before the engine is asked again.
 
-        Raises EngineDeadError when the engine is gone.
+        Raises EngineDeadError if the engine has died.
         """
         now = asyncio.get_running_loop().time()
         if self.error is not None:
             raise self._dead()
         if self._pool is None or (self._pool.done() and now - self._pool_asked >= POOL_SECONDS):
             self._pool, self._pool_asked = asyncio.get_running_loop().create_future(), now
-            self._send(AskPool())
+            self._send(messages.AskPool())
         return await asyncio.shield(self._pool)
 
-    def _send(self, message: FrontMessage) -> None:
+    def _send(self, message: messages.FrontMessage) -> None:
         if self._writer is not None and self.error is None:
-            self._writer.write(to_frame(message))
+            self._writer.write(messages.to_frame(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                length = frame_length(await reader.readexactly(LENGTH_BYTES))
-                self._handle(decode_engine_message(await reader.readexactly(length)))
+                length = messages.frame_length(await reader.readexactly(messages.LENGTH_BYTES))
+                self._handle(messages.decode_engine_message(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, OSError):
             self.lose("the engine process ended")
         except ValueError as error:
@@ -249,12 +225,12 @@ class EngineClient:
             log.exception("what the engine sent could not be handled")
             self.lose(f"what the engine sent could not be handled: {type(error).__name__}: {error}")
 
-    def _handle(self, message: EngineMessage) -> None:
+    def _handle(self, message: messages.EngineMessage) -> None:
         self._note_life()
         match message:
-            case Beat(busy):
+            case messages.Beat(busy):
                 self._alive_at -= busy
-            case Update(output, stats):
+            case messages.Update(output, stats):
                 for update in output:
                     if (stream := self._streams.get(update.request_id)) is not None:
                         if update.error_param is None:
@@ -265,24 +241,24 @@ class EngineClient:
                 if stats is not None:
                     self.stats = stats
                     self.on_stats(stats)
-            case Pool(snapshot):
+            case messages.Pool(snapshot):
                 if self._pool is not None and not self._pool.done():
                     self._pool.set_result(snapshot)
-            case Accepted(request_id):
+            case messages.Accepted(request_id):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.accept(*stream.unaccepted)
-            case Rejected(request_id, text, param, code):
+            case messages.Rejected(request_id, text, param, code):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.running.clear()
                     stream.fail(_rejection(text, param, code))
-            case Ready():
+            case messages.Ready():
                 self.info, self.error = message, None
                 self._ready.set()
-            case Failed(text):
+            case messages.Failed(text):
                 self.lose(text)
 
     def _put(self, stream: _Stream, update: SequenceUpdate) -> None:
-        """Adds an update to a stream, whose request pauses in the engine where its reader is too far behind."""
+        """Adds an update to a stream. Pauses its request in the engine if the stream's reader is too far behind."""
         stream.put(update)
         weight = _weight(update)
         stream.unread += weight
@@ -290,18 +266,18 @@ class EngineClient:
         most = MAX_UNREAD if self._unread <= MAX_ALL_UNREAD else MAX_UNREAD // 8
         if stream.unread > most and update.request_id in stream.running:
             stream.paused.add(update.request_id)
-            self._send(Pause(update.request_id, True))
+            self._send(messages.Pause(update.request_id, True))
 
     def lose(self, message: str) -> None:
-        """Takes the engine for dead: everyone who waits for it hears why."""
+        """Marks the engine as dead. Everything that waits for the engine fails with `message`."""
         if self._lost.is_set():
-            return  # the first reason is the real one
+            return  # later errors follow from the first one
         self.error = message
         self.losses += 1
         self._lost.set()
         self._ready.set()
         if self._reading is not None and self._reading is not asyncio.current_task():
-            self._reading.cancel()  # what it still says does not matter
+            self._reading.cancel()  # nothing that the dead engine sent is of use
         if self._pool is not None and not self._pool.done():
             self._pool.set_exception(self._dead())
         self._pool = None
@@ -313,15 +289,15 @@ class EngineClient:
 
 
 def _rejection(message: str, param: str | None, code: str | None) -> Exception:
-    if code == QUEUE_FULL:
+    if code == messages.QUEUE_FULL:
         return QueueFullError(message)
-    if code == INTERNAL_ERROR:
+    if code == messages.INTERNAL_ERROR:
         return RuntimeError(message)
     return InvalidRequestError(message, param, code)
 
 
 def _weight(update: SequenceUpdate) -> int:
-    """How much memory an update takes, in tokens and alternatives of them."""
+    """A measure of an update's memory: its tokens and alternative tokens, plus one."""
     weight = 1 + len(update.token_ids)
     for scores in (update.logprobs, update.prompt_logprobs):
         if scores:
@@ -330,18 +306,20 @@ def _weight(update: SequenceUpdate) -> int:
 
 
 class _Stream:
-    """Updates of one `generate` call that have arrived and were not yet taken.
+    """Updates of one `generate` call that have arrived and not been taken.
 
     Attributes:
-      unread: their weight.
-      paused: requests that pause until they are taken.
+      unread: sum of these updates' weights.
+      paused: requests that are paused until these updates are taken.
+      running: request id -> completions that have not ended in the engine.
+      unaccepted: ids of requests for which no message has come from the engine.
     """
 
     def __init__(self) -> None:
         self.unread = 0
         self.paused: set[str] = set()
-        self.running: dict[str, set[int]] = {}  # request id -> completions that have not ended in the engine
-        self.unaccepted: set[str] = set()  # request ids of which the engine has said nothing yet
+        self.running: dict[str, set[int]] = {}
+        self.unaccepted: set[str] = set()
         self._updates: list[SequenceUpdate] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -371,7 +349,7 @@ class _Stream:
             self.running.pop(request_id, None)
 
     async def start(self) -> list[SequenceUpdate]:
-        """What has arrived when all requests are accepted, mostly nothing. Raises the error of one that is not."""
+        """The updates that came before all requests were accepted, usually none. Raises a refused request's error."""
         while self.unaccepted and self._error is None:
             await self._change()
         if self._error is not None:
@@ -380,7 +358,7 @@ class _Stream:
         return updates
 
     async def take(self) -> list[SequenceUpdate]:
-        """Everything that has arrived; waits when nothing has. Updates that came before an error come out before it."""
+        """All updates that have arrived; waits for the first. An error is raised after the updates before it."""
         while not self._updates and self._error is None:
             await self._change()
         if not self._updates and self._error is not None:

@@ -1,8 +1,9 @@
-"""Front process <-> engine process: typed msgpack messages, length-framed, over a unix socket. The engine's side.
+"""The engine's end of the connections to the fronts: typed msgpack messages in frames, over a unix socket.
 
-The engine listens and any number of fronts connect (`jaxserve.server.ipc.engine_client`). Each front gets one `Update`
-per step that concerns it. Threads read and write the sockets; the engine itself runs in one plain loop. It makes no
-steps while too much of what it said before is waiting for a front."""
+The engine listens, and any number of fronts connect (`jaxserve.server.ipc.engine_client`). Each front gets one `Update`
+per step that concerns it. Threads read and write the sockets; the engine itself runs in one plain loop. The loop makes
+no steps while more than `connected_front.MAX_BACKLOG` bytes wait for a front.
+"""
 
 from __future__ import annotations
 
@@ -20,40 +21,21 @@ from jaxserve import heap
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
+from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.connected_front import ConnectedFront
-from jaxserve.server.ipc.messages import (
-    INTERNAL_ERROR,
-    QUEUE_FULL,
-    Abort,
-    Accepted,
-    AskPool,
-    Beat,
-    Drain,
-    EngineMessage,
-    Failed,
-    FrontMessage,
-    Pause,
-    Pool,
-    Profile,
-    Ready,
-    Rejected,
-    ResetPrefixCache,
-    Submit,
-    Update,
-)
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 
 log = logging.getLogger("jaxserve.engine")
 
-BACKLOG_SECONDS = 0.01  # between two looks at whether it has read
+BACKLOG_SECONDS = 0.01  # between two checks whether a front's backlog has shrunk
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
 STATS_SECONDS = 0.1  # engine statistics are sent at most this often
-BEAT_SECONDS = 1.0  # between two messages that say that this process runs
+BEAT_SECONDS = 1.0  # between two `Beat` messages
 DEFAULT_ENGINE = "jaxserve.engine.engine:Engine"
 
 
 class EngineLike(Protocol):
-    """What the loop needs of an engine (`jaxserve.engine.engine.Engine`)."""
+    """The part of `jaxserve.engine.engine.Engine` that the loop uses."""
 
     max_model_len: int
     vocab_size: int
@@ -79,16 +61,16 @@ class EngineLike(Protocol):
 class EngineServer:
     """Serves one engine to the fronts that connect to a unix socket.
 
-    Fronts may connect before the engine has loaded; they hear `Ready` once `run` starts, or `Failed` through `fail`.
+    Fronts may connect before the engine has loaded. `run` sends them `Ready`, `fail` sends them `Failed`.
     """
 
     def __init__(self, socket_path: str):
-        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, FrontMessage | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, messages.FrontMessage | None]] = queue.SimpleQueue()
         self._fronts: dict[int, ConnectedFront] = {}
         self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
-        self._greeting: EngineMessage | None = None
+        self._greeting: messages.EngineMessage | None = None
         self._draining = False
-        self._stats_due: float | None = None  # when to send statistics that changed
+        self._stats_due: float | None = None  # time.monotonic() at which to send statistics; None: unchanged
         self._turn_began: float | None = None  # time.monotonic(); None while the loop waits for messages
         self._closed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -96,8 +78,8 @@ class EngineServer:
         self._listener.listen()
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
-    def run(self, engine: EngineLike, ready: Ready) -> None:
-        """The loop: take messages, step, deliver; returns when drained or when the last front has gone."""
+    def run(self, engine: EngineLike, ready: messages.Ready) -> None:
+        """The loop: take messages, step, deliver. Returns when drained; losing the last front drains as well."""
         self._announce(ready)
         threading.Thread(target=self._beat, args=(engine,), name="beat", daemon=True).start()
         self._stats_due = time.monotonic()
@@ -113,8 +95,8 @@ class EngineServer:
                 self._send_stats(engine)
 
     def fail(self, message: str, patience: float = 5.0) -> bool:
-        """Tells every front that the engine is gone, waiting for the first one to come; False when none came."""
-        self._announce(Failed(message))
+        """Tells every front that the engine is dead. Waits up to `patience` seconds for a front; False if none came."""
+        self._announce(messages.Failed(message))
         deadline = time.monotonic() + patience
         while not self._fronts and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -137,7 +119,7 @@ class EngineServer:
                 if self._closed.is_set():
                     return
                 log.error("cannot take a front's connection: %s", error)
-                time.sleep(BEAT_SECONDS)  # as of too many open files, which may pass
+                time.sleep(BEAT_SECONDS)  # the cause, such as too many open files, may pass
                 continue
             with self._fronts_lock:
                 front = self._fronts[number] = ConnectedFront(number, connection, self._inbox)
@@ -146,30 +128,30 @@ class EngineServer:
             number += 1
 
     def _beat(self, engine: EngineLike) -> None:
-        """Tells the fronts, until `close`, that this process runs, and for how long the loop has been in one turn."""
+        """Sends `Beat` to every front, every BEAT_SECONDS until `close`."""
         while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
             if (began := self._turn_began) is not None and engine.compiling:
                 self._turn_began = began = now
-            beat = Beat(0.0 if began is None else now - began)
+            beat = messages.Beat(0.0 if began is None else now - began)
             with self._fronts_lock:
                 for front in self._fronts.values():
                     front.send(beat)
 
-    def _announce(self, message: EngineMessage) -> None:
+    def _announce(self, message: messages.EngineMessage) -> None:
         with self._fronts_lock:
             self._greeting = message
             for front in self._fronts.values():
                 front.send(message)
 
     def _held_up(self) -> bool:
-        """Whether a front has to read before more can be said."""
+        """Whether a front must read before the engine may make another step."""
         with self._fronts_lock:
             return any(front.is_behind for front in self._fronts.values())
 
     def _take_messages(self, engine: EngineLike, held_up: bool) -> None:
-        """Handles all messages that are there; waits for one (or for statistics to be due) when the engine is idle, or
-        a moment when a front has to read first."""
+        """Handles all messages that have arrived. Waits for one if the engine is idle, at most until statistics are
+        due. If a front is held up, waits at most BACKLOG_SECONDS."""
         timeout = None
         if self._stats_due is not None:
             timeout = max(0.0, self._stats_due - time.monotonic())
@@ -186,24 +168,24 @@ class EngineServer:
         except queue.Empty:
             return
 
-    def _handle(self, engine: EngineLike, front: ConnectedFront, message: FrontMessage | None) -> None:
+    def _handle(self, engine: EngineLike, front: ConnectedFront, message: messages.FrontMessage | None) -> None:
         match message:
-            case Submit():
+            case messages.Submit():
                 self._add(engine, front, message)
-            case Abort(targets):
+            case messages.Abort(targets):
                 for request_id, index in targets:
                     _forget(front, request_id, index)
                     engine.abort(f"{front.number}/{request_id}", index)
                 self._stats_due = self._stats_due or time.monotonic()
-            case Pause(request_id, paused):
+            case messages.Pause(request_id, paused):
                 engine.pause(f"{front.number}/{request_id}", paused)
-            case Profile(steps):
+            case messages.Profile(steps):
                 engine.profile(steps)
-            case ResetPrefixCache():
+            case messages.ResetPrefixCache():
                 engine.reset_prefix_cache()
-            case AskPool():
-                front.send(Pool(engine.pool()))
-            case Drain():
+            case messages.AskPool():
+                front.send(messages.Pool(engine.pool()))
+            case messages.Drain():
                 self._draining = True
             case None:
                 for request_id in front.running:
@@ -213,8 +195,8 @@ class EngineServer:
                     del self._fronts[front.number]
                     self._draining = self._draining or not self._fronts
 
-    def _add(self, engine: EngineLike, front: ConnectedFront, submit: Submit) -> None:
-        """Hands requests to the engine under ids that no other front can use: all of them, or none."""
+    def _add(self, engine: EngineLike, front: ConnectedFront, submit: messages.Submit) -> None:
+        """Adds all requests of a message to the engine, or none. The front's number makes their ids unique."""
         name, prefix = submit.first.request_id, f"{front.number}/"
         try:
             if self._draining:
@@ -224,17 +206,19 @@ class EngineServer:
             for request in requests:
                 front.running[request.request_id.removeprefix(prefix)] = set(range(request.params.n))
             if submit.first.params.grammar is None:
-                front.send(Accepted(name))
+                front.send(messages.Accepted(name))
         except InvalidRequestError as error:
-            front.send(Rejected(name, str(error), error.param, error.code))
+            front.send(messages.Rejected(name, str(error), error.param, error.code))
         except QueueFullError as error:
-            front.send(Rejected(name, str(error), code=QUEUE_FULL))
-        except Exception as error:  # whatever is wrong with one request must not reach the others
+            front.send(messages.Rejected(name, str(error), code=messages.QUEUE_FULL))
+        except Exception as error:  # an unexpected error in one request must not affect the others
             log.exception("a request could not be added")
-            front.send(Rejected(name, f"the engine could not take the request: {error}", code=INTERNAL_ERROR))
+            front.send(
+                messages.Rejected(name, f"the engine could not take the request: {error}", code=messages.INTERNAL_ERROR)
+            )
 
     def _deliver(self, output: StepOutput) -> None:
-        """One message to each front that is concerned."""
+        """Sends each front the updates of its own requests, if there are any."""
         with self._fronts_lock:
             fronts = list(self._fronts.values())
         for front in fronts:
@@ -251,7 +235,7 @@ class EngineServer:
         stats = engine.stats()
         with self._fronts_lock:
             for front in self._fronts.values():
-                front.send(Update(StepOutput(), stats))
+                front.send(messages.Update(StepOutput(), stats))
         self._stats_due = time.monotonic() + STATS_SECONDS if engine.has_work else None
 
 
@@ -263,24 +247,25 @@ def _forget(front: ConnectedFront, request_id: str, index: int | None) -> None:
 
 
 def _send_scores(front: ConnectedFront, update: SequenceUpdate) -> None:
-    """Sends all but the last of an update's prompt log-probabilities ahead of it, where they are many."""
+    """Sends an update's prompt log-probabilities ahead of it in messages of MAX_SCORED; the last ones stay in it."""
     scores = update.prompt_logprobs
     while scores is not None and len(scores) > MAX_SCORED:
         ahead = SequenceUpdate(update.request_id, update.index, [], prompt_logprobs=scores[:MAX_SCORED])
-        front.send(Update(StepOutput(updates=[ahead])))
+        front.send(messages.Update(StepOutput(updates=[ahead])))
         update.prompt_logprobs = scores = scores[MAX_SCORED:]
 
 
 def _send_output(front: ConnectedFront, output: StepOutput) -> None:
-    """Sends it in one frame, or in halves where it does not fit; an update that fits in no frame ends with an error."""
+    """Sends an output in one frame, or in halves if it is too long. An update that fits in no frame becomes an error
+    that ends its completion."""
     try:
-        front.send(Update(output))
+        front.send(messages.Update(output))
     except ValueError as error:
         updates = list(output)
         if len(updates) == 1:
             lost = updates[0]
             updates = [SequenceUpdate(lost.request_id, lost.index, [], "error", error=str(error))]
-            front.send(Update(StepOutput(updates=updates)))
+            front.send(messages.Update(StepOutput(updates=updates)))
         else:
             half = len(updates) // 2
             _send_output(front, StepOutput(updates=updates[:half]))
@@ -288,10 +273,11 @@ def _send_output(front: ConnectedFront, output: StepOutput) -> None:
 
 
 def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAULT_ENGINE) -> int:
-    """Loads an engine and serves it on a unix socket until it is drained or alone; returns the process's exit code.
+    """Loads an engine and serves it on a unix socket until `EngineServer.run` returns. Returns an exit code.
 
-    `engine_class` is "module:Class", with the interface of `jaxserve.engine.engine.Engine`. The socket listens before
-    anything is loaded, so that a front can wait on it and hear why the engine did not come up."""
+    `engine_class` is "module:Class"; the class has the interface `EngineLike` and a class method `load(config)`. The
+    socket listens before anything is loaded, so that a front can connect and learn why loading failed.
+    """
     server = EngineServer(socket_path)
     try:
         engine = _load(config, engine_class)
@@ -304,7 +290,7 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
             log.error("the engine did not start: %s", text)
         server.close()
         return 1
-    ready = Ready(
+    ready = messages.Ready(
         model_folder=str(engine.model_folder),
         tokenizer_folder=str(getattr(engine, "tokenizer_folder", engine.model_folder)),
         dtype=str(getattr(engine, "dtype", config.dtype)),
@@ -330,14 +316,14 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
 def _load(config: EngineConfig, engine_class: str) -> EngineLike:
     module, _, name = engine_class.partition(":")
     engine = getattr(importlib.import_module(module), name).load(config)
-    engine.compile()  # before anyone hears Ready: from then on nothing compiles
+    engine.compile()  # before `Ready` is sent, so that no request waits for compilation
     _forget_traces()
     return engine
 
 
 def _forget_traces() -> None:
-    """Has JAX forget what it keeps in case a program is compiled again: this process compiles no more. It takes 17 MiB
-    for a model of 28 layers. Compiled programs that somebody holds stay."""
-    if "jax" in sys.modules:  # engines of tests need none
+    """Frees JAX's caches of traced programs, 17 MiB for a model of 28 layers: this process compiles nothing more.
+    Compiled programs that are still referenced stay."""
+    if "jax" in sys.modules:  # tests use engines without JAX
         sys.modules["jax"].clear_caches()
         heap.settle()

@@ -1,6 +1,6 @@
-"""The messages between front and engine, and how they are framed.
+"""The messages between a front and the engine's process, and how they are framed.
 
-A frame is a 4-byte little-endian length and that many bytes of msgpack.
+A frame is a 4-byte little-endian length, then a message of that many bytes in msgpack.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.types import Request, StepOutput
 
-MAX_FRAME = 128 * 2**20  # bytes; a longer frame is refused by both sides
+MAX_FRAME = 128 * 2**20  # bytes of a message; both sides refuse longer ones
 LENGTH_BYTES = 4
-QUEUE_FULL = "queue_full"  # Rejected.code of a request that may be tried again
-INTERNAL_ERROR = "internal_error"  # Rejected.code of a request that failed for no fault of its own
+QUEUE_FULL = "queue_full"  # Rejected.code: the request is valid and may be tried again
+INTERNAL_ERROR = "internal_error"  # Rejected.code: the engine failed; the request is not at fault
 _LENGTH = struct.Struct("<I")
 
 
@@ -25,8 +25,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class Submit(msgspec.Struct, tag="submit"):
-    """Requests that differ in their ids and prompts alone: the first, and (id, prompt, its pages' hashes) of the
-    others."""
+    """Requests that differ only in id and prompt: the first one, and (id, prompt, hashes of the prompt's pages) of each
+    other one."""
 
     first: Request
     others: list[tuple[str, list[int], bytes]] = []
@@ -37,7 +37,7 @@ class Submit(msgspec.Struct, tag="submit"):
         return cls(first, [(one.request_id, one.prompt_token_ids, one.page_hashes) for one in others])
 
     def requests(self, prefix: str) -> list[Request]:
-        """All of them, with `prefix` before their ids; they share one SamplingParams."""
+        """All requests, with `prefix` before their ids. They share one SamplingParams object."""
         first = self.first
         prompts = [(first.request_id, first.prompt_token_ids, first.page_hashes), *self.others]
         return [
@@ -47,41 +47,41 @@ class Submit(msgspec.Struct, tag="submit"):
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """Stops completions: (request id, index of the completion, or None for all of the request's)."""
+    """Stops completions, each given as (request id, index). Index None stands for all completions of the request."""
 
     targets: list[tuple[str, int | None]]
 
 
 class Pause(msgspec.Struct, tag="pause"):
-    """Sets a request aside whose client does not read, or lets it go on."""
+    """Pauses a request whose client does not read its answer, or resumes it."""
 
     request_id: str
     paused: bool
 
 
 class Profile(msgspec.Struct, tag="profile"):
-    """Trace the next `steps` steps."""
+    """Asks the engine to trace its next `steps` steps."""
 
     steps: int
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
-    """Forget the pages of earlier prompts."""
+    """Asks the engine to forget the cached pages of earlier prompts."""
 
 
 class AskPool(msgspec.Struct, tag="ask_pool"):
-    """Send a `Pool`."""
+    """Asks for a `Pool` message."""
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Finish what is there, take nothing new, and exit."""
+    """Asks the engine to refuse new requests, finish the others, and exit."""
 
 
 # engine -> front
 
 
 class Ready(msgspec.Struct, tag="ready", kw_only=True):
-    """The engine has loaded: what a front has to know about it."""
+    """The engine has loaded. Holds the facts about it that a front needs."""
 
     model_folder: str
     tokenizer_folder: str
@@ -96,27 +96,30 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
 
 
 class Update(msgspec.Struct, tag="update"):
+    """The part of a step's output that concerns one front, or new statistics with an empty output."""
+
     output: StepOutput
     stats: EngineStats | None = None
 
 
 class Pool(msgspec.Struct, tag="pool"):
-    """Who owns which KV page, as an `AskPool` wanted to know."""
+    """Who owns which KV page; the answer to `AskPool`."""
 
     snapshot: PoolSnapshot
 
 
 class Accepted(msgspec.Struct, tag="accepted"):
-    """The requests of a `Submit`, named by the first, passed the engine's checks and wait for their tokens.
+    """The requests of a `Submit` have passed the engine's checks and are queued. `request_id` is that of the first.
 
-    Those with a grammar have no such message: the first update of each says that its grammar is compiled.
+    Not sent for requests with a grammar. The first update of each one tells that its grammar was compiled.
     """
 
     request_id: str
 
 
 class Rejected(msgspec.Struct, tag="rejected"):
-    """The requests of a `Submit`, named by the first, were not taken; `param` and `code` as in InvalidRequestError."""
+    """The engine refused the requests of a `Submit`. `request_id` is that of the first; `param` and `code` are those of
+    InvalidRequestError."""
 
     request_id: str
     message: str
@@ -125,13 +128,13 @@ class Rejected(msgspec.Struct, tag="rejected"):
 
 
 class Beat(msgspec.Struct, tag="beat"):
-    """The engine's process runs; its loop has been in the current turn for so many seconds, 0.0 while it compiles."""
+    """The engine's process is alive. `busy`: seconds since its loop's current turn began; 0.0 while it compiles."""
 
     busy: float
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The engine is gone, or never came up."""
+    """The engine has died, or it could not be loaded."""
 
     message: str
 
@@ -145,7 +148,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def to_frame(message: FrontMessage | EngineMessage) -> bytes:
-    """A message as it goes over the wire. Raises ValueError when it is longer than MAX_FRAME."""
+    """A message as a frame. Raises ValueError if the message is longer than MAX_FRAME."""
     body = _encode(message)
     if len(body) > MAX_FRAME:
         raise ValueError(f"a message of {len(body)} bytes is longer than the limit of {MAX_FRAME}")
@@ -153,7 +156,7 @@ def to_frame(message: FrontMessage | EngineMessage) -> bytes:
 
 
 def frame_length(header: bytes) -> int:
-    """Body length that a frame's first four bytes announce. Raises ValueError when it is beyond MAX_FRAME."""
+    """The length of a message from its frame's first LENGTH_BYTES. Raises ValueError if it exceeds MAX_FRAME."""
     (length,) = _LENGTH.unpack(header)
     if length > MAX_FRAME:
         raise ValueError(f"a frame announces {length} bytes; the limit is {MAX_FRAME}")

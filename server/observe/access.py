@@ -1,4 +1,4 @@
-"""The access log, and the occasion for traces."""
+"""The middleware that records each request, then writes the access log and passes the record on for tracing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.observe.output import Output, OutputHandler
-from jaxserve.server.observe.request_record import CLIENT_LEFT, Exchange, watching
+from jaxserve.server.observe.request_record import CLIENT_LEFT, RequestRecord, watching
 from jaxserve.server.observe.tracing import Tracer
 
 log = logging.getLogger("jaxserve.access")
 
-# Asked for all the time, as what is below /ui; not logged, but where the key is wrong.
+# Paths that are requested all the time, as those below /ui are. They are logged only when the key is wrong.
 QUIET_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/pool"})
 
 
 class Access:
-    """Watches each request: outermost, so that it sees what all others make of it."""
+    """Records each request. It is the outermost middleware, so that it sees the answers of all others."""
 
     def __init__(self, app: ASGIApp, model: str, log_lines: bool, tracer: Tracer | None):
         self.app = app
@@ -30,34 +30,34 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(scope)
+        record = RequestRecord(scope)
 
         async def send_noting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                exchange.request_id = Headers(raw=message["headers"]).get("x-request-id", "")
+                record.status = message["status"]
+                record.request_id = Headers(raw=message["headers"]).get("x-request-id", "")
             await send(message)
-            exchange.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            record.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
-            with watching(exchange):
+            with watching(record):
                 await self.app(scope, receive, send_noting)
         finally:
-            self._finish(exchange)
+            self._finish(record)
 
-    def _finish(self, exchange: Exchange) -> None:
-        exchange.ended = time.monotonic()
-        if not exchange.complete:
-            exchange.status = CLIENT_LEFT
-        path = exchange.scope["path"]
-        quiet = exchange.status != 401 and (path in QUIET_PATHS or path.startswith("/ui/"))
+    def _finish(self, record: RequestRecord) -> None:
+        record.ended = time.monotonic()
+        if not record.complete:
+            record.status = CLIENT_LEFT
+        path = record.scope["path"]
+        quiet = record.status != 401 and (path in QUIET_PATHS or path.startswith("/ui/"))
         if self._log_lines and not quiet:
-            log.info("%s", msgspec.json.encode(exchange.line(self._model)).decode())
+            log.info("%s", msgspec.json.encode(record.line(self._model)).decode())
         if self._tracer is not None:
-            self._tracer.record(exchange, self._model)
+            self._tracer.record(record, self._model)
 
 
 def log_to_stdout() -> None:
-    """Sends the lines to standard output as they are, one JSON object each; where nobody reads, they are dropped."""
+    """Sends the access log to standard output, one JSON object a line. Lines are dropped if nobody reads them."""
     log.handlers, log.propagate = [OutputHandler(Output(1), "%(message)s")], False
     log.setLevel(logging.INFO)

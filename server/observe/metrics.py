@@ -23,7 +23,7 @@ _FEW = (1, 2, 5, 10, 20, 50, 100)
 
 _LABELS = ("model_name", "engine")
 
-# name, kind, unit of text, field of EngineStats
+# name, kind, description, field of EngineStats
 _FROM_STATS = (
     ("num_requests_running", "gauge", "Requests in the running batch", "num_running"),
     ("num_requests_waiting", "gauge", "Requests waiting for a place", "num_waiting"),
@@ -48,7 +48,7 @@ class Metrics:
         self._prefix = prefix
         self._labels = (model_name, "0")
         self._stats = EngineStats()
-        self._past = EngineStats()  # of the engines that have died
+        self._past = EngineStats()  # totals of the engines that have died
         self._info: Ready | None = None
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.itl = self._histogram("inter_token_latency_seconds", "Time between two tokens", _TOKEN_SECONDS)
@@ -96,7 +96,7 @@ class Metrics:
         self._stats = stats.after(self._past)
 
     def on_restart(self) -> None:
-        """Another engine is started, which counts from zero; the counters here go on."""
+        """Another engine is being started. It counts from zero; the counters here continue from the earlier totals."""
         self._restarts.inc()
         self._past = self._stats
         self.on_stats(EngineStats())
@@ -106,7 +106,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics that stand in the engine's statistics, for prometheus_client."""
+        """The metrics that come from the engine's statistics. prometheus_client calls this method."""
         stats = self._stats
         for name, kind, text, field in _FROM_STATS:
             yield self._family(kind, name, text, getattr(stats, field))
@@ -126,13 +126,13 @@ class Metrics:
             yield info
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are checked when they are collected."""
+        """Empty, so that prometheus_client checks names only when it collects the metrics."""
         return []
 
     def _histogram_family(
         self, name: str, text: str, histograms: dict[tuple[str, ...], Histogram], labels: tuple[str, ...] = ()
     ) -> Metric:
-        """The engine's own histograms, by the values of further labels."""
+        """A metric of the engine's histograms; the keys of `histograms` are the values of `labels`."""
         family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
         for values, histogram in histograms.items():
             counts = accumulate(histogram.counts)
@@ -148,12 +148,14 @@ class Metrics:
 
 
 class RequestTimes:
-    """When one prompt's request arrived and when its tokens came; times from time.monotonic().
+    """The times of one prompt's request, from time.monotonic(). They are observed in `metrics` as they come.
 
     Attributes:
-      arrival, first, latest: when it came, and when its first and its latest token did; `first` is None before.
-      queued: seconds that it waited for a place.
-      ended: all its completions have ended, for `finish_reasons`.
+      arrival: when the request arrived.
+      first, latest: when its first and latest tokens came; `first` is None before a token has come.
+      queued: seconds that the request waited for a place in the batch.
+      ended: whether all its completions have ended.
+      finish_reasons: those of the completions that have ended.
     """
 
     def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int):
@@ -166,7 +168,7 @@ class RequestTimes:
         self.finish_reasons: list[str] = []
         self._last: dict[int, float] = {}  # completion -> time of its latest token
         self._tokens: dict[int, int] = {}
-        self._exchange = note_generation(self)
+        self._record = note_generation(self)
         metrics.n.observe(params.n)
         if params.max_tokens is not None:
             metrics.max_tokens.observe(params.max_tokens)
@@ -177,7 +179,7 @@ class RequestTimes:
         return sum(self._tokens.values())
 
     def tokens(self, index: int, count: int, now: float, queued: float) -> None:
-        """`count` tokens of completion `index` have come; before the first, the request waited `queued` seconds."""
+        """Notes `count` tokens of completion `index`. `queued`: how long the request waited for a place, in seconds."""
         if count == 0:
             return
         if self.first is None:
@@ -189,7 +191,7 @@ class RequestTimes:
         self._tokens[index] = self._tokens.get(index, 0) + count
 
     def finished(self, now: float) -> None:
-        """All completions have ended."""
+        """Notes that all completions have ended."""
         metrics = self._metrics
         self.ended = True
         metrics.e2e.observe(now - self.arrival)
@@ -203,5 +205,5 @@ class RequestTimes:
             longest = max(self._tokens.values())
             if longest > 1:
                 metrics.tpot.observe((now - self.first) / (longest - 1))
-        if self._exchange is not None and self._exchange.on_late is not None:
-            self._exchange.on_late(self)
+        if self._record is not None and self._record.on_late is not None:
+            self._record.on_late(self)

@@ -1,4 +1,4 @@
-"""Lines for a pipe that nobody may be reading: a thread of their own writes them, and the others never wait for it."""
+"""Writing lines to a pipe that may have no reader: one thread writes, so that no other thread ever waits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import threading
 from collections import deque
 
-_MOST_LINES = 10_000  # that wait to be written; what comes beyond is dropped, and counted
-_PATIENCE = 1.0  # seconds that the last lines get when the process ends
+_MOST_LINES = 10_000  # lines that may wait to be written; further ones are counted and dropped
+_PATIENCE = 1.0  # seconds to write the last lines when the process ends
 
 
 class Output:
@@ -19,11 +19,11 @@ class Output:
         self._lines: deque[str] = deque()
         self._dropped = 0
         self._changed = threading.Condition()
-        self._written = True  # nothing waits, and nothing is being written
+        self._written = True  # no line waits or is being written
         threading.Thread(target=self._run, name=f"output-{descriptor}", daemon=True).start()
 
     def write(self, line: str) -> None:
-        """Queues a line, or drops it where too many wait; never blocks."""
+        """Queues a line, or drops it if too many wait; never blocks."""
         with self._changed:
             if len(self._lines) >= _MOST_LINES:
                 self._dropped += 1
@@ -51,13 +51,13 @@ class Output:
             data = memoryview("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
             try:
                 while data:
-                    data = data[os.write(self._descriptor, data) :]  # past Python's buffers, which have locks
+                    data = data[os.write(self._descriptor, data) :]  # bypasses Python's buffers, which have locks
             except OSError:
-                pass  # the reader has gone; others may come, as at the end of a terminal
+                pass  # the reader has gone; another one may come, as on a terminal
 
 
 class OutputHandler(logging.Handler):
-    """Sends a logger's lines to an output."""
+    """Sends a logger's lines to an Output."""
 
     def __init__(self, output: Output, format: str):
         super().__init__()
@@ -70,12 +70,12 @@ class OutputHandler(logging.Handler):
         except Exception:
             self.handleError(record)
 
-    def flush(self) -> None:  # which logging.shutdown calls when the process ends
+    def flush(self) -> None:  # logging.shutdown calls it when the process ends
         self._output.flush()
 
 
 def log_to_stderr(level: int) -> None:
-    """Has everything that is logged written to standard error by a thread; `level` where none is chosen yet."""
+    """Has a thread write all log lines to standard error. Sets `level` unless the root logger has handlers already."""
     root = logging.getLogger()
     if not root.handlers:
         root.setLevel(level)
@@ -83,7 +83,7 @@ def log_to_stderr(level: int) -> None:
 
 
 def say(text: str) -> None:
-    """Writes a last line to standard error, for which the process waits a moment at most."""
+    """Writes a last line to standard error, waiting at most _PATIENCE seconds."""
     output = Output(2)
     output.write(text)
     output.flush()

@@ -1,4 +1,4 @@
-"""What one HTTP request came to, for the access log and the traces."""
+"""The record of one HTTP request, its answer and its generations, for the access log and traces."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from starlette.types import Scope
 
 from jaxserve.types import SamplingParams
 
-CLIENT_LEFT = 499  # the status of what nobody waited for
-_current: contextvars.ContextVar[Exchange] = contextvars.ContextVar("exchange")
+CLIENT_LEFT = 499  # the status when the client disconnected before the answer was complete
+_current: contextvars.ContextVar[RequestRecord] = contextvars.ContextVar("record")
 
 
 class Times(Protocol):
-    """When one prompt's request arrived and when its tokens came (`metrics.RequestTimes`)."""
+    """The part of `metrics.RequestTimes` that records use."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -34,8 +34,8 @@ class Times(Protocol):
     def num_output_tokens(self) -> int: ...
 
 
-class Exchange:
-    """One HTTP request, its answer, and what was generated for it; times from time.monotonic()."""
+class RequestRecord:
+    """One HTTP request, its answer, and what was generated for it. Times are from time.monotonic()."""
 
     def __init__(self, scope: Scope):
         self.scope = scope
@@ -44,13 +44,13 @@ class Exchange:
         self.began_utc = time.time()
         self.ended = self.began
         self.status = CLIENT_LEFT
-        self.complete = False  # the answer was sent to its end
+        self.complete = False  # whether the whole answer was sent
         self.request_id = ""
-        self.generations: list[Times] = []  # one a prompt
-        self.on_late: Callable[[Times], None] | None = None  # for those that end after the answer
+        self.generations: list[Times] = []  # one per prompt
+        self.on_late: Callable[[Times], None] | None = None  # called for a generation that ends after the answer
 
     def line(self, model: str) -> dict[str, Any]:
-        """The entry of the access log. The name of the API key is in it, the key and the query are not."""
+        """The entry of the access log. It holds the name of the API key, but neither the key nor the query string."""
         key = self.scope.get("state", {}).get("api_key")
         firsts = [times.first for times in self.generations if times.first is not None]
         return {
@@ -68,18 +68,18 @@ class Exchange:
         }
 
 
-def note_generation(times: Times) -> Exchange | None:
-    """Adds a prompt's times to the HTTP request that they belong to, which is returned; None where nobody watches."""
-    exchange = _current.get(None)
-    if exchange is not None:
-        exchange.generations.append(times)
-    return exchange
+def note_generation(times: Times) -> RequestRecord | None:
+    """Adds a prompt's times to the current HTTP request's record. Returns the record; None if there is none."""
+    record = _current.get(None)
+    if record is not None:
+        record.generations.append(times)
+    return record
 
 
 @contextlib.contextmanager
-def watching(exchange: Exchange) -> Iterator[None]:
-    """What is generated meanwhile, in this task or those that it starts, belongs to this request."""
-    token = _current.set(exchange)
+def watching(record: RequestRecord) -> Iterator[None]:
+    """Makes `record` the current one for this task and the tasks that it starts."""
+    token = _current.set(record)
     try:
         yield
     finally:

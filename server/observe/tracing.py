@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: a span per request, with its queue, prefill and decode below it. Needs the extra `otel`.
+"""OpenTelemetry traces: a span per request, with queue, prefill and decode as child spans. Needs the extra `otel`.
 
-The spans are written when all is over, from the times that were taken anyway. Their attributes are those of the
-semantic conventions for generative AI, version 1.37 (https://opentelemetry.io/docs/specs/semconv/gen-ai/).
+The spans are written when the request is over, from the times in its record. Their attributes follow the semantic
+conventions for generative AI, version 1.37 (https://opentelemetry.io/docs/specs/semconv/gen-ai/).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from jaxserve.server.observe.request_record import Exchange, Times
+from jaxserve.server.observe.request_record import RequestRecord, Times
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-MAX_PROMPTS = 32  # of one request that get spans of their own
+MAX_PROMPTS = 32  # prompts of one request that get child spans
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -26,11 +26,11 @@ _OPERATIONS = {
 
 
 class Tracer:
-    """Sends spans to an OpenTelemetry collector, in batches and in a thread; what is left goes at exit."""
+    """Sends spans to an OpenTelemetry collector from a thread, in batches; the last batch is sent at exit."""
 
     def __init__(self, endpoint: str, exporter: SpanExporter | None = None):
-        """`endpoint` takes OTLP over HTTP at /v1/traces below it. Raises ValueError when it is no URL, or when the
-        packages are missing. `exporter` takes the spans instead."""
+        """Spans go to `exporter` if one is given, otherwise to `endpoint`/v1/traces by OTLP over HTTP. Raises
+        ValueError if `endpoint` is not a URL, or if the OpenTelemetry packages are missing."""
         if urlsplit(endpoint).scheme not in ("http", "https"):
             raise ValueError(f"--otlp-endpoint must be a URL such as http://localhost:4318, got {endpoint!r}")
         try:
@@ -49,21 +49,21 @@ class Tracer:
         self._tracer = self.provider.get_tracer("jaxserve")
         self._api, self._propagator = trace, TraceContextTextMapPropagator()
 
-    def record(self, exchange: Exchange, model: str) -> None:
-        """Writes the spans of a request that asked for text. Its caller's span, if it names one, is their parent."""
-        path = exchange.scope["path"]
-        if path not in _OPERATIONS or exchange.scope["method"] != "POST":
+    def record(self, record: RequestRecord, model: str) -> None:
+        """Writes the spans of a request that generates text. If its headers name a span, that span is the parent."""
+        path = record.scope["path"]
+        if path not in _OPERATIONS or record.scope["method"] != "POST":
             return
-        parent = self._propagator.extract(exchange.headers)
-        attributes = _attributes(exchange, _OPERATIONS[path], model)
+        parent = self._propagator.extract(record.headers)
+        attributes = _attributes(record, _OPERATIONS[path], model)
         name = f"{_OPERATIONS[path]} {model}"
         kind = self._api.SpanKind.SERVER
-        shift = exchange.began_utc - exchange.began  # from the steady clock to the one that spans carry
+        shift = record.began_utc - record.began  # spans carry UTC; the record's times are monotonic
 
         def stamp(seconds: float) -> int:
             return int((seconds + shift) * 1e9)
 
-        span = self._tracer.start_span(name, parent, kind, attributes, start_time=stamp(exchange.began))
+        span = self._tracer.start_span(name, parent, kind, attributes, start_time=stamp(record.began))
         below = self._api.set_span_in_context(span, parent)
 
         def write(times: Times) -> None:
@@ -71,17 +71,17 @@ class Tracer:
                 child = self._tracer.start_span(phase, below, attributes=own, start_time=stamp(begin))
                 child.end(stamp(end))
 
-        exchange.on_late = write
-        for times in exchange.generations[:MAX_PROMPTS]:
-            if times.ended or exchange.status != 200:  # else it goes on in the background
+        record.on_late = write
+        for times in record.generations[:MAX_PROMPTS]:
+            if times.ended or record.status != 200:  # otherwise it continues in the background; see `on_late`
                 write(times)
-        if exchange.status >= 500:
+        if record.status >= 500:
             span.set_status(self._api.StatusCode.ERROR)
-        span.end(stamp(exchange.ended))
+        span.end(stamp(record.ended))
 
 
 def _phases(times: Times) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
-    """Name, begin, end and attributes of the spans of one prompt; none before its first token has come."""
+    """(name, begin, end, attributes) of each child span of one prompt; none if no token has come."""
     if times.first is None:
         return
     placed = min(times.arrival + times.queued, times.first)
@@ -90,19 +90,19 @@ def _phases(times: Times) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
     yield "decode", times.first, times.latest, {"gen_ai.usage.output_tokens": times.num_output_tokens}
 
 
-def _attributes(exchange: Exchange, operation: str, model: str) -> dict[str, Any]:
-    generations = exchange.generations
+def _attributes(record: RequestRecord, operation: str, model: str) -> dict[str, Any]:
+    generations = record.generations
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "jaxserve",
         "gen_ai.request.model": model,
-        "http.request.method": exchange.scope["method"],
-        "url.path": exchange.scope["path"],
-        "http.response.status_code": exchange.status,
-        "http.response.header.x-request-id": [exchange.request_id],
+        "http.request.method": record.scope["method"],
+        "url.path": record.scope["path"],
+        "http.response.status_code": record.status,
+        "http.response.header.x-request-id": [record.request_id],
     }
-    if exchange.status >= 400:
-        attributes["error.type"] = str(exchange.status)
+    if record.status >= 400:
+        attributes["error.type"] = str(record.status)
     if not generations:
         return attributes
     params = generations[0].params

@@ -56,7 +56,7 @@ _ROUTES = [
 
 
 def build_app(state: ServerState) -> Starlette:
-    """The application of one front."""
+    """The application of one front: the process that serves HTTP and passes requests to the engine's process."""
     settings = state.settings
     middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
@@ -84,5 +84,5 @@ def build_app(state: ServerState) -> Starlette:
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
-    """Nobody reads this; 499 is what proxies log for it."""
+    """The client has disconnected, so nobody reads this answer. 499 is the status that proxies log in this case."""
     return Response(status_code=499)

@@ -1,9 +1,9 @@
-"""Answers a file of requests in the OpenAI batch format, through the same handlers as the HTTP endpoint.
+"""Answers a file of requests in the OpenAI batch format, through the handlers of the HTTP endpoints.
 
-Each line of the input is {"custom_id", "method": "POST", "url", "body"}; each line of the output {"id", "custom_id",
-"response": {"status_code", "request_id", "body"}, "error"}, in the order in which they end. An answer is one line in
-one write, so a killed run leaves whole lines and at most one torn last one, which the next run removes before it goes
-on with the requests that have no answer yet. A line with another URL gets an error as its answer.
+Each line of the input is {"custom_id", "method": "POST", "url", "body"}. Each line of the output is {"id", "custom_id",
+"response": {"status_code", "request_id", "body"}, "error"}, in the order in which the requests end. A request with a
+URL that a batch does not take gets an error as its answer. A killed run leaves whole lines, of which the last may be
+cut short. The next run removes such a line, then answers the requests that have no answer yet.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from tqdm import tqdm
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.server.http.errors import APIError
-from jaxserve.server.http.state import ServerSettings, ServerState
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.process.app import build_app
 from jaxserve.server.process.batch_output import BatchOutput
+from jaxserve.server.process.engine_process import EngineProcess
 from jaxserve.server.process.fingerprint import fingerprint
-from jaxserve.server.process.run import EngineProcess
 from jaxserve.server.process.supervisor import Supervisor
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import EngineDeadError
 
 URLS = ("/v1/completions", "/v1/chat/completions")
-_AHEAD = 2  # requests in flight per sequence of the engine, so that it never waits for the next one
-_LOOK_SECONDS = 0.1  # between two looks for an engine, while another one is started
-_OPENING = b'{"id":"batch_req_'  # of every line of the output
+_AHEAD = 2  # requests in flight per sequence that the engine can run, so that the engine never waits for one
+_LOOK_SECONDS = 0.1  # between two checks whether a restarted engine is ready
+_OPENING = b'{"id":"batch_req_'  # every line of the output begins with this
 
 
 class BatchLine(msgspec.Struct):
@@ -51,7 +52,7 @@ class BatchLine(msgspec.Struct):
 
 
 class _Answered(msgspec.Struct):
-    """What of an output line matters for going on."""
+    """The field of an output line that tells which request it answers."""
 
     custom_id: str
 
@@ -63,7 +64,7 @@ class BatchError(ValueError):
 def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: str = DEFAULT_ENGINE) -> int:
     """Answers all requests of `source` that `target` does not answer yet; returns the process's exit code.
 
-    A request that is wrong in itself gets its error as an answer. Raises BatchError for a file that is no batch.
+    An invalid request gets its error as its answer. Raises BatchError for a file that is not a batch.
     """
     if target.resolve() == source.resolve():
         raise BatchError(f"input and output are the same file: {source}")
@@ -78,7 +79,7 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
             return 0
         if done:
             print(f"{len(done)} of {len(asked)} requests are answered already; {len(left)} to go", file=sys.stderr)
-        # a request turned away would never be answered
+        # no limit on the queue: a request that is turned away would never be answered
         config = dataclasses.replace(config, max_waiting=None, max_waiting_tokens=None)
         with EngineProcess(config, engine_class) as engine:
             try:
@@ -92,7 +93,7 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
 
 
 def read_lines(source: Path) -> Iterator[BatchLine]:
-    """The requests of a file. Raises BatchError, naming the line, for what is no request."""
+    """The requests of a file. Raises BatchError, naming the line, for a line that is not a request."""
     decoder = msgspec.json.Decoder(BatchLine)
     with open(source, "rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -106,7 +107,7 @@ def read_lines(source: Path) -> Iterator[BatchLine]:
 
 
 def model_of(source: Path) -> str:
-    """The model that all requests of a file name. Raises BatchError when they name none, or several."""
+    """The one model that all requests of a file name. Raises BatchError if they name none or several."""
     names = {line.body.get("model") for line in read_lines(source)}
     if len(names) == 1 and isinstance(name := names.pop(), str):
         return name
@@ -115,7 +116,7 @@ def model_of(source: Path) -> str:
 
 
 def check_input(source: Path) -> set[str]:
-    """Reads the whole input once; returns its custom_ids. Raises BatchError before anything is loaded."""
+    """The custom_ids of the input, read before a model is loaded. Raises BatchError if one occurs twice."""
     seen: set[str] = set()
     for line in read_lines(source):
         if line.custom_id in seen:
@@ -125,9 +126,9 @@ def check_input(source: Path) -> set[str]:
 
 
 def recover_output(output: FileIO, target: Path) -> set[str]:
-    """custom_ids that the output answers already; cuts off a last line that a killed run left unfinished.
+    """The custom_ids that the output answers. Removes a last line that a killed run left unfinished.
 
-    Raises BatchError, and leaves the file as it is, when it holds anything else.
+    Raises BatchError and leaves the file as it is if it holds anything but output lines.
     """
     decoder = msgspec.json.Decoder(_Answered)
     done: set[str] = set()
@@ -177,7 +178,7 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
             async def answer(line: BatchLine) -> None:
                 try:
                     losses = None
-                    while losses != client.losses:  # the engine died, and what it said is no answer: ask the next one
+                    while losses != client.losses:  # if the engine died meanwhile, ask the next engine
                         while not client.is_ready:
                             await asyncio.sleep(_LOOK_SECONDS)
                         losses = client.losses
@@ -206,11 +207,11 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
     finally:
         output.close()
         await client.close(drain=True)
-        state.texts.pool.shutdown(wait=False, cancel_futures=True)
+        state.text_threads.executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _line(line: BatchLine, status: int, body: bytes) -> bytes:
-    """Of the output."""
+    """The output line with the answer to `line`."""
     answer = {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": line.custom_id,
@@ -246,7 +247,7 @@ async def _post(app: Any, line: BatchLine) -> tuple[int, bytes]:
     async def receive() -> dict[str, Any]:
         for message in incoming:
             return message
-        await asyncio.Event().wait()  # this client never goes away
+        await asyncio.Event().wait()  # this client never disconnects
         raise AssertionError
 
     async def send(message: dict[str, Any]) -> None:

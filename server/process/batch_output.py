@@ -1,4 +1,4 @@
-"""A file that lines are appended to, each of which is on the disk before it counts as written."""
+"""A file to which lines are appended. A line counts as written once it is on the disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from io import FileIO
 
 
 class BatchOutput:
-    """Appends to an unbuffered file in a thread of its own, so that the event loop never waits for the disk; lines that
-    come while it does are written together."""
+    """Appends to an unbuffered file in its own thread, so that the event loop never waits for the disk. Lines that come
+    during a write go into the next one together."""
 
     def __init__(self, file: FileIO):
         self._file = file
@@ -20,17 +20,17 @@ class BatchOutput:
         self._error: str | None = None
 
     async def append(self, line: bytes) -> None:
-        """Returns when the line is on the disk. Raises OSError where it cannot be, as on a full disk; the file may then
-        end in a part of a line."""
+        """Returns when the line is on the disk. Raises OSError if writing fails, for example because the disk is full;
+        the file may then end in a part of a line."""
         self._lines.append(line)
         async with self._turn:
-            if self._lines and self._error is None:  # else the turn before took it along
+            if self._lines and self._error is None:  # otherwise the write before this one has included the line
                 lines, self._lines = self._lines, []
                 try:
                     await asyncio.get_running_loop().run_in_executor(self._thread, self._write, b"".join(lines))
                 except OSError as error:
                     self._error = str(error)
-            if self._error is not None:  # nothing may follow a part of a line
+            if self._error is not None:  # the file may end in a part of a line, which nothing may follow
                 raise OSError(self._error)
 
     def _write(self, data: bytes) -> None:
@@ -40,5 +40,5 @@ class BatchOutput:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for the current write to end."""
         self._thread.shutdown()

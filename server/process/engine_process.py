@@ -1,30 +1,35 @@
-"""The engine's process, started by `jaxserve.server.process.run` through `jaxserve.entry`, with its settings on
-standard input.
+"""The engine's process: `EngineProcess` starts and ends it from the front, `main` is what runs in it.
 
-Standard input stays open for as long as the parent lives; its end means that the parent has gone.
+It is started through `jaxserve.entry` and reads its settings from standard input. The parent keeps standard input open
+while it lives; the end of standard input means that the parent has gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 from dataclasses import asdict
 
 import msgspec
 
+from jaxserve import entry
 from jaxserve.config import EngineConfig
 from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE, run_engine
 from jaxserve.server.observe.output import log_to_stderr
+from jaxserve.server.process.socket_folder import SocketFolder
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+FLUSH_SECONDS = 5  # time to write the last answers, and then for the engine to exit, once no request runs
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class Launch(msgspec.Struct, kw_only=True):
-    """The one line of JSON that the parent writes. `config` holds EngineConfig's fields."""
+    """The line of JSON that the parent writes to standard input. `config` holds the fields of EngineConfig."""
 
     config: dict[str, str | int | float | bool | list[str] | None]
     socket_path: str
@@ -35,8 +40,64 @@ class Launch(msgspec.Struct, kw_only=True):
         return cls(config=asdict(config), socket_path=socket_path, engine_class=engine_class)
 
 
+def _engine_environment() -> dict[str, str]:
+    """This process's environment without API keys. PYTHONSAFEPATH keeps the current folder out of the import path of
+    the engine's own child processes."""
+    own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
+    return own | {"PYTHONSAFEPATH": "1"}
+
+
+class EngineProcess:
+    """The engine's process and the folder of its socket. Leaving the context ends the one and removes the other."""
+
+    def __init__(self, config: EngineConfig, engine_class: str):
+        self._config, self._engine_class = config, engine_class
+        self._folder = SocketFolder()
+        self.start()
+
+    @property
+    def socket_path(self) -> str:
+        return self._folder.socket_path
+
+    def start(self) -> None:
+        """Starts the process; an earlier one must have ended. Linux ends it when the calling thread ends."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.socket_path)
+        self._process = subprocess.Popen(
+            entry.command("jaxserve.server.process.engine_process"),
+            stdin=subprocess.PIPE,
+            env=_engine_environment(),
+        )
+        launch = msgspec.json.encode(Launch.of(self._config, self.socket_path, self._engine_class))
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; connecting to it will report that
+            self._process.stdin.write(launch + b"\n")
+            self._process.stdin.flush()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._process.wait(FLUSH_SECONDS if exception[0] is None else 0)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._folder.remove()
+
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Ends the process at once, even one that is suspended, and waits until it is gone."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+
 def main() -> int:
-    """Runs the engine until it is drained, its fronts are gone or its parent is."""
+    """Runs the engine until it is drained, its last front has disconnected, or its parent has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
     _end_with_parent()
@@ -51,11 +112,12 @@ def _watch_parent() -> None:
     try:
         sys.stdin.buffer.read()
     finally:
-        os._exit(1)  # nothing here outlives the parent, and the loop may be busy compiling
+        os._exit(1)  # at once: the loop may be busy compiling, and must not outlive the parent
 
 
 def _end_with_parent() -> None:
-    """Has Linux kill this process when its parent's main thread ends, even where it is stopped and reads no input."""
+    """Has Linux kill this process when the parent's thread that started it ends, even if this process is suspended and
+    reads no input."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -16,13 +16,13 @@ _SETTINGS = (
     "matmul_backend", "activation_quantization", "seed",
 )  # fmt: skip
 _FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.gguf", "*.bin")
-_SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of each file: enough to tell weights apart, and far faster than all of it
+_SAMPLES, _SAMPLE_BYTES = 16, 2**16  # samples per file: they tell weights apart, far faster than reading whole files
 
 
 def fingerprint(info: Ready, config: EngineConfig, version: str, chat_template: str | None) -> str:
-    """ "fp_" and ten hexadecimal digits, from samples of the model's files and from what changes its numbers.
+    """ "fp_" and ten hexadecimal digits, hashed from samples of the model's files and settings that change its numbers.
 
-    Slow: run it off the event loop. Raises OSError for files that cannot be read.
+    Slow: call it off the event loop. Raises OSError for files that cannot be read.
     """
     digest = hashlib.sha256()
     settings = [getattr(config, name) for name in _SETTINGS]
@@ -42,5 +42,5 @@ def fingerprint(info: Ready, config: EngineConfig, version: str, chat_template: 
 
 
 def _add(digest: hashlib._Hash, data: bytes) -> None:
-    """Adds data with its length before it, so that no two sequences of parts look alike."""
+    """Adds data with its length before it, so that different sequences of parts never give the same bytes."""
     digest.update(len(data).to_bytes(8, "little") + data)

@@ -1,4 +1,4 @@
-"""The command line of `jaxserve serve` beyond the engine's. Light: nothing here imports what serving needs."""
+"""The flags of `jaxserve serve` beyond the engine's. Imports no library that serving needs, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-from jaxserve.limits import MAX_COMPLETIONS
 from jaxserve.server import plugins
+from jaxserve.server.http.settings import ServerSettings
 
 _SAME_NAME = (
     "host", "port", "fd", "served_model_name", "chat_template", "trust_request_chat_template",
@@ -27,72 +27,79 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--host", default="127.0.0.1", help="address to listen on")
     flag("--port", type=int, default=8000, help="port to listen on; 0: a free one")
     flag("--fd", type=int, metavar="N",
-         help="a listening socket to take over instead, as of systemd's socket units: 3; clients then wait while the "
-         "server restarts")  # fmt: skip
+         help="file descriptor of a listening socket to use instead of --host and --port, such as 3 under a systemd "
+         "socket unit; clients then wait while the server restarts")  # fmt: skip
     flag("--served-model-name", action="append", metavar="NAME",
-         help="what clients call the model (may be given several times; answers carry the name asked for, metrics the "
-         "first); None: MODEL as given")  # fmt: skip
+         help="name under which clients ask for the model; may be given several times; an answer carries the name that "
+         "its request used, metrics carry the first; None: MODEL as given")  # fmt: skip
     flag("--chat-template", metavar="FILE",
-         help="a Jinja template for conversations, instead of the model's own; or the template itself")  # fmt: skip
+         help="Jinja template for conversations, or a file that holds one; None: the model's own")  # fmt: skip
     flag("--trust-request-chat-template", action="store_true",
          help="requests may bring a chat_template of their own")  # fmt: skip
     flag("--api-key", action="append", type=_key, default=None, metavar="KEY",
-         help="demand this bearer key (may be given several times); also read from JAXSERVE_API_KEY, which `ps` does "
+         help="require this bearer key; may be given several times; also read from JAXSERVE_API_KEY, which `ps` does "
          "not show")  # fmt: skip
-    flag("--api-key-file", metavar="FILE", help="more keys, in lines 'key [name] [max-concurrency] [min-priority]'")
+    flag("--api-key-file", metavar="FILE",
+         help="file with more keys, one line each: 'key [name] [max-concurrency] [min-priority]'")  # fmt: skip
     flag("--salt-by-key", action=argparse.BooleanOptionalAction, default=None,
-         help="requests under different keys share no prefix cache; None: where there are several keys")  # fmt: skip
+         help="keep prefix-cache hits within one key; None: on when there are two or more keys")  # fmt: skip
     flag("--admin-key", type=_key, metavar="KEY",
-         help="opens POST /reset_prefix_cache and /profile to this bearer key, and /metrics, /load and /pool; also "
-         "read from JAXSERVE_ADMIN_KEY")  # fmt: skip
-    flag("--admin-key-file", metavar="FILE", help="holds that key")
+         help="bearer key for POST /reset_prefix_cache and /profile, and for /metrics, /load and /pool; also read from "
+         "JAXSERVE_ADMIN_KEY")  # fmt: skip
+    flag("--admin-key-file", metavar="FILE", help="file that holds the admin key")
     flag("--metrics-key", type=_key, metavar="KEY",
-         help="opens /metrics, /load and /pool to this bearer key; of several API keys none does; also read from "
-         "JAXSERVE_METRICS_KEY")  # fmt: skip
-    flag("--open-metrics", action="store_true", help="/metrics needs no key")
-    flag("--drain-seconds", type=float, default=30.0, help="what running requests get after SIGTERM")
-    flag("--engine-restarts", type=int, default=3, metavar="N",
-         help="an engine that dies is started again so often in ten minutes; then the server exits with 1")  # fmt: skip
-    flag("--watchdog-seconds", type=float, default=120.0, metavar="SECONDS",
-         help="an engine that has work and does not finish a step for so long, compiling apart, is ended and started "
-         "again; 0: never")  # fmt: skip
-    flag("--request-timeout", type=float, metavar="SECONDS", help="longest a request may take; None: no limit")
-    flag("--metrics-prefix", default="jaxserve", help="first part of the metrics' names, such as vllm")
+         help="bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also "
+         "read from JAXSERVE_METRICS_KEY")  # fmt: skip
+    flag("--open-metrics", action="store_true", help="serve /metrics without a key")
+    flag("--drain-seconds", type=float, default=ServerSettings.drain_seconds, metavar="SECONDS",
+         help="time for running requests to finish after SIGTERM")  # fmt: skip
+    flag("--engine-restarts", type=int, default=ServerSettings.engine_restarts, metavar="N",
+         help="most restarts of an engine that died within ten minutes; one more death ends the server with exit code "
+         "1")  # fmt: skip
+    flag("--watchdog-seconds", type=float, default=ServerSettings.watchdog_seconds, metavar="SECONDS",
+         help="restart an engine that has work but finishes no step for this long, not counting compilation; 0: "
+         "never")  # fmt: skip
+    flag("--request-timeout", type=float, metavar="SECONDS", help="longest time for one request; None: no limit")
+    flag("--metrics-prefix", default=ServerSettings.metrics_prefix, help="prefix of metric names, for example vllm")
     flag("--allowed-host", action="append", default=[], metavar="NAME",
-         help="a name that `Host` may have besides localhost, of a keyless server on a loopback address")  # fmt: skip
-    flag("--cors-origin", action="append", default=[], metavar="ORIGIN", help="browsers may call from there")
+         help="another accepted value of the Host header, besides localhost; applies to a server without keys on a "
+         "loopback address")  # fmt: skip
+    flag("--cors-origin", action="append", default=[], metavar="ORIGIN",
+         help="origin whose pages browsers may let call the server; *: all")  # fmt: skip
     flag("--tool-call-parser", default="auto", choices=plugins.choices("jaxserve.server.tools.parsers"),
-         help="how the model writes tool calls; auto: by its chat template, where that is certain")  # fmt: skip
+         help="format of the model's tool calls; auto: the one that the chat template shows for certain")  # fmt: skip
     flag("--reasoning-parser", default="auto", choices=plugins.choices("jaxserve.server.reasoning"),
-         help="how the model marks its reasoning; auto: by its chat template, where that is certain")  # fmt: skip
+         help="format of the model's reasoning; auto: the one that the chat template shows for certain")  # fmt: skip
     flag("--escape-special-tokens", action="store_true",
-         help="special tokens in the text of prompts, users and tools are plain text; those of the chat template and "
-         "in assistants' messages stay what they are")  # fmt: skip
+         help="read special tokens in prompts, user messages and tool results as plain text; the chat template and "
+         "assistant messages keep special tokens")  # fmt: skip
     flag("--reasoning-content", action="store_true",
-         help="chat messages call their reasoning reasoning_content instead of reasoning")  # fmt: skip
+         help="name the reasoning of a chat message reasoning_content instead of reasoning")  # fmt: skip
     flag("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain, in PEM format")
-    flag("--ssl-keyfile", metavar="FILE", help="its private key, where the certificate's file does not hold it")
-    flag("--max-connections", type=int, default=4096, metavar="N", help="open connections, beyond which there is 503")
+    flag("--ssl-keyfile", metavar="FILE", help="private key of the certificate; None: --ssl-certfile holds it")
+    flag("--max-connections", type=int, default=ServerSettings.max_connections, metavar="N",
+         help="most open connections; requests on further ones get 503")  # fmt: skip
     flag("--max-connections-per-address", type=int, metavar="N",
-         help="open connections of one client; 0: any number; None: half of --max-connections, and any number from "
-         "this machine itself, whose proxies stand for many")  # fmt: skip
-    flag("--max-body-bytes", type=int, default=32 * 2**20, metavar="BYTES", help="longest request body")
-    flag("--max-completions-per-request", type=int, default=MAX_COMPLETIONS, metavar="N",
-         help="most completions of one request, its prompts times n")  # fmt: skip
+         help="most open connections of one client address; 0: no limit; None: half of --max-connections, and no limit "
+         "for this machine, where a proxy may serve many clients")  # fmt: skip
+    flag("--max-body-bytes", type=int, default=ServerSettings.max_body_bytes, metavar="BYTES",
+         help="longest request body")  # fmt: skip
+    flag("--max-completions-per-request", type=int, default=ServerSettings.max_completions_per_request, metavar="N",
+         help="most completions of one request: the number of its prompts times n")  # fmt: skip
     flag("--max-header-bytes", type=int, default=64 * 2**10, metavar="BYTES", help="longest request head")
     flag("--client-timeout", type=float, default=60.0, metavar="SECONDS",
-         help="in which a request's head must come, then its body, and something of its answer be taken")  # fmt: skip
+         help="time for a client to send a request's head, then its body, and to read some of the answer")  # fmt: skip
     flag("--no-access-log", dest="access_log", action="store_false",
          help="do not print a line of JSON for each request")  # fmt: skip
     flag("--otlp-endpoint", metavar="URL",
-         help="send OpenTelemetry traces there, by OTLP over HTTP, as to http://localhost:4318")  # fmt: skip
-    flag("--no-ui", dest="ui", action="store_false", help="have no page at /")
-    flag("--max-stored-responses", type=int, default=1000, metavar="N", help="of /v1/responses, kept in memory")
+         help="send OpenTelemetry traces here, by OTLP over HTTP, for example to http://localhost:4318")  # fmt: skip
+    flag("--no-ui", dest="ui", action="store_false", help="serve no page at /")
+    flag("--max-stored-responses", type=int, default=ServerSettings.max_stored_responses, metavar="N",
+         help="most answers of /v1/responses that are kept in memory")  # fmt: skip
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `jaxserve.server.process.run.serve`. Exits with 2 where a key in the environment is
-    empty."""
+    """Keyword arguments of `jaxserve.server.process.run.serve`. Exits with 2 if a key in the environment is empty."""
     return {name: getattr(args, name) for name in _SAME_NAME} | {
         "api_keys": [*(args.api_key or []), *filter(None, [_from_environment("JAXSERVE_API_KEY")])],
         "admin_key": args.admin_key or _admin_key(args) or _from_environment("JAXSERVE_ADMIN_KEY"),

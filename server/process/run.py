@@ -1,4 +1,4 @@
-"""Starts a server: the port, the engine process, the HTTP front; and stops it in good order."""
+"""Starts a server (port, engine process, HTTP front) and stops it in order."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import logging
 import os
 import resource
 import socket
-import subprocess
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import msgspec
 import uvicorn
 
-from jaxserve import __version__, entry, heap
+from jaxserve import __version__, heap
 from jaxserve.checkpoints import gguf
 from jaxserve.checkpoints.hub import local_folder
 from jaxserve.config import EngineConfig
@@ -28,16 +26,16 @@ from jaxserve.server.http.connections import RESERVE
 from jaxserve.server.http.keys import ApiKey, read_keys
 from jaxserve.server.http.origin import is_local
 from jaxserve.server.http.protocol import accept
-from jaxserve.server.http.state import ServerSettings, ServerState
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
 from jaxserve.server.process.app import build_app
-from jaxserve.server.process.engine_process import Launch
+from jaxserve.server.process.engine_process import FLUSH_SECONDS, EngineProcess
 from jaxserve.server.process.fingerprint import fingerprint
-from jaxserve.server.process.socket_folder import SocketFolder
 from jaxserve.server.process.supervisor import Supervisor
 from jaxserve.text.chat_template import read_chat_template
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -45,8 +43,7 @@ from jaxserve.types import EngineDeadError
 
 log = logging.getLogger("jaxserve.server")
 
-_OTHER_FILES = 256  # that are open beside connections
-_FLUSH_SECONDS = 5  # for last answers to be written, and for the engine to exit, once nothing runs any more
+_OTHER_FILES = 256  # open files besides connections
 
 
 def serve(
@@ -67,16 +64,17 @@ def serve(
     chat_template: str | None = None,
     **settings: Any,
 ) -> int:
-    """Serves until a signal ends it; returns the process's exit code. `settings` are ServerSettings's.
+    """Serves until a signal ends it; returns the process's exit code. Must run in the main thread.
 
-    The port is bound before anything is loaded; /health and /ready answer at once, and turn 200 when the engine has
-    loaded. An engine that dies or hangs is started again, within the limits of `settings`.
-    SIGTERM or SIGINT: new requests get 503, running ones may go on for `drain_seconds`, the rest ends with an error; a
-    second signal exits at once. Has to run in the main thread. `port` 0 takes a free one; `fd` is a listening socket
-    that this process was given: where it stops, who connects waits for the next one. `served_model_name`, one or
-    several, defaults to `config.model`. `chat_template` is a file, or a template itself. 1 is returned when the port is
-    taken, the engine does not come up, or it died too often. Raises ValueError or OSError for a certificate, a file of
-    keys or a chat template that cannot be used.
+    The port is bound before anything is loaded. /health and /ready answer at once, with 503 until the engine has
+    loaded. An engine that dies or hangs is started again, within the limits in `settings`. The first SIGTERM or SIGINT
+    drains: new requests get 503, running ones have `drain_seconds` to finish, then they end with an error. A second
+    signal exits at once. Returns 1 if the port is taken, the engine does not start, or it died too often.
+
+    `port` 0 takes a free port. `fd` is an inherited listening socket; after this server stops, connections to it wait
+    for the next server. `served_model_name` is one name or several, by default `config.model`. `chat_template` is a
+    file or a template's text. `settings` are fields of ServerSettings. Raises ValueError or OSError for a certificate,
+    a key file or a chat template that cannot be used.
     """
     log_to_stderr(logging.INFO)
     if config.max_waiting is None:
@@ -98,12 +96,12 @@ def serve(
         lifespan="off",
         h11_max_incomplete_event_size=max_header_bytes,
         ws="none",
-        access_log=False,  # there is one of our own
-        log_config=None,  # uvicorn's lines go the way of all others
+        access_log=False,  # jaxserve.server.observe.access writes it
+        log_config=None,  # uvicorn logs through the handlers that are set already
         log_level=logging.INFO,
         server_header=False,
         timeout_keep_alive=65,
-        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
@@ -114,7 +112,7 @@ def serve(
         uvicorn_config.load()
     except OSError as error:
         raise ValueError(f"cannot use the certificate {ssl_certfile}: {error}") from error
-    tls, uvicorn_config.ssl = uvicorn_config.ssl, None  # handshakes are counted, so they are ours
+    tls, uvicorn_config.ssl = uvicorn_config.ssl, None  # `accept` does the handshakes, so that it can count them
     uvicorn_config.http_protocol_class = functools.partial(  # type: ignore[assignment]
         accept, connections=state.connections, client_timeout=client_timeout, tls=tls
     )
@@ -124,7 +122,7 @@ def serve(
         where = f"{host}:{port}" if fd is None else f"file descriptor {fd}"
         say(f"jaxserve: cannot listen on {where}: {error.strerror or error}")
         return 1
-    cpu_build.begin()  # where the kernels are new to this machine; the engine's process is still importing JAX
+    cpu_build.begin()  # builds missing CPU kernels while the engine's process is still importing JAX
     with listener, EngineProcess(config, engine_class) as engine:
         server = _Server(uvicorn_config, state, engine, config, shares_listener=fd is not None)
         server.run(sockets=[listener])
@@ -135,7 +133,7 @@ def serve(
 
 
 def _host_of(fd: int) -> str:
-    """The address that an inherited socket listens on; empty for one without, such as a unix socket."""
+    """The address that an inherited socket listens on; "" for a unix socket."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
         if listener.family != socket.AF_UNIX:
             return listener.getsockname()[0]
@@ -143,13 +141,13 @@ def _host_of(fd: int) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError when the address is taken or is not ours."""
+    """A listening socket. Raises OSError if the address is in use or does not belong to this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
 def allow_files(count: int) -> None:
-    """Raises the limit of open files to `count` where it is lower, as far as the system allows."""
+    """Raises this process's limit of open files to at least `count`, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= count or soft == resource.RLIM_INFINITY:
         return
@@ -159,66 +157,11 @@ def allow_files(count: int) -> None:
         log.warning("this process may open %d files, too few for --max-connections; see `ulimit -Hn`", allowed)
 
 
-def _engine_environment() -> dict[str, str]:
-    """This process's, without its keys; children of the engine leave the current folder out of their path too."""
-    own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
-    return own | {"PYTHONSAFEPATH": "1"}
-
-
-class EngineProcess:
-    """The engine's process and the folder of its socket; both end with the context."""
-
-    def __init__(self, config: EngineConfig, engine_class: str):
-        self._config, self._engine_class = config, engine_class
-        self._folder = SocketFolder()
-        self.start()
-
-    @property
-    def socket_path(self) -> str:
-        return self._folder.socket_path
-
-    def start(self) -> None:
-        """Starts the process; one that ran before must have ended. It ends with the thread that calls this."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.socket_path)
-        self._process = subprocess.Popen(
-            entry.command("jaxserve.server.process.engine_process"),
-            stdin=subprocess.PIPE,
-            env=_engine_environment(),
-        )
-        launch = msgspec.json.encode(Launch.of(self._config, self.socket_path, self._engine_class))
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which whoever connects will see
-            self._process.stdin.write(launch + b"\n")
-            self._process.stdin.flush()
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._process.wait(_FLUSH_SECONDS if exception[0] is None else 0)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._folder.remove()
-
-    def runs(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """Ends it at once, also where it is stopped, and waits until it is gone."""
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-
-
 class _Server(uvicorn.Server):
-    """uvicorn with our way of starting and stopping.
+    """A uvicorn server that also starts, supervises and drains the engine.
 
     Attributes:
-      failure: why the server ended by itself; None where it did not.
+      failure: why the server stopped by itself; None if it did not.
     """
 
     def __init__(
@@ -238,7 +181,7 @@ class _Server(uvicorn.Server):
         self._settings = settings
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: set[asyncio.Task] = set()  # keeps them alive
+        self._tasks: set[asyncio.Task] = set()  # the event loop keeps only weak references to tasks
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves HTTP at once, while the engine loads."""
@@ -248,9 +191,9 @@ class _Server(uvicorn.Server):
         for task in self._tasks:
             task.cancel()
         if not self._state.client.is_ready:
-            self._engine.kill()  # it still loads, and would not hear us before it has
+            self._engine.kill()  # it reads no message before it has loaded
         await self._state.client.close(drain=True)
-        self._state.texts.pool.shutdown(wait=False, cancel_futures=True)
+        self._state.text_threads.executor.shutdown(wait=False, cancel_futures=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second exits at once."""
@@ -266,7 +209,7 @@ class _Server(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Ends the server where a task of its own fails; nothing goes on without it."""
+        """Runs one of the server's own tasks, and stops the server if the task fails."""
         try:
             await work
         except Exception as error:
@@ -276,7 +219,7 @@ class _Server(uvicorn.Server):
             self.should_exit = True
 
     async def _run_engine(self) -> None:
-        """Brings up the engine, and watches over it until the server stops."""
+        """Loads the engine, then supervises it until the server stops."""
         await self._load()
         state, settings = self._state, self._state.settings
         supervisor = Supervisor(
@@ -293,7 +236,7 @@ class _Server(uvicorn.Server):
                 raise
 
     async def _load(self) -> None:
-        """Brings up the engine and the tokenizer, side by side where the model's folder is known already."""
+        """Waits for the engine to load and loads the tokenizer, at the same time if the model's folder is known."""
         state = self._state
         state.client.on_stats = state.metrics.on_stats
         early: asyncio.Future[Tokenizer] | None = None
@@ -325,17 +268,17 @@ class _Server(uvicorn.Server):
         return tokenizer
 
     async def _drain(self) -> None:
-        """Lets running requests end within the time set, ends the others with an error, then stops the server."""
+        """Gives running requests `drain_seconds` to finish, fails those that remain, then stops the server."""
         state = self._state
         state.draining = True
         if self._shares_listener:
             for server in self.servers:
-                server.close()  # here alone
+                server.close()  # this process's copy of the socket; the next server's copy keeps listening
         log.info("stopping: %d requests may go on for %g s", state.client.num_streams, state.settings.drain_seconds)
         await self._until_idle(state.settings.drain_seconds)
         state.client.fail_streams("the server is shutting down")
-        await self._until_idle(_FLUSH_SECONDS)
-        if self._state.client.num_streams:  # of clients who do not read even that
+        await self._until_idle(FLUSH_SECONDS)
+        if self._state.client.num_streams:  # their clients do not even read the error
             for connection in list(self.server_state.connections):
                 connection.drop_if_stuck()  # type: ignore[union-attr]
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""A folder for the engine's socket, which goes with the process that made it, however that ends."""
+"""A folder for the engine's socket. It is removed with the process that made it, or later if that was killed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 _PREFIX = "jaxserve-"
 _LOCK, _SOCKET = "lock", "engine.sock"
-_LONGEST = 100  # bytes of a socket's path; the systems allow 104 to 108
+_LONGEST = 100  # bytes of a socket's path; operating systems allow 104 to 108
 
 
 class SocketFolder:
-    """A new folder that only this user may enter. While its process lives it holds a lock in there; folders whose lock
-    nobody holds are what killed processes left, and go when the next one is made.
+    """A new folder that only this user may enter. This process holds a lock on a file in it for as long as it lives.
+    Creating a folder removes those that killed processes left: their locks are free.
 
     Attributes:
       socket_path: where the engine is to listen.
@@ -30,7 +30,7 @@ class SocketFolder:
         taken = os.path.join(self._folder, _LOCK)
         self._lock = os.open(taken + ".new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.rename(taken + ".new", taken)  # who sees the lock sees it held
+        os.rename(taken + ".new", taken)  # under its final name the file is locked from the first moment
 
     def remove(self) -> None:
         _remove(Path(self._folder))
@@ -39,7 +39,7 @@ class SocketFolder:
 
 
 def _base() -> str:
-    """Where temporary files go, or a place with a shorter name where a socket's path would become too long."""
+    """The folder for temporary files, or one with a shorter name if a socket's path would be too long there."""
     usual = tempfile.gettempdir()
     for folder in (usual, os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm"):
         if folder and _length(folder) <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
@@ -48,12 +48,12 @@ def _base() -> str:
 
 
 def _length(base: str) -> int:
-    """Bytes of a socket's path."""
+    """Length in bytes of a socket's path below `base`."""
     return len(os.fsencode(os.path.join(base, _PREFIX + "12345678", _SOCKET)))
 
 
 def _sweep(base: str) -> None:
-    """Removes what killed processes of this user left in `base`."""
+    """Removes the folders that killed processes of this user left in `base`."""
     for folder in _left_behind(base):
         with contextlib.suppress(OSError):
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -73,7 +73,7 @@ def _left_behind(base: str) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """The folder and what belongs in it; with anything else in it, it stays."""
+    """Removes the socket, the lock and then the folder, which stays if it holds anything else."""
     for name in (_SOCKET, _LOCK):
         with contextlib.suppress(OSError):
             (folder / name).unlink()

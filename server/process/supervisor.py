@@ -1,4 +1,4 @@
-"""Keeps an engine running: starts another where one has died, or hangs, and gives up where that happens too often."""
+"""Keeps an engine running: replaces one that died or hangs, and gives up if that happens too often."""
 
 from __future__ import annotations
 
@@ -6,38 +6,28 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.process.engine_process import EngineProcess
 from jaxserve.types import EngineDeadError
 
 log = logging.getLogger("jaxserve.server")
 
 RESTART_WINDOW = 600.0  # seconds within which restarts are counted
-_LOOK_SECONDS = 1.0  # between two looks at an engine that may hang
-
-
-class Process(Protocol):
-    """What a supervisor needs of an engine's process (`jaxserve.server.process.run.EngineProcess`)."""
-
-    @property
-    def socket_path(self) -> str: ...
-    def runs(self) -> bool: ...
-    def kill(self) -> None: ...
-    def start(self) -> None: ...
+_LOOK_SECONDS = 1.0  # between two checks whether the engine hangs
 
 
 class Supervisor:
     """Watches the engine that a client is connected to.
 
-    restarts: how often in RESTART_WINDOW an engine is started in the place of one that died.
-    watchdog: seconds for which an engine with work may go without finishing a step; 0: any time.
+    restarts: most restarts within RESTART_WINDOW.
+    watchdog: seconds after which an engine that has work but finishes no step is replaced; 0: never.
     """
 
     def __init__(
         self,
         client: EngineClient,
-        process: Process,
+        process: EngineProcess,
         *,
         restarts: int,
         watchdog: float,
@@ -48,7 +38,7 @@ class Supervisor:
         self._deaths: deque[float] = deque()  # seconds of the event loop's clock
 
     async def run(self) -> None:
-        """Never returns. The engine must be ready. Raises EngineDeadError where it has died once too often."""
+        """Never returns. The engine must be ready. Raises EngineDeadError when it dies after the last restart."""
         clock = asyncio.get_running_loop().time
         self._client.revives = self._restarts > 0
         look = min(_LOOK_SECONDS, self._watchdog / 4) if self._watchdog else _LOOK_SECONDS
@@ -57,12 +47,12 @@ class Supervisor:
             if await self._client.wait_lost(look):
                 await self._start_again()
                 continue
-            self._client.forgive(clock() - began - look)  # for so long this process stood still itself
+            self._client.forgive(clock() - began - look)  # the time for which this process itself stood still
             if self._watchdog and self._client.stalled > self._watchdog:
                 self._client.lose(f"the engine has not finished a step for {self._watchdog:g} s")
 
     async def _start_again(self) -> None:
-        """Ends what is left of the engine and starts another; that one's death is for the next call to see."""
+        """Ends the engine's process and starts another. If that one dies too, the next call handles it."""
         client, now = self._client, asyncio.get_running_loop().time()
         while self._deaths and now - self._deaths[0] > RESTART_WINDOW:
             self._deaths.popleft()
@@ -73,9 +63,9 @@ class Supervisor:
             raise EngineDeadError(f"the engine died{often if self._restarts else ''}: {client.error}")
         log.error("%s; starting another engine (%d of %d)", client.error, len(self._deaths), self._restarts)
         self._on_restart()
-        await asyncio.to_thread(self._process.kill)  # waits until its memory is free
+        await asyncio.to_thread(self._process.kill)  # returns when the process has freed its memory
         try:
-            self._process.start()  # on this thread, with which it ends
+            self._process.start()  # on this thread, because the process ends with the thread that started it
             await client.connect(self._process.socket_path, self._process.runs)
             await client.wait_ready()
         except EngineDeadError:

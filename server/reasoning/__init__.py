@@ -1,8 +1,8 @@
 """Reasoning: the part of an answer between <think> and </think>, or other marks.
 
-One file per kind of model; each defines `splitter(prompt)`, for an answer to a prompt of which at least the end is
-given, and `matches(template)`, whether a chat template is certainly of this kind. Where the marks are special tokens
-of the tokenizer, it sets `keeps_special_tokens`.
+One module per format. Each defines `splitter(prompt)`, which returns a Splitter for an answer, where `prompt` is at
+least the end of the prompt; and `matches(template)`, whether a chat template certainly uses this format. A module whose
+marks are special tokens of the tokenizer sets `keeps_special_tokens`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class Splitter:
-    """Splits a growing text into reasoning and the rest; white space around the reasoning is dropped.
-
-    `inside`: the text begins with reasoning, whether or not it says so; otherwise only where it begins with a mark.
+    """Splits a growing text into reasoning and the rest. Drops white space around the reasoning.
 
     Attributes:
       openings, closings: the marks, the usual ones first.
-      begins_inside: the text begins with reasoning, whether or not it says so.
-      reasons: what comes next is, or may be, still reasoning.
+      begins_inside: the text begins with reasoning, with or without an opening mark. If false, it begins with reasoning
+        only if it begins with an opening mark.
+      reasons: the next text belongs, or may belong, to the reasoning.
     """
 
     openings: ClassVar[tuple[str, ...]] = (OPENING,)
@@ -28,16 +27,16 @@ class Splitter:
 
     def __init__(self, inside: bool):
         self.begins_inside = inside
-        self._state = "begin"  # then "inside", "closing" (white space after the mark), "after"; or "after" at once
+        self._state = "begin"  # then "inside", "closing" (in white space after the mark), "after"; or directly "after"
         self._buffer = ""
-        self._begun = False  # some reasoning was given out
+        self._begun = False  # some reasoning has been returned
 
     @property
     def reasons(self) -> bool:
         return self._state == "inside" or (self._state == "begin" and self.begins_inside)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Takes the next piece of text; returns (reasoning, the rest) as far as they are certain."""
+        """Takes the next piece of text; returns (reasoning, rest) as far as both are certain."""
         self._buffer += text
         reasoning = ""
         if self._state == "begin":
@@ -53,7 +52,7 @@ class Splitter:
         return reasoning, rest
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, at the end of the text."""
+        """Ends the text; returns (reasoning, rest) that was held back."""
         held, self._buffer = self._buffer, ""
         if self.reasons:
             return held.rstrip() if self._begun else held.strip(), ""
@@ -69,7 +68,7 @@ class Splitter:
             self._state = "after"
 
     def _read(self) -> str:
-        """Takes the reasoning, up to its end if that has come."""
+        """Takes the reasoning from the buffer, up to a closing mark or as far as it is certain."""
         places = [(place, mark) for mark in self.closings if (place := self._buffer.find(mark)) >= 0]
         place, mark = min(places, default=(len(self._buffer), ""))
         text = self._buffer[:place] if self._begun else self._buffer[:place].lstrip()
@@ -84,7 +83,7 @@ class Splitter:
 
 
 def ends_inside(prompt: str, opening: str = OPENING, closing: str = CLOSING) -> bool | None:
-    """Whether a prompt ends with an opened <think>; None where it ends with neither mark."""
+    """Whether a prompt ends with the opening mark (True) or the closing mark (False); None if with neither."""
     end = prompt.rstrip()
     if end.endswith(closing):
         return False

@@ -1,4 +1,4 @@
-"""DeepSeek R1 and its like: an answer begins with reasoning, unless the prompt has closed it already."""
+"""DeepSeek R1 and similar models: an answer begins with reasoning, unless the prompt has closed the reasoning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 and later: an answer reasons where it, or the end of the prompt, opens <think>."""
+"""GLM-4.5 and later: an answer has reasoning if the answer or the end of the prompt opens <think>."""
 
 from __future__ import annotations
 

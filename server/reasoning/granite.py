@@ -1,4 +1,4 @@
-"""Granite 3.2: reasoning and answer are announced by sentences. Later versions write <think>."""
+"""Granite 3.2, whose marks are sentences before the reasoning and before the answer. Later versions write <think>."""
 
 from __future__ import annotations
 

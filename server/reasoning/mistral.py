@@ -1,4 +1,4 @@
-"""Magistral and other models of Mistral: an answer reasons where it, or the end of the prompt, opens [THINK]."""
+"""Magistral and other models of Mistral: an answer has reasoning if it or the end of the prompt opens [THINK]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nemotron: an answer reasons where it, or the end of the prompt, opens <think>; a system message turns that on."""
+"""Nemotron: an answer has reasoning if it or the end of the prompt opens <think>. A system message turns this on."""
 
 from __future__ import annotations
 

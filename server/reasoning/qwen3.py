@@ -1,4 +1,4 @@
-"""Qwen3 and its like: an answer reasons where it, or the end of the prompt, opens <think>."""
+"""Qwen3 and similar models: an answer has reasoning if the answer or the end of the prompt opens <think>."""
 
 from __future__ import annotations
 

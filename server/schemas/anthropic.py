@@ -1,4 +1,4 @@
-"""Body of /v1/messages, in Anthropic's shape, and what it means as a chat request."""
+"""Body of /v1/messages, in Anthropic's shape, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxserve.server.schemas.common import PositiveTokens, StopString
 from jaxserve.server.tools.choice import Choice, NamedChoice, NamedFunction
 from jaxserve.types import InvalidRequestError
 
-_EFFORTS = {"xhigh": "high", "max": "high"}  # Anthropic's words that chat templates do not know
+_EFFORTS = {"xhigh": "high", "max": "high"}  # Anthropic's efforts that chat templates do not know
 
 
 class Source(msgspec.Struct):
-    """Where a document's text is."""
+    """The source of a document: its text as `data`, or blocks of text as `content`."""
 
     type: str | None = None
     data: str | None = None
@@ -83,7 +83,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     mcp_servers: list[Any] | None = None
 
     def to_chat(self, **sampling: Any) -> ChatRequest:
-        """The same as a chat request. Raises InvalidRequestError for what is not text, tools or thinking."""
+        """The body as a chat request. Raises InvalidRequestError for content that is not text, tools or thinking."""
         messages = [Message("system", _text(self.system, "system"))] if self.system else []
         for position, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{position}]")
@@ -108,11 +108,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
     @property
     def form_field(self) -> str:
-        """What the body calls the form of the answer."""
+        """The body's field for the answer's form, for error messages."""
         return "output_config" if self.output_format is None else "output_format"
 
     def notices(self) -> list[str]:
-        """What of the request is left out."""
+        """Notices of the parts of the request that are left out."""
         _, notices = functions_of(self.tools or ())
         return [*notices, "mcp_servers are not asked"] if self.mcp_servers else notices
 
@@ -139,7 +139,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _messages(message: ClaudeMessage, where: str) -> Iterator[Message]:
-    """A message as one or more: the results of tools become messages of their own, before what the user says."""
+    """A message as one or more. Tool results become separate messages, before the user's text."""
     if message.role not in ("user", "assistant", "system"):
         raise InvalidRequestError(
             f"{where}.role must be 'user', 'assistant' or 'system', got {message.role[:64]!r}", "messages"

@@ -1,4 +1,4 @@
-"""Conversations: messages, tools, and how both become a prompt."""
+"""Conversations, and the bodies of /v1/chat/completions and /tokenize, which hold them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.text.tokenizer import TEMPLATE_INPUTS
 from jaxserve.types import InvalidRequestError
 
 CUSTOM_INPUT = "input"  # the only parameter of a tool that takes free text
-_MAY_BE_EMPTY = ("assistant", "tool", "function")  # the roles whose content may be null
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles whose content may be null
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -50,7 +50,7 @@ class ToolCall(msgspec.Struct):
     custom: CalledCustomTool | None = None
 
     def to_template(self, where: str) -> dict[str, Any]:
-        """Templates get the arguments as an object."""
+        """The call as templates expect it, with the arguments as an object."""
         if self.function is not None:
             given = self.function.arguments
             arguments = as_object(given or "") if isinstance(given, str | None) else given
@@ -63,7 +63,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """A message of a history. Whatever an answer of this server can be is accepted."""
+    """A message of a history. Every answer of this server is valid as one."""
 
     role: str
     content: str | list[Part] | None = None
@@ -76,7 +76,8 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
 
     def to_template(self, position: int) -> dict[str, Any]:
-        """The message as a template sees it, text parts joined by newlines. Refuses what is not text."""
+        """The message as templates expect it. Raises InvalidRequestError for invalid messages and parts that are not
+        text."""
         where = f"messages[{position}]"
         if not 0 < len(self.role) <= 64:
             raise InvalidRequestError(f"{where}.role must have 1 to 64 characters", "messages")
@@ -124,7 +125,7 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 class Conversation(msgspec.Struct, kw_only=True):
-    """Messages and how to render them; the fields of a chat request that make its prompt."""
+    """The fields of a chat request that make its prompt: messages, and how to render them."""
 
     messages: Messages
     tools: Tools | None = None
@@ -150,7 +151,8 @@ class Conversation(msgspec.Struct, kw_only=True):
         return msgspec.to_builtins(self.tools) if self.tools else None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """The template's variables: any that a request likes, as templates run in a sandbox and for a limited time."""
+        """The variables that the request gives to the template. Any others than TEMPLATE_INPUTS are allowed, because
+        templates run in a sandbox and for a limited time."""
         kwargs = dict(self.chat_template_kwargs or {})
         if taken := kwargs.keys() & TEMPLATE_INPUTS:
             raise InvalidRequestError(
@@ -204,7 +206,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def is_legacy(self) -> bool:
-        """The client knows functions and one call at a time, and no tools."""
+        """Whether the request uses the older `functions`, with which an answer holds at most one call."""
         return bool(self.functions) or isinstance(self.function_call, NamedFunction)
 
     @property
@@ -213,11 +215,11 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def is_parallel(self) -> bool:
-        """An answer may hold several calls."""
+        """Whether an answer may hold several calls."""
         return self.parallel_tool_calls is not False and not self.is_legacy
 
     def choose(self) -> tuple[list[Tool], Mode]:
-        """The tools that may be called, and how. Raises InvalidRequestError."""
+        """The tools that may be called, and the mode; see `jaxserve.server.tools.choice.choose`."""
         choice = self.tool_choice
         if self.is_legacy:
             call = self.function_call
@@ -227,7 +229,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         return choose(self.all_tools, choice)
 
     def conversation(self) -> Conversation:
-        """What makes the prompt; tools that may not be called are no part of it."""
+        """The fields that make the prompt. It shows no tools if none may be called."""
         fields = {name: getattr(self, name) for name in Conversation.__struct_fields__}
         _, mode = self.choose()
         return Conversation(**fields | {"tools": None if mode == "none" else self.all_tools or None})

@@ -1,4 +1,4 @@
-"""Anthropic's tools as functions: those of the client as they are, those that Anthropic defines by their names."""
+"""Anthropic's tools as functions: the client's own tools, and tools that Anthropic defines and the client runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.server.http.notices import shown
 from jaxserve.server.tools.choice import MAX_TOOLS, Function, Tool
 from jaxserve.types import InvalidRequestError
 
-# Tools that the client runs and Anthropic describes to the model, without the date at the end of their types.
+# Type without its date -> (description, properties, required) of tools that the client runs and Anthropic defines.
 _DEFINED = {
     "bash": (
         "Runs a command in a shell session that goes on between calls.",
@@ -47,9 +47,9 @@ class ClaudeTool(msgspec.Struct):
 
 
 def functions_of(tools: Sequence[ClaudeTool]) -> tuple[list[Tool], list[str]]:
-    """The tools as functions, and a notice of each that is left out because it would have to run on the server.
+    """The tools as functions, and a notice of each tool that is left out because it would run on the server.
 
-    Raises InvalidRequestError for too many.
+    Raises InvalidRequestError if there are too many.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", "tools")

@@ -1,13 +1,13 @@
-"""Request bodies: typed, bounded, and turned into SamplingParams.
+"""Request bodies as bounded types, and their conversion to SamplingParams.
 
-A field that we know and do not serve yet is refused by name when it is set; fields without effect on the output
-(`user`, `metadata`, `store`, …) and fields that we do not know are ignored, because clients send new ones.
+A known field that is not served (NOT_SERVED) is refused if it is set. Fields without effect on the output (`user`,
+`metadata`, `store`, …) and unknown fields are ignored, because clients keep adding new ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,9 +17,9 @@ from jaxserve.server.schemas.response_format import RESPONSE_FORMAT, STRUCTURED_
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError, SamplingParams
 
-COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the client gives none
+COMPLETION_TOKENS = 16  # the default of max_tokens in /v1/completions
 
-# Fields that are known and not served, with the values that ask for nothing.
+# Known fields that are not served, with the values that are accepted because they ask for nothing.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "early_stopping": (False,),
@@ -35,7 +35,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
 }
 
-# What the fields below have in common with other bodies. What is said here is checked, and stands in /openapi.json.
+# Types of fields that several bodies share. msgspec checks the bounds, and /openapi.json shows them.
 TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": limits.MAX_INT, "format": "token-id"}
 PositiveTokens = Annotated[int, Meta(ge=1, le=limits.MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_INT, extra_json_schema={"format": "token-id"})]
@@ -56,7 +56,7 @@ CacheSalt = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_LENGTH)
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
-# One prompt or several, as text or as token ids. The kinds are not mixed, which types cannot say: `prompts` checks it.
+# One prompt or several, as text or as token ids. `prompts` checks that they are not mixed, which a type cannot express.
 Prompt = Annotated[
     Annotated[str, Meta(min_length=1)] | Annotated[list[str | int | list[int]], Meta(min_length=1)],
     Meta(
@@ -90,7 +90,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common; None stands for the default."""
+    """The fields that completions and chat have in common. None stands for the default."""
 
     model: str | None = None
     max_tokens: limits.Tokens | None = None
@@ -126,7 +126,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     structured_outputs: Annotated[Any, Meta(extra_json_schema=STRUCTURED_OUTPUTS)] = None
     use_beam_search: bool | None = None
     length_penalty: limits.LengthPenalty | None = None
-    # known and not served, see NOT_SERVED
+    # known fields that are not served, see NOT_SERVED
     suffix: Any = None
     early_stopping: Any = None
     guided_json: Any = None
@@ -141,7 +141,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     documents: Any = None
 
     def check(self) -> None:
-        """Raises InvalidRequestError, naming the field, for what can be told without the model."""
+        """Raises InvalidRequestError, naming the field, for errors that can be found without the model."""
         for name, harmless in NOT_SERVED.items():
             value = getattr(self, name)
             if value is not None and value not in harmless:
@@ -159,7 +159,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, limits.MAX_INT, excluded=0)
 
     @property
-    def usage_mode(self) -> str:
+    def usage_mode(self) -> Literal["off", "last", "always"]:
         options = self.stream_options or StreamOptions()
         if not options.include_usage:
             return "off"
@@ -174,11 +174,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """The engine's parameters: the client's where given, else the model's recommendation, else OpenAI's default."""
+        """The engine's parameters. A parameter that the client does not set has the model's recommended value, or
+        OpenAI's default if there is none."""
         given, defaults = {}, tokenizer.generation_defaults
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
-            if value is None and not self.use_beam_search:  # which looks at the model's own probabilities alone
+            if value is None and not self.use_beam_search:  # beams compare the model's unmodified probabilities
                 value = getattr(defaults, name)
             if value is not None:
                 given[name] = value
@@ -255,7 +256,7 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word's tokens, as it stands at a text's beginning and after a space."""
+    """The token sequences of each word: at the beginning of a text, and after a space."""
     forms = (tokenizer.encode(space + word, add_special_tokens=False) for word in words for space in ("", " "))
     return tuple(dict.fromkeys(tuple(form) for form in forms if form))
 

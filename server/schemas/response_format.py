@@ -1,4 +1,4 @@
-"""From `response_format` and `structured_outputs` to a grammar."""
+"""Converts `response_format` and `structured_outputs` to a grammar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.types import Grammar, InvalidRequestError
 FORMATS = "text, json_object or json_schema"
 _KINDS = {"json": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "lark"}
 
-# What /openapi.json says of both fields.
+# The schemas of both fields in /openapi.json.
 _SCHEMA = {"type": "object", "description": "A JSON schema"}
 RESPONSE_FORMAT: dict[str, Any] = {
     "anyOf": [
@@ -63,9 +63,9 @@ STRUCTURED_OUTPUTS: dict[str, Any] = {
 
 
 def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
-    """What the output must be, as OpenAI's field or vLLM's says. Raises InvalidRequestError, naming the field.
+    """The grammar that OpenAI's or vLLM's field asks for; None: any text. Raises InvalidRequestError, naming the field.
 
-    `enable_in_reasoning` of the latter may come alone, beside a response_format.
+    If structured_outputs holds only `enable_in_reasoning`, a response_format may be given as well.
     """
     one = _within("response_format", _of_format, response_format)
     other = _within("structured_outputs", _of_outputs, structured_outputs)
@@ -120,5 +120,5 @@ def _of_outputs(value: dict[str, Any]) -> Grammar | None:
 
 
 def binds_reasoning(structured_outputs: Any) -> bool:
-    """Whether the form holds from the first token on, where it would otherwise wait until the reasoning has ended."""
+    """Whether the form applies from the first token on, and not only after the reasoning."""
     return isinstance(structured_outputs, dict) and structured_outputs.get("enable_in_reasoning") is True

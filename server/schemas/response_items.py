@@ -1,4 +1,4 @@
-"""The input of /v1/responses: items, and the messages of a chat that they amount to."""
+"""The input items of /v1/responses, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxserve.server.schemas.chat import CUSTOM_INPUT, CalledFunction, Message, 
 from jaxserve.server.schemas.response_tools import LOCAL_SHELL, FlatTool, full_name
 from jaxserve.types import InvalidRequestError
 
-_SEALED = "jaxserve.reasoning:"  # begins the `encrypted_content` that this server has made
+_SEALED = "jaxserve.reasoning:"  # prefix of `encrypted_content` that this server wrote
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-# Items of tools that ran on another server, and what only that server can read.
+# Items that only another server can use, such as the calls of tools that ran there. They are left out.
 _FOREIGN = (
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_call",
     "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call", "compaction",
@@ -40,7 +40,7 @@ class ShellAction(msgspec.Struct, omit_defaults=True):
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """An item of the input; which fields it has depends on its type. One without a type is a message."""
+    """An item of the input. Its type decides which fields it has; an item without a type is a message."""
 
     type: str | None = None
     id: str | None = None
@@ -60,12 +60,12 @@ class Item(msgspec.Struct, omit_defaults=True):
 
 
 def sealed(reasoning: str) -> str:
-    """Reasoning as `encrypted_content`. It is encoded and not encrypted: the client has the text as well."""
+    """Reasoning as `encrypted_content`. It is only encoded, because the client gets the same text unencrypted too."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
 def unsealed(content: str | None) -> str:
-    """The reasoning in `encrypted_content`; empty where another server has made it."""
+    """The reasoning in `encrypted_content`; "" if another server wrote it."""
     if content is None or not content.startswith(_SEALED):
         return ""
     try:
@@ -75,7 +75,7 @@ def unsealed(content: str | None) -> str:
 
 
 def listed(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The input as /input_items tells of it: every item has an id, and every message a list of parts."""
+    """The input as /input_items returns it: every item has an id, and every message a list of parts."""
     result = []
     for item in items:
         fields = {"id": f"{item.type or 'msg'}_{uuid.uuid4().hex}", "type": "message", **msgspec.to_builtins(item)}
@@ -90,13 +90,13 @@ def listed(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 class Reader:
-    """Turns items into messages: calls and reasoning are parts of an assistant's message there.
+    """Converts items to messages. Items of calls and reasoning become parts of an assistant's message.
 
-    `lookup` gives the item that an id refers to, None where it is not known.
+    `lookup` returns the item with an id; None if it is not known.
 
     Attributes:
       messages: the messages so far.
-      notices: what was left out.
+      notices: notices of items that were left out.
     """
 
     def __init__(self, lookup: Callable[[str], Item | None]):
@@ -106,7 +106,7 @@ class Reader:
         self._reasoning = ""
 
     def read(self, items: Sequence[Item]) -> None:
-        """Takes the next items. Raises InvalidRequestError for one that is incomplete or not known."""
+        """Converts the next items. Raises InvalidRequestError for an item that is incomplete or of unknown type."""
         for position, item in enumerate(items):
             self._read(item, f"input[{position}]")
 
@@ -134,7 +134,7 @@ class Reader:
             case "item_reference" | None if item.id is not None and item.role is None:
                 self._refer(item.id, where)
             case "additional_tools" | "tool_search_output":
-                pass  # their tools are the request's
+                pass  # ResponsesRequest.tool_map adds their tools
             case kind if kind in _FOREIGN:
                 self.notices.append(f"{where} of type {kind!r} is of another server")
             case kind:

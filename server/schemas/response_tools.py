@@ -1,7 +1,7 @@
-"""The tools of /v1/responses as functions that a model can call, and the items that its calls become.
+"""The tools of /v1/responses as functions that a model can call, and the way back from its calls to tools.
 
-A model calls functions alone. Free text, functions in namespaces and the client's shell are functions to it. A tool
-that would have to run on the server is left out.
+Models can only call functions. Custom tools (free text), tools in namespaces and the client's shell are described to
+the model as functions. Tools that would run on the server are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHELL = Function(
 
 
 class CustomFormat(msgspec.Struct, omit_defaults=True):
-    """What the text of a custom tool looks like: any text, or text of a grammar."""
+    """The input of a custom tool: any text, or text of a grammar."""
 
     type: str
     syntax: str | None = None
@@ -52,7 +52,7 @@ class CustomFormat(msgspec.Struct, omit_defaults=True):
 
 
 class FlatTool(msgspec.Struct, omit_defaults=True):
-    """A tool; which fields it has depends on its type."""
+    """A tool. Its type decides which fields it has."""
 
     type: str
     name: str = ""
@@ -82,7 +82,7 @@ class Origin(msgspec.Struct):
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """What a model calls a function of a namespace."""
+    """The name by which a model calls a function, which includes its namespace."""
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
@@ -90,18 +90,18 @@ class ToolMap:
     """A request's tools.
 
     Attributes:
-      functions: what the model may call; the first of a namespace tells what the namespace is about.
-      kept: the tools that they stand for, as the client gave them.
-      notices: what is left out.
+      functions: what the model may call. The first function of a namespace carries the namespace's description.
+      kept: the tools that the functions stand for, as the client gave them.
+      notices: notices of tools that are left out.
     """
 
     def __init__(self, tools: Sequence[FlatTool], more: Iterable[FlatTool] = ()):
-        """`more` are tools that the history brings, where the same may stand several times."""
+        """`more`: tools from items of the history, which may repeat known tools."""
         self.functions: list[Tool] = []
         self.kept: list[dict[str, Any]] = []
         self.notices: list[str] = []
         self._origins: dict[str, Origin] = {}
-        self._inside: dict[str, list[str]] = {}  # a name inside of namespaces -> the full names
+        self._inside: dict[str, list[str]] = {}  # a function's name without its namespace -> its full names
         self._namespaces: set[str] = set()
         for tool in tools:
             self._add(tool)
@@ -148,7 +148,7 @@ class ToolMap:
         return self._origins.get(name) or Origin(name=name)
 
     def choice(self, given: str | FlatChoice | None) -> Choice | None:
-        """The choice among the functions. Raises InvalidRequestError."""
+        """A tool_choice in terms of the functions. Raises InvalidRequestError for a tool that cannot be chosen."""
         if not isinstance(given, FlatChoice):
             return given
         if given.type != "allowed_tools":
@@ -181,7 +181,7 @@ _CUSTOM_PARAMETERS = {
 
 
 def _custom_description(tool: FlatTool) -> str:
-    """What a custom tool does; a model is told of the grammar, which does not bind it."""
+    """The description of a custom tool. It includes the tool's grammar, which is not enforced."""
     text = tool.description or ""
     if tool.format is not None and tool.format.type == "grammar":
         text += f"\n\n`{CUSTOM_INPUT}` follows this grammar ({tool.format.syntax}):\n{tool.format.definition}"
@@ -189,13 +189,13 @@ def _custom_description(tool: FlatTool) -> str:
 
 
 def _described(tool: FlatTool) -> dict[str, Any]:
-    """A tool as the response tells of it, with the fields that clients expect."""
+    """A tool as the response lists it, with the fields that clients expect."""
     fields = msgspec.to_builtins(tool)
     return {"parameters": None, "strict": None, **fields} if tool.type == "function" else fields
 
 
 def shell_action(arguments: str) -> dict[str, Any]:
-    """The action of a local_shell_call from the arguments of the function; no command where they were cut short."""
+    """The action of a local_shell_call from the function's arguments; without a command if they were cut short."""
     given = loads(arguments)
     given = given if isinstance(given, dict) else {}
     command = given.get("command")

@@ -1,4 +1,4 @@
-"""Body of /v1/responses, in OpenAI's shape, and what it means as a chat request."""
+"""Body of /v1/responses, in OpenAI's shape, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    # beyond OpenAI's
+    # not in OpenAI's API
     top_k: TopK | None = None
     min_p: Fraction | None = None
     repetition_penalty: RepetitionPenalty | None = None
@@ -71,12 +71,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-    # known and not served
+    # known fields that are not served
     conversation: Any = None
     prompt: Any = None
 
     def check(self) -> None:
-        """Raises InvalidRequestError, naming the field, for what chat requests do not check."""
+        """Raises InvalidRequestError, naming the field, for errors that the checks of a chat request do not find."""
         for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
@@ -101,11 +101,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         return [Item(role="user", content=self.input)]
 
     def tool_map(self) -> ToolMap:
-        """The tools of the request, those included that its items bring."""
+        """The tools of the request and of its items."""
         return ToolMap(self.tools or (), (tool for item in self.items for tool in item.tools or ()))
 
     def to_chat(self, messages: list[Message], tools: ToolMap) -> ChatRequest:
-        """The same as a chat request about `messages`, after the instructions."""
+        """A chat request of the instructions, then `messages`."""
         opening = [Message("system", self.instructions)] if self.instructions else []
         return ChatRequest(
             messages=opening + messages,
@@ -132,7 +132,7 @@ class InputTokensRequest(ResponsesRequest, kw_only=True):
 
 
 def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
-    """text.format as chat requests have it, where a JSON schema is one level deeper."""
+    """text.format as a chat request's response_format, which nests a JSON schema one level deeper."""
     if text is None or text.format is None or text.format.get("type") != "json_schema":
         return text.format if text else None
     schema = {name: value for name, value in text.format.items() if name != "type"}

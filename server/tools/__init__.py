@@ -1,1 +1,1 @@
-"""Tool calls: what a request may ask for, and how the calls are found in a model's text."""
+"""Tool calls: checking a request's tools, and finding calls in a model's text."""

@@ -1,7 +1,7 @@
-"""What parsers of tool calls share: a buffer, states that consume it, and the content and calls that come out.
+"""The base of all parsers of tool calls: a buffer, states that consume it, and the resulting content and calls.
 
-A parser sees text in pieces of any size and gives content and calls as soon as they are certain; how the text was cut
-into pieces makes no difference to their sum.
+A parser takes text in pieces of any size, and returns content and calls as soon as they are certain. How the text is
+cut into pieces does not change the joined result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve.server.tools.json_scan import CallScanner, ValueScanner
 
 
 class CallDelta(msgspec.Struct, kw_only=True):
-    """What a tool call gained: `id` and `name` once, at its beginning, and JSON text of the arguments."""
+    """A part of a tool call. The first part has `id` and `name`; `arguments` is the next part of their JSON text."""
 
     index: int
     id: str | None = None
@@ -25,6 +25,8 @@ class CallDelta(msgspec.Struct, kw_only=True):
 
 
 class Parsed(msgspec.Struct):
+    """What a parser found in a piece of text."""
+
     content: str = ""
     calls: list[CallDelta] = []
 
@@ -32,26 +34,26 @@ class Parsed(msgspec.Struct):
 class ToolParser:
     """Base of the parsers. A subclass begins in the state `outside`, and may set `self.state` to others.
 
-    A state is a method that consumes a part of `self.buffer`, which is not empty, and returns True, or returns False
-    when it needs more text. White space between content and calls is dropped.
+    A state is a method that takes text from `self.buffer`, which is not empty. It returns True if the parser shall call
+    the next state at once, and False if it needs more text first. White space between content and calls is dropped.
 
     Attributes:
       tools: name -> JSON schema of the parameters.
     """
 
     keeps_special_tokens: ClassVar[bool] = False  # the format's marks may be special tokens of the tokenizer
-    closing: ClassVar[str] = ""  # the mark after a JSON call, which may stand in place of its last brace
+    closing: ClassVar[str] = ""  # the mark after a JSON call; models sometimes omit the brace before it
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
         self.tools = tools
         self.buffer = ""
         self.state: Callable[[], bool] = self.outside
         self.num_calls = 0
-        self._raw = ""  # of the call that is being read, for the case that it turns out to be none
+        self._raw = ""  # text of the current JSON call, which becomes content if it turns out to be no call
         self._scanner: CallScanner | None = None
         self._value = ValueScanner()
-        self._sent: int | None = None  # characters of its arguments that are out; None: it has not begun
-        self._space = ""  # white space that may stand before a call
+        self._sent: int | None = None  # characters of the current call's arguments returned so far; None: no call
+        self._space = ""  # white space that is dropped if a call follows
         self._after_call = False
         self._out = Parsed()
 
@@ -64,7 +66,7 @@ class ToolParser:
         return out
 
     def finish(self) -> Parsed:
-        """What was held back, at the end of the text."""
+        """Ends the text; returns what was held back."""
         self.at_end()
         if not self._after_call:
             self._out.content += self._space
@@ -75,7 +77,7 @@ class ToolParser:
         raise NotImplementedError
 
     def at_end(self) -> None:
-        """The text is over: what was not taken for a call is content."""
+        """Handles the end of the text: text that is not part of a call becomes content."""
         if self._scanner is not None and self._sent is None:
             self.content(self._raw)
         if self.state == self.outside:
@@ -84,7 +86,7 @@ class ToolParser:
     def new_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
 
-    # What comes out
+    # Methods that add to the result
 
     def content(self, text: str) -> None:
         if self._after_call:
@@ -101,18 +103,18 @@ class ToolParser:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the latest call's arguments."""
+        """Adds text to the latest call's arguments."""
         if not text:
             return
         if not self._out.calls:
             self._out.calls.append(CallDelta(index=self.num_calls - 1))
         self._out.calls[-1].arguments += text
 
-    # States and steps that several formats use
+    # States and helpers that several formats use
 
     def take_until(self, *marks: str) -> tuple[str, str | None]:
-        """Takes the buffer up to the first of `marks`, and that with it; returns both. Without one, it takes what
-        cannot be the beginning of a mark."""
+        """Takes the buffer up to and including the first of `marks`; returns (text before, mark). If there is no mark,
+        takes all text but an end that may be the beginning of one."""
         found = [(place, mark) for mark in marks if (place := self.buffer.find(mark)) >= 0]
         if found:
             place, mark = min(found)
@@ -124,7 +126,7 @@ class ToolParser:
         return before, None
 
     def begin_json(self, raw: str = "") -> None:
-        """The state `json_call` is next; `raw` are the marks before it, which are content if no call follows."""
+        """Makes `json_call` the next state. `raw`: the marks before the call, which become content if none follows."""
         self._scanner, self._raw, self._sent, self.state = CallScanner(), raw, None, self.json_call
 
     def accepts(self, name: str) -> bool:
@@ -136,7 +138,7 @@ class ToolParser:
         self.state = self.outside
 
     def json_call(self) -> bool:
-        """Inside of {"name": …, "arguments": …}, or before it."""
+        """State: before or inside {"name": …, "arguments": …}."""
         scanner = self._scanner
         assert scanner is not None
         used = scanner.push(self.buffer)
@@ -165,12 +167,12 @@ class ToolParser:
         return scanner.done or bool(self.buffer)
 
     def begin_named(self, name: str) -> None:
-        """Begins a call whose arguments, a JSON object, come next; the state `json_value` takes them."""
+        """Begins a call and makes `json_value` the next state, which takes its arguments, a JSON object."""
         self.begin_call(name)
         self._value, self.state = ValueScanner(), self.json_value
 
     def json_value(self) -> bool:
-        """Inside of the arguments of a call whose name is known."""
+        """State: inside the arguments of a call whose name is known."""
         used = self._value.push(self.buffer)
         self.arguments(self.buffer[:used])
         self.buffer = self.buffer[used:]

@@ -1,4 +1,4 @@
-"""The arguments of tool calls: JSON text that a model wrote, whole, cut short or wrong."""
+"""Reading the arguments of tool calls: JSON text of a model, which may be cut short or invalid."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from jaxserve.server.tools.json_scan import MAX_NESTING
 
-# One character of a JSON string, escaped or not, or both halves of one beyond the basic plane.
+# Characters of a JSON string: plain ones, an escape, or both surrogates of one beyond the basic plane.
 _CHARACTER = re.compile(
     r'[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
     r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
 )
-_LONGEST_OPENING = 256  # characters before a string, white space included
+_LONGEST_OPENING = 256  # most characters of an object before its string begins
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text; None where it is none. Halves of characters, which cannot be encoded, are replaced."""
+    """The value of a JSON text; None if it is invalid. Replaces unpaired surrogates, which cannot be encoded."""
     try:
         value = json.loads(text, strict=False)
         if "\\u" not in text:
@@ -31,8 +31,8 @@ def loads(text: str) -> Any:
 def as_object(text: str) -> dict[str, Any]:
     """The arguments as an object. Never fails.
 
-    Of a text that was cut short, the members that had come are there. A text that is no object at all stands whole
-    under the name `arguments`.
+    A text that was cut short gives the members that are there. A text that is not an object becomes the value of a
+    member `arguments`.
     """
     for candidate in (text, *_completions(text)):
         if isinstance(value := loads(candidate), dict):
@@ -41,9 +41,9 @@ def as_object(text: str) -> dict[str, Any]:
 
 
 def _completions(text: str) -> list[str]:
-    """Texts that may be whole where `text` is not: closed as it stands, and closed after its last whole member."""
+    """Completions of a JSON text that was cut short: closed at its end, and closed after its last complete member."""
     due: list[str] = []  # closing brackets
-    last: tuple[int, list[str]] = (0, [])  # a place where a member may end, and the brackets that are due there
+    last: tuple[int, list[str]] = (0, [])  # position after the last complete member, and the brackets due there
     in_string = escaped = False
     for position, char in enumerate(text):
         if in_string:
@@ -66,19 +66,19 @@ def _completions(text: str) -> list[str]:
 
 
 class StringReader:
-    """Reads the string of a growing object {"<name>": "…"} as it comes.
+    """Reads the string from the growing JSON text of an object {"<name>": "…"}.
 
-    `push` takes more of the object's JSON text and returns the characters of the string that are certain by now;
-    `finish` returns the rest. Where the object has another form, all of it comes at the end: the string by that name,
-    else the only string there is, else the object's text.
+    `push` takes more text and returns the string's characters that are certain; `finish` returns the rest. If the
+    object does not begin like this, `finish` returns everything: the string with that name, or else the only string in
+    the object, or else the object's text.
     """
 
     def __init__(self, name: str):
         self._name = name
         self._opening = re.compile(r'\s*\{\s*"' + re.escape(name) + r'"\s*:\s*"')
-        self._begun = False  # the string
-        self._unread = ""  # of the string's text, once it has begun; before, of the object's
-        self._other: list[str] = []  # the object's text, where it does not begin like this
+        self._begun = False  # whether the string has begun
+        self._unread = ""  # text not yet read: of the string if it has begun, otherwise of the object
+        self._other: list[str] = []  # the whole text, if the object does not begin as expected
 
     def push(self, text: str) -> str:
         if self._other:
@@ -99,7 +99,7 @@ class StringReader:
         return json.loads(f'"{shown}"', strict=False)
 
     def finish(self) -> str:
-        if self._begun:  # what is left is the end, or half a character
+        if self._begun:  # the unread text is the string's end, or an incomplete escape
             rest = {} if self._unread.startswith('"') else as_object('{"": "' + self._unread)
             return rest.get("", "")
         text = "".join(self._other) or self._unread

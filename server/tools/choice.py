@@ -1,4 +1,4 @@
-"""What a request allows in tool calls: its functions and its choice among them; and parsers of forced calls."""
+"""A request's functions and its `tool_choice` among them, and the parsers of forced calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AllowedTool(msgspec.Struct):
 
 
 class AllowedTools(msgspec.Struct):
-    """Some of a request's tools, which a model may ("auto") or has to ("required") call; the prompt shows all."""
+    """Some of a request's tools, which a model may ("auto") or must ("required") call. The prompt shows all tools."""
 
     tools: list[AllowedTool]
     mode: str = "auto"
@@ -61,9 +61,9 @@ Mode = Literal["none", "auto", "required", "named"]
 
 
 def choose(tools: Sequence[Tool], given: Choice | None) -> tuple[list[Tool], Mode]:
-    """The functions that may be called, and how; "named" is the only one, which has to be called.
+    """The functions that may be called, and the mode. In mode "named" there is one function, which must be called.
 
-    Raises InvalidRequestError for a choice of what is not there.
+    Raises InvalidRequestError for a choice that names no tool of the request.
     """
     if isinstance(given, NamedChoice):
         if given.type == "function" and given.function is not None:
@@ -100,7 +100,7 @@ def _named(tools: Sequence[Tool], name: str) -> Tool:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequestError for tools that are none."""
+    """Raises InvalidRequestError for invalid tools."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", "tools")
     seen = set()
@@ -120,13 +120,13 @@ def check_tools(tools: Sequence[Tool]) -> None:
 
 
 def forced_parser(tools: Mapping[str, Mapping[str, Any]], mode: Mode) -> ToolParser:
-    """A parser of what `jaxserve.server.chat.forms` has a model write: the arguments of the only function where that is
-    named, else a list of {"name", "parameters"}."""
+    """A parser of calls that a grammar of `jaxserve.server.chat.forms` forces: the function's arguments in mode
+    "named", otherwise a list of {"name", "parameters"}."""
     return NamedCallParser(tools, next(iter(tools))) if mode == "named" else CallListParser(tools)
 
 
 class CallListParser(ToolParser):
-    """A JSON list of {"name", "parameters"}."""
+    """Reads a JSON list of {"name", "parameters"}."""
 
     def outside(self) -> bool:
         self.buffer = self.buffer.lstrip(" \t\r\n[],")
@@ -139,7 +139,7 @@ class CallListParser(ToolParser):
 
 
 class NamedCallParser(ToolParser):
-    """One function's arguments, and nothing else."""
+    """Reads the arguments of one function, which are the whole text."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], name: str):
         super().__init__(tools)

@@ -1,4 +1,4 @@
-"""Calls as a list of JSON objects after a mark, the form of several formats."""
+"""Calls as a list of JSON objects after a mark, which several formats use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_mor
 
 
 def list_syntax(functions: Sequence[Called], many: bool, opening: str, bracket: str = '"["') -> Syntax:
-    """The syntax of a list of objects after `opening`; `bracket` is the expression for the one that begins it."""
+    """The syntax of a list of objects after `opening`. `bracket`: the expression for the list's opening bracket."""
     objects = one_or_more("object", 'W? "," W?', many)
     rules = f'calls: {bracket} W? {objects} W? "]"\nobject: {call_object(functions, "arguments")}'
     return Syntax(rules, opening=opening)
@@ -21,12 +21,12 @@ class JSONListParser(ToolParser):
 
     Attributes:
       openings: the marks before a list.
-      closings: marks after one, which are dropped.
+      closings: the marks after a list, which are dropped.
     """
 
     openings: ClassVar[tuple[str, ...]]
     closings: ClassVar[tuple[str, ...]] = ()
-    _before = ""  # what has come since the opening and is content if no call follows
+    _before = ""  # text since the opening, which becomes content if no call follows
 
     def outside(self) -> bool:
         before, mark = self.take_until(*self.openings, *self.closings)
@@ -36,7 +36,7 @@ class JSONListParser(ToolParser):
         return mark is not None
 
     def items(self) -> bool:
-        """After the opening, or between the objects of a list."""
+        """State: after the opening, or between the objects of a list."""
         place = len(self.buffer) - len(self.buffer.lstrip(" \t\r\n,["))
         self._before, self.buffer = self._before + self.buffer[:place], self.buffer[place:]
         if self.buffer.startswith("{"):

@@ -1,18 +1,18 @@
-"""JSON as it comes, character by character: where a value ends, and what a tool call says before it is complete."""
+"""Scanning growing JSON text: where a value ends, and the name and arguments of an incomplete tool call."""
 
 from __future__ import annotations
 
 import json
 
-MAX_NESTING = 64  # of brackets in a tool call
+MAX_NESTING = 64  # levels of brackets in a tool call
 
 
 class ValueScanner:
-    """Finds the end of one JSON value. Checks brackets and strings alone; the text may still be no JSON.
+    """Finds the end of one JSON value. It checks only brackets and strings, so the text may still be invalid JSON.
 
     Attributes:
-      done: the value has ended. A number or a word has ended before the character that shows it.
-      bad: it cannot become a value.
+      done: the value has ended. A number or a word ends before the character that follows it.
+      bad: the text cannot become a value.
     """
 
     def __init__(self) -> None:
@@ -57,13 +57,14 @@ class ValueScanner:
 
 
 class CallScanner:
-    """Reads one object {"name": …, "arguments": {…}}, in any order of its keys and whatever else it holds.
+    """Reads one object {"name": …, "arguments": {…}}. Its keys may have any order, and there may be other keys.
 
     Attributes:
-      name: the function's name, once known.
-      arguments: JSON text of the arguments as far as they have come; grows at its end only.
-      done, bad: the object has ended; it is no call.
-      unclosed: it is bad for one reason alone: where `}` is due, something else follows, which was not taken.
+      name: the function's name; None until it is known.
+      arguments: the JSON text of the arguments so far; it only grows at its end.
+      done: the object has ended and is a call.
+      bad: the object is not a call.
+      unclosed: `bad` is true only because another character follows where `}` is due. That character was not taken.
     """
 
     def __init__(self) -> None:
@@ -72,12 +73,14 @@ class CallScanner:
         self.done = self.bad = self.unclosed = False
         self._state = "start"
         self._key = ""
-        self._text = ""  # of the key or value that is being read
+        self._text = ""  # text so far of the current key or value
         self._scanner = ValueScanner()
 
     def push(self, text: str) -> int:
-        """Takes the next text, up to the end of the name where that has not come yet, so that what a reader makes of
-        the name cannot depend on how the text is cut. Returns how many characters belong to the object."""
+        """Takes the next text; returns how many of its characters belong to the object.
+
+        Stops at the end of the name, so that what the caller does with the name cannot depend on how the text is cut.
+        """
         position, unnamed = 0, self.name is None
         while position < len(text) and not self.done and not self.bad and (self.name is None) is unnamed:
             if self._state in ("key", "value"):
@@ -88,7 +91,7 @@ class CallScanner:
         return position
 
     def close(self) -> None:
-        """Takes an unclosed object for a whole one."""
+        """Accepts an unclosed object as complete."""
         self.done, self.bad, self.unclosed = True, False, False
         self.arguments = self.arguments or "{}"
 
@@ -131,7 +134,7 @@ class CallScanner:
         return self._key in ("arguments", "parameters")
 
     def _end(self, streamed: bool) -> None:
-        """A key or a value is complete."""
+        """Handles the end of a key or a value."""
         if self._state == "key":
             self._state, self._key = "colon", str(self._loads(self._text))
             self.bad = self.bad or (self._is_arguments and bool(self.arguments))

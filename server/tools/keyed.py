@@ -1,4 +1,4 @@
-"""Calls whose arguments are written one by one, as keys and texts, instead of as JSON."""
+"""Calls whose arguments are written one by one, as keys and texts between marks, and not as JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxserve.types import Grammar
 
 
 class KeyedParser(ToolParser):
-    """Makes JSON of keys and values.
+    """Converts keys and values to the JSON text of the arguments.
 
-    A value whose schema says "string" is given out as it comes. Another one is read as JSON once it is whole, and is a
-    text where it is no JSON.
+    A value whose schema has type "string" is returned as it grows. Any other value is read as JSON when it is complete;
+    if it is not JSON, it becomes a string.
 
-    A subclass has the states `outside`, `function`, which ends with `begin_arguments`, and `key`, which ends with
+    A subclass defines the states `outside`; `function`, which calls `begin_arguments`; and `key`, which calls
     `begin_value`.
 
     Attributes:
@@ -25,7 +25,7 @@ class KeyedParser(ToolParser):
       key_mark: the mark before a key.
       arguments_end: the mark after the arguments.
       value_end: the mark after a value.
-      line_breaks: a line break after the mark before a value, and one before the mark after it, are not part of it.
+      line_breaks: one line break at the beginning of a value and one at its end are not part of the value.
     """
 
     opening: ClassVar[str]
@@ -34,21 +34,21 @@ class KeyedParser(ToolParser):
     value_end: ClassVar[str]
     line_breaks: ClassVar[bool] = False
     _name = ""
-    _count = 0  # of keys
+    _count = 0  # keys of the current call so far
     _is_text = _started = False
 
     def function(self) -> bool:
-        """The function's name."""
+        """State: the function's name."""
         raise NotImplementedError
 
     def begin_arguments(self, name: str) -> None:
-        """The arguments of the function `name` come next; see the state `between`."""
+        """Begins a call of the function `name` and makes `between` the next state."""
         self._name, self._count, self.state = name, 0, self.between
         self.begin_call(name)
         self.arguments("{")
 
     def between(self) -> bool:
-        """Between arguments."""
+        """State: between arguments."""
         _, mark = self.take_until(self.key_mark, self.arguments_end)
         if mark == self.arguments_end:
             self.arguments("}")
@@ -58,11 +58,11 @@ class KeyedParser(ToolParser):
         return mark is not None
 
     def key(self) -> bool:
-        """An argument's name, and the mark before its value."""
+        """State: an argument's name, and the mark before its value."""
         raise NotImplementedError
 
     def begin_value(self, key: str) -> None:
-        """The value of `key` comes next; see the state `value`."""
+        """Adds the key to the arguments and makes `value` the next state."""
         self.arguments((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": ")
         self._count += 1
         schema = self.tools.get(self._name, {}).get("properties", {}).get(key, {})
@@ -116,11 +116,11 @@ def _json_of(text: str) -> str:
 def strict_arguments(
     function: Called, parts: list[tuple[str, Grammar]], before: Callable[[str], str], value_end: str
 ) -> str:
-    """The expression of Lark for a strict function's arguments, in the order of its schema; the schemas of their values
-    are added to `parts`.
+    """The Lark expression for a strict function's arguments, in the order of its schema. Adds the schemas of values to
+    `parts`.
 
-    `before(key)` is the expression for what stands before the value. The rule `text` has to match any text and
-    the mark after it. Of a text, only a choice of texts is enforced.
+    `before(key)`: the expression for the key and marks before the value. The format's rule `text` must match any text
+    and the mark after it. In schemas of type "string", only `enum` is enforced.
     """
     end, expressions = quoted(value_end), []
     for key, schema in function.properties.items():
@@ -139,7 +139,7 @@ def strict_arguments(
 
 
 def _value(function: Called, schema: dict[str, Any]) -> Grammar:
-    """The grammar of a property's value. One that refers to the whole schema, or into it, may be any JSON."""
+    """The grammar of a property's value. Any JSON, if the schema refers to the whole schema or to its properties."""
     known = {name: function.schema[name] for name in ("$defs", "definitions") if name in function.schema}
     text = json.dumps(known | schema)
     outside = any(f'"$ref": "{pointer}' in text for pointer in ('#"', "#/properties"))

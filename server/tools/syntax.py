@@ -1,6 +1,6 @@
-"""How formats write calls, as rules of a Lark grammar, for outputs that have to hold to a form.
+"""The formats of tool calls as rules of a Lark grammar, for outputs that a grammar constrains.
 
-A module of `jaxserve.server.tools.parsers` may define `syntax(functions, many)`, which gives a Syntax.
+A module of `jaxserve.server.tools.parsers` may define `syntax(functions, many)`, which returns a Syntax.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Called(msgspec.Struct, frozen=True):
     """A function that may be called.
 
     Attributes:
-      rule: the grammar's rule for its arguments as JSON.
-      schema: JSON schema of its arguments, an object's.
-      is_strict: arguments have to satisfy it.
+      rule: the grammar's rule for the arguments as JSON.
+      schema: the JSON schema of the arguments, an object.
+      is_strict: the arguments must satisfy the schema.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Called(msgspec.Struct, frozen=True):
 
 
 class Syntax(msgspec.Struct, frozen=True):
-    """A format's way to write calls.
+    """The rules of one format of calls.
 
     Attributes:
-      rules: Lark rules that define `calls`: what follows the opening. They may use `called`, the opening, and `W`, the
-        white space that JSON may hold.
-      opening: the mark that begins calls; "" where the format has none.
-      start: the character that begins calls without the mark. Such formats write calls at the beginning of an answer
-        alone, others ("") after any text.
+      rules: Lark rules that define `calls`, the text after the opening. They may use `called`, which matches the
+        opening, and `W`, which matches white space in JSON.
+      opening: the mark before calls; "" if the format has none.
+      start: the character that begins calls without the opening, which is only allowed at the beginning of an answer;
+        "" if calls always need the opening, which may follow any text.
       marks: other marks that the rules use, see Grammar.
       parts: other grammars that the rules use, see Grammar.
     """
@@ -60,7 +60,7 @@ class Syntax(msgspec.Struct, frozen=True):
 
 
 def quoted(text: str) -> str:
-    """A text as a literal of Lark."""
+    """A text as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -75,5 +75,5 @@ def call_object(functions: Sequence[Called], arguments: str) -> str:
 
 
 def one_or_more(item: str, between: str, many: bool) -> str:
-    """The expression for one item, or with `many` for several with something between."""
+    """The expression for one item; with `many`, for one or more items with `between` between them."""
     return f"{item} ({between} {item})*" if many else item

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
 from jaxserve.server.http.body import read_bytes
 from jaxserve.server.http.errors import APIError
-from jaxserve.server.http.limits import Accounts, Bodies, Texts
+from jaxserve.server.http.limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.middleware import BodyLimit
 
 USER = b'"messages":[{"role":"user","content":"hi"}]'
@@ -163,7 +163,7 @@ def test_what_a_body_becomes_counts():
 
 def test_keys_take_turns_with_their_texts():
     async def run() -> None:
-        texts, gate, order = Texts(threads=1), threading.Event(), []
+        texts, gate, order = TextThreads(threads=1), threading.Event(), []
 
         def work(name: str):
             return lambda: (gate.wait(10), order.append(name))
@@ -185,7 +185,7 @@ def test_keys_take_turns_with_their_texts():
 
 def test_no_key_has_all_the_threads():
     async def run() -> None:
-        texts, gate = Texts(threads=3), threading.Event()
+        texts, gate = TextThreads(threads=3), threading.Event()
         flood = [asyncio.create_task(texts.run("flood", 10, lambda: gate.wait(10))) for _ in range(50)]
         await asyncio.sleep(0)
         assert texts.num_waiting == 48
@@ -199,7 +199,7 @@ def test_no_key_has_all_the_threads():
 
 def test_texts_of_clients_that_left_are_not_worked_on():
     async def run() -> None:
-        texts, gate, done = Texts(threads=1), threading.Event(), []
+        texts, gate, done = TextThreads(threads=1), threading.Event(), []
         first = asyncio.create_task(texts.run("a", 1, lambda: gate.wait(10)))
         await asyncio.sleep(0)
         left = [asyncio.create_task(texts.run("a", 1, lambda: done.append("left"))) for _ in range(100)]
@@ -228,7 +228,7 @@ def test_texts_that_wait_are_bounded():
     """By their length, so that many short ones may; one alone is always taken."""
 
     async def run() -> None:
-        texts, gate = Texts(threads=1), threading.Event()
+        texts, gate = TextThreads(threads=1), threading.Event()
         tasks = [asyncio.create_task(texts.run("a", 1, lambda: gate.wait(10)))]
         await asyncio.sleep(0)
         tasks += [asyncio.create_task(texts.run("a", size, lambda: None)) for size in (*[0] * 500, 10**9)]

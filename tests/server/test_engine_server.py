@@ -15,8 +15,7 @@ import tokenizers_for_tests as kinds
 from fake_engine import ParrotEngine, SlowEngine
 
 from jaxserve.config import EngineConfig
-from jaxserve.server.ipc import connected_front, engine_server, messages
-from jaxserve.server.ipc import engine_client as client_module
+from jaxserve.server.ipc import connected_front, engine_client, engine_server, messages
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.engine_server import EngineServer
 from jaxserve.server.ipc.messages import Ready, Submit, frame_length, to_frame
@@ -202,7 +201,7 @@ def test_a_front_that_does_not_read_holds_up_the_work_and_loses_nothing(path, co
 
 
 def test_a_slow_reader_pauses_its_request_alone(path, config, monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_UNREAD", 500)
+    monkeypatch.setattr(engine_client, "MAX_UNREAD", 500)
 
     async def run(engine):
         client = await connected(path)
@@ -232,8 +231,8 @@ def test_a_slow_reader_pauses_its_request_alone(path, config, monkeypatch):
 
 
 def test_all_slow_readers_together_are_bounded(path, config, monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_UNREAD", 4000)
-    monkeypatch.setattr(client_module, "MAX_ALL_UNREAD", 1000)
+    monkeypatch.setattr(engine_client, "MAX_UNREAD", 4000)
+    monkeypatch.setattr(engine_client, "MAX_ALL_UNREAD", 1000)
 
     async def run(engine):
         client = await connected(path)
@@ -325,7 +324,7 @@ def test_an_engine_that_cannot_handle_what_it_hears_lets_the_front_know(path, co
         def fail(body):
             raise RecursionError("too deep")
 
-        monkeypatch.setattr(connected_front, "decode_front_message", fail)
+        monkeypatch.setattr(messages, "decode_front_message", fail)
         with pytest.raises(EngineDeadError, match="ended"):
             await asyncio.wait_for(tokens_of(client, request("a", max_tokens=10_000)), 20)
         await until(lambda: not engine.has_work)

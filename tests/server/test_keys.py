@@ -18,7 +18,7 @@ from jaxserve import entry
 from jaxserve.commands import cli
 from jaxserve.engine.timeline import MOST_STEPS, Timeline
 from jaxserve.server.http.keys import ApiKey, read_key, read_keys
-from jaxserve.server.http.state import ServerSettings
+from jaxserve.server.http.settings import ServerSettings
 
 MONITORS = ("/metrics", "/load", "/pool")
 

@@ -14,7 +14,8 @@ import tokenizers_for_tests as kinds
 from serving import wait_until
 
 from jaxserve.server.chat.generation import prompt_logprobs_json
-from jaxserve.server.http.state import ServerSettings, ServerState
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.types import TokenLogprob

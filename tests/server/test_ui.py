@@ -18,8 +18,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.scheduling.page_snapshot import CACHED, LISTED, SHARED
 from jaxserve.server.endpoints.page import PATHS
 from jaxserve.server.http.keys import ApiKey
-from jaxserve.server.http.state import ServerSettings, ServerState
-from jaxserve.server.ipc import engine_client as client_module
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
+from jaxserve.server.ipc import engine_client
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.engine_server import EngineServer
 from jaxserve.server.observe.metrics import Metrics
@@ -71,7 +72,7 @@ def test_the_pool_needs_the_key_and_the_page_does_not():
 
 
 def test_the_engine_is_asked_twice_a_second_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "POOL_SECONDS", 0.2)
+    monkeypatch.setattr(engine_client, "POOL_SECONDS", 0.2)
     path = str(tmp_path / "engine.sock")
     asked = []
 

@@ -1,4 +1,4 @@
-"""One file per format in which models write tool calls.
+"""One module per format in which models write tool calls.
 
-Each defines `Parser`, a ToolParser, and `matches(template)`: whether a chat template certainly asks for this format.
+Each defines `Parser`, a ToolParser, and `matches(template)`, whether a chat template certainly asks for this format.
 """

@@ -2,7 +2,7 @@
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{…}\\n```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
 
-V3.1 leaves out the word before the separator, and the fence. The parser reads both.
+V3.1 writes the name before the separator, and no fence. The parser reads both forms.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def syntax(functions: Sequence[Called], many: bool) -> Syntax:
 def marked_syntax(
     functions: Sequence[Called], many: bool, *, kind: str = "", before: str = "", after: str = ""
 ) -> Syntax:
-    """The syntax of calls between marks; `before` and `after` are expressions for what stands around the arguments, and
-    `kind` is the word before the separator, in place of the name."""
+    """The syntax of calls between marks. With `kind`, that word comes before the separator and the name after it, with
+    the expressions `before` and `after` around the arguments. Without, the name comes before the separator."""
     if kind:
         names = " | ".join(f"{quoted(function.name)} {before} {function.rule}" for function in functions)
         call = f"begin {quoted(kind)} separator ({names}) {after} end"
@@ -51,7 +51,7 @@ class Parser(ToolParser):
         return mark is not None
 
     def head(self) -> bool:
-        """A name, before its arguments."""
+        """State: the name, before its arguments."""
         kind, separator, rest = self.buffer.partition(SEPARATOR)
         place, end = rest.find("{"), rest.find(CALL_END)
         if not separator or (place < 0 and end < 0):
@@ -73,7 +73,7 @@ class Parser(ToolParser):
         self.state = self.tail
 
     def tail(self) -> bool:
-        """After the arguments: the fence's end, up to a mark."""
+        """State: after the arguments, in the end of the fence, up to a mark."""
         _, mark = self.take_until(CALL, CALL_END, CALLS_END)
         if mark is not None:
             self.state = self.head if mark == CALL else self.outside

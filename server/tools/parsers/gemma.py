@@ -17,7 +17,7 @@ from jaxserve.server.tools.json_scan import MAX_NESTING
 from jaxserve.server.tools.parsers.pythonic import MAX_CALL, read_call
 
 CODE = "```tool_code"
-# What opens a call: the mark that closes it, and the mark around texts.
+# The mark that opens a call -> (the mark that closes it, the mark around texts).
 MARKS = {
     "<start_function_call>": ("<end_function_call>", "<escape>"),
     "<|tool_call>": ("<tool_call|>", '<|"|>'),
@@ -44,7 +44,7 @@ class Parser(ToolParser):
         return mark is not None
 
     def call(self) -> bool:
-        """Inside of a call, or of a block of Python, which is read when it is whole."""
+        """State: inside a call or a block of Python, which is read when it is complete."""
         closing, quote = MARKS[self._opening]
         place = _find_outside(self.buffer, closing, quote)
         if place < 0 and len(self.buffer) <= MAX_CALL:
@@ -55,7 +55,8 @@ class Parser(ToolParser):
         return True
 
     def _read(self, text: str, closing: str) -> None:
-        """Takes the text between two marks for calls, or else for content; the closing mark is next in the buffer."""
+        """Reads the text between two marks as calls; if it is not calls, it becomes content. The buffer begins with
+        `closing`."""
         self.state = self.outside
         try:
             calls = _code(text) if self._opening == CODE else [_call(text, MARKS[self._opening][1] or "")]
@@ -75,7 +76,7 @@ class Parser(ToolParser):
 
 
 def _find_outside(text: str, mark: str, quote: str | None) -> int:
-    """Where `mark` first stands outside of quoted texts; -1 where it does not."""
+    """The position of the first `mark` outside quoted texts; -1 if there is none."""
     at = 0
     while True:
         place = text.find(mark, at)
@@ -91,7 +92,7 @@ def _find_outside(text: str, mark: str, quote: str | None) -> int:
 
 
 def _code(text: str) -> list[tuple[str, str]]:
-    """The calls in lines of Python. Raises ValueError or SyntaxError for anything else."""
+    """The calls in lines of Python, as (name, JSON arguments). Raises ValueError or SyntaxError for other text."""
     nodes: list[ast.expr] = []
     for statement in ast.parse(text.strip()).body:
         if not isinstance(statement, ast.Expr):
@@ -109,7 +110,7 @@ def _code(text: str) -> list[tuple[str, str]]:
 
 
 def _call(text: str, quote: str) -> tuple[str, str]:
-    """Name and arguments, as JSON, of call:NAME{…}. Raises ValueError for anything else."""
+    """The name and JSON arguments of call:NAME{…}. Raises ValueError for other text."""
     head = _HEAD.match(text)
     if head is None:
         raise ValueError("not a call")
@@ -121,7 +122,7 @@ def _call(text: str, quote: str) -> tuple[str, str]:
 
 
 class _Reader:
-    """Reads values that are like JSON's but for their keys, which stand bare, and the marks around texts."""
+    """Reads values in a variant of JSON with unquoted keys, and with marks instead of quotes around texts."""
 
     def __init__(self, text: str, quote: str, at: int):
         self.at = at
@@ -164,7 +165,7 @@ class _Reader:
         return found[1].removeprefix(self._quote).removesuffix(self._quote).strip('"')
 
     def _plain(self) -> Any:
-        """A number, a word or a text of JSON; any other text is itself."""
+        """A JSON number, word or string; any other text is a string as it is."""
         if self._text.startswith('"', self.at):
             text, self.at = json.JSONDecoder(strict=False).raw_decode(self._text, self.at)
             return text

@@ -1,6 +1,6 @@
 """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>, as GLM-4.5 and later write it.
 
-Line breaks may stand between the parts. Values are text; those whose schema does not say "string" are JSON.
+Line breaks may separate the parts. Values are text if their schema has type "string", otherwise JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def matches(template: str) -> bool:
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """A strict function's arguments come in the order of its schema."""
+    """The rules of the format. A strict function's arguments come in the order of its schema."""
     parts: list[tuple[str, Grammar]] = []
 
     def before(key: str) -> str:
@@ -55,7 +55,7 @@ class Parser(KeyedParser):
         return mark is not None
 
     def function(self) -> bool:
-        """The function's name, up to the next mark."""
+        """State: the function's name, up to the next mark."""
         name, bracket, rest = self.buffer.partition("<")
         mark = bracket + rest
         if not _NAME.fullmatch(name) or not any(m.startswith(mark[: len(m)]) for m in (KEY, CLOSING)):

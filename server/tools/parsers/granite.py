@@ -1,4 +1,4 @@
-"""<|tool_call|>[{"name": …, "arguments": {…}}, …], as Granite 3 writes it; other versions have other marks."""
+"""<|tool_call|>[{"name": …, "arguments": {…}}, …], as Granite 3 writes it. Other versions write other marks."""
 
 from __future__ import annotations
 

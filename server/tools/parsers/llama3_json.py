@@ -1,6 +1,6 @@
-"""{"name": …, "parameters": {…}} as the whole answer, or several with `;` between, as Llama 3.1 and later write it.
+"""{"name": …, "parameters": {…}} as the whole answer, or several separated by `;`, as Llama 3.1 and later write it.
 
-An object whose name is none of the request's tools is an ordinary answer.
+An object whose name is not that of a tool in the request is ordinary content.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Parser(ToolParser):
         self.state = self.between
 
     def between(self) -> bool:
-        """Where an object begins a call."""
+        """State: at a place where a call may begin."""
         space = self.buffer[: len(self.buffer) - len(self.buffer.lstrip(" \t\r\n;"))]
         self.content(space.replace(";", "") if self.num_calls else space)
         self.buffer = self.buffer[len(space) :]

@@ -18,7 +18,7 @@ def matches(template: str) -> bool:
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """Both forms: the list, and names before their arguments."""
+    """The rules of both forms: the list, and names before their arguments."""
     objects = one_or_more("object", 'W? "," W?', many)
     names = " | ".join(f"{quoted(function.name)} args? {function.rule}" for function in functions)
     rules = f"""
@@ -33,7 +33,7 @@ class Parser(ToolParser):
     keeps_special_tokens = True
 
     def new_id(self) -> str:
-        """Nine letters and digits, which is what Mistral's templates accept."""
+        """Nine letters and digits, the only form of ids that Mistral's templates accept."""
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
     def after_json(self) -> None:
@@ -47,7 +47,7 @@ class Parser(ToolParser):
         return mark is not None
 
     def items(self) -> bool:
-        """After the opening, or between the objects of a list."""
+        """State: after the opening, or between the objects of a list."""
         self.buffer = self.buffer.lstrip(" \t\r\n,")
         if self.buffer.startswith("{"):
             self.begin_json()
@@ -62,7 +62,7 @@ class Parser(ToolParser):
         return bool(self.buffer)
 
     def function(self) -> bool:
-        """A name before its arguments."""
+        """State: a name before its arguments."""
         place = self.buffer.find("{")
         if place < 0:
             return False

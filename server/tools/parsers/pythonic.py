@@ -1,6 +1,6 @@
 """[name(key="value", …), …] as the whole answer, as Llama 3.2 and 4 write it.
 
-Read through the `ast` module: keyword arguments whose values are literals. Nothing is evaluated.
+Calls are read with the `ast` module. They may have keyword arguments whose values are literals. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def matches(template: str) -> bool:
-    return False  # nothing in a template is a safe sign of it
+    return False  # no part of a template tells for certain that a model uses this format
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """Names and keywords are the functions' own; values are any literals."""
+    """The rules of the format. Names and keywords are those of the functions; values may be any literals."""
 
     def call(function: Called) -> str:
         keys = " | ".join(quoted(f"{key}=") for key in function.properties if key.isidentifier())
@@ -53,7 +53,7 @@ class Parser(ToolParser):
         self._end = _CallEnd()
 
     def opening(self) -> bool:
-        """At the beginning of the answer, which alone decides what it is."""
+        """State: at the beginning of the answer, which decides whether the answer is a list of calls."""
         if _OPENING.match(self.buffer):
             place = self.buffer.index("[") + 1
             self._opening, self.buffer, self.state = self.buffer[:place], self.buffer[place:], self.items
@@ -69,7 +69,7 @@ class Parser(ToolParser):
         return False
 
     def items(self) -> bool:
-        """Before a call, or after the last one."""
+        """State: before a call, or after the last one."""
         self.buffer = self.buffer.lstrip(" \t\r\n,")
         if self.buffer.startswith("]"):
             self.buffer, self.state = self.buffer[1:], self.outside
@@ -78,7 +78,7 @@ class Parser(ToolParser):
         return bool(self.buffer)
 
     def call(self) -> bool:
-        """Inside of a call, up to its last bracket."""
+        """State: inside a call, up to its last bracket."""
         if not self._end.push(self.buffer[self._end.length :]):
             return False
         try:
@@ -103,16 +103,16 @@ class Parser(ToolParser):
 
 
 class _CallEnd:
-    """Finds the bracket that ends a call. A text that cannot be one ends early, for `read_call` to refuse."""
+    """Finds the bracket that ends a call. A text that cannot be a call ends early, so that `read_call` refuses it."""
 
     def __init__(self) -> None:
-        self.length = 0  # characters seen; of the whole call in the end
+        self.length = 0  # characters seen; at the end, those of the whole call
         self._due: list[str] = []
         self._quote = ""
         self._escaped = False
 
     def push(self, text: str) -> bool:
-        """Takes more of the text; whether the call ends in it."""
+        """Takes more of the text; returns whether the call ends in it."""
         return any(map(self._ends, text))
 
     def _ends(self, char: str) -> bool:
@@ -130,7 +130,7 @@ class _CallEnd:
 
 
 def read_call(text: str) -> tuple[str, str]:
-    """Name and arguments, as JSON, of `name(key=literal, …)`. Raises ValueError or SyntaxError for anything else."""
+    """The name and JSON arguments of `name(key=literal, …)`. Raises ValueError or SyntaxError for other text."""
     node = ast.parse(text, mode="eval").body
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with keyword arguments")
@@ -152,7 +152,7 @@ def _plain_name(node: ast.expr) -> ast.expr:
 
 
 def literal(node: ast.expr) -> Any:
-    """The value of a literal that JSON can carry. Raises ValueError for anything else."""
+    """The value of a literal that JSON can express. Raises ValueError for any other expression."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value

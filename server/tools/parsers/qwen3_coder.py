@@ -1,6 +1,6 @@
 """<tool_call><function=NAME><parameter=KEY>\\nVALUE\\n</parameter></function></tool_call>, as Qwen3-Coder writes it.
 
-Values are text; those whose schema does not say "string" are read as JSON where they are JSON.
+Values are text if their schema has type "string". Other values are read as JSON if they are valid JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def matches(template: str) -> bool:
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """A strict function's parameters come in the order of its schema. Of a text, only a choice of texts is enforced."""
+    """The rules of the format. A strict function's parameters come in the order of its schema; see
+    `strict_arguments`."""
     parts: list[tuple[str, Grammar]] = []
     bodies = [
         strict_arguments(function, parts, lambda key: quoted(f"{PARAMETER}{key}>") + " W?", PARAMETER_END)
