@@ -67,12 +67,12 @@ Command = Step | SetSlots | CountTokens | SampleDeferred | UpdateTables | CopyPa
 
 
 def encode(command: Command) -> bytes:
-    return _ENCODER.encode(command)
+    return msgspec.msgpack.encode(command, enc_hook=_as_message)
 
 
 def decode(message: bytes) -> Command:
     """Raises msgspec.DecodeError or msgspec.ValidationError for what is no command."""
-    return _DECODER.decode(message)
+    return msgspec.msgpack.decode(message, type=Command, dec_hook=_from_message)
 
 
 def _as_message(value: Any) -> Any:
@@ -86,7 +86,3 @@ def _from_message(kind: type, value: Any) -> Any:
         dtype, shape, data = value
         return np.frombuffer(data, dtype).reshape(shape)
     raise NotImplementedError(f"no command holds a {kind.__name__}")
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_message)
-_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_from_message)
