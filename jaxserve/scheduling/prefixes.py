@@ -25,10 +25,8 @@ class Prefixes:
         if last and last.needed > room and (last.generation, last.num_tokens) == (blocks.generation, len(seq.tokens)):
             return False
         cached = self._match(seq)
-        missing = blocks.pages_for(len(seq.tokens)) - len(cached)
-        if blocks.window is not None:
-            missing = min(missing, blocks.most_pages(len(seq.tokens), step))
-        needed = missing + blocks.count_evictable(cached)
+        needed = blocks.pages_for(len(seq.tokens)) - len(cached) + blocks.count_evictable(cached)
+        needed = min(needed, blocks.most_pages(len(seq.tokens), step))  # with a window: what it holds at a time
         seq.lookup = Lookup(cached, needed, len(seq.tokens), blocks.generation)
         return needed <= room
 
@@ -59,7 +57,7 @@ class Prefixes:
         """Gives up pages that no token sees which is still to be computed. The cache may keep them.
 
         A step in flight may still read such a page. The devices run it before any step that writes to the page for its
-        next owner. A sequence that has siblings to come keeps its pages: they begin at the end of its prompt.
+        next owner. Siblings that are still to come begin with the last token of the prompt, so what that sees stays.
         """
         blocks = self._blocks
         if blocks.window is None:
@@ -69,6 +67,8 @@ class Prefixes:
         for i in np.flatnonzero(first > running.num_released[lineup.slot]).tolist():
             seq, slot, end = lineup.seqs[i], lineup.seqs[i].slot, int(first[i])
             if seq.unforked:
+                end = min(end, int(blocks.first_needed(seq.prompt_len - 1)))
+            if end <= running.num_released[slot]:
                 continue
             self.register(running, seq, min(end * blocks.page_size, int(running.known[slot])))
             blocks.free(seq.pages[int(running.num_released[slot]) : end])

@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduler = SchedulerMachine.TestCase
 
@@ -594,3 +594,13 @@ def test_beams_send_what_changed_of_their_block_tables():
     assert simulation.events["table entries"] - entries <= 3 * 4 * steps
     assert simulation.events["copied tables"] >= 3
     simulation.drain()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_window_fits_a_pool_of_its_size(overlapped, n):
+    """Whatever the length of a prompt, also with siblings to come, and with pages of it in the prefix cache."""
+    simulation = Simulation(num_pages=4, page_size=1, max_num_seqs=1, budget=1, window=2)
+    for _ in range(3):
+        simulation.add([0] * 9, n=n, max_tokens=3)
+        simulation.drain(overlapped=overlapped)
