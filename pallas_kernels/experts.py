@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array | QuantArray, group_sizes: jax.Arr
     return jax.lax.ragged_dot_general(x, w, group_sizes, _TRANSPOSED, preferred_element_type=jnp.float32)
 
 
-def experts(
+def mixture(
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
@@ -53,7 +52,6 @@ def experts(
     *,
     gate: Callable[..., jax.Array],
     count: jax.Array | None = None,
-    multiply: Callable[[jax.Array, Any, jax.Array], jax.Array] = grouped_matmul,
 ) -> jax.Array:
     """What the chosen experts make of each token, added up by their weights.
 
@@ -65,7 +63,6 @@ def experts(
       down: [experts, out, size].
       gate: [rows, size, 2] -> [rows, size], the activation of a gated MLP; `count` says how many rows matter.
       count: int32 scalar, how many leading tokens matter; None: all. The others give 0.
-      multiply: `grouped_matmul`, or a kernel that does the same.
 
     Returns:
       float32 [tokens, out].
@@ -77,9 +74,9 @@ def experts(
     # A row for each token and expert, sorted by expert: rows of no expert come last.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(number), axis=0, dtype=jnp.int32)
-    hidden = multiply(x[order // top_k], gate_up, sizes).astype(x.dtype)
+    hidden = grouped_matmul(x[order // top_k], gate_up, sizes).astype(x.dtype)
     hidden = gate(hidden.reshape(len(hidden), -1, 2), count=jnp.sum(sizes))
-    y = multiply(hidden, down, sizes)
+    y = grouped_matmul(hidden, down, sizes)
     # Gathered and summed in a fixed order, where a scatter would add in any.
     place = jnp.argsort(order)
     return jnp.sum(y[place].reshape(tokens, top_k, -1) * weights[..., None], axis=1)

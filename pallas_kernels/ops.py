@@ -126,7 +126,7 @@ class Ops:
 
     `draw`: tokens from logits in one launch, as `draw_triton.draw`, or None.
     `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
-    `mixture`: as `experts.experts`.
+    `mixture`: as `experts.mixture`.
     `write_and_attend`, where there is one, takes the place of `write_kv` and `paged_attention`.
     `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
     given their axes.
@@ -140,7 +140,7 @@ class Ops:
     rope: Callable[..., jax.Array] = rope
     gate: Callable[..., jax.Array] = gate
     embed: Callable[..., jax.Array] = embed
-    mixture: Callable[..., jax.Array] = experts.experts
+    mixture: Callable[..., jax.Array] = experts.mixture
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
     write_and_attend: Callable[..., tuple[jax.Array, KVPages]] | None = None

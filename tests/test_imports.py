@@ -162,6 +162,12 @@ def test_axes_of_the_mesh_have_names():
     assert asked == ["jaxserve/devices/mesh.py"]
 
 
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them by their names alone, whatever their folder."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_files_are_short():
     lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in MODULES.values()}
     long = {path: count for path, count in lines.items() if count > MOST_LINES}

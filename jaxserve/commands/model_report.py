@@ -63,12 +63,12 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
         total = target_memory(device)
         budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True)
     page_bytes = layout.page_bytes // ways(mesh, "kv_heads")
-    pages = memory.fitting_pages(
-        config, plan.longest, layout.page_size, page_bytes, budget, memory.Needs(), model.window
-    )
+    most = memory.pages_of_longest(config, plan.longest, layout.page_size, model.window)
+    pages = memory.fitting_pages(config, most, page_bytes, budget, memory.Needs())
     yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"
-    tokens = max(pages - 1, 0) * layout.page_size  # page 0 is the null page, which holds no tokens
-    yield f"tokens that fit the KV cache: {tokens:,}, or {tokens // plan.longest:,} requests of {plan.longest:,} tokens"
+    pages = max(pages - 1, 0)  # page 0 is the null page, which holds no tokens
+    tokens, requests = pages * layout.page_size, pages // most
+    yield f"tokens that fit the KV cache: {tokens:,}, or {requests:,} requests of {plan.longest:,} tokens"
     yield f"tokens per page: {layout.page_size}"
 
 

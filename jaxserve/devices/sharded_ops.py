@@ -118,7 +118,7 @@ def experts_sharded(
     mesh: Mesh, mixture: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array,
     gate_up: jax.Array, down: jax.Array, *, gate: Callable[..., jax.Array], count: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """`jaxserve.pallas_kernels.experts.experts` where each device has a part of every expert; the parts of the results
+    """`jaxserve.pallas_kernels.experts.mixture` where each device has a part of every expert; the parts of the results
     are added in the dtype of x."""
     everywhere = PartitionSpec()
 

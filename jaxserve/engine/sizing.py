@@ -13,7 +13,6 @@ from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.steps import StepShape
-from jaxserve.scheduling.block_manager import most_pages
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +54,7 @@ class Sizing:
         self._set_pages(guess)
         self._runner.compile(self._runner.largest(self._shapes))
         needs = self._runner.needs(self._shapes)
-        step = memory.max_batched_tokens(self._config)
-        enough = guess > most_pages(self.longest, self._one_page.page_size, self._window, step)
+        enough = guess > self._pages_of_longest
         if not (enough and self._holds(needs) and self._fitting(needs) <= guess * (1 + UNUSED)):
             self._choose(needs)
 
@@ -83,7 +81,8 @@ class Sizing:
     def _choose(self, needs: Needs) -> None:
         """Sets as many pages as these needs leave room for. Raises ConfigError where they are too few."""
         page = self._one_page.page_size, self._page_bytes
-        pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs, self._window)
+        window = self._runner.model.config.window
+        pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs, window)
         self._set_pages(pages)
 
     def _set_pages(self, pages: int) -> None:
@@ -91,8 +90,7 @@ class Sizing:
         self._runner.set_cache_size(layout, -(-self.longest // layout.page_size))
 
     def _fitting(self, needs: Needs) -> int:
-        page = self._one_page.page_size, self._page_bytes
-        return memory.fitting_pages(self._config, self.longest, *page, self.budget, needs, self._window)
+        return memory.fitting_pages(self._config, self._pages_of_longest, self._page_bytes, self.budget, needs)
 
     def _guess(self) -> Needs:
         """Needs estimated from the largest arrays of a step."""
@@ -108,8 +106,9 @@ class Sizing:
         return self.budget.holds(needs, self._cache_bytes)
 
     @property
-    def _window(self) -> int | None:
-        return self._runner.model.config.window
+    def _pages_of_longest(self) -> int:
+        window = self._runner.model.config.window
+        return memory.pages_of_longest(self._config, self.longest, self._one_page.page_size, window)
 
     @property
     def _page_bytes(self) -> int:

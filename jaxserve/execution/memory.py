@@ -140,20 +140,18 @@ def penalty_rows(config: EngineConfig, model: ModelConfig) -> int:
     return min(rows, config.max_num_seqs)
 
 
-def fitting_pages(
-    config: EngineConfig,
-    longest: int,
-    page_size: int,
-    page_bytes: int,
-    budget: Budget,
-    needs: Needs,
-    window: int | None = None,
-) -> int:
-    """Pages of the KV cache that were asked for; else those that fit, as far as they are useful. See `plan_pages`."""
+def pages_of_longest(config: EngineConfig, longest: int, page_size: int, window: int | None) -> int:
+    """Pages that the longest request holds at a time, at most; the arguments are those of `plan_pages`."""
+    return most_pages(longest, page_size, window, max_batched_tokens(config))
+
+
+def fitting_pages(config: EngineConfig, most: int, page_bytes: int, budget: Budget, needs: Needs) -> int:
+    """Pages of the KV cache that were asked for; else those that fit, as far as they are useful. `most`: see
+    `pages_of_longest`; the other arguments are those of `plan_pages`."""
     if config.kv_pages is not None:
         return config.kv_pages
     fitting = max(budget.left(needs), 0) // page_bytes
-    useful = most_pages(longest, page_size, window, max_batched_tokens(config)) * config.max_num_seqs + 1
+    useful = most * config.max_num_seqs + 1
     if budget.counts_programs:
         return min(useful, _on_grid(fitting, PAGE_GRID))
     return min(useful, fitting if budget.most_cache is None else _on_grid(fitting, CPU_PAGE_GRID))
@@ -179,16 +177,16 @@ def plan_pages(
 
     Raises ConfigError when not even one request fits.
     """
-    pages_of_longest = most_pages(longest, page_size, window, max_batched_tokens(config))
-    pages = fitting_pages(config, longest, page_size, page_bytes, budget, needs, window)
-    if pages - 1 >= pages_of_longest:
+    most = pages_of_longest(config, longest, page_size, window)
+    pages = fitting_pages(config, most, page_bytes, budget, needs)
+    if pages - 1 >= most:
         return pages, longest
     fits = max(pages - 1, 0) * page_size
     if config.max_model_len is not None or fits < min(longest, 2 * page_size):
         shorter = f"lower --max-model-len to {fits} or less, or " if fits else ""
         larger = "give more memory" if config.kv_pages is None else "raise --kv-pages, of which one is kept free"
         raise ConfigError(
-            f"a request of max_model_len {longest} tokens needs {pages_of_longest} KV pages of {page_size}, "
+            f"a request of max_model_len {longest} tokens needs {most} KV pages of {page_size}, "
             f"but only {max(pages - 1, 0)} fit; {shorter}{larger}"
         )
     log.warning("max_model_len lowered from the model's %d to %d tokens, which fit the KV cache", longest, fits)

@@ -180,7 +180,8 @@ class ModelRunner:
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
         """Writes the sampling parameters of slots; rows as from `encode_slot`."""
-        self._tell(commands.SetSlots, rows)
+        if rows:
+            self._tell(commands.SetSlots, rows)
         for some, size in _calls(len(rows), self.slot_sizes):
             padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
             self.slots = self._get(("set_slots", size))(self.slots, np.stack(rows[some] + padding))
@@ -210,9 +211,10 @@ class ModelRunner:
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
         """Copies rows of the block table, (source, target) slots one after the other, then writes entries of it, int32
         [3, any] of (slot, index, page)."""
-        self._tell(commands.UpdateTables, copies, entries)
         calls = [(copies[at : at + TABLE_COPIES], entries[:, :0]) for at in range(0, len(copies), TABLE_COPIES)]
         calls += [([], entries[:, at : at + TABLE_UPDATES]) for at in range(0, entries.shape[1], TABLE_UPDATES)]
+        if calls:
+            self._tell(commands.UpdateTables, copies, entries)
         for rows, some in calls:
             packed_rows = np.full((TABLE_COPIES, 2), self.num_slots, np.int32)
             packed = np.zeros((3, TABLE_UPDATES), np.int32)
@@ -223,7 +225,8 @@ class ModelRunner:
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copies pages, (source, target) each, before the next step writes."""
-        self._tell(commands.CopyPages, pairs)
+        if pairs:
+            self._tell(commands.CopyPages, pairs)
         for at in range(0, len(pairs), COPIES):
             packed = np.full((2, COPIES), NULL_PAGE, np.int32)
             some = np.asarray(pairs[at : at + COPIES], np.int32).T

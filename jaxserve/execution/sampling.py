@@ -4,7 +4,8 @@ Every row follows its own parameters, kept per slot (`jaxserve.execution.slots`)
 left out: on accelerators by a program of its own for each `Sampler`, which the host chooses, because XLA:GPU makes the
 host wait for the predicate of a conditional; on CPU by `lax.cond` at run time, which makes for fewer programs. A row
 draws one random number, and takes the token at which the probabilities, summed up, pass it; so its token is a function
-of its logits, parameters, seed and position, whichever way it is computed."""
+of its logits, parameters, seed and position, whichever way it is computed.
+"""
 
 from __future__ import annotations
 

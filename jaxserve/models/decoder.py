@@ -1,7 +1,8 @@
 """The one decoder: embeddings, layers of attention and MLP, final norm, output head.
 
 A step's attention is an argument (`AttentionFn`), so that the model knows neither pages nor kernels:
-`jaxserve.execution.steps` closes it over the KV cache and the batch's block tables."""
+`jaxserve.execution.steps` closes it over the KV cache and the batch's block tables.
+"""
 
 from __future__ import annotations
 

@@ -77,11 +77,6 @@ class AttentionSpec:
         """What products of queries and keys are multiplied with before the softmax."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
-    @property
-    def group_size(self) -> int:
-        """Query heads per key-value head."""
-        return self.num_heads // self.num_kv_heads
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:

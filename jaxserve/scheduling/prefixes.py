@@ -20,7 +20,8 @@ class Prefixes:
         most; `seq.lookup` then has its cached pages.
 
         The scheduler asks in every step about a sequence that does not fit. So this looks it up again only when it may
-        need fewer pages than before, or when enough are available."""
+        need fewer pages than before, or when enough are available.
+        """
         blocks, last = self._blocks, seq.lookup
         if last and last.needed > room and (last.generation, last.num_tokens) == (blocks.generation, len(seq.tokens)):
             return False

@@ -3,7 +3,8 @@
 It obeys the packed buffers of `jaxserve.execution.step_buffer` alone, as the compiled step does. It "computes" a token
 as a fingerprint of the whole prefix up to it, chained through the pages, and compares all that a row can see with what
 the row's own sequence should have written. Wrong sharing, a missing copy, a page reused too early, a stale block table
-or a wrong prefix hit all show at once."""
+or a wrong prefix hit all show at once.
+"""
 
 from collections import Counter
 from collections.abc import Callable

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.experts import experts, grouped_matmul, route
+from jaxserve.pallas_kernels.experts import grouped_matmul, mixture, route
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul.reference import dequantize
 from jaxserve.pallas_kernels.types import QuantArray
@@ -30,7 +30,7 @@ def test_route(normalized):
         np.testing.assert_allclose(weight, expected, rtol=1e-5)
 
 
-def mixture(x, chosen, weights, gate_up, down):
+def exact_mixture(x, chosen, weights, gate_up, down):
     """Token by token, in float64."""
     out = np.zeros((len(x), down.shape[1]))
     for i, (token, own, weight) in enumerate(zip(x.astype(np.float64), chosen, weights, strict=True)):
@@ -51,7 +51,7 @@ def test_mixture(top_k, count):
     logits[:, 1] = -50  # nobody's, unless all are chosen
     chosen, weights = (np.asarray(a) for a in route(jnp.asarray(logits), top_k, normalized=True))
     real = TOKENS if count is None else count
-    expected = mixture(x[:real], chosen[:real], weights[:real], gate_up, down)
+    expected = exact_mixture(x[:real], chosen[:real], weights[:real], gate_up, down)
     x[real:] = np.nan
     ops = Ops() if count is None else Ops().counting(jnp.int32(count))
     found = np.asarray(ops.experts(*map(jnp.asarray, (x, logits, gate_up, down)), top_k, True, "silu"))
@@ -66,9 +66,9 @@ def test_rows_do_not_depend_on_their_neighbours():
     down = jnp.asarray(rng.standard_normal((EXPERTS, INPUTS, SIZE)).astype(np.float32))
     chosen = jnp.asarray(rng.integers(0, EXPERTS, (TOKENS, 2)), jnp.int32)
     weights = jnp.full((TOKENS, 2), 0.5, jnp.float32)
-    whole = experts(x, chosen, weights, gate_up, down, gate=Ops().gate_of("silu"))
+    whole = mixture(x, chosen, weights, gate_up, down, gate=Ops().gate_of("silu"))
     order = jnp.asarray(rng.permutation(TOKENS))
-    again = experts(x[order], chosen[order], weights[order], gate_up, down, gate=Ops().gate_of("silu"))
+    again = mixture(x[order], chosen[order], weights[order], gate_up, down, gate=Ops().gate_of("silu"))
     np.testing.assert_array_equal(np.asarray(whole)[np.asarray(order)], np.asarray(again))
 
 

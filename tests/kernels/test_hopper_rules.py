@@ -206,8 +206,11 @@ def test_shared_memory_of_products(tokens, codes, bits, group):
     )
     kernels = traced_kernels(matmul.quant_matmul, jax.ShapeDtypeStruct((tokens, 4096), jnp.bfloat16), w)
     kernel = kernels["quant_matmul"]
-    warpgroups = programs(kernel) * kernel.threads // 128  # of a multiprocessor
-    assert warpgroups >= (3 if tokens <= 64 else 2)
+    if kernel.threads == 128:
+        assert programs(kernel) >= (3 if tokens <= 64 else 2)
+    else:  # several warpgroups share a tile of x; one more fetches for them
+        assert kernel.threads // 128 - 1 >= 2
+        assert programs(kernel) >= 1
 
 
 @pytest.mark.parametrize(

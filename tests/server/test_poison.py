@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -22,14 +23,28 @@ def test_it_fails_alone(start_server):
     def ask(body) -> httpx.Response:
         return httpx.post(url, json=body, timeout=120)
 
+    def text_of(body) -> str:
+        return ask(body).json()["choices"][0]["text"]
+
+    is_over = threading.Event()
+
+    def keep_asking(body) -> set[str]:
+        texts = {text_of(body)}
+        while not is_over.is_set():
+            texts.add(text_of(body))
+        return texts
+
     with ThreadPoolExecutor(20) as pool:
-        undisturbed = [answer.json()["choices"][0]["text"] for answer in pool.map(ask, BODIES)]
-        others = [pool.submit(ask, body) for body in BODIES]
-        wait_until(lambda: server.metric("num_requests_running") >= 4, seconds=30)
-        poisoned = [pool.submit(ask, BODY | {"prompt": "bad", "top_k": POISON, "stream": i % 2 == 0}) for i in range(4)]
-        answers = [one.result() for one in others]
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == undisturbed
-    for i, answer in enumerate(one.result() for one in poisoned):
+        undisturbed = list(pool.map(text_of, BODIES))
+        others = [pool.submit(keep_asking, body) for body in BODIES]
+        try:
+            wait_until(lambda: server.metric("num_requests_running") >= 4, seconds=30)
+            bad = [BODY | {"prompt": "bad", "top_k": POISON, "stream": i % 2 == 0} for i in range(4)]
+            poisoned = list(pool.map(ask, bad))
+        finally:
+            is_over.set()
+    assert [one.result() for one in others] == [{text} for text in undisturbed]
+    for i, answer in enumerate(poisoned):
         is_stream = i % 2 == 0  # which has begun when the engine accepted the request
         assert answer.status_code == (200 if is_stream else 500)
         text = answer.text.removeprefix("data: ").partition("\n")[0] if is_stream else answer.text
