@@ -26,6 +26,11 @@ class Family:
     read_config: Callable[[HFConfig], ModelConfig]
     names: Names
     ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
+    variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
+
+    def roles(self, config: ModelConfig) -> Names:
+        """The names of a model's tensors."""
+        return {**self.names, **self.variant(config)}
 
 
 @cache

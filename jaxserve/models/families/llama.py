@@ -10,7 +10,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
 from jaxserve.models.rope import read_rope
-from jaxserve.models.spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from jaxserve.models.spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 
 NAMES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -43,13 +43,18 @@ def read_shared(hf: HFConfig) -> dict[str, Any]:
     return {
         "vocab_size": hf.take("vocab_size"),
         "hidden_size": hf.take("hidden_size"),
-        "norm_eps": float(hf.take("rms_norm_eps", 1e-6)),
+        "norm": read_norm(hf),
         "ropes": {"default": read_rope(hf, max_position)},
         "max_position": max_position,
         "tie_embeddings": bool(hf.take("tie_word_embeddings", False)),
         "eos_token_ids": take_token_ids(hf.take("eos_token_id", None)),
         "dtype": hf.take("torch_dtype", None) or hf.take("dtype", None) or "float32",
     }
+
+
+def read_norm(hf: HFConfig, **choices: Any) -> NormSpec:
+    """The norm that a config's `rms_norm_eps` is for. `choices`: other fields."""
+    return NormSpec(eps=float(hf.take("rms_norm_eps", 1e-6)), **choices)
 
 
 def read_attention(hf: HFConfig, *, head_dim: int | None = None, **choices: Any) -> AttentionSpec:
@@ -72,11 +77,12 @@ def read_mlp(hf: HFConfig, **choices: Any) -> MLPSpec:
 
 
 def alike(
-    hf: HFConfig, attention: AttentionSpec, mlp: MLPSpec, windows: Sequence[int | None] | None = None
+    hf: HFConfig, attention: AttentionSpec, mlp: MLPSpec, windows: Sequence[int | None] | None = None, **choices: Any
 ) -> tuple[LayerSpec, ...]:
-    """The config's number of layers, which differ in nothing but their `windows` (see `read_windows`)."""
-    windows = windows or [None] * hf.take("num_hidden_layers")
-    return tuple(LayerSpec(attention=replace(attention, window=window), mlp=mlp) for window in windows)
+    """The config's number of layers, which differ in nothing but their `windows` (see `read_windows`). `choices`: other
+    fields of LayerSpec."""
+    windows, choices = windows or [None] * hf.take("num_hidden_layers"), {"norm": read_norm(hf)} | choices
+    return tuple(LayerSpec(attention=replace(attention, window=window), mlp=mlp, **choices) for window in windows)
 
 
 def read_windows(hf: HFConfig, *, used: bool, first_layer: int = 0) -> list[int | None]:
