@@ -25,6 +25,12 @@ _FACTORS = (
     "a list of positive numbers",
     lambda value: type(value) is list and all(type(x) in (int, float) and 0 < x < 1e30 for x in value),
 )
+_SWITCHES = "a list of 0 and 1", lambda value: type(value) is list and all(x in (0, 1) for x in value)
+_PATTERN = (
+    "a positive integer, or a string of L and G",
+    lambda value: (type(value) is int and 0 < value < 2**12)
+    or (type(value) is str and 0 < len(value) and set(value) <= {"L", "G"}),
+)
 _OBJECT = "a JSON object", lambda value: type(value) is dict
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": _TEXTS,
@@ -53,6 +59,10 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), _count(2**12)),
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _TEXT),
     **dict.fromkeys(("torch_dtype", "dtype", "rope_type", "type"), _TEXT),
+    **dict.fromkeys(("full_attention", "sliding_attention", "text_config"), _OBJECT),
+    "no_rope_layers": _SWITCHES,
+    "no_rope_layer_interval": _LAYERS,
+    "sliding_window_pattern": _PATTERN,
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
 }
 

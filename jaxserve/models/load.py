@@ -97,13 +97,14 @@ class Checkpoint:
 
     def pieces(self, decoder: Decoder) -> dict[str, list[Piece]]:
         """Path in the decoder's parameters -> the tensors that make it up."""
-        return weight_pieces(decoder, self.family.roles(decoder.config))
+        return weight_pieces(decoder, self.family.roles(decoder.config, self.tensors))
 
     def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
         """Whether nobody is told that a tensor goes unused."""
-        names = self.family.roles(decoder.config)
+        names = self.family.roles(decoder.config, self.tensors)
         tied_head = {names.get("head.weight", "lm_head.weight")} if decoder.config.tie_embeddings else set()
-        return lambda name: name in tied_head or name.endswith(self.family.ignored)
+        family = self.family
+        return lambda name: name in tied_head or name.endswith(family.ignored) or name.startswith(family.unread)
 
 
 def find_files(config: EngineConfig) -> tuple[Path, Path]:

@@ -25,19 +25,10 @@ from jaxserve.models.load import make_decoder, make_params, read_model
 CONFIGS = json.loads((Path(__file__).parent.parent / "published_configs.json").read_text())
 LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a million tokens on
 OTHERS = {
-    "microsoft/Phi-3-mini-4k-instruct": "Phi3ForCausalLM",
-    "microsoft/phi-2": "PhiForCausalLM",
-    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "Mistral3ForConditionalGeneration",
-    "google/gemma-2-9b-it": "Gemma2ForCausalLM",
-    "google/gemma-3-27b-it": "Gemma3ForConditionalGeneration",
-    "openai-community/gpt2": "GPT2LMHeadModel",
     "openai/gpt-oss-20b": "GptOssForCausalLM",
     "deepseek-ai/DeepSeek-V3": "DeepseekV3ForCausalLM",
     "Qwen/Qwen3-30B-A3B": "Qwen3MoeForCausalLM",
     "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2_5_VLForConditionalGeneration",
-    "ibm-granite/granite-3.3-8b-instruct": "GraniteForCausalLM",
-    "HuggingFaceTB/SmolLM3-3B": "SmolLM3ForCausalLM",
-    "zai-org/GLM-4-9B-0414": "Glm4ForCausalLM",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "Llama4ForConditionalGeneration",
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -28,9 +28,23 @@ class Family:
     ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
     variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
 
-    def roles(self, config: ModelConfig) -> Names:
-        """The names of a model's tensors."""
-        return {**self.names, **self.variant(config)}
+    layouts: tuple[Mapping[str, str], ...] = ()  # other beginnings of names in some files, by the usual ones
+    unread: tuple[str, ...] = ()  # beginnings of names of tensors of which nothing is served
+
+    def roles(self, config: ModelConfig, tensors: Collection[str] = ()) -> Names:
+        """The names of a model's tensors, in the layout that the files with these `tensors` have."""
+        usual = {**self.names, **self.variant(config)}
+        for layout in ({}, *self.layouts):
+            names = {role: _begun(name, layout) for role, name in usual.items()}
+            if names["embed.weight"] in tensors:
+                return names
+        return usual
+
+
+def _begun(name: str, layout: Mapping[str, str]) -> str:
+    """The name with another beginning."""
+    usual = next((usual for usual in layout if name.startswith(usual)), None)
+    return name if usual is None else layout[usual] + name.removeprefix(usual)
 
 
 @cache
