@@ -64,7 +64,7 @@ def forward(
     """Computes the batch's tokens and writes their keys and values to the cache. The slots stay as they are."""
     q_start, slot = batch.q_start, batch.slot
     placed = _place(slots, batch, shape)
-    tokens = jnp.where(batch.tokens < 0, slots.last_token[slot[placed.row]], batch.tokens)
+    tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
     # Rows of padding come last, and matmuls may leave them out.
     model = model.counting(q_start[-1])
     decoder = partial(model.apply, {"params": params})
@@ -91,7 +91,7 @@ def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
     """A row's tokens follow those that its slot has already. The tokens of padding rows count as none."""
     q_start = batch.q_start
     count = q_start[1:] - q_start[:-1]
-    kv_len = jnp.where(count > 0, slots.length[batch.slot] + jnp.where(batch.writes, count, 0), 0)
+    kv_len = jnp.where(count > 0, slots.length(batch.slot) + jnp.where(batch.writes, count, 0), 0)
     row = index = jnp.arange(shape.tokens)
     if not shape.decode_only:  # by comparing all: on a GPU one launch, where a search takes ten and a loop
         row = jnp.searchsorted(q_start, index, side="right", method="compare_all").astype(jnp.int32) - 1
