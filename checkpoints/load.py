@@ -43,13 +43,16 @@ class Piece:
       name, shape: the tensor's in the file.
       view: the weight's host array -> a writable view with the tensor's axes. Further rows of the view stay zero.
       split: shape that the tensor is reshaped to before it is copied to the view, with broadcasting; None: its own.
-        Neither `view` nor `split` depends on the number of columns, so that both also apply to scales.
+      take: the tensor's numbers -> those that belong there, in the order of the view: a part of a fused tensor, other
+        rows first, the transpose. It may copy. None: all of them.
+        None of the three depends on the number of columns, so that they also apply to scales.
     """
 
     name: str
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
     split: tuple[int, ...] | None = None
+    take: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 Host = np.ndarray | QuantArray | StoredRows | MixedArray
@@ -137,7 +140,8 @@ def read_weight(
             return mixed
     values = [_value(piece, tensors, reader) for piece in pieces]
     parts = [value for value in values if isinstance(value, QuantArray)]
-    if len(pieces) == len(parts) == 1 and pieces[0].split is None and pieces[0].shape == target.shape:
+    simple = pieces[0].split is None and pieces[0].take is None and pieces[0].shape == target.shape
+    if len(pieces) == len(parts) == 1 and simple:
         return parts[0]
     alike = common_form(parts) if len(parts) == len(values) else None
     differ = bool(parts) and (alike is None or widens(parts, alike))
@@ -253,6 +257,9 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
+    if piece.take is not None:
+        _put(host, piece, tensor.read())
+        return
     view, split = _view(host, piece), piece.split
     per_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor
     for first, rows in tensor.read_rows(READ_BYTES, per_entry):
@@ -269,6 +276,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _put(host: np.ndarray, piece: Piece, value: np.ndarray) -> None:
     view = _view(host, piece)
+    value = value if piece.take is None else piece.take(value)
     if piece.split is not None:
         view[...] = value.reshape(piece.split)
     else:
