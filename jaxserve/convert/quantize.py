@@ -141,6 +141,11 @@ class _Run:
             raise ConfigError(f"{folder} is quantized already; quantize the model that it was made from")
         self.folder, self.out, self.config, self.values = folder, out, config, source.hf.values
         self.model = read_model(folder)
+        if any(layer.mlp.experts for layer in self.model.layers):
+            raise ConfigError(
+                f"{folder} has experts, which are not quantized to files yet; serve it with --quantization int8, int4 "
+                "or fp8, which quantizes while loading"
+            )
         self.scheme = config.storage(self.model)
         self.roles, self.tensors = source.family.names, source.tensors
         self.decoder = Decoder(self.model, self.model.num_kv_heads, self.model.vocab_size)

@@ -36,7 +36,14 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("mscale", "mscale_all_dim"), _NUMBER),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate"), _FLAG),
     "finetuned": _FLAG,
-    **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), _count(2**12)),
+    **dict.fromkeys(("num_local_experts", "num_experts_per_tok", "num_experts"), _count(2**12)),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _SIZE),
+    **dict.fromkeys(("norm_topk_prob", "qkv_bias"), _FLAG),
+    "decoder_sparse_step": _count(2**12),
+    "mlp_only_layers": (
+        "a list of layers' numbers",
+        lambda value: type(value) is list and all(type(x) is int for x in value),
+    ),
     **dict.fromkeys(("hidden_act", "torch_dtype", "dtype", "rope_type", "type"), _TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
 }

@@ -16,17 +16,20 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from jaxserve.checkpoints.load import Piece
+from jaxserve.checkpoints.load import Piece, Pieces
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.quantized import quantized_abstract, random_weight
-from jaxserve.models.spec import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec
+from jaxserve.models.spec import AttentionSpec, LayerSpec
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
 
 # Role -> name in the checkpoint; "{i}" is the layer, "{e}" the expert. Roles: embed, norm, head, attention_norm,
-# mlp_norm, q, k, v, o, q_norm, k_norm, gate, up, down, router, expert_gate, expert_up, expert_down;
-# biases add ".bias", weights have ".weight".
+# mlp_norm, q, k, v, o, q_norm, k_norm, gate, up, down, router, shared_gate, shared_up, shared_down, shared_expert_gate;
+# of experts expert_gate, expert_up, expert_down, or fused expert_gate_up and expert_fused_down (`expert_weights`);
+# biases add ".bias", weights have ".weight"; "correction" is the routers' correction bias. A file may stack experts:
+# the stack's name is the expert's without "{e}.".
 Names = Mapping[str, str]
 
 
@@ -38,7 +41,6 @@ class _Source:
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
     split: tuple[int, ...] | None = None
-    expert: int | None = None
 
 
 def _whole(target: np.ndarray) -> np.ndarray:
@@ -85,13 +87,14 @@ def dummy_params(model: Decoder, mesh: Mesh, seed: int, scheme: str | None = Non
     return unflatten_dict(flat, sep="/")
 
 
-def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
-    """Path -> the tensors of the checkpoint that make it up."""
+def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lambda name: True) -> dict[str, Pieces]:
+    """Path -> the tensors of the checkpoint that make it up. `has`: whether it has a weight of this name, where a
+    family's files store experts in several ways."""
     config = model.config
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, Pieces] = {}
 
     def add(path: str, sources: list[_Source], layer: int | None = None) -> None:
-        pieces[path] = [Piece(names[s.role].format(i=layer, e=s.expert), s.shape, s.view, s.split) for s in sources]
+        pieces[path] = [Piece(names[s.role].format(i=layer), s.shape, s.view, s.split) for s in sources]
 
     hidden, vocab = config.hidden_size, config.vocab_size
     add("embed/table", [_Source("embed.weight", (vocab, hidden), _whole)])  # rows beyond the vocabulary stay zero
@@ -101,6 +104,9 @@ def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
     for i, layer in enumerate(config.layers):
         for path, sources in _layer(model, layer).items():
             add(f"layers_{i}/{path}", sources, i)
+        if layer.mlp.experts:
+            made = expert_pieces(layer.mlp, hidden, names, i, has)
+            pieces |= {f"layers_{i}/{path}": some for path, some in made.items()}
     return pieces
 
 
@@ -113,9 +119,7 @@ def _layer(model: Decoder, spec: LayerSpec) -> dict[str, list[_Source]]:
         "attention/qkv/kernel": _qkv(attention, model.kv_heads, "weight", (hidden,)),
         "attention/out/kernel": [_Source("o.weight", (hidden, attention.num_heads * dim), _whole)],
     }
-    if spec.mlp.experts:
-        layer |= _experts(spec.mlp, spec.mlp.experts, hidden)
-    else:
+    if not spec.mlp.experts:
         layer["mlp/gate_up/kernel"] = [
             _Source("gate.weight", (width, hidden), lambda t: t.reshape(width, 2, -1)[:, 0]),
             _Source("up.weight", (width, hidden), lambda t: t.reshape(width, 2, -1)[:, 1]),
@@ -125,7 +129,7 @@ def _layer(model: Decoder, spec: LayerSpec) -> dict[str, list[_Source]]:
         layer["attention/qkv/bias"] = _qkv(attention, model.kv_heads, "bias", ())
     if attention.out_bias:
         layer["attention/out/bias"] = [_Source("o.bias", (hidden,), _whole)]
-    if spec.mlp.bias:
+    if spec.mlp.bias and not spec.mlp.experts:
         layer["mlp/gate_up/bias"] = [
             _Source("gate.bias", (width,), lambda t: t[:, 0]),
             _Source("up.bias", (width,), lambda t: t[:, 1]),
@@ -135,27 +139,6 @@ def _layer(model: Decoder, spec: LayerSpec) -> dict[str, list[_Source]]:
         layer["attention/q_norm/scale"] = [_Source("q_norm.weight", (dim,), _whole)]
         layer["attention/k_norm/scale"] = [_Source("k_norm.weight", (dim,), _whole)]
     return layer
-
-
-def _experts(mlp: MLPSpec, experts: ExpertsSpec, hidden: int) -> dict[str, list[_Source]]:
-    """The router, and the experts' weights, stacked: a tensor of the checkpoint for each expert and matrix."""
-    width = mlp.size
-
-    def gate_up(expert: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda t: t[expert].reshape(width, 2, hidden)[:, which]
-
-    def down(expert: int) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda t: t[expert]
-
-    stacked = range(experts.count)
-    inner = (("expert_gate.weight", 0), ("expert_up.weight", 1))
-    return {
-        "mlp/router/kernel": [_Source("router.weight", (experts.count, hidden), _whole)],
-        "mlp/experts_gate_up": [
-            _Source(role, (width, hidden), gate_up(e, which), expert=e) for e in stacked for role, which in inner
-        ],
-        "mlp/experts_down": [_Source("expert_down.weight", (hidden, width), down(e), expert=e) for e in stacked],
-    }
 
 
 def _qkv(spec: AttentionSpec, kv_heads: int, kind: str, inputs: tuple[int, ...]) -> list[_Source]:
