@@ -64,11 +64,11 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
         total = target_memory(device)
         budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True)
     page_bytes = layout.page_bytes // ways(mesh, "kv_heads")
-    most = memory.pages_of_longest(config, plan.longest, layout.page_size, model.window)
+    most = memory.pages_of_longest(config, plan.longest, layout.page_size, layout.groups.windows)
     pages = memory.fitting_pages(config, most, page_bytes, budget, memory.Needs())
     yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"
-    pages = max(pages - 1, 0)  # page 0 is the null page, which holds no tokens
-    tokens, requests = pages * layout.page_size, pages // most
+    tokens = memory.fitting_tokens(config, replace(layout, num_pages=pages), plan.longest)
+    requests = max(pages - 1, 0) // most  # page 0 is the null page, which holds no tokens
     yield f"tokens that fit the KV cache: {tokens:,}, or {requests:,} requests of {plan.longest:,} tokens"
     yield f"tokens per page: {layout.page_size}"
 
