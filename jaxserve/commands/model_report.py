@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.checkpoints.load import RowReader, read_weight
+from jaxserve.checkpoints.load import RowReader, Stack, member_of, read_weight
 from jaxserve.checkpoints.mixed import by_type
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.config import EngineConfig
@@ -22,6 +22,7 @@ from jaxserve.devices.targets import target_memory
 from jaxserve.engine.loading import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.expert_stacks import abstract_stack
 from jaxserve.models.load import Checkpoint
 from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import (
@@ -103,9 +104,13 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         stored = tuple(_form(source, part) for part in parts)
         kind = (re.sub(r"^layers_\d+/", "", weight), stored)
         if kind not in known:
-            read = partial(read_weight, pieces[weight], source.tensors, target, reader)
-            host = read(as_stored, not config.dequantize)
-            known[kind] = _one_of_a_kind(host, read, target, packing, mesh)
+            some = pieces[weight]
+            stacked = isinstance(some, Stack)
+            first, one = (some.members[0], member_of(target)) if isinstance(some, Stack) else (some, target)
+            read = partial(read_weight, first, source.tensors, one, reader)
+            host = read(as_stored, not config.dequantize and not stacked)
+            made = _one_of_a_kind(host, read, one, packing, mesh)
+            known[kind] = abstract_stack(made, target, packing, mesh) if stacked and made is not None else made
         if known[kind] is not None:
             plain[weight] = known[kind]
     return plain
