@@ -18,7 +18,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints.export import complete_file
-from jaxserve.checkpoints.load import Piece
+from jaxserve.checkpoints.load import Pieces
 from jaxserve.config import ConfigError
 from jaxserve.models.decoder import Decoder, added, angles
 from jaxserve.models.spec import LayerSpec
@@ -53,7 +53,7 @@ def read_windows(path: Path, tokenizer: Tokenizer, samples: int, length: int) ->
     return windows[chosen]
 
 
-def fuse(pieces: Mapping[str, list[Piece]], shapes: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
+def fuse(pieces: Mapping[str, Pieces], shapes: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
     """Parameters by path, float32 on the device, assembled from the checkpoint's tensors by name."""
     params = {}
     for path, parts in pieces.items():

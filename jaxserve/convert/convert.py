@@ -5,8 +5,9 @@ Host memory holds the whole model once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from jaxserve.checkpoints import orbax
 from jaxserve.checkpoints.export import compress, copy_rest, quantization_config, write_index, write_json, write_shard
 from jaxserve.checkpoints.hub import resolve_model
-from jaxserve.checkpoints.load import Piece
+from jaxserve.checkpoints.load import Piece, Pieces, Stack
 from jaxserve.checkpoints.quantized import refine
 from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import make_mesh, padded_vocab, replicated
@@ -86,7 +87,18 @@ def take(value: np.ndarray | QuantArray, piece: Piece) -> np.ndarray | QuantArra
         value = refine(value, (1, value.block[1]))
         parts = {name: getattr(value, name) for name in ("codes", "scale", "zero", "bias", "gain")}
         return replace(value, **{name: part[chosen] for name, part in parts.items() if part is not None})
-    return _inside(value, piece).reshape(piece.shape)
+    made = _inside(value, piece).reshape(piece.shape)
+    return np.ascontiguousarray(made.T) if piece.transposed else made
+
+
+def _pieces_of(value: Any, pieces: Pieces) -> Iterator[tuple[Piece, np.ndarray | QuantArray]]:
+    """The tensors that make up a parameter, with their values; of a stack one member after another."""
+    if not isinstance(pieces, Stack):
+        yield from ((piece, take(value, piece)) for piece in pieces)
+        return
+    for number, member in enumerate(pieces.members):
+        own = jax.tree.map(itemgetter(number), value)
+        yield from ((piece, take(own, piece)) for piece in member)
 
 
 def _inside(value: np.ndarray, piece: Piece) -> np.ndarray:
@@ -114,8 +126,8 @@ def _write_safetensors(
         tensors: dict[str, np.ndarray] = {}
         for path in paths:
             whole = jax.tree.map(np.asarray, params[path])
-            for piece in pieces[path]:
-                value, module = take(whole, piece), piece.name.removesuffix(".weight")
+            for piece, value in _pieces_of(whole, pieces[path]):
+                module = piece.name.removesuffix(".weight")
                 if isinstance(value, QuantArray):
                     tensors |= compress(module, value)
                     weights[module] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), value)

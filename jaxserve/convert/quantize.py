@@ -165,9 +165,14 @@ class _Run:
             raise ConfigError(f"{folder} is quantized already; quantize the model that it was made from")
         self.folder, self.out, self.config, self.values = folder, out, config, source.hf.values
         self.model = read_model(folder)
+        if any(layer.mlp.experts for layer in self.model.layers):
+            raise ConfigError(
+                f"{folder} has experts, which are not quantized to files yet; serve it with --quantization int8, int4 "
+                "or fp8, which quantizes while loading"
+            )
         self.scheme = config.storage(self.model)
         _check_layers(self.model)
-        self.roles, self.tensors = source.family.roles(self.model, source.tensors), source.tensors
+        self.roles, self.tensors = source.family.roles(self.model, source.tensors.__contains__), source.tensors
         self.decoder = Decoder(self.model, self.model.num_kv_heads, self.model.vocab_size)
         self.pieces = weight_pieces(self.decoder, self.roles)
         check(self.tensors, self.pieces, lambda name: True)

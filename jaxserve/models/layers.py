@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.spec import MLPSpec
+from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
@@ -117,14 +118,45 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array) -> Parts:
         experts, hidden, size = self.spec.experts, self.hidden_size, self.spec.size
         assert experts is not None
+        count, axes, bias = experts.count, (None, "embed"), experts.router_bias
+        router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, self.ops, name="router")
+
+        def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
+            scaled = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2, batch_axis=0)
+            init = scaled if len(shape) == 3 else nn.initializers.zeros
+            return weight(self, name, init, axes, shape, self.dtype) if given else None
+
+        gate_up = of_experts("experts_gate_up", ("expert", "mlp", "embed"), (count, 2 * size, hidden))
+        down = of_experts("experts_down", ("expert", "embed", "mlp"), (count, hidden, size))
+        first_bias = of_experts("experts_gate_up_bias", ("expert", "mlp"), (count, 2 * size), self.spec.bias)
+        last_bias = of_experts("experts_down_bias", (None, "embed"), (count, hidden), self.spec.bias)
+        correction = None
+        if experts.router.corrected:
+            correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
+        y = self.ops.experts(
+            x,
+            router(x),
+            ExpertWeights(gate_up, down, first_bias),
+            experts.router,
+            self.ops.gate_of(self.spec.activation, experts.limit),
+            correction=None if correction is None else value_of(correction),
+            down_bias=last_bias,
+        ).astype(x.dtype)
+        if experts.shared_size:
+            y = y + self._shared(x)
+        return Parts(y[None])
+
+    def _shared(self, x: jax.Array) -> jax.Array:
+        """What the MLP that all tokens go through makes of x [tokens, hidden]."""
+        experts = self.spec.experts
+        assert experts is not None
+        spec = MLPSpec(size=experts.shared_size, activation=self.spec.activation, bias=self.spec.bias)
+        y = MLP(spec, self.hidden_size, self.dtype, self.ops, name="shared")(x).whole(x.dtype)
+        if not experts.shared_gate:
+            return y
         axes = (None, "embed")
-        router = Linear((hidden,), (experts.count,), axes, False, self.dtype, jnp.float32, self.ops, name="router")
-        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=2, out_axis=1, batch_axis=0)
-        gate_up, down = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
-        first = weight(self, "experts_gate_up", init, gate_up, (experts.count, 2 * size, hidden), self.dtype)
-        second = weight(self, "experts_down", init, down, (experts.count, hidden, size), self.dtype)
-        y = self.ops.experts(x, router(x), first, second, experts.top_k, experts.normalized, self.spec.activation)
-        return Parts(y.astype(x.dtype)[None])
+        gate = Linear((self.hidden_size,), (1,), axes, False, self.dtype, jnp.float32, self.ops, name="shared_gate")
+        return y * jax.nn.sigmoid(gate(x)).astype(x.dtype)
 
 
 class MLP(nn.Module):

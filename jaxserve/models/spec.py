@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from jaxserve.config import ConfigError
+from jaxserve.pallas_kernels.routing import Router
 
 RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
@@ -150,18 +151,23 @@ class ExpertsSpec:
 
     Attributes:
       count: experts of a layer.
-      top_k: experts that each token goes through: those for which the router gives the greatest logits.
-      normalized: the weights of a token's experts are the softmax over the logits of these alone, so that they sum to
-        one; otherwise they are taken from the softmax over all experts.
+      router: how a token's experts are chosen and weighted.
+      router_bias: the router's logits have a learned bias.
+      limit: the activation is `ops.clamped_gate` with this limit (gpt-oss); None: it is `MLPSpec.activation`.
+      shared_size: numbers between the two products of an MLP that every token goes through as well; 0: there is none.
+      shared_gate: the result of the shared MLP is multiplied with the sigmoid of a product with the token (Qwen2-MoE).
     """
 
     count: int
-    top_k: int
-    normalized: bool = True
+    router: Router
+    router_bias: bool = False
+    limit: float | None = None
+    shared_size: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.top_k <= self.count:
-            raise ConfigError(f"num_experts_per_tok={self.top_k} must be between 1 and the {self.count} experts")
+        if problem := self.router.problem(self.count):
+            raise ConfigError(problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,4 +337,5 @@ def _splits(config: ModelConfig, size: int) -> bool:
 
 
 def _widths(config: ModelConfig) -> set[int]:
-    return {layer.mlp.size for layer in config.layers}
+    shared = {layer.mlp.experts.shared_size for layer in config.layers if layer.mlp.experts} - {0}
+    return {layer.mlp.size for layer in config.layers} | shared

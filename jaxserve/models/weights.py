@@ -16,21 +16,24 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from jaxserve.checkpoints.load import Piece
+from jaxserve.checkpoints.load import Piece, Pieces
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.rope import head_order
-from jaxserve.models.spec import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNormSpec
+from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec, QKNormSpec
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
 
 # Role -> name in the checkpoint; "{i}" is the layer, "{e}" the expert, "{h}" the head. Roles: embed, positions,
 # project_in, project_out, norm, head, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, q, k, v, o, q_norm,
-# k_norm, gate, up, down, router, expert_gate, expert_up, expert_down. Weights add ".weight", biases ".bias". The role
-# of sinks is "sinks".
+# k_norm, gate, up, down, router, shared_gate, shared_up, shared_down, shared_expert_gate; of experts expert_gate,
+# expert_up, expert_down, or fused expert_gate_up and expert_fused_down (`expert_weights`). Weights add ".weight",
+# biases ".bias". "sinks" is the role of sinks, "correction" that of the routers' correction bias.
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
-# and its value; gate_up has gate and up one after the other. Roles of matrices [in, out] end in ".T".
+# and its value; gate_up has gate and up one after the other. Roles of matrices [in, out] end in ".T". A file may stack
+# experts: the stack's name is the expert's without "{e}.".
 Names = Mapping[str, str]
 
 
@@ -43,13 +46,12 @@ class _Source:
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
     split: tuple[int, ...] | None = None
-    expert: int | None = None
     head: int | None = None
     take: Callable[[np.ndarray], np.ndarray] | None = None
 
     def piece(self, names: Names, layer: int | None) -> Piece:
         transposed = self.role not in names and f"{self.role}.T" in names
-        name = names[f"{self.role}.T" if transposed else self.role].format(i=layer, e=self.expert, h=self.head)
+        name = names[f"{self.role}.T" if transposed else self.role].format(i=layer, h=self.head)
         if not transposed:
             return Piece(name, self.shape, self.view, self.split, self.take)
         take = self.take or _whole
@@ -104,10 +106,11 @@ def dummy_params(model: Decoder, mesh: Mesh, seed: int, scheme: str | None = Non
     return unflatten_dict(flat, sep="/")
 
 
-def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
-    """Path -> the tensors of the checkpoint that make it up."""
+def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lambda name: True) -> dict[str, Pieces]:
+    """Path -> the tensors of the checkpoint that make it up. `has`: whether it has a weight of this name, where a
+    family's files store experts in several ways."""
     config = model.config
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, Pieces] = {}
 
     def add(sources: dict[str, list[_Source]], prefix: str = "", layer: int | None = None) -> None:
         pieces.update({prefix + path: [s.piece(names, layer) for s in some] for path, some in sources.items()})
@@ -127,6 +130,9 @@ def weight_pieces(model: Decoder, names: Names) -> dict[str, list[Piece]]:
         add({"positions/table": [_Source("positions.weight", (learned.rows, hidden), _whole)]})
     for i, layer in enumerate(config.layers):
         add(_layer(model, layer, names), f"layers_{i}/", i)
+        if layer.mlp.experts:
+            made = expert_pieces(layer.mlp, hidden, names, i, has)
+            pieces |= {f"layers_{i}/{path}": some for path, some in made.items()}
     return pieces
 
 
@@ -158,9 +164,7 @@ def _layer(model: Decoder, spec: LayerSpec, names: Names) -> dict[str, list[_Sou
     if attention.sinks:
         split = (model.kv_heads, attention.num_heads // model.kv_heads)
         layer["attention/sinks"] = [_Source("sinks", (attention.num_heads,), _whole, split)]
-    if spec.mlp.experts:
-        return layer | _experts(spec.mlp, spec.mlp.experts, hidden)
-    return layer | _mlp(spec.mlp, hidden, names)
+    return layer if spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
 
 
 def _norm(name: str, spec: NormSpec, size: int) -> dict[str, list[_Source]]:
@@ -198,27 +202,6 @@ def _of_two(width: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
 
 def _rows(first: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda t: t[first : first + count]
-
-
-def _experts(mlp: MLPSpec, experts: ExpertsSpec, hidden: int) -> dict[str, list[_Source]]:
-    """The router, and the experts' weights, stacked: a tensor of the checkpoint for each expert and matrix."""
-    width = mlp.size
-
-    def gate_up(expert: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda t: t[expert].reshape(width, 2, hidden)[:, which]
-
-    def down(expert: int) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda t: t[expert]
-
-    stacked = range(experts.count)
-    inner = (("expert_gate.weight", 0), ("expert_up.weight", 1))
-    return {
-        "mlp/router/kernel": [_Source("router.weight", (experts.count, hidden), _whole)],
-        "mlp/experts_gate_up": [
-            _Source(role, (width, hidden), gate_up(e, which), expert=e) for e in stacked for role, which in inner
-        ],
-        "mlp/experts_down": [_Source("expert_down.weight", (hidden, width), down(e), expert=e) for e in stacked],
-    }
 
 
 def _qkv(

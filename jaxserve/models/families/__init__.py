@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,12 +31,12 @@ class Family:
     layouts: tuple[Mapping[str, str], ...] = ()  # other beginnings of names in some files, by the usual ones
     unread: tuple[str, ...] = ()  # beginnings of names of tensors of which nothing is served
 
-    def roles(self, config: ModelConfig, tensors: Collection[str] = ()) -> Names:
-        """The names of a model's tensors, in the layout that the files with these `tensors` have."""
+    def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
+        """The names of a model's tensors, in the layout of files that have tensors of these names."""
         usual = {**self.names, **self.variant(config)}
         for layout in ({}, *self.layouts):
             names = {role: _begun(name, layout) for role, name in usual.items()}
-            if names["embed.weight"] in tensors:
+            if has(names["embed.weight"]):
                 return names
         return usual
 

@@ -69,7 +69,8 @@ def read_norm(hf: HFConfig, default: float = 1e-6, **choices: Any) -> NormSpec:
 
 def read_layer_norm(hf: HFConfig, key: str = "layer_norm_eps", **choices: Any) -> NormSpec:
     """A LayerNorm with a bias, unless `choices` say otherwise."""
-    return NormSpec(**{"kind": "layer", "bias": True, "eps": float(hf.take(key, 1e-5))} | choices)
+    usual: dict[str, Any] = {"kind": "layer", "bias": True, "eps": float(hf.take(key, 1e-5))}
+    return NormSpec(**usual | choices)
 
 
 def read_attention(hf: HFConfig, *, head_dim: int | None = None, **choices: Any) -> AttentionSpec:
