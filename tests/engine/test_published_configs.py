@@ -27,7 +27,6 @@ LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a
 OTHERS = {
     "openai/gpt-oss-20b": "GptOssForCausalLM",
     "deepseek-ai/DeepSeek-V3": "DeepseekV3ForCausalLM",
-    "Qwen/Qwen3-30B-A3B": "Qwen3MoeForCausalLM",
     "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2_5_VLForConditionalGeneration",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "Llama4ForConditionalGeneration",
 }
