@@ -28,8 +28,10 @@ _FACTORS = (
 _SWITCHES = "a list of 0 and 1", lambda value: type(value) is list and all(x in (0, 1) for x in value)
 _PATTERN = (
     "a positive integer, or a string of L and G",
-    lambda value: (type(value) is int and 0 < value < 2**12)
-    or (type(value) is str and 0 < len(value) and set(value) <= {"L", "G"}),
+    lambda value: (
+        (type(value) is int and 0 < value < 2**12)
+        or (type(value) is str and len(value) > 0 and set(value) <= {"L", "G"})
+    ),
 )
 _OBJECT = "a JSON object", lambda value: type(value) is dict
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {

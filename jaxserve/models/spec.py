@@ -262,7 +262,9 @@ class ModelConfig:
             pairs = (self.head_dim if rope.rotary_dim is None else rope.rotary_dim) // 2
             counts = {len(rope.short_factors), len(rope.long_factors)}
             if rope.scaling == "longrope" and counts != {pairs}:
-                raise ConfigError(f"longrope needs a factor for each of {pairs} pairs of channels, got {sorted(counts)}")
+                raise ConfigError(
+                    f"longrope needs a factor for each of {pairs} pairs of channels, got {sorted(counts)}"
+                )
 
     def limited_to(self, length: int) -> ModelConfig:
         """The same for sequences of at most so many tokens. longrope has factors for sequences within the original

@@ -17,14 +17,13 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
+from jaxserve.models.load import read_model
 from jaxserve.models.rope import inverse_frequencies
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-ON_DEVICES = (
-    "cohere_qk_norm",
-    "olmo2_post",
-    "gemma3_older",
-)  # norms split over devices, and norms that need all of them
+# Norms that are split over devices, norms that need all of them, and several kinds of layers.
+ON_DEVICES = ("cohere_qk_norm", "olmo2_post", "gemma3_older")
+ON_EIGHT = ("cohere_qk_norm", "olmo2_post", "falcon_40b")  # with eight query heads
 ODD = ("neox_parallel", "gpt2_scaled", "falcon_7b")  # heads that two devices cannot share
 IN_PARTS = ("gemma3_older", "opt_350m")
 
@@ -48,14 +47,35 @@ def test_on_two_devices(case, model_folders):
     answers(engine, case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_EIGHT)
+def test_on_eight_devices(case, model_folders):
+    """Each head of keys and values stands on four of them."""
+    answers(make_engine(model_folders(case), tokens=320, tensor_parallel_size=8), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in DENSE_CASES if case not in ODD])
+def test_in_bfloat16(case, model_folders):
+    """On several devices, where activations and weights are as narrow as this: no type is mixed up."""
+    with np.load(GOLDENS / f"{case}.npz") as golden:
+        prompt, tokens, expected = golden["prompt_3"], golden["tokens_3"], golden["logprobs_3"]
+    options = {"tensor_parallel_size": 2, "dtype": "bfloat16"} | DENSE_CASES[case].options
+    engine = make_engine(model_folders(case), tokens=320, **options)
+    asked = request("0", [*prompt.tolist(), *tokens.tolist()], max_tokens=1, prompt_logprobs=0)
+    found = [entry.logprob for entry in generate(engine, asked)[0].prompt_logprobs[len(prompt) :]]
+    assert np.abs(np.array(found) - expected).mean() < 0.1
+
+
 @pytest.mark.parametrize("case", cases(IN_PARTS))
 def test_in_parts(case, model_folders):
     """In chunks and with too few pages for all, then once more from the cache."""
     options = {"max_model_len": 256} | DENSE_CASES[case].options
-    pages = 30 if case.startswith("gemma3") else 22  # several groups of layers, each with pages of its own
+    windows = {layer.attention.window for layer in read_model(model_folders(case)).layers}
+    pages = 30 if len(windows) > 1 else 22  # groups of layers have pages of their own
     engine = make_engine(model_folders(case), tokens=16, kv_pages=pages, page_size=16, **options)
     answers(engine, case)
-    assert engine.stats().preemptions > 0
+    assert engine.stats().preemptions > 0 or None not in windows
     engine = make_engine(model_folders(case), tokens=48, **options)
     answers(engine, case)
     assert sum(one.num_cached for one in answers(engine, case, "again-")) >= 128
