@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "num_hidden_layers": _LAYERS,
     "max_window_layers": _count(2**12, least=0),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
-    "max_sequence_length": _LENGTH,
+    **dict.fromkeys(("max_sequence_length", "model_max_length"), _LENGTH),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "attn_factor", "partial_rotary_factor"), _POSITIVE),
     **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "clip_qkv"), _POSITIVE),

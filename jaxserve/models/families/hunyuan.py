@@ -22,16 +22,25 @@ HUNYUAN_NAMES = NAMES | {
     "k_norm.weight": "model.layers.{i}.self_attn.key_layernorm.weight",
 }
 # What published configs say of their rotation beside alpha, which leaves these without effect.
+BESIDE = (
+    "cla_share_factor", "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id",
+    "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id", "class_num",
+)  # fmt: skip
 UNUSED = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    hf.rename(attention_head_dim="head_dim")
+    for key in BESIDE:
+        hf.take(key, None)
+    hf.expect("attention_head_dim", hf.take("head_dim", None) or hf.take("attention_head_dim", None))
+    hf.expect("norm_type", "rms")
+    hf.expect("use_rotary_pos_emb", True)
     hf.expect("use_qk_norm", True)
     hf.expect("use_cla", False)
     norm, bias = read_norm(hf, 1e-5), bool(hf.take("attention_bias", False))
     qk_norm = QKNormSpec(norm=norm, after_rope=True)
-    attention = read_attention(hf, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
+    head_dim = hf.take("attention_head_dim", None)
+    attention = read_attention(hf, head_dim=head_dim, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
     max_position = read_max_position(hf)
     parameters = dict(hf.take("rope_parameters", None) or hf.take("rope_scaling", None) or {})
     hf.take("rope_scaling", None)

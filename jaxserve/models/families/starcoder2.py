@@ -21,12 +21,12 @@ STARCODER_NAMES = NAMES | named(
 def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("mlp_type", "default")
     hf.expect("norm_type", "layer_norm")
-    hf.expect("activation_function", "gelu_pytorch_tanh")  # which older configs write beside hidden_act
-    bias, norm, window = (
-        bool(hf.take("use_bias", True)),
-        read_layer_norm(hf, "norm_epsilon"),
-        hf.take("sliding_window", None),
-    )
+    for key in ("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        hf.take(key, None)  # which the first configs write, and transformers does not read
+    hf.expect("scale_attn_weights", True)
+    norm = read_layer_norm(hf, "norm_epsilon")
+    hf.expect("layer_norm_epsilon", norm.eps)
+    bias, window = bool(hf.take("use_bias", True)), hf.take("sliding_window", None)
     if not hf.take("use_sliding_window", True):
         window = None
     mlp = read_mlp(hf, gated=False, bias=bias, activation=read_activation(hf, "gelu_pytorch_tanh"))
