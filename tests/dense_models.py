@@ -278,6 +278,28 @@ DENSE_CASES: dict[str, DenseCase] = {
         hidden_act="relu2", partial_rotary_factor=0.5, rope_theta=10000.0, norm_eps=1e-3, attention_bias=True,
         mlp_bias=True,
     ),
+    "ernie_biases": dense(
+        "Ernie4_5ForCausalLM", "ernie4_5", modern=False, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        use_bias=True, rope_theta=5e5, rms_norm_eps=1e-3,
+    ),
+    "helium_pairs": dense(
+        "HeliumForCausalLM", "helium", hidden=96, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        attention_bias=True, mlp_bias=True, rope_parameters={"rope_theta": 5e4, "rope_type": "default"},
+        rms_norm_eps=1e-3, tie_word_embeddings=False,
+    ),
+    "arcee_squares": dense(
+        "ArceeForCausalLM", "arcee", modern=False, hidden_act="relu2", num_key_value_heads=2, head_dim=24,
+        attention_bias=True, mlp_bias=True, rope_theta=1e4, rms_norm_eps=1e-3, tie_word_embeddings=False,
+        rope_scaling=_YARN,
+    ),
+    "cwm_windows": dense(
+        "CwmForCausalLM", "cwm", layers=5, hidden_act="silu", num_key_value_heads=2, head_dim=24, sliding_window=15,
+        rms_norm_eps=1e-3, tie_word_embeddings=False,
+        rope_parameters={
+            "rope_theta": 1e6, "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
@@ -316,5 +338,5 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
 # Families whose head is not the embedding, unless the config says so.
 UNTIED = (
     "gpt_neox", "olmo", "olmo2", "olmo3", "granite", "phi", "phi3", "stablelm", "glm", "glm4", "exaone4", "seed_oss",
-    "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron",
+    "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm",
 )  # fmt: skip
