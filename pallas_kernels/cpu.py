@@ -52,8 +52,17 @@ FUNCTIONS = {
         "jaxserve_rotate_and_write": "RotateAndWrite",
     },
     LATENT: {"jaxserve_latent_attention": "LatentAttention", "jaxserve_write_latent": "WriteLatent"},
-    QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul", "jaxserve_int4_of_bytes": "Int4OfBytes"},
-    PANELS: {"jaxserve_panel_matmul": "PanelMatmul", "jaxserve_panel_rows": "PanelRows"},
+    QUANT_MATMUL: {
+        "jaxserve_quant_matmul": "QuantMatmul",
+        "jaxserve_grouped_quant_matmul": "GroupedQuantMatmul",
+        "jaxserve_int4_of_bytes": "Int4OfBytes",
+    },
+    PANELS: {
+        "jaxserve_panel_matmul": "PanelMatmul",
+        "jaxserve_panel_rows": "PanelRows",
+        "jaxserve_panel_grouped_matmul": "PanelGroupedMatmul",
+        "jaxserve_panel_experts": "PanelExperts",
+    },
 }
 
 

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels import experts
+from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.latent_attention import reference as latent
+from jaxserve.pallas_kernels.latent_attention.expanded import absorb, project_values
 from jaxserve.pallas_kernels.paged_attention import reference
-from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
-from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, choose, load
-from jaxserve.pallas_kernels.types import BlockArray, KVPages, MixedArray, PanelArray, QuantArray, QuantRows
-
-if TYPE_CHECKING:  # which is imported where a device is tried
-    pass
-
-log = logging.getLogger(__name__)
+from jaxserve.pallas_kernels.routing import Router, route
+from jaxserve.pallas_kernels.types import (
+    BlockArray,
+    KVPages,
+    LatentPages,
+    MixedArray,
+    PanelArray,
+    QuantArray,
+    QuantRows,
+)
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
@@ -41,6 +45,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    if scale.dtype != x.dtype:  # a scale that is kept in float32 multiplies before the result is rounded
+        return (scale.astype(jnp.float32) * wide).astype(x.dtype)
     return scale * wide.astype(x.dtype)
 
 
@@ -60,7 +66,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(jnp.asarray(1.702, x.dtype) * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of gates in fused kernels
 
 
 def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
@@ -69,6 +79,34 @@ def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) ->
     Shazeer 2020, arXiv:2002.05202.
     """
     return ACTIVATIONS[activation](gate_up[..., 0]) * gate_up[..., 1]
+
+
+CLAMPED_ALPHA = 1.702
+
+
+def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = None) -> jax.Array:
+    """gate_up [tokens, size, 2] -> (up + 1) * gate * sigmoid(1.702 * gate) [tokens, size], with the gate at most
+    `limit` and up within +-limit; `count` as in `matmul`. gpt-oss (arXiv:2508.10925)."""
+    wide = gate_up.astype(jnp.float32)
+    gate, up = jnp.minimum(wide[..., 0], limit), jnp.clip(wide[..., 1], -limit, limit)
+    return ((up + 1) * gate * jax.nn.sigmoid(CLAMPED_ALPHA * gate)).astype(gate_up.dtype)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The activation of a gated MLP as a function of gate_up [tokens, size, 2] and `count`, and what it is.
+
+    `limit`: `clamped_gate` with it takes the place of the activation; None: `compute` has the activation.
+    """
+
+    activation: str
+    limit: float | None
+    compute: Callable[..., jax.Array]
+
+    def __call__(self, gate_up: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        if self.limit is not None:
+            return clamped_gate(gate_up, self.limit)
+        return self.compute(gate_up, self.activation, count=count)
 
 
 def quant_matmul(
@@ -144,6 +182,8 @@ class Ops:
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
     write_and_attend: Callable[..., tuple[jax.Array, KVPages]] | None = None
+    latent_attention: Callable[..., jax.Array] = latent.latent_attention
+    write_latent: Callable[..., LatentPages] = latent.write_latent
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     count: jax.Array | None = None  # see `counting`
@@ -190,28 +230,40 @@ class Ops:
     def gated(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
         """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups in turns -> [tokens, size]; `reader`
         as in `add_norm`."""
-        if self.fused is not None:
+        if self.fused is not None and activation in FUSED_ACTIVATIONS:
             return self.fused.gate(y, activation, dtype, reader)
         whole = y.whole(dtype)
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
+
+    def activated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
+        """The activation of y, of an MLP without a gate: sums [parts, tokens, size] -> [tokens, size]."""
+        return ACTIVATIONS[activation](y.whole(dtype))
 
     def experts(
         self,
         x: jax.Array,
         logits: jax.Array,
-        gate_up: jax.Array | QuantArray,
-        down: jax.Array | QuantArray,
-        top_k: int,
-        normalized: bool,
-        activation: str,
+        w: ExpertWeights,
+        router: Router,
+        gate: Gate,
+        *,
+        correction: jax.Array | None = None,
+        down_bias: jax.Array | None = None,
     ) -> jax.Array:
-        """`mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see `route`."""
-        chosen, weights = experts.route(logits, top_k, normalized=normalized)
-        return self.mixture(x, chosen, weights, gate_up, down, gate=self.gate_of(activation), count=self.count)
+        """`mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see `route`.
 
-    def gate_of(self, activation: str) -> Callable[..., jax.Array]:
-        """`gate` with an activation."""
-        return partial(self.gate, activation=activation)
+        down_bias: [experts, out], added to each expert's result; None: 0.
+        """
+        chosen, weights = route(logits, router, correction)
+        y = self.mixture(x, chosen, weights, w, gate=gate, count=self.count, weighs_inputs=router.weighs_inputs)
+        if down_bias is None:
+            return y
+        shares = jnp.ones_like(weights) if router.weighs_inputs else weights
+        return y + experts.chosen_biases(chosen, shares, down_bias)
+
+    def gate_of(self, activation: str, limit: float | None = None) -> Gate:
+        """`gate` with an activation, or `clamped_gate` with a limit."""
+        return Gate(activation, limit, self.gate)
 
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""
@@ -237,66 +289,27 @@ class Ops:
     ) -> tuple[jax.Array, KVPages]:  # fmt: skip
         """Writes a layer's new keys and values to the pages, and attends; `rows` and the options are those of
         `paged_attention`."""
+        if heads.sinks is not None:
+            options["sinks"] = value_of(heads.sinks).astype(jnp.float32)
         if self.write_and_attend is not None:
             q, k, v = self.rotate(heads, eps, dtype)
             return self.write_and_attend(q, k, v, pages, slots, *rows, first_page=first_page, **options)
         q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
         return self.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
 
+    def attend_latent(
+        self, heads: LatentHeads, pages: LatentPages, slots: jax.Array, rows: tuple[jax.Array, ...],
+        first_page: jax.Array | int, *, scale: float, decode_only: bool,
+    ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
+        """Writes a layer's new latents to the pages, and attends, [tokens, heads, v_dim]; `rows` and the options are
+        those of `latent_attention`."""
+        rank = heads.k_up.shape[-1]
+        pages = self.write_latent(pages, heads.row, slots, first_page, rank=rank)
+        q = absorb(heads.q, heads.k_up)
+        options: Any = {"first_page": first_page, "scale": scale, "rank": rank, "decode_only": decode_only}
+        return project_values(self.latent_attention(q, pages, *rows, **options), heads.v_up), pages
+
     def counting(self, count: jax.Array) -> Ops:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
         return replace(self, count=count, **{name: partial(getattr(self, name), count=count) for name in counted})
-
-
-def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
-    weight that the backend cannot do. With `parts` it gives `Parts.sums`. Where a weight says how to round its inputs,
-    auto has a product of its own for that, if the device has; the others compute with rounded inputs as floats."""
-
-    def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
-        if isinstance(w, QuantArray) and w.activations is not None:
-            rows = x if isinstance(x, QuantRows) else w8a8.quantize(x, w)
-            if backend == "auto" and w8a8.why_not(device, MatmulProblem.of(rows, w, partitioned)) is None:
-                return w8a8.quant_matmul_parts(rows, w) if parts else w8a8.quant_matmul(rows, w)
-            y = w8a8.emulated(rows, w, partial(multiply, count=count))
-            return y.astype(rows.dtype)[None] if parts else y
-        module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
-        if not parts:
-            return module.quant_matmul(x, w, count=count)
-        if hasattr(module, "quant_matmul_parts"):
-            return module.quant_matmul_parts(x, w, count=count)
-        return module.quant_matmul(x, w, count=count).astype(x.dtype)[None]
-
-    return multiply
-
-
-def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "auto", partitioned: bool = False) -> Ops:
-    """What a model on `device` runs with; `backend` is asked for attention. Raises BackendError.
-
-    `partitioned` models are split over devices by XLA, which can split none but its own dense operations: whoever
-    asks sees to it that each device runs the kernels, those of `fused` included, on its own part.
-    """
-    from jaxserve.pallas_kernels import cpu  # which needs the functions above
-
-    module = load("attention", choose("attention", device, attention, backend))
-    kinds: dict[str, Any] = {"paged_attention": module.paged_attention}
-    kinds["write_kv"] = getattr(module, "write_kv", write_kv)
-    kinds["write_and_attend"] = getattr(module, "write_and_attend", None)
-    if device.platform == "cpu" and not partitioned:
-        return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
-    return _with_triton(Ops(**kinds), device, attention.q_dtype)
-
-
-def _with_triton(ops: Ops, device: Device, dtype: Any) -> Ops:
-    """The same, with the kernels that do several operations in one launch, where `device` can use them."""
-    if device.platform != "gpu":
-        return ops
-    try:
-        from jaxserve.pallas_kernels import draw_triton, fused_triton
-    except ImportError as error:
-        log.warning("%s is not installed, so steps launch more kernels", error.name)
-        return ops
-    if draw_triton.why_not(device) is None:
-        ops = replace(ops, draw=draw_triton.draw)
-    return ops if fused_triton.why_not(device, dtype) else replace(ops, fused=fused_triton)

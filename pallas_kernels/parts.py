@@ -45,6 +45,7 @@ class Heads(NamedTuple):
       has the last three of these dimensions.
     cos, sin: float32 [tokens, head_dim / 2].
     q_norm, k_norm: scales [head_dim] of RMS norms, or None.
+    sinks: a logit [kv_heads, group] that joins the softmax of each query head, or None.
     """
 
     qkv: Parts
@@ -52,3 +53,19 @@ class Heads(NamedTuple):
     sin: jax.Array
     q_norm: jax.Array | Row | None = None
     k_norm: jax.Array | Row | None = None
+    sinks: jax.Array | Row | None = None
+
+
+class LatentHeads(NamedTuple):
+    """What multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) takes of new tokens, norms and rotary positions
+    applied.
+
+    q: [tokens, heads, nope + rope].
+    row: [tokens, rank + rope], a latent and the rotated key, which all heads share.
+    k_up: [heads, nope, rank], which makes a head's keys of latents; v_up: [heads, v_dim, rank], its values.
+    """
+
+    q: jax.Array
+    row: jax.Array
+    k_up: jax.Array
+    v_up: jax.Array

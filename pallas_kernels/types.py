@@ -233,6 +233,8 @@ class BlockArray:
 class PanelArray:
     """A weight [out, in] as the CPU's kernels read it (`cpu_panels.h`): panels of 16 rows, each in a type of its own.
 
+    Of a stack [experts, out, in] the weights follow each other.
+
     data: uint8 [bytes / 64, 64], the panels.
     table: int32 [panels, 3]: where each begins in data, its type, and the blocks in a record of it.
     arithmetic: what products with quantized or bfloat16 panels are computed in, of `cpu_panels.ARITHMETIC`.
@@ -240,7 +242,7 @@ class PanelArray:
 
     data: Any
     table: Any
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     arithmetic: str = "float32"
 
 

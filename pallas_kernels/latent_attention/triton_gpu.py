@@ -300,7 +300,7 @@ def latent_attention(
     out = _decode_rows(q, cache, kv_len, num_decodes, fixed, rows=rows, decode_only=decode_only)
     if decode_only:
         return out
-    sizes = sizes_of(tokens * heads, q.dtype, fixed["HAS_SCALES"], triton_compat.target().capability)
+    sizes = sizes_of(tokens * heads, q.dtype, pages.scale is not None, triton_compat.target().capability)
     tile_row, tile_first = _tiles(q_start * heads, num_decodes, tokens * heads, sizes.tile)
     return triton_compat.call(
         _prompt, q, *cache, q_start, kv_len, tile_row, tile_first, out,

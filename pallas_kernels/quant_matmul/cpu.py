@@ -1,4 +1,4 @@
-"""Products with quantized weights on CPU in C++ (`cpu_quant_matmul.cc`): codes become floats in registers."""
+"""Products with quantized weights on CPU in C++ (`cpu_quant_matmul.cc`). Codes become floats in registers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.pallas_kernels.types import QuantArray
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
-    """The reason why it cannot be used, or None."""
+    """Returns the reason why this backend cannot run the problem, or None where it can."""
     if device.platform != "cpu":
         return "it is for CPUs"
     if problem.x_dtype != jnp.float32:
@@ -30,15 +30,25 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
 
 
 def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
-    """x float32 [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out].
+    """x float32 [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out].
 
-    `count`, an int32 scalar, says how many leading rows of x matter; what the others hold is unspecified.
+    `count`, an int32 scalar, is the number of leading rows of x that matter. Other rows of the result are unspecified.
     """
     if not cpu.available(cpu.QUANT_MATMUL):  # the build failed
         return reference.quant_matmul(x, w)
+    return _call("jaxserve_quant_matmul", x, w, jnp.int32(len(x)) if count is None else count)
+
+
+def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
+    """As `reference.grouped_quant_matmul`, for float32 x."""
+    if not cpu.available(cpu.QUANT_MATMUL):
+        return reference.grouped_quant_matmul(x, w, group_sizes)
+    return _call("jaxserve_grouped_quant_matmul", x, w, group_sizes.astype(jnp.int32))
+
+
+def _call(target: str, x: jax.Array, w: QuantArray, rows: jax.Array) -> jax.Array:
     zero = jnp.zeros(0, jnp.int8) if w.zero is None else w.zero
     bias = jnp.zeros(0, w.scale.dtype) if w.bias is None else w.bias
-    count = jnp.int32(len(x)) if count is None else count
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)))
-    call = jax.ffi.ffi_call("jaxserve_quant_matmul", jax.ShapeDtypeStruct((len(x), w.shape[0]), jnp.float32))
-    return call(x, w.codes, w.scale, zero, bias, count, block=np.int64(w.block[0]), group=np.int64(w.block[1]))
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(x), w.shape[-2]), jnp.float32))
+    return call(x, w.codes, w.scale, zero, bias, rows, block=np.int64(w.block[0]), group=np.int64(w.block[1]))
