@@ -49,6 +49,8 @@ from jaxserve.pallas_kernels.work_lists import MIN_BLOCKS, POSITION, TOKEN, deco
 
 __all__ = ["latent_attention", "why_not", "write_latent"]
 
+WORKSPACE = 64 << 20  # bytes of the results of parts, which XLA reads again; but rows are in one part at least
+
 
 def why_not(device: Device, problem: LatentProblem) -> str | None:
     """The reason why it cannot be used, or None."""
@@ -65,8 +67,8 @@ def why_not(device: Device, problem: LatentProblem) -> str | None:
         )
     if problem.page_size < 8 or problem.page_size & (problem.page_size - 1):
         return f"page_size must be a power of two, 8 or more, not {problem.page_size}"
-    sizes = problem.rank, problem.row_width, problem.page_size, problem.q_dtype, jnp.float32
-    need = LatentTile(8, 8, *sizes, 1.0, None).shared_memory()
+    sizes = problem.rank, problem.row_width, problem.page_size, problem.q_dtype
+    need = LatentTile(8, 8, *sizes, jnp.float32, 1.0, None).shared_memory()
     if need > SHARED_MEMORY:
         return f"it needs {need} bytes of shared memory, and there are {SHARED_MEMORY}"
     return None
@@ -92,25 +94,28 @@ def latent_attention(
     padding = (0, -heads % 8), (0, pages.width - dim)
     if any(after for _, after in padding):
         q = jnp.pad(q, ((0, 0), *padding))
-    sizes = rank, pages.width, pages.page_size, q.dtype
+    sizes = {"rank": rank, "width": pages.width, "page_size": pages.page_size, "dtype": q.dtype}
+    common: dict[str, Any] = sizes | {"heads": q.shape[1], "scale": scale, "interpret": interpret}
     first_page = jnp.asarray(first_page, jnp.int32)
-    out = _decode(q, pages, tables, kv_len, num_decodes, sizes, scale, first_page, interpret)
+    out = _decode(q, pages, tables, kv_len, num_decodes, first_page, common)
     out = jnp.pad(out, ((0, tokens - len(out)), (0, 0), (0, 0)))
     if not decode_only:
-        found, theirs = _prompts(q, pages, tables, q_start, kv_len, num_decodes, sizes, scale, first_page, interpret)
+        found, theirs = _prompts(q, pages, tables, q_start, kv_len, num_decodes, first_page, common)
         out = jnp.where(theirs[:, None, None], found, out)
     return out[:, :heads]
 
 
-def _decode(q, pages, tables, kv_len, num_decodes, sizes, scale, first_page, interpret):
+def _decode(q, pages, tables, kv_len, num_decodes, first_page, common):
     """[rows, heads, rank] as q; row r's query is token r. Zeros from num_decodes on."""
     rows, heads = min(len(tables), len(q)), q.shape[1]
     blocks = -(-heads // LANES)
     kept = heads if blocks == 1 else LANES
-    tile = LatentTile(heads, kept, *sizes, jnp.dtype(jnp.float32), scale, interpret)
+    tile = LatentTile(kept=kept, out_dtype=jnp.dtype(jnp.float32), **common)
     length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     most = -(-tables.shape[1] * tile.page_size // tile.block)
-    work = decode_items(length, tile.block, None, min(_most_parts(blocks * rows, None), -(-most // MIN_BLOCKS)))
+    room = max(WORKSPACE // (rows * blocks * kept * tile.rank * 4), 1)
+    most = min(_most_parts(blocks * rows, None), -(-most // MIN_BLOCKS), room)
+    work = decode_items(length, tile.block, None, most)
     row = work.items[:, TOKEN]
     items = work.items.at[:, TOKEN].set(row * heads).at[:, POSITION].add(-row)
     flat = q[:rows].reshape(rows * heads, -1)
@@ -120,12 +125,12 @@ def _decode(q, pages, tables, kv_len, num_decodes, sizes, scale, first_page, int
     return merged.reshape(rows, blocks * kept, -1)[:, :heads].astype(q.dtype)
 
 
-def _prompts(q, pages, tables, q_start, kv_len, num_decodes, sizes, scale, first_page, interpret):
+def _prompts(q, pages, tables, q_start, kv_len, num_decodes, first_page, common):
     """Results [tokens, heads, rank] of the rows from num_decodes on, and which tokens are theirs."""
     tokens, heads, _ = q.shape
     flat = q.reshape(tokens * heads, -1)
     flat = jnp.pad(flat, ((0, max(LANES - len(flat), 0)), (0, 0)))
-    tile = LatentTile(heads, LANES, *sizes, q.dtype, scale, interpret)
+    tile = LatentTile(kept=LANES, out_dtype=q.dtype, **common)
     items, before = prompt_items(heads, tokens, tile.block, q_start, kv_len, num_decodes)
     values, _ = launch(tile, 1, items, tables, first_page, flat, pages.data)
     token = jnp.arange(tokens, dtype=jnp.int32)

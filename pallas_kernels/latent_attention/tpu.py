@@ -130,7 +130,7 @@ def _attend(plan: LatentPlan, q: jax.Array, pages: LatentPages, tables: jax.Arra
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs, specs = [q, tables, pages.data], [pl.BlockSpec((None, plan.queries, plan.head_dim), tile_block), hbm, hbm]
-    if plan.has_scale:
+    if pages.scale is not None:
         inputs, specs = [*inputs, pages.scale], [*specs, hbm]
     count = jnp.asarray(scalars.count, jnp.int32)
     in_smem = [x for x in scalars._replace(count=count[None], first_page=scalars.first_page[None]) if x is not None]

@@ -162,7 +162,8 @@ def _add_block(
     block = _block_of(plan, scratch, span, first_position, slot, masked)
     precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    latent_scale = key_scale = None
+    latent_scale: Any = None
+    key_scale: Any = None
     if plan.has_scale:
         latent_scale, key_scale = (_scale_row(plan, scratch, slot, part) for part in range(2))
         if masked:

@@ -11,12 +11,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 from latent_batches import Config, make_batch
 from mosaic_resources import SHARED_MEMORY, assembled_kernels, traced_kernels
+from test_tpu_attention import no_disk_cache
 
 from jaxserve.pallas_kernels.hopper_rules import interpreter
 from jaxserve.pallas_kernels.latent_attention import mosaic_gpu
 from jaxserve.pallas_kernels.latent_attention.mosaic_gpu_kernel import LatentTile
 from jaxserve.pallas_kernels.registry import Device, choose
 from jaxserve.pallas_kernels.types import LatentPages
+
+__all__ = ["no_disk_cache"]
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0))
 DEEPSEEK = Config(rank=512, rope=64, heads=128, dtype="bfloat16", page_size=64)
@@ -102,6 +105,7 @@ def test_a_few_queries_at_the_end_of_the_batch():
 # --- compiled ahead of time ---
 
 
+@pytest.mark.usefixtures("no_disk_cache")
 @pytest.mark.parametrize(("heads", "decode_only"), [(16, True), (128, True), (16, False), (128, False)])
 def test_compiles_for_h200_and_does_not_copy_the_cache(heads, decode_only, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
