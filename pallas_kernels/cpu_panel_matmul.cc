@@ -1,8 +1,8 @@
 // Products with weights in panels (cpu_panels.h) and rows of such weights, called by XLA through its foreign function
 // interface. Results are float32.
 //
-// The sum of one output runs over the inputs in their order, whatever number of rows x has and however the work is cut:
-// a row's results do not depend on its neighbours.
+// The sum of an output is in the order of the inputs, for any number of rows of x and any division of the work. So a
+// row's results do not depend on its neighbours.
 
 #include "cpu_panel_pack.h"
 #include "cpu_panel_tiles.h"
@@ -11,7 +11,7 @@ enum Arithmetic : int64_t { kExact, kInteger, kShort };  // see `cpu_panels.py`
 
 struct Panels {
   const uint8_t* data;
-  const int32_t* table;  // of each panel: where it begins, in units of 64 bytes; its type; blocks of a record
+  const int32_t* table;  // for each panel: its begin in units of 64 bytes, its type, blocks of a record
   int64_t out, in;
 
   Panels(const Call& call, int64_t argument)
@@ -20,7 +20,7 @@ struct Panels {
   const uint8_t* begin(int64_t panel) const { return data + int64_t{64} * table[3 * panel]; }
   int32_t type(int64_t panel) const { return table[3 * panel + 1]; }
   int64_t blocks(int64_t panel) const { return table[3 * panel + 2]; }
-  // Of rows of NVFP4.
+  // Gains of a panel's rows, only in NVFP4.
   const float* gains(int64_t panel) const {
     return reinterpret_cast<const float*>(begin(panel) + panel_bytes(kNvfp4, in, 0)) - kPanelRows;
   }
@@ -36,7 +36,7 @@ struct Product {
   int64_t arithmetic;
   float* y;
 
-  // The columns' sums in their places of y.
+  // Writes sums of columns to y.
   void write(const float* sums, int64_t panel, int64_t panels) const {
     const int64_t first = panel * kPanelRows, count = std::min(panels * kPanelRows, w.out - first);
     for (int64_t m = 0; m < tokens; m++) std::copy_n(sums + m * kColumns * kWidth, count, y + m * w.out + first);
@@ -93,7 +93,7 @@ struct Product {
       const int64_t end = std::min(rounded.blocks, first + kChunk);
       for (int c = 0; c < C; c++)
         unpack<R>(w.begin(panel + c / kParts), blocks_of, first, end, c % kParts, c, unpacked);
-      // The next chunk of these panels, or the first one of those that follow.
+      // Prefetch the next chunk of these panels, or the first chunk of the panels that follow.
       const int64_t per_block = R::bytes(blocks_of) / blocks_of, next = end < rounded.blocks ? end : 0;
       Ahead ahead;
       ahead.lines = per_block / 64 / passes + 1;
@@ -135,7 +135,7 @@ struct Product {
     }
   }
 
-  // Panels of one type, at most as many as kColumns have.
+  // Computes panels of one type, at most kColumns of them.
   void run(int64_t panel, int64_t count) const {
     static thread_local std::vector<float> sums;
     sums.assign(tokens * kColumns * kWidth, 0.f);
@@ -155,7 +155,7 @@ struct Product {
   }
 };
 
-// What of x the types and the arithmetic ask for, rounded by all threads.
+// Rounds x on all threads, to the forms that the types and the arithmetic need.
 static void round_x(const Call& call, Product& product) {
   Rounded& r = product.rounded;
   const int64_t in = product.w.in, tokens = product.tokens;
@@ -180,7 +180,7 @@ static void round_x(const Call& call, Product& product) {
   });
 }
 
-// y = x w^T for the first `count` rows of x [tokens, in]; the other rows of y are left as they are.
+// y = x w^T for the first `count` rows of x [tokens, in]. Other rows of y are not written.
 static void panel_matmul(const Call& call) {
   const Array& x = call.argument(0);
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(3)));
@@ -188,7 +188,7 @@ static void panel_matmul(const Call& call) {
   Product product{data<float>(x), tokens, Panels(call, 1), {}, call.attribute<int64_t>("arithmetic"),
                   data<float>(call.result())};
   round_x(call, product);
-  // Threads take pieces of neighbouring panels, so that what follows in memory is what a thread needs next.
+    // A thread's piece is several neighbouring panels, so that it continues with the memory that follows.
   constexpr int64_t kTogether = kColumns / kParts;
   const int64_t panels = product.w.count(), groups = (panels + kTogether - 1) / kTogether;
   const int64_t piece = std::clamp<int64_t>(groups / (4 * call.num_threads()), 1, 8) * kTogether;
@@ -203,7 +203,7 @@ static void panel_matmul(const Call& call) {
 }
 DEFINE_HANDLER(PanelMatmul, panel_matmul, kF32, XLA_FFI_DataType_U8, kS32, kS32)
 
-// y[i] = row ids[i] of the weight in float32; ids beyond its rows are brought among them.
+// y[i] = row ids[i] of the weight in float32. ids are clamped to its rows.
 static void panel_rows(const Call& call) {
   const Array& ids = call.argument(0);
   const Panels w(call, 1);
