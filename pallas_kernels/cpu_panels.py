@@ -75,7 +75,8 @@ def pack(parts: Sequence[Rows], source: np.ndarray, inputs: int, arithmetic: str
     """Packs a weight [len(source), inputs] on the host from rows of `parts`.
 
     `source` int64 has the index of each row among the rows of all parts, or -1 for a row of zeros. Returns None if
-    rows of one panel have different types."""
+    rows of one panel have different types.
+    """
     out = len(source)
     types = np.concatenate([np.full(len(part.data), part.type, np.int32) for part in parts])
     addresses = np.concatenate(

@@ -252,7 +252,8 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
     do.
 
     With `parts` it returns `Parts.sums`. Where a weight says how its inputs are rounded, `auto` uses 8-bit products if
-    the device has them; otherwise rounded inputs become floats again."""
+    the device has them; otherwise rounded inputs become floats again.
+    """
 
     def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
         if isinstance(w, QuantArray) and w.activations is not None:

@@ -27,7 +27,8 @@ class BackendError(ValueError):
 @dataclass(frozen=True)
 class Device:
     """The properties of a device that kernels depend on: platform ("cpu", "gpu" or "tpu"), kind, and a GPU's compute
-    capability."""
+    capability.
+    """
 
     platform: str
     kind: str

@@ -240,7 +240,8 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     """A weight of the problem's form, with fewer outputs if it would have more than CODES codes.
 
     Codes take all values of their type; of int8 and float8 half the range, as in weights with outliers. Scales are
-    float32. 4-bit floats have the problem's type of scales, with a gain where files have one."""
+    float32. 4-bit floats have the problem's type of scales, with a gain where files have one.
+    """
     if problem.kind:
         return make_blocks(problem)
     rng, lead = np.random.default_rng(0), (experts,) if experts else ()

@@ -19,7 +19,8 @@ def bundle(params: Any, *, as_rows: bool = False) -> tuple[list[jax.Array], Call
     """Stacks the vectors of a pytree of arrays (or of their shapes) that have equal shape, dtype and sharding.
 
     Returns the arrays, each with such vectors as rows or with one other leaf, and a function that rebuilds the pytree
-    from them, which may be jitted. With `as_rows` it represents such vectors as Rows, which kernels read in place."""
+    from them, which may be jitted. With `as_rows` it represents such vectors as Rows, which kernels read in place.
+    """
 
     def vector(array: jax.Array, i: int) -> jax.Array | Row:
         return Row(array, jnp.int32(i)) if as_rows else lax.index_in_dim(array, i, keepdims=False)

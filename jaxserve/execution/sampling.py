@@ -145,7 +145,8 @@ def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The `count` largest values of each row of float32 x [rows, vocab], and their indices, in `lax.top_k`'s order.
 
     Of equal values the first comes first. They are found one by one: the block with the largest maximum, then the
-    largest value in this block."""
+    largest value in this block.
+    """
     blocks = _blocks(x)
     rows, width = jnp.arange(x.shape[0]), blocks.shape[-1]
     places = jnp.arange(width)

@@ -337,7 +337,8 @@ def _plain_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
 
 def _scaled_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
     """The product for many tokens, float32 [tokens, outs]. The MXU repeats scales for each input: it multiplies them
-    by a matrix of ones and zeros."""
+    by a matrix of ones and zeros.
+    """
     weights = _inside(plan, left, numbers(codes[...], jnp.float32), only=codes.dtype == jnp.float8_e4m3fn)
     if plan.groups == 1:
         weights *= scales[...].T[:, :1]

@@ -72,7 +72,8 @@ def make_plan(
     w: QuantArray, x_dtype, tile_tokens: int, most_inputs: int | None = None, most_outs: int | None = None
 ) -> Plan:
     """The plan for codes [..., out, in] and `tile_tokens` tokens per tile. Tiles are as large as is good, or as the
-    limits allow."""
+    limits allow.
+    """
     out, inputs = w.codes.shape[-2:]
     few = tile_tokens <= FEW_TOKENS
     groups = w.scale.shape[-1]
@@ -110,7 +111,8 @@ def make_plan(
 
 def _tile(size: int, unit: int, most: int) -> int:
     """A tile in multiples of `unit`: all of `size`; else its largest divisor if that is large; else `most`, with a
-    ragged last tile."""
+    ragged last tile.
+    """
     if size <= most:
         return size
     candidates = range(most // unit * unit, most // 2 - 1, -unit)
