@@ -27,6 +27,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution import steps
 from jaxserve.execution.sampling import Sampled
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.types import Request, SamplingParams
 
 MODEL = {
@@ -69,8 +70,8 @@ def make_engine(running: int) -> Engine:
         )
         engine = Engine.load(config, progress=False)
     engine.shapes = [  # as on an accelerator: all decodes in one batch
-        steps.StepShape.of(running, running, 16, decode_only=True),
-        steps.StepShape.of(2 * running, running, 16, decode_only=False),
+        StepShape.of(running, running, 16, decode_only=True),
+        StepShape.of(2 * running, running, 16, decode_only=False),
     ]
     engine.compile()
     return engine

@@ -33,6 +33,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution import steps
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.types import Request, SamplingParams
 
@@ -61,8 +62,8 @@ def make_engine(rows: int, context: int, pages: int, **config) -> Engine:
             progress=False,
         )
         engine.shapes = [  # an accelerator's: every decode in one batch
-            steps.StepShape.of(rows, rows, 16, decode_only=True),
-            steps.StepShape.of(options["max_num_batched_tokens"], rows, 16, decode_only=False),
+            StepShape.of(rows, rows, 16, decode_only=True),
+            StepShape.of(options["max_num_batched_tokens"], rows, 16, decode_only=False),
         ]
         engine.compile()
     return engine

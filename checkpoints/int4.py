@@ -19,7 +19,7 @@ FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """int4 or float4_e2m1fn numbers [out, in] in bytes, uint8 [out, in / 2]; the even column is a byte's low half.
+    """int4 or float4_e2m1fn numbers [..., in] in bytes, uint8 [..., in / 2]; the even column is a byte's low half.
 
     NumPy's functions convert it to an array with a byte per number.
     """
@@ -28,8 +28,8 @@ class PackedInt4:
     dtype: np.dtype = INT4
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.data.shape[0], 2 * self.data.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-1], 2 * self.data.shape[-1])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         values = halves(self.data).view(self.dtype)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats import QuantReader
 from jaxserve.checkpoints.int4 import PackedInt4
-from jaxserve.checkpoints.mixed import mixed_array, widens
+from jaxserve.checkpoints.mixed import mixed_array, rows_of, widens
 from jaxserve.checkpoints.quantized import StoredRows, common_form, dequantize
 from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.pallas_kernels.types import MixedArray, QuantArray
@@ -37,23 +38,59 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the file and its place in a weight.
+    """A tensor of the file, or a part of one, and its place in a weight.
 
     Attributes:
-      name, shape: the tensor's in the file.
+      name: the tensor's in the file.
+      shape: the tensor's in the file, or that of the part which `rows` or `transposed` make of it.
       view: the weight's host array -> a writable view with the tensor's axes. Further rows of the view stay zero.
       split: shape that the tensor is reshaped to before it is copied to the view, with broadcasting; None: its own.
-        Neither `view` nor `split` depends on the number of columns, so that both also apply to scales.
+      take: the tensor's numbers -> those that belong there, in the order of the view: a part of a fused tensor, other
+        rows first, the transpose. It may copy. None: all of them.
+        Neither `view`, `split` nor `take` depends on the number of columns, so that they also apply to scales.
+      rows: (first, all) of a tensor with so many rows, of which the piece is shape[0] from the first on, as of fused
+        projections; None: the piece is all of the tensor.
+      transposed: where the tensor holds floats, it is [in, out], and the piece its transpose. Quantized ones are not.
     """
 
     name: str
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
     split: tuple[int, ...] | None = None
+    take: Callable[[np.ndarray], np.ndarray] | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of all rows of the tensor, not transposed."""
+        return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in the file where it holds floats."""
+        return self.whole_shape[::-1] if self.transposed else self.whole_shape
 
 
+@dataclass(frozen=True)
+class Stack:
+    """The pieces of a stack of weights, [members, out, in]: of each member those that make up its [out, in].
+
+    Members are read one after another, so that the stack is never whole on the host.
+    """
+
+    members: tuple[list[Piece], ...]
+
+    def __iter__(self) -> Iterator[Piece]:
+        return chain.from_iterable(self.members)
+
+
+Pieces = list[Piece] | Stack
 Host = np.ndarray | QuantArray | StoredRows | MixedArray
 Placer = Callable[[str, Any, jax.sharding.Sharding], Any]
+# (path, the members on the host, each read when it is asked for, shape and sharding of the plain stack) -> the stack on
+# the devices.
+StackPlacer = Callable[[str, Iterator[Host], jax.ShapeDtypeStruct], Any]
 
 
 @runtime_checkable
@@ -69,30 +106,40 @@ def on_devices(path: str, host: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.device_put(host, sharding)
 
 
+def stack_on_devices(path: str, members: Iterator[Host], target: jax.ShapeDtypeStruct) -> Any:
+    return jax.device_put(np.stack([np.asarray(member) for member in members]), target.sharding)
+
+
 def load_weights(
     tensors: Mapping[str, TensorInfo],
     abstract: Mapping[str, jax.ShapeDtypeStruct],
-    pieces: Mapping[str, list[Piece]],
+    pieces: Mapping[str, Pieces],
     ignored: Callable[[str], bool] = lambda name: False,
     progress: bool = True,
     reader: QuantReader | None = None,
     place: Placer = on_devices,
     as_stored: Collection[str] = (),
     apart: bool = False,
+    place_stack: StackPlacer = stack_on_devices,
 ) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
 
     Weights that `reader` knows stay quantized, see `read_weight`. `place` puts a weight onto the devices, given its
-    path, the host array and the sharding of the plain weight. Raises CheckpointError for missing tensors, wrong shapes
-    and unsupported dtypes. Unused tensors are logged, unless `ignored`.
+    path, the host array and the sharding of the plain weight; `place_stack` does so with a Stack. Raises
+    CheckpointError for missing tensors, wrong shapes and unsupported dtypes. Unused tensors are logged, unless
+    `ignored`.
     """
     check(tensors, pieces, ignored, reader)
     weights = {}
     sizes = {path: math.prod(a.shape) * a.dtype.itemsize for path, a in abstract.items()}
 
     def load(path: str) -> Any:
-        target = abstract[path]
-        host = read_weight(pieces[path], tensors, target, reader, as_stored, apart)
+        target, some = abstract[path], pieces[path]
+        if isinstance(some, Stack):
+            one = member_of(target)
+            members = (read_weight(member, tensors, one, reader, as_stored) for member in some.members)
+            return jax.block_until_ready(place_stack(path, members, target))
+        host = read_weight(some, tensors, target, reader, as_stored, apart)
         return jax.block_until_ready(place(path, host, target.sharding))  # then the host's copy can be freed
 
     bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="loading weights", disable=not progress)
@@ -104,6 +151,14 @@ def load_weights(
         finally:
             pool.shutdown(cancel_futures=True)  # does not read the rest after an error
     return weights
+
+
+def member_of(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a member of a stack; the sharding is that of its own axes."""
+    sharding = stack.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
 
 
 def read_weight(
@@ -137,7 +192,8 @@ def read_weight(
             return mixed
     values = [_value(piece, tensors, reader) for piece in pieces]
     parts = [value for value in values if isinstance(value, QuantArray)]
-    if len(pieces) == len(parts) == 1 and pieces[0].split is None and pieces[0].shape == target.shape:
+    simple = pieces[0].split is None and pieces[0].take is None and pieces[0].shape == target.shape
+    if len(pieces) == len(parts) == 1 and simple:
         return parts[0]
     alike = common_form(parts) if len(parts) == len(values) else None
     differ = bool(parts) and (alike is None or widens(parts, alike))
@@ -171,7 +227,9 @@ def _sources(pieces: list[Piece], sizes: Sequence[int], out: int) -> np.ndarray:
 
 
 def _rows_of(piece: Piece, reader: RowReader) -> StoredRows:
-    data = reader.read_bytes(piece.name, piece.shape)
+    data = reader.read_bytes(piece.name, piece.whole_shape)
+    if piece.rows is not None:
+        data = data[piece.rows[0] : piece.rows[0] + piece.shape[0]]
     return StoredRows([(str(reader.type_of(piece.name)), data)], np.arange(len(data)), piece.shape[1])
 
 
@@ -182,11 +240,28 @@ def _rows(pieces: list[Piece], reader: RowReader, shape: tuple[int, ...]) -> Sto
 
 def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader) -> np.ndarray | QuantArray:
     if not reader.parts(piece.name):
-        return tensors[piece.name].read()
+        return _floats_of(piece, tensors[piece.name])
     assert len(piece.shape) == 2, f"{piece.name} is no matrix"
-    value = reader.read(piece.name, (piece.shape[0], piece.shape[1]))
-    assert value.shape == piece.shape, (piece.name, value.shape)
-    return value
+    out, inputs = piece.whole_shape
+    value = reader.read(piece.name, (out, inputs))
+    assert value.shape == (out, inputs), (piece.name, value.shape)
+    if piece.rows is None:
+        return value
+    wanted = np.arange(piece.rows[0], piece.rows[0] + piece.shape[0])
+    if not isinstance(value, QuantArray):
+        return value[wanted]
+    in_rows = common_form([value])  # blocks of one row
+    assert in_rows is not None
+    rows = rows_of(in_rows[0], wanted)
+    assert isinstance(rows, QuantArray)
+    return rows
+
+
+def _floats_of(piece: Piece, tensor: TensorInfo) -> np.ndarray:
+    """All of a piece at once, from a tensor of floats."""
+    value = tensor.read()
+    value = value.T if piece.transposed else value
+    return value if piece.rows is None else value[piece.rows[0] : piece.rows[0] + piece.shape[0]]
 
 
 def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) -> QuantArray:
@@ -212,7 +287,7 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
 
 def check(
     tensors: Mapping[str, TensorInfo],
-    pieces: Mapping[str, list[Piece]],
+    pieces: Mapping[str, Pieces],
     ignored: Callable[[str], bool],
     reader: QuantReader | None = None,
 ) -> None:
@@ -225,10 +300,10 @@ def check(
         raise CheckpointError(f"the checkpoint lacks {_listed(missing)}, which its config.json asks for")
     for name, piece in needed.items():
         tensor = tensors[name]
-        if tensor.shape != piece.shape:
+        if tensor.shape != piece.stored_shape:
             raise CheckpointError(
                 f"{tensor.path.name}: tensor {name!r} has shape {list(tensor.shape)}, "
-                f"but config.json asks for {list(piece.shape)}"
+                f"but config.json asks for {list(piece.stored_shape)}"
             )
         if tensor.dtype.name not in FLOATS:
             raise CheckpointError(
@@ -253,6 +328,12 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
+    if piece.take is not None:
+        _put(host, piece, tensor.read())
+        return
+    if piece.transposed or piece.rows is not None:
+        _put(host, piece, _floats_of(piece, tensor))
+        return
     view, split = _view(host, piece), piece.split
     per_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor
     for first, rows in tensor.read_rows(READ_BYTES, per_entry):
@@ -269,6 +350,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _put(host: np.ndarray, piece: Piece, value: np.ndarray) -> None:
     view = _view(host, piece)
+    value = value if piece.take is None else piece.take(value)
     if piece.split is not None:
         view[...] = value.reshape(piece.split)
     else:

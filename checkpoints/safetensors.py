@@ -11,8 +11,9 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import ml_dtypes
 import numpy as np
@@ -61,6 +62,10 @@ class TensorInfo:
     def rows_at_once(self) -> int:
         """Rows can only be read in multiples of this number."""
         return 1
+
+    def entry(self, index: int, name: str) -> Self:
+        """The tensor that is an entry of the leading axis, under a name of its own."""
+        return replace(self, name=name, shape=self.shape[1:], start=self.start + index * (self.nbytes // self.shape[0]))
 
     def read(self) -> np.ndarray:
         """The whole tensor, in the file's dtype."""

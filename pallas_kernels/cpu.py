@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels import ops
-from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, PANELS, load
+from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, PANELS, load
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import KVPages, QuantArray, QuantRows
 
@@ -51,8 +51,18 @@ FUNCTIONS = {
         "jaxserve_write_kv": "WriteKv",
         "jaxserve_rotate_and_write": "RotateAndWrite",
     },
-    QUANT_MATMUL: {"jaxserve_quant_matmul": "QuantMatmul", "jaxserve_int4_of_bytes": "Int4OfBytes"},
-    PANELS: {"jaxserve_panel_matmul": "PanelMatmul", "jaxserve_panel_rows": "PanelRows"},
+    LATENT: {"jaxserve_latent_attention": "LatentAttention", "jaxserve_write_latent": "WriteLatent"},
+    QUANT_MATMUL: {
+        "jaxserve_quant_matmul": "QuantMatmul",
+        "jaxserve_grouped_quant_matmul": "GroupedQuantMatmul",
+        "jaxserve_int4_of_bytes": "Int4OfBytes",
+    },
+    PANELS: {
+        "jaxserve_panel_matmul": "PanelMatmul",
+        "jaxserve_panel_rows": "PanelRows",
+        "jaxserve_panel_grouped_matmul": "PanelGroupedMatmul",
+        "jaxserve_panel_experts": "PanelExperts",
+    },
 }
 
 

@@ -92,18 +92,6 @@ static void rope(const Call& call) {
 }
 DEFINE_HANDLER(Rope, rope, kF32, kF32, kF32, kS32)
 
-// exp(x) for x <= 0, to about 2 units in the last place: 2^round(x / ln 2) times a polynomial of the rest.
-static inline Vec exponential(Vec x) {
-  typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
-  x = x < -87.f ? Vec{} - 87.f : x;
-  Vec n = x * 1.44269504f + 12582912.f;  // the addend leaves no bits for a fraction
-  Int power = ((Int)n << 23) + (127 << 23);
-  n -= 12582912.f;
-  Vec r = x - n * 0.693145752f - n * 1.42860677e-6f;
-  Vec p = 1.f + r * (1.f + r * (0.5f + r * (0.166666657f + r * (0.0416664854f + r * (0.00833345205f + r * 0.00139350991f)))));
-  return p * (Vec)power;
-}
-
 // y = a / (1 + exp(-a)) * b for the pairs (a, b) of x [tokens, size, 2].
 static void silu_gate(const Call& call) {
   const Array& x = call.argument(0);

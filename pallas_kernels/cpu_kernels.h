@@ -36,6 +36,18 @@ static inline Four sum(Vec a, Vec b, Vec c, Vec d) {
   return __builtin_shufflevector(ab, cd, 0, 2, 4, 6) + __builtin_shufflevector(ab, cd, 1, 3, 5, 7);
 }
 
+// exp(x) for x <= 0, to about 2 units in the last place: 2^round(x / ln 2) times a polynomial of the rest.
+static inline Vec exponential(Vec x) {
+  typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
+  x = x < -87.f ? Vec{} - 87.f : x;
+  Vec n = x * 1.44269504f + 12582912.f;  // the addend leaves no bits for a fraction
+  Int power = ((Int)n << 23) + (127 << 23);
+  n -= 12582912.f;
+  Vec r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  Vec p = 1.f + r * (1.f + r * (0.5f + r * (0.166666657f + r * (0.0416664854f + r * (0.00833345205f + r * 0.00139350991f)))));
+  return p * (Vec)power;
+}
+
 // Prefetches 32 floats to the second-level cache. A small batch is limited by reading its weights. So the next rows of
 // w are prefetched while the current ones are multiplied, a part of them in each pass.
 static inline void prefetch(const float* p) {

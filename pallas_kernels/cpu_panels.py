@@ -10,10 +10,11 @@ A row's results do not depend on the number of rows, as every sum is in the orde
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.pallas_kernels import cpu, cpu_build
+from jaxserve.pallas_kernels.experts import ExpertWeights
+from jaxserve.pallas_kernels.ops import Gate
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 ROWS, BLOCK, UNIT = 16, 32, 64  # rows of a panel; inputs of x that share a scale; bytes that are a unit of offsets
@@ -171,6 +174,30 @@ def abstract(shape: tuple[int, ...], kind: PanelType, arithmetic: str, group: in
     return PanelArray(data, table, (out, inputs), arithmetic)
 
 
+def stack(members: Iterable[PanelArray | None], count: int) -> PanelArray | None:
+    """A stack of `count` weights in panels, on the host. None where one is not in panels, or larger than the first."""
+    members = iter(members)
+    first = next(members)
+    if first is None:
+        return None
+    size, panels = len(first.data), len(first.table)
+    data, table = _aligned(count * size * UNIT).reshape(-1, UNIT), np.empty((count * panels, 3), np.int32)
+    for number, member in enumerate(chain([first], members)):
+        if member is None or member.data.shape != first.data.shape or (member.table != first.table).any():
+            return None
+        data[number * size : (number + 1) * size] = member.data
+        table[number * panels : (number + 1) * panels] = member.table + np.array([number * size, 0, 0], np.int32)
+    return PanelArray(data, table, (count, *first.shape), first.arithmetic)
+
+
+def abstract_stack(one: PanelArray, count: int) -> PanelArray:
+    """The shapes of a stack of such weights, of arrays or of their shapes."""
+    data, table = (
+        jax.ShapeDtypeStruct((count * array.shape[0], array.shape[1]), array.dtype) for array in (one.data, one.table)
+    )
+    return PanelArray(data, table, (count, *one.shape), one.arithmetic)
+
+
 def matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.Array:
     """See `ops.panel_matmul`."""
     assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
@@ -179,6 +206,54 @@ def matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.A
     call = jax.ffi.ffi_call("jaxserve_panel_matmul", jax.ShapeDtypeStruct((len(x), w.shape[0]), jnp.float32))
     arithmetic = np.int64(ARITHMETIC[w.arithmetic])
     return call(x, w.data, w.table, count, out=np.int64(w.shape[0]), inputs=np.int64(w.shape[1]), arithmetic=arithmetic)
+
+
+def grouped_matmul(x: jax.Array, w: PanelArray, group_sizes: jax.Array) -> jax.Array:
+    """As `experts.grouped_matmul`, for float32 x and a stack in panels."""
+    assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
+    assert available()
+    call = jax.ffi.ffi_call("jaxserve_panel_grouped_matmul", jax.ShapeDtypeStruct((len(x), w.shape[1]), jnp.float32))
+    return call(x, w.data, w.table, group_sizes.astype(jnp.int32), arithmetic=np.int64(ARITHMETIC[w.arithmetic]))
+
+
+# What lies between the products of a gated MLP, as in `cpu_panel_experts.h`.
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
+
+
+def mixture(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    w: ExpertWeights,
+    *,
+    gate: Gate,
+    count: jax.Array | None = None,
+    weighs_inputs: bool = False,
+) -> jax.Array:
+    """As `experts.mixture`, for float32 x and stacks in panels. The weights of an expert that no token goes through are
+    not read."""
+    assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
+    assert available()
+    first, second = w.gate_up, w.down
+    number, out, size = second.shape
+    bias = jnp.zeros((0, 0), jnp.float32) if w.gate_up_bias is None else w.gate_up_bias.astype(jnp.float32)
+    call = jax.ffi.ffi_call("jaxserve_panel_experts", jax.ShapeDtypeStruct((len(x), out), jnp.float32))
+    panels = first.data, first.table, second.data, second.table
+    return call(
+        x,
+        chosen,
+        weights,
+        *panels,
+        bias,
+        jnp.int32(len(x)) if count is None else count,
+        experts=np.int64(number),
+        size=np.int64(size),
+        activation=np.int64(ACTIVATIONS["clamped" if gate.limit is not None else gate.activation]),
+        limit=np.float32(gate.limit or 0.0),
+        weighs_inputs=np.int64(weighs_inputs),
+        first=np.int64(ARITHMETIC[first.arithmetic]),
+        second=np.int64(ARITHMETIC[second.arithmetic]),
+    )
 
 
 def rows(w: PanelArray, ids: jax.Array) -> jax.Array:

@@ -186,29 +186,60 @@ static void product(const Call& call, const float* x, int64_t tokens, int64_t in
   });
 }
 
-// y = x w^T for the first `count` rows of x [tokens, in], and w [out, in] with blocks of block x group. Other rows of y
-// are not written. x has zeros after its inputs, to a multiple of kLanes. Zero and bias may be empty arrays.
+// A weight [.., out, in] with blocks of block x group: number `expert` of a stack, or a single one. Arguments from
+// `first` on: codes, scale, zero, bias. Zero and bias may be empty arrays.
+static Weight weight_of(const Call& call, int64_t first, int64_t expert) {
+  const Array &codes = call.argument(first), &scale = call.argument(first + 1);
+  const auto last = [](const Array& a, int64_t i) { return a.dims[a.rank - i]; };
+  Weight w{};
+  w.out = last(codes, 2), w.in = last(codes, 1), w.groups = last(scale, 1);
+  w.row_bytes = codes.dtype == XLA_FFI_DataType_S4 ? w.in / 2 : w.in;
+  w.codes = data<const uint8_t>(codes) + expert * w.out * w.row_bytes;
+  w.block = call.attribute<int64_t>("block"), w.group = w.groups > 1 ? call.attribute<int64_t>("group") : INT64_MAX;
+  w.type = scale.dtype;
+  const int64_t numbers = expert * last(scale, 2) * w.groups, width = scale.dtype == XLA_FFI_DataType_F32 ? 4 : 2;
+  const auto bytes = [numbers](const Array& a, int64_t width) {
+    return element_count(a) ? data<const uint8_t>(a) + numbers * width : nullptr;
+  };
+  w.scale = bytes(scale, width), w.zero = reinterpret_cast<const int8_t*>(bytes(call.argument(first + 2), 1));
+  w.bias = bytes(call.argument(first + 3), width);
+  return w;
+}
+
+static void multiply(const Call& call, const Array& codes, const float* x, int64_t tokens, int64_t in, const Weight& w,
+                     float* y) {
+  const auto by_type = codes.dtype == XLA_FFI_DataType_S4   ? product<Int4>
+                       : codes.dtype == XLA_FFI_DataType_S8 ? product<Int8>
+                                                            : product<Float8>;
+  by_type(call, x, tokens, in, w, y);
+}
+
+// y = x w^T for the first `count` rows of x [tokens, in]. Other rows of y are not written. x has zeros after its
+// inputs, to a multiple of kLanes.
 static void quant_matmul(const Call& call) {
-  const Array &x = call.argument(0), &codes = call.argument(1), &scale = call.argument(2);
-  const auto bytes = [](const Array& a) { return element_count(a) ? data<const uint8_t>(a) : nullptr; };
+  const Array& x = call.argument(0);
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(5)));
   if (tokens <= 0) return;
-  Weight w{};
-  w.out = codes.dims[0], w.in = codes.dims[1], w.groups = scale.dims[1];
-  w.row_bytes = codes.dtype == XLA_FFI_DataType_S4 ? w.in / 2 : w.in;
-  w.codes = bytes(codes);
-  w.block = call.attribute<int64_t>("block"), w.group = w.groups > 1 ? call.attribute<int64_t>("group") : INT64_MAX;
-  w.scale = bytes(scale), w.zero = reinterpret_cast<const int8_t*>(bytes(call.argument(3)));
-  w.bias = bytes(call.argument(4));
-  w.type = scale.dtype;
-  const auto multiply = codes.dtype == XLA_FFI_DataType_S4   ? product<Int4>
-                        : codes.dtype == XLA_FFI_DataType_S8 ? product<Int8>
-                                                             : product<Float8>;
-  multiply(call, data<float>(x), tokens, x.dims[1], w, data<float>(call.result()));
+  multiply(call, call.argument(1), data<float>(x), tokens, x.dims[1], weight_of(call, 1, 0), data<float>(call.result()));
 }
 DEFINE_HANDLER(QuantMatmul, quant_matmul, kF32, kAny, kAny, kS8, kAny, kS32)
 
-// Copies the bytes [...]; the result has int4 numbers, two in each byte, which is their form in memory already.
+// The products with a stack of weights [experts, out, in]. Expert e has the next sizes[e] rows of x. Rows of y beyond
+// all experts' rows become zeros. Weights of experts without rows are not read.
+static void grouped_quant_matmul(const Call& call) {
+  const Array &x = call.argument(0), &sizes = call.argument(5);
+  const int32_t* rows = data<int32_t>(sizes);
+  const int64_t in = x.dims[1], out = call.result().dims[1];
+  float* y = data<float>(call.result());
+  int64_t first = 0;
+  for (int64_t e = 0; e < sizes.dims[0]; first += rows[e++])
+    if (rows[e] > 0)
+      multiply(call, call.argument(1), data<float>(x) + first * in, rows[e], in, weight_of(call, 1, e), y + first * out);
+  std::fill(y + first * out, y + x.dims[0] * out, 0.f);
+}
+DEFINE_HANDLER(GroupedQuantMatmul, grouped_quant_matmul, kF32, kAny, kAny, kS8, kAny, kS32)
+
+// Copies the bytes [...]. The result has int4 numbers, two in each byte, which is their form in memory already.
 constexpr int64_t kCopy = 1 << 18;  // bytes of a thread's piece
 
 static void int4_of_bytes(const Call& call) {

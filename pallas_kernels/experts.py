@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
-from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 
 _TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
 
 
-def route(logits: jax.Array, top_k: int, *, normalized: bool) -> tuple[jax.Array, jax.Array]:
-    """Which experts a token goes through, and what each counts.
+@partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down", "gate_up_bias"], meta_fields=[])
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of all experts of a layer.
 
-    Args:
-      logits: the router's, float32 [tokens, experts].
-      normalized: the weights of the chosen experts are the softmax over their logits alone, and sum to one; otherwise
-        they are taken from the softmax over all experts.
-
-    Returns:
-      int32 [tokens, top_k], the experts with the greatest logits, and their weights, float32 [tokens, top_k].
+    gate_up: [experts, 2 * size, in], rows of the gate and of the other branch in turns; of any kind of weight.
+    down: [experts, out, size], of any kind of weight.
+    gate_up_bias: [experts, 2 * size], or None.
     """
-    chosen, experts = jax.lax.top_k(logits, top_k)
-    over = chosen if normalized else logits
-    total = jax.nn.logsumexp(over, axis=-1, keepdims=True)
-    return experts.astype(jnp.int32), jnp.exp(chosen - total)
+
+    gate_up: Any
+    down: Any
+    gate_up_bias: Any = None
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array | QuantArray, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, w: jax.Array | QuantArray | BlockArray, group_sizes: jax.Array) -> jax.Array:
     """Rows of x [rows, in], sorted by expert, each times its expert's weight [experts, out, in], transposed -> float32
-    [rows, out].
+    [rows, out]. In plain XLA.
 
     group_sizes: int32 [experts], rows of each expert; rows beyond their sum give 0.
     """
-    if isinstance(w, QuantArray):
+    if isinstance(w, QuantArray | BlockArray):
         return quantized.grouped_quant_matmul(x, w, group_sizes)
     return jax.lax.ragged_dot_general(x, w, group_sizes, _TRANSPOSED, preferred_element_type=jnp.float32)
 
@@ -47,36 +48,50 @@ def mixture(
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
-    gate_up: jax.Array | QuantArray,
-    down: jax.Array | QuantArray,
+    w: ExpertWeights,
     *,
     gate: Callable[..., jax.Array],
     count: jax.Array | None = None,
+    multiply: Callable[..., jax.Array] = grouped_matmul,
+    weighs_inputs: bool = False,
 ) -> jax.Array:
     """What the chosen experts make of each token, added up by their weights.
 
     Args:
       x: [tokens, in].
-      chosen: int32 [tokens, top_k], experts of each token.
+      chosen: int32 [tokens, top_k], experts of each token; numbers beyond the experts stand for none, which gives 0.
       weights: float32 [tokens, top_k].
-      gate_up: [experts, 2 * size, in], rows of the gate and of the other branch in turns.
-      down: [experts, out, size].
       gate: [rows, size, 2] -> [rows, size], the activation of a gated MLP; `count` says how many rows matter.
       count: int32 scalar, how many leading tokens matter; None: all. The others give 0.
+      multiply: as `grouped_matmul`.
+      weighs_inputs: the weights multiply the experts' inputs, not their results.
 
     Returns:
       float32 [tokens, out].
     """
     tokens, top_k = chosen.shape
-    number = gate_up.shape[0]
+    number = w.gate_up.shape[0]
     if count is not None:
         chosen = jnp.where(jnp.arange(tokens)[:, None] < count, chosen, number)
     # A row for each token and expert, sorted by expert: rows of no expert come last.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(number), axis=0, dtype=jnp.int32)
-    hidden = grouped_matmul(x[order // top_k], gate_up, sizes).astype(x.dtype)
-    hidden = gate(hidden.reshape(len(hidden), -1, 2), count=jnp.sum(sizes))
-    y = grouped_matmul(hidden, down, sizes)
+    rows = x[order // top_k]
+    if weighs_inputs:
+        rows = (rows * weights.reshape(-1)[order][:, None]).astype(x.dtype)
+    hidden = multiply(rows, w.gate_up, sizes)
+    if w.gate_up_bias is not None:
+        owner = jnp.minimum(chosen.reshape(-1)[order], number - 1)
+        hidden = hidden + w.gate_up_bias[owner].astype(jnp.float32)
+    hidden = gate(hidden.astype(x.dtype).reshape(len(hidden), -1, 2), count=jnp.sum(sizes))
+    y = multiply(hidden, w.down, sizes)
     # Gathered and summed in a fixed order, where a scatter would add in any.
     place = jnp.argsort(order)
-    return jnp.sum(y[place].reshape(tokens, top_k, -1) * weights[..., None], axis=1)
+    y = y[place].reshape(tokens, top_k, -1)
+    return jnp.sum(y if weighs_inputs else y * weights[..., None], axis=1)
+
+
+def chosen_biases(chosen: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
+    """The biases [experts, out] of the chosen experts' results, added up by their weights -> float32 [tokens, out]."""
+    share = jnp.sum(jnp.where(chosen[..., None] == jnp.arange(len(bias)), weights[..., None], 0.0), axis=1)
+    return jax.lax.dot_general(share, bias.astype(jnp.float32), (((1,), (0,)), ((), ())), jax.lax.Precision.HIGHEST)

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels import experts
+from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, choose, load
+from jaxserve.pallas_kernels.routing import Router, route
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, MixedArray, PanelArray, QuantArray, QuantRows
 
 if TYPE_CHECKING:  # imported only where a device is tried
@@ -41,6 +43,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    if scale.dtype != x.dtype:  # a scale that is kept in float32 multiplies before the result is rounded
+        return (scale.astype(jnp.float32) * wide).astype(x.dtype)
     return scale * wide.astype(x.dtype)
 
 
@@ -60,7 +64,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(jnp.asarray(1.702, x.dtype) * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of gates in fused kernels
 
 
 def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
@@ -69,6 +77,34 @@ def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) ->
     Shazeer 2020, arXiv:2002.05202. `count` as in `matmul`.
     """
     return ACTIVATIONS[activation](gate_up[..., 0]) * gate_up[..., 1]
+
+
+CLAMPED_ALPHA = 1.702
+
+
+def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = None) -> jax.Array:
+    """gate_up [tokens, size, 2] -> (up + 1) * gate * sigmoid(1.702 * gate) [tokens, size], with the gate at most
+    `limit` and up within +-limit; `count` as in `matmul`. gpt-oss (arXiv:2508.10925)."""
+    wide = gate_up.astype(jnp.float32)
+    gate, up = jnp.minimum(wide[..., 0], limit), jnp.clip(wide[..., 1], -limit, limit)
+    return ((up + 1) * gate * jax.nn.sigmoid(CLAMPED_ALPHA * gate)).astype(gate_up.dtype)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The activation of a gated MLP as a function of gate_up [tokens, size, 2] and `count`, and what it is.
+
+    `limit`: `clamped_gate` with it takes the place of the activation; None: `compute` has the activation.
+    """
+
+    activation: str
+    limit: float | None
+    compute: Callable[..., jax.Array]
+
+    def __call__(self, gate_up: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        if self.limit is not None:
+            return clamped_gate(gate_up, self.limit)
+        return self.compute(gate_up, self.activation, count=count)
 
 
 def quant_matmul(
@@ -188,28 +224,40 @@ class Ops:
     def gated(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
         """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups alternating -> [tokens, size].
         `reader` as in `add_norm`."""
-        if self.fused is not None:
+        if self.fused is not None and activation in FUSED_ACTIVATIONS:
             return self.fused.gate(y, activation, dtype, reader)
         whole = y.whole(dtype)
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
+
+    def activated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
+        """The activation of y, of an MLP without a gate: sums [parts, tokens, size] -> [tokens, size]."""
+        return ACTIVATIONS[activation](y.whole(dtype))
 
     def experts(
         self,
         x: jax.Array,
         logits: jax.Array,
-        gate_up: jax.Array | QuantArray,
-        down: jax.Array | QuantArray,
-        top_k: int,
-        normalized: bool,
-        activation: str,
+        w: ExpertWeights,
+        router: Router,
+        gate: Gate,
+        *,
+        correction: jax.Array | None = None,
+        down_bias: jax.Array | None = None,
     ) -> jax.Array:
-        """`mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see `route`."""
-        chosen, weights = experts.route(logits, top_k, normalized=normalized)
-        return self.mixture(x, chosen, weights, gate_up, down, gate=self.gate_of(activation), count=self.count)
+        """`mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see `route`.
 
-    def gate_of(self, activation: str) -> Callable[..., jax.Array]:
-        """`gate` with a fixed activation."""
-        return partial(self.gate, activation=activation)
+        down_bias: [experts, out], added to each expert's result; None: 0.
+        """
+        chosen, weights = route(logits, router, correction)
+        y = self.mixture(x, chosen, weights, w, gate=gate, count=self.count, weighs_inputs=router.weighs_inputs)
+        if down_bias is None:
+            return y
+        shares = jnp.ones_like(weights) if router.weighs_inputs else weights
+        return y + experts.chosen_biases(chosen, shares, down_bias)
+
+    def gate_of(self, activation: str, limit: float | None = None) -> Gate:
+        """`gate` with an activation, or `clamped_gate` with a limit."""
+        return Gate(activation, limit, self.gate)
 
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""
@@ -235,6 +283,8 @@ class Ops:
     ) -> tuple[jax.Array, KVPages]:  # fmt: skip
         """Writes a layer's new keys and values to the pages, then computes attention. `rows` and the options are
         arguments of `paged_attention`."""
+        if heads.sinks is not None:
+            options["sinks"] = value_of(heads.sinks).astype(jnp.float32)
         if self.write_and_attend is not None:
             q, k, v = self.rotate(heads, eps, dtype)
             return self.write_and_attend(q, k, v, pages, slots, *rows, first_page=first_page, **options)
@@ -270,6 +320,42 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
         return module.quant_matmul(x, w, count=count).astype(x.dtype)[None]
 
     return multiply
+
+
+def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
+    """Returns `experts.grouped_matmul` for `device`. The backend of a single weight also multiplies quantized stacks of
+    its form, if it supports stacks; otherwise plain XLA does."""
+
+    def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
+        if isinstance(w, PanelArray):
+            from jaxserve.pallas_kernels import cpu_panels
+
+            return cpu_panels.grouped_matmul(x, w, group_sizes)
+        if isinstance(w, QuantArray) and w.order is not None:
+            expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right", method="compare_all")
+            order = w.order[jnp.minimum(expert, len(w.order) - 1)]
+            x, w = jnp.take_along_axis(x, order, axis=1), replace(w, order=None)
+        if isinstance(w, QuantArray | BlockArray):
+            module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
+            if hasattr(module, "grouped_quant_matmul") and not isinstance(w, BlockArray):
+                return module.grouped_quant_matmul(x, w, group_sizes)
+        return experts.grouped_matmul(x, w, group_sizes)
+
+    return multiply
+
+
+def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
+    """Returns `experts.mixture` for `device`."""
+    multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
+
+    def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
+        if isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
+            from jaxserve.pallas_kernels import cpu_panels
+
+            return cpu_panels.mixture(x, chosen, weights, w, **options)
+        return experts.mixture(x, chosen, weights, w, multiply=multiply, **options)
+
+    return mixture
 
 
 def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "auto", partitioned: bool = False) -> Ops:

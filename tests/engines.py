@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprob
 
 

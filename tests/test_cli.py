@@ -17,7 +17,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.commands.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.execution import memory
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 
 ROOT = Path(__file__).parent.parent
 CASE = "qwen3_tied"

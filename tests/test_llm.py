@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
 

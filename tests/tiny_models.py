@@ -9,19 +9,28 @@ import hashlib
 import itertools
 import json
 import string
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from dense_models import DENSE_CASES, dense_manifest, dense_mean_and_std
 from safetensors.numpy import save_file
 
 UNK, BOS, EOS, IM_START, IM_END = range(5)
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "mixtral": "Mixtral", "qwen3": "Qwen3"}
+ARCHITECTURES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "mixtral": "Mixtral",
+    "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -36,6 +45,7 @@ class Case:
     generation_config: dict[str, Any]
     dtype: str = "float32"
     prompt_lengths: tuple[int, ...] = (1, 7, 37, 130)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the engine that runs it
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -221,6 +231,58 @@ CASES: dict[str, Case] = {
     "mixtral_window": _case(
         "mixtral", modern=True, layers=3, sliding_window=16, num_local_experts=4, num_experts_per_tok=3, head_dim=32
     ),
+    # Qwen's: a shared MLP with a gate in Qwen2-MoE, dense layers among the others.
+    "qwen2_moe_shared": _case(
+        "qwen2_moe",
+        layers=3,
+        hidden=128,
+        theta=1000000.0,
+        decoder_sparse_step=1,
+        mlp_only_layers=[1],
+        moe_intermediate_size=48,
+        norm_topk_prob=False,
+        num_experts=7,
+        num_experts_per_tok=3,
+        output_router_logits=False,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=96,
+        sliding_window=16,
+        use_sliding_window=True,
+        max_window_layers=28,
+    ),
+    "qwen3_moe_step": _case(
+        "qwen3_moe",
+        modern=True,
+        layers=4,
+        hidden=96,
+        heads=6,
+        head_dim=32,
+        theta=1000000.0,
+        attention_bias=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[],
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+        num_experts=9,
+        num_experts_per_tok=4,
+        sliding_window=None,
+        use_sliding_window=False,
+    ),
+    "qwen3_moe_plain": _case(
+        "qwen3_moe",
+        hidden=128,
+        heads=8,
+        head_dim=32,
+        theta=1000000.0,
+        attention_bias=False,
+        moe_intermediate_size=64,
+        norm_topk_prob=False,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_window_layers=1,
+        sliding_window=16,
+        use_sliding_window=True,
+    ),
     # Shapes.
     "llama_head64": _case("llama", hidden=256, kv_heads=2),
     "llama_head80": _case("llama", hidden=240, heads=3, kv_heads=3),
@@ -242,40 +304,64 @@ CASES: dict[str, Case] = {
     "tp_mha": _case("qwen2", hidden=128, heads=8, kv_heads=8, intermediate=256, theta=1000000.0),
 }
 
+for _name, _dense in DENSE_CASES.items():
+    _generation = {"bos_token_id": BOS, "eos_token_id": EOS}
+    CASES[_name] = Case(_dense.config, _generation, "float32", _dense.prompt_lengths, _dense.options)
+
+
+def shapes_of(case_name: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a case's checkpoint."""
+    return dense_manifest(case_name) if case_name in DENSE_CASES else manifest(CASES[case_name].config)
+
+
+def _experts(config: dict[str, Any], layer: int) -> dict[str, tuple[int, int, bool]]:
+    """The linears of a layer's mixture of experts (out, in, has a bias), or nothing if the layer has none."""
+    hidden, family = config["hidden_size"], config["model_type"]
+    count = config.get("num_experts") or config.get("num_local_experts")
+    sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0 and layer not in config.get("mlp_only_layers", [])
+    if not count or not sparse:
+        return {}
+    wide = config.get("moe_intermediate_size", config["intermediate_size"])
+    names = ("mlp", "gate_proj", "up_proj", "down_proj")
+    prefix, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2") if family == "mixtral" else names
+    made = {f"{prefix}.gate": (count, hidden, False)}
+    for expert in range(count):
+        for name, shape in ((gate, (wide, hidden)), (up, (wide, hidden)), (down, (hidden, wide))):
+            made[f"{prefix}.experts.{expert}.{name}"] = (*shape, False)
+    if shared := config.get("shared_expert_intermediate_size"):
+        made |= {f"mlp.shared_expert.{name}": (shared, hidden, False) for name in (gate, up)}
+        made |= {"mlp.shared_expert.down_proj": (hidden, shared, False), "mlp.shared_expert_gate": (1, hidden, False)}
+    return made
+
 
 def manifest(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in the checkpoint, in the order of the network. A tied head is not stored."""
     family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
-    attention_bias = family in ("llama", "qwen3") and config.get("attention_bias", False)
+    attention_bias = family in ("llama", "qwen3", "qwen3_moe") and config.get("attention_bias", False)
+    qkv_bias = attention_bias or family in ("qwen2", "qwen2_moe")
     mlp_bias = family == "llama" and config.get("mlp_bias", False)
     wide = config["intermediate_size"]
     linears = {  # name: (out, in, has a bias)
-        "self_attn.q_proj": (heads * head_dim, hidden, attention_bias or family == "qwen2"),
-        "self_attn.k_proj": (kv_heads * head_dim, hidden, attention_bias or family == "qwen2"),
-        "self_attn.v_proj": (kv_heads * head_dim, hidden, attention_bias or family == "qwen2"),
+        "self_attn.q_proj": (heads * head_dim, hidden, qkv_bias),
+        "self_attn.k_proj": (kv_heads * head_dim, hidden, qkv_bias),
+        "self_attn.v_proj": (kv_heads * head_dim, hidden, qkv_bias),
         "self_attn.o_proj": (hidden, heads * head_dim, attention_bias),
     }
-    if family == "mixtral":
-        linears["block_sparse_moe.gate"] = (config["num_local_experts"], hidden, False)
-        for expert in range(config["num_local_experts"]):
-            for name, shape in (("w1", (wide, hidden)), ("w3", (wide, hidden)), ("w2", (hidden, wide))):
-                linears[f"block_sparse_moe.experts.{expert}.{name}"] = (*shape, False)
-    else:
-        linears |= {
-            "mlp.gate_proj": (wide, hidden, mlp_bias),
-            "mlp.up_proj": (wide, hidden, mlp_bias),
-            "mlp.down_proj": (hidden, wide, mlp_bias),
-        }
+    dense = {
+        "mlp.gate_proj": (wide, hidden, mlp_bias),
+        "mlp.up_proj": (wide, hidden, mlp_bias),
+        "mlp.down_proj": (hidden, wide, mlp_bias),
+    }
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
 
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for name, (rows, columns, bias) in linears.items():
+        for name, (rows, columns, bias) in (linears | (_experts(config, layer) or dense)).items():
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
@@ -317,8 +403,11 @@ def _mean_and_std(name: str, shape: tuple[int, ...], tied: bool) -> tuple[float,
 def tensors(case_name: str) -> Iterator[tuple[str, np.ndarray]]:
     """The checkpoint's tensors in the dtype they are stored in, in the order of `manifest`."""
     case = CASES[case_name]
-    for name, shape in manifest(case.config).items():
-        mean, std = _mean_and_std(name, shape, case.config["tie_word_embeddings"])
+    for name, shape in shapes_of(case_name).items():
+        if dense := DENSE_CASES.get(case_name):
+            mean, std = dense_mean_and_std(dense, name, shape, case.config["model_type"] == "gpt2")
+        else:
+            mean, std = _mean_and_std(name, shape, case.config["tie_word_embeddings"])
         values = mean + std * _normal(stream(case_name, name), shape)
         yield name, values.astype(np.float32).astype(DTYPES[case.dtype])
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.checkpoints.load import RowReader, read_weight
+from jaxserve.checkpoints.load import RowReader, Stack, member_of, read_weight
 from jaxserve.checkpoints.mixed import by_type
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.config import EngineConfig
@@ -22,6 +22,7 @@ from jaxserve.devices.targets import target_memory
 from jaxserve.engine.loading import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.expert_stacks import abstract_stack
 from jaxserve.models.load import Checkpoint
 from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import (
@@ -63,11 +64,11 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
         total = target_memory(device)
         budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True)
     page_bytes = layout.page_bytes // ways(mesh, "kv_heads")
-    most = memory.pages_of_longest(config, plan.longest, layout.page_size, model.window)
+    most = memory.pages_of_longest(config, plan.longest, layout.page_size, layout.groups.windows)
     pages = memory.fitting_pages(config, most, page_bytes, budget, memory.Needs())
     yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"
-    pages = max(pages - 1, 0)  # page 0 is the null page, which holds no tokens
-    tokens, requests = pages * layout.page_size, pages // most
+    tokens = memory.fitting_tokens(config, replace(layout, num_pages=pages), plan.longest)
+    requests = max(pages - 1, 0) // most  # page 0 is the null page, which holds no tokens
     yield f"tokens that fit the KV cache: {tokens:,}, or {requests:,} requests of {plan.longest:,} tokens"
     yield f"tokens per page: {layout.page_size}"
 
@@ -103,9 +104,13 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         stored = tuple(_form(source, part) for part in parts)
         kind = (re.sub(r"^layers_\d+/", "", weight), stored)
         if kind not in known:
-            read = partial(read_weight, pieces[weight], source.tensors, target, reader)
-            host = read(as_stored, not config.dequantize)
-            known[kind] = _one_of_a_kind(host, read, target, packing, mesh)
+            some = pieces[weight]
+            stacked = isinstance(some, Stack)
+            first, one = (some.members[0], member_of(target)) if isinstance(some, Stack) else (some, target)
+            read = partial(read_weight, first, source.tensors, one, reader)
+            host = read(as_stored, not config.dequantize and not stacked)
+            made = _one_of_a_kind(host, read, one, packing, mesh)
+            known[kind] = abstract_stack(made, target, packing, mesh) if stacked and made is not None else made
         if known[kind] is not None:
             plain[weight] = known[kind]
     return plain

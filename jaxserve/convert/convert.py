@@ -5,8 +5,9 @@ Host memory holds the whole model once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from jaxserve.checkpoints import orbax
 from jaxserve.checkpoints.export import compress, copy_rest, quantization_config, write_index, write_json, write_shard
 from jaxserve.checkpoints.hub import resolve_model
-from jaxserve.checkpoints.load import Piece
+from jaxserve.checkpoints.load import Piece, Pieces, Stack
 from jaxserve.checkpoints.quantized import refine
 from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import make_mesh, padded_vocab, replicated
@@ -52,7 +53,7 @@ def convert_model(model: str, out: Path, form: str, tensor_parallel_size: int = 
     if form == "orbax":
         orbax.save(out, params)
     else:
-        quantized = _write_safetensors(out, decoder, find_family(source).names, params)
+        quantized = _write_safetensors(out, decoder, find_family(source).roles(decoder.config), params)
         values = {name: value for name, value in values.items() if name != "quantization_config"} | quantized
     write_json(out / "config.json", values)
 
@@ -86,7 +87,18 @@ def take(value: np.ndarray | QuantArray, piece: Piece) -> np.ndarray | QuantArra
         value = refine(value, (1, value.block[1]))
         parts = {name: getattr(value, name) for name in ("codes", "scale", "zero", "bias", "gain")}
         return replace(value, **{name: part[chosen] for name, part in parts.items() if part is not None})
-    return _inside(value, piece).reshape(piece.shape)
+    made = _inside(value, piece).reshape(piece.shape)
+    return np.ascontiguousarray(made.T) if piece.transposed else made
+
+
+def _pieces_of(value: Any, pieces: Pieces) -> Iterator[tuple[Piece, np.ndarray | QuantArray]]:
+    """The tensors that make up a parameter, with their values; of a stack one member after another."""
+    if not isinstance(pieces, Stack):
+        yield from ((piece, take(value, piece)) for piece in pieces)
+        return
+    for number, member in enumerate(pieces.members):
+        own = jax.tree.map(itemgetter(number), value)
+        yield from ((piece, take(own, piece)) for piece in member)
 
 
 def _inside(value: np.ndarray, piece: Piece) -> np.ndarray:
@@ -100,6 +112,11 @@ def _write_safetensors(
 ) -> dict[str, Any]:
     """Writes one file per layer, and one for the rest. Returns the entries to add to config.json."""
     pieces = weight_pieces(decoder, names)
+    if any(piece.take is not None for some in pieces.values() for piece in some):
+        raise ConfigError(
+            f"models of the family {decoder.config.family} can be saved as orbax, but not written as safetensors: "
+            "parts of their tensors are reordered or split when they are loaded"
+        )
     shards: dict[str, list[str]] = {}
     for path in pieces:
         shards.setdefault(path.split("/")[0] if path.startswith("layers_") else "rest", []).append(path)
@@ -109,8 +126,8 @@ def _write_safetensors(
         tensors: dict[str, np.ndarray] = {}
         for path in paths:
             whole = jax.tree.map(np.asarray, params[path])
-            for piece in pieces[path]:
-                value, module = take(whole, piece), piece.name.removesuffix(".weight")
+            for piece, value in _pieces_of(whole, pieces[path]):
+                module = piece.name.removesuffix(".weight")
                 if isinstance(value, QuantArray):
                     tensors |= compress(module, value)
                     weights[module] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), value)

@@ -12,30 +12,34 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.devices.mesh import RULES, spec
+from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.ops import embed, matmul
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray, QuantRows
 
 
 def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray | BlockArray:
-    """PartitionSpecs of the arrays of a quantized weight [out, in]; `axes` are the mesh axes of out and in, or None.
+    """PartitionSpecs of the arrays of a quantized weight [..., out, in]; `axes` are the mesh axes of its own axes, or
+    None.
 
     Inputs that an act-order format has permuted would need a gather; the outputs are split instead, if divisible.
     """
-    out, inputs = (*axes, None, None)[:2]
+    rank = len(w.shape)
+    *lead, out, inputs = (*axes, *(None,) * rank)[:rank]
     if isinstance(w, BlockArray):
-        return jax.tree.map(lambda _: PartitionSpec(out, inputs), w)
+        return jax.tree.map(lambda _: PartitionSpec(*lead, out, inputs), w)
     if w.order is not None and inputs is not None:
-        out, inputs = (None if w.shape[0] % mesh.shape[inputs] else inputs), None
+        out, inputs = (None if w.shape[-2] % mesh.shape[inputs] else inputs), None
 
     def of_blocks(values: jax.Array | None) -> PartitionSpec | None:
         if values is None:
             return None
-        return PartitionSpec(*(None if size == 1 else on for size, on in zip(values.shape, (out, inputs), strict=True)))
+        own = zip(values.shape[-2:], (out, inputs), strict=True)
+        return PartitionSpec(*lead, *(None if size == 1 else on for size, on in own))
 
     scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
-    order, input_scale = (None if x is None else PartitionSpec() for x in (w.order, w.input_scale))
-    gain, codes = None if w.gain is None else PartitionSpec(out), PartitionSpec(out, inputs)
+    order, input_scale = (None if x is None else PartitionSpec(*lead) for x in (w.order, w.input_scale))
+    gain, codes = None if w.gain is None else PartitionSpec(*lead, out), PartitionSpec(*lead, out, inputs)
     return replace(w, codes=codes, scale=scale, zero=zero, bias=bias, order=order, gain=gain, input_scale=input_scale)
 
 
@@ -43,9 +47,9 @@ def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, in
     """The largest block sizes, at most the weight's own, with which no block is split between devices."""
     specs = quant_specs(w, axes, mesh)
     assert isinstance(specs, QuantArray)
-    split = specs.codes
+    split = specs.codes[-2:]
     sizes = []
-    for size, block, on, count in zip(w.shape, w.block, split, w.scale.shape, strict=True):
+    for size, block, on, count in zip(w.shape[-2:], w.block, split, w.scale.shape[-2:], strict=True):
         sizes.append(block if on is None or count == 1 else math.gcd(size // mesh.shape[on], block))
     return sizes[0], sizes[1]
 
@@ -116,21 +120,31 @@ def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | Non
 
 def experts_sharded(
     mesh: Mesh, mixture: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array,
-    gate_up: jax.Array, down: jax.Array, *, gate: Callable[..., jax.Array], count: jax.Array | None = None,
+    w: ExpertWeights, *, count: jax.Array | None = None, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """`jaxserve.pallas_kernels.experts.mixture` where each device has a part of every expert; the parts of the results
-    are added in the dtype of x."""
+    """`jaxserve.pallas_kernels.experts.mixture` where each device has some of the experts, and of these a part of the
+    width; the parts of the results are added in the dtype of x."""
     everywhere = PartitionSpec()
+    by_expert, axes = RULES["expert"], tuple(axis for axis in (RULES["expert"], RULES["mlp"]) if axis is not None)
 
-    def local(x, chosen, weights, gate_up, down, *count: jax.Array) -> jax.Array:
-        y = mixture(x, chosen, weights, gate_up, down, gate=gate, count=count[0] if count else None)
-        return jax.lax.psum(y.astype(x.dtype), RULES["mlp"])
+    def local(x, chosen, weights, w, *count: jax.Array) -> jax.Array:
+        if by_expert is not None and mesh.shape[by_expert] > 1:
+            own = w.gate_up.shape[0]
+            chosen = chosen - jax.lax.axis_index(by_expert) * own
+            chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
+        y = mixture(x, chosen, weights, w, count=count[0] if count else None, **options)
+        return jax.lax.psum(y.astype(x.dtype), axes)
+
+    def specs(weight: Any, *logical: str) -> Any:
+        of_plain = spec(*logical)
+        return quant_specs(weight, of_plain, mesh) if isinstance(weight, QuantArray | BlockArray) else of_plain
 
     counts = () if count is None else (count,)
-    split = spec("expert", "mlp", "embed"), spec("expert", "embed", "mlp")
-    in_specs = (everywhere, everywhere, everywhere, *split, *(everywhere,) * len(counts))
+    bias = None if w.gate_up_bias is None else spec("expert", "mlp")
+    split = ExpertWeights(specs(w.gate_up, "expert", "mlp", "embed"), specs(w.down, "expert", "embed", "mlp"), bias)
+    in_specs = (everywhere, everywhere, everywhere, split, *(everywhere,) * len(counts))
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False)(
-        x, chosen, weights, gate_up, down, *counts
+        x, chosen, weights, w, *counts
     )
 
 

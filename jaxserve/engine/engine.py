@@ -90,7 +90,7 @@ class Engine:
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
         self.blocks = BlockManager(
-            layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching, window=model.window
+            layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching, windows=layout.groups.windows
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -109,7 +109,7 @@ class Engine:
         log.info(
             "KV cache: %d pages of %d tokens (%s, %d bytes a token in %s), %d tokens; longest request %d tokens",
             layout.num_pages, layout.page_size, memory.size(layout.num_pages * layout.page_bytes), layout.token_bytes,
-            layout.dtype, (layout.num_pages - 1) * layout.page_size, self.max_model_len,
+            layout.dtype, memory.fitting_tokens(config, layout, self.max_model_len), self.max_model_len,
         )  # fmt: skip
 
     @classmethod
@@ -289,7 +289,8 @@ class Engine:
         rows = []
         for seq in placed:
             stops = tuple(seq.stop_ids)
-            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, seq.prompt_len, seq.penalty_row))
+            length = int(self.scheduler.running.start[seq.slot])
+            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, seq.prompt_len, seq.penalty_row, length))
         self.runner.set_slots(rows)
         penalized = [seq for seq in placed if seq.params.has_penalties]
         if penalized:

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.kv_cache import CacheLayout, cache_dtype
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_buffer import step_shapes
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import compute_dtype, find_files, make_decoder, make_params, read_model, trust_matmul
 from jaxserve.models.spec import ModelConfig
@@ -56,14 +57,15 @@ class ModelPlan:
         """Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
         model, mesh = read_model(folder, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
+        longest = memory.max_model_len(config, model)
+        model = model.limited_to(longest)
         platform = mesh.devices.flat[0].platform
         dtype = compute_dtype(config, model, platform)
         kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
         page_size = config.page_size or default_page_size(platform)
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
-        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform)
-        longest = memory.max_model_len(config, model)
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page)
 
 
@@ -117,4 +119,5 @@ def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> lis
         tokens = min(tokens, config.max_num_seqs * plan.longest)
     free = on_one_cpu(plan.mesh) and plan.dtype == np.float32 and cpu_build.possible()
     sizes = config.max_num_seqs, tokens, plan.one_page.page_size
-    return step_shapes(*sizes, cost=cost, chunk=prefill_chunk(config, cost), padding_is_free=free)
+    options: Any = {"cost": cost, "chunk": prefill_chunk(config, cost), "padding_is_free": free}
+    return step_shapes(*sizes, num_groups=plan.one_page.groups.num_groups, **options)

@@ -12,7 +12,7 @@ from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class Sizing:
     def _choose(self, needs: Needs) -> None:
         """Sets as many pages as these needs leave room for. Raises ConfigError where they are too few."""
         page = self._one_page.page_size, self._page_bytes
-        window = self._runner.model.config.window
-        pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs, window)
+        windows = self._one_page.groups.windows
+        pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs, windows)
         self._set_pages(pages)
 
     def _set_pages(self, pages: int) -> None:
@@ -107,8 +107,8 @@ class Sizing:
 
     @property
     def _pages_of_longest(self) -> int:
-        window = self._runner.model.config.window
-        return memory.pages_of_longest(self._config, self.longest, self._one_page.page_size, window)
+        windows = self._one_page.groups.windows
+        return memory.pages_of_longest(self._config, self.longest, self._one_page.page_size, windows)
 
     @property
     def _page_bytes(self) -> int:

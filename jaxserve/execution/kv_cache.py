@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.devices.mesh import on_one_cpu, sharding
+from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import KVPages, has_scale, stored_head_dim
@@ -25,12 +26,13 @@ KVCache = list[KVPages]  # each of a few layers, see `CacheLayout`
 class CacheLayout:
     """Shape of the cache: arrays [pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`.
 
-    An array holds the pages of a few layers, those of the first in front, since each array that a step takes and gives
-    costs the host about 3 us. Codes of int8 or fp8 have a scale for each head of each token.
+    A page has a part for each of `groups.depth` layers, which the group of layers that owns the page uses. An array
+    holds the parts of a few layers, first those of the first layer for all pages, because each array that a step takes
+    and gives costs the host about 3 us. Codes of int8 or fp8 have a scale for each head of each token.
     """
 
-    num_layers: int
-    num_pages: int  # of each layer
+    groups: LayerGroups
+    num_pages: int
     page_size: int
     kv_heads: int
     head_dim: int
@@ -38,20 +40,31 @@ class CacheLayout:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, kv_heads: int, num_pages: int, page_size: int, dtype: Any, platform: str = "cpu"
+        cls,
+        model: ModelConfig,
+        kv_heads: int,
+        num_pages: int,
+        page_size: int,
+        dtype: Any,
+        platform: str = "cpu",
+        longest: int | None = None,
     ) -> CacheLayout:
+        """`longest`: tokens of the longest sequence; None: as many as the model was made for."""
+        windows = [layer.attention.window for layer in model.layers]
+        groups = LayerGroups.of(windows, model.max_position if longest is None else longest)
         head_dim = stored_head_dim(model.head_dim, platform)
-        return cls(model.num_layers, num_pages, page_size, kv_heads, head_dim, jnp.dtype(dtype))
+        return cls(groups, num_pages, page_size, kv_heads, head_dim, jnp.dtype(dtype))
 
     @property
     def num_arrays(self) -> int:
         """As few as there can be, all alike."""
-        return self.num_layers // max(n for n in range(1, MOST_LAYERS + 1) if self.num_layers % n == 0)
+        depth = self.groups.depth
+        return depth // max(n for n in range(1, MOST_LAYERS + 1) if depth % n == 0)
 
     @property
     def array(self) -> KVPages:
         """One of them, as shapes."""
-        pages = self.num_layers // self.num_arrays * self.num_pages
+        pages = self.groups.depth // self.num_arrays * self.num_pages
         scales = (pages, 2, self.kv_heads, self.page_size)
         data: Any = jax.ShapeDtypeStruct((*scales, self.head_dim), self.dtype)
         scale: Any = jax.ShapeDtypeStruct(scales, jnp.float32) if has_scale(self.dtype) else None
@@ -59,13 +72,14 @@ class CacheLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers and devices."""
-        head = self.head_dim * self.dtype.itemsize + (4 if has_scale(self.dtype) else 0)
-        return self.num_layers * 2 * self.kv_heads * head
+        """Bytes of one token over all groups of layers and all devices, while it lies within all windows."""
+        return self.groups.num_groups * self.page_bytes // self.page_size
 
     @property
     def page_bytes(self) -> int:
-        return self.page_size * self.token_bytes
+        """Bytes of a page over all devices."""
+        head = self.head_dim * self.dtype.itemsize + (4 if has_scale(self.dtype) else 0)
+        return self.page_size * self.groups.depth * 2 * self.kv_heads * head
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return sharding(mesh, None, None, "kv_heads")
@@ -94,10 +108,10 @@ def cache_dtype(name: str, compute: Any) -> np.dtype:
     return np.dtype(named[name])
 
 
-def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int) -> KVCache:
-    """Copies page sources[i] to targets[i] in each of `layers` layers, int32 [COPIES]; all are read before any is
+def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array, *, depth: int) -> KVCache:
+    """Copies page sources[i] to targets[i], int32 [COPIES], with all its `depth` layers; all are read before any is
     written. Pad with NULL_PAGE."""
-    each = layers // len(cache)  # layers of an array
+    each = depth // len(cache)  # layers of an array
 
     def copy(x: jax.Array) -> jax.Array:
         first = jnp.arange(0, x.shape[0], x.shape[0] // each, dtype=jnp.int32)[:, None]

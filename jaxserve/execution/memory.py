@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import jax
 
 from jaxserve.config import POOL_FRACTION, ConfigError, EngineConfig
+from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.models.spec import ModelConfig
-from jaxserve.scheduling.block_manager import most_pages
+from jaxserve.scheduling.block_manager import Windows, most_pages
 
 log = logging.getLogger(__name__)
 
@@ -140,9 +142,9 @@ def penalty_rows(config: EngineConfig, model: ModelConfig) -> int:
     return min(rows, config.max_num_seqs)
 
 
-def pages_of_longest(config: EngineConfig, longest: int, page_size: int, window: int | None) -> int:
+def pages_of_longest(config: EngineConfig, longest: int, page_size: int, windows: Windows) -> int:
     """Pages that the longest request holds at a time, at most; the arguments are those of `plan_pages`."""
-    return most_pages(longest, page_size, window, max_batched_tokens(config))
+    return sum(most_pages(longest, page_size, windows, max_batched_tokens(config)))
 
 
 def fitting_pages(config: EngineConfig, most: int, page_bytes: int, budget: Budget, needs: Needs) -> int:
@@ -157,6 +159,14 @@ def fitting_pages(config: EngineConfig, most: int, page_bytes: int, budget: Budg
     return min(useful, fitting if budget.most_cache is None else _on_grid(fitting, CPU_PAGE_GRID))
 
 
+def fitting_tokens(config: EngineConfig, layout: CacheLayout, longest: int) -> int:
+    """Tokens that the cache holds at a time, those of requests of `longest` tokens whose pages behind windows are given
+    up; one page is the null page."""
+    blocks = -(-longest // layout.page_size)
+    most = pages_of_longest(config, longest, layout.page_size, layout.groups.windows)
+    return max(layout.num_pages - 1, 0) * blocks // most * layout.page_size
+
+
 def plan_pages(
     config: EngineConfig,
     longest: int,
@@ -164,7 +174,7 @@ def plan_pages(
     page_bytes: int,
     budget: Budget,
     needs: Needs,
-    window: int | None = None,
+    windows: Windows = (None,),
 ) -> tuple[int, int]:
     """(pages of the KV cache, longest request in tokens that fits them).
 
@@ -173,15 +183,19 @@ def plan_pages(
       page_size: tokens of a page.
       page_bytes: of a page on one device.
       needs: of the compiled programs, on one device.
-      window: how many tokens back any layer sees; None: some layer sees all.
+      windows: for each group of layers, how many tokens back they see; None: all.
 
     Raises ConfigError when not even one request fits.
     """
-    most = pages_of_longest(config, longest, page_size, window)
+    most = pages_of_longest(config, longest, page_size, windows)
     pages = fitting_pages(config, most, page_bytes, budget, needs)
     if pages - 1 >= most:
         return pages, longest
-    fits = max(pages - 1, 0) * page_size
+
+    def needed(blocks: int) -> int:
+        return pages_of_longest(config, blocks * page_size, page_size, windows)
+
+    fits = max(bisect_right(range(-(-longest // page_size) + 1), pages - 1, key=needed) - 1, 0) * page_size
     if config.max_model_len is not None or fits < min(longest, 2 * page_size):
         shorter = f"lower --max-model-len to {fits} or less, or " if fits else ""
         larger = "give more memory" if config.kv_pages is None else "raise --kv-pages, of which one is kept free"

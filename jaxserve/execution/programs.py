@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.execution.memory import available_host_bytes
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
 CPU_THREADS = 4  # maximum of threads that compile for a CPU

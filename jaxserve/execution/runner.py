@@ -20,33 +20,22 @@ from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import commands, steps
-from jaxserve.execution.kv_cache import COPIES, CacheLayout, KVCache, copy_pages
+from jaxserve.execution.kv_cache import COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.slots import (
-    COUNTED_PER_CALL,
-    SLOT_WORDS,
-    SLOTS_PER_CALL,
-    SlotState,
-    count_tokens,
-    create_slots,
-    padding_slot,
-    set_slots,
-)
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signatures, Upkeep
+from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, create_slots, padding_slot
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.parts import Row, value_of
 from jaxserve.scheduling.block_manager import NULL_PAGE
-from jaxserve.scheduling.sampler import Sampler
 from jaxserve.types import NO_PENALTY_ROW
 
 log = logging.getLogger(__name__)
 
-TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
-TABLE_COPIES = 32  # and rows of it that are copied
 COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, but for the largest
 
 
@@ -83,7 +72,7 @@ class ModelRunner:
         self._hidden: jax.Array | None = None  # of the latest step that kept them
         self.frozen = False  # nothing may be compiled any more
         self.compiling = False
-        self._executables: dict[Any, Compiled] = {}
+        self._executables: dict[ProgramName, Compiled] = {}
         self._slot_shapes = ""
         self._lock = threading.Lock()
 
@@ -92,22 +81,26 @@ class ModelRunner:
         """The model's own tree; vectors in it are copies."""
         return jax.tree.map(value_of, self._unbundle(self._arrays), is_leaf=lambda x: isinstance(x, Row))
 
-    def set_cache_size(self, layout: CacheLayout, max_pages: int) -> None:
-        """Settles the cache's size and the most pages of a sequence, for all that is compiled from now on."""
+    def set_cache_size(self, layout: CacheLayout, max_blocks: int) -> None:
+        """Settles the cache's size and the most blocks of a sequence, for all that is compiled from now on."""
         self.layout = layout
-        self.max_len = max_pages * layout.page_size
+        self.max_len = max_blocks * layout.page_size
         config = self.model.config
         self._make_slots = partial(
             create_slots,
             self.num_slots,
-            max_pages,
+            max_blocks * layout.groups.num_groups,
             config.vocab_size,
             config.hidden_size,
             self.model.dtype,
             self.penalty_rows,
         )
         slots = str(jax.eval_shape(self._make_slots))
-        stale = [name for name in self._executables if slots != self._slot_shapes or _takes_cache(name)]
+        stale = [
+            name
+            for name in self._executables
+            if slots != self._slot_shapes or isinstance(name, StepProgram) or name.takes_cache
+        ]
         for name in stale:
             del self._executables[name]
         self._slot_shapes = slots
@@ -184,7 +177,7 @@ class ModelRunner:
             self._tell(commands.SetSlots, rows)
         for some, size in _calls(len(rows), self.slot_sizes):
             padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
-            self.slots = self._get(("set_slots", size))(self.slots, np.stack(rows[some] + padding))
+            self.slots = self._get(Upkeep("set_slots", size))(self.slots, np.stack(rows[some] + padding))
 
     def count_tokens(self, counted: np.ndarray) -> None:
         """Counts tokens of sequences in their penalty rows, int32 [3, any] as from `encode_counts`."""
@@ -193,7 +186,7 @@ class ModelRunner:
             packed = np.full((3, size), self.model.config.vocab_size, np.int32)
             packed[0] = NO_PENALTY_ROW
             packed[:, : counted[:, some].shape[1]] = counted[:, some]
-            self.slots = self._get(("count_tokens", size))(self.slots, packed)
+            self.slots = self._get(Upkeep("count_tokens", size))(self.slots, packed)
 
     def sample_deferred(self, slots: np.ndarray, positions: np.ndarray, masks: np.ndarray) -> list[Sampled]:
         """Samples the tokens of deferred rows [n], in calls of `deferred_sizes`; see `steps.sample_deferred`."""
@@ -204,7 +197,7 @@ class ModelRunner:
             packed = np.zeros((size, 2 + masks.shape[1]), np.int32)
             packed[:, 0] = self.num_slots
             packed[:count, 0], packed[:count, 1], packed[:count, 2:] = slots[some], positions[some], masks[some]
-            one, self.slots = self._get(("sample_deferred", size))(self._arrays, self.slots, packed)
+            one, self.slots = self._get(Upkeep("sample_deferred", size))(self._arrays, self.slots, packed)
             drawn.append(one)
         return drawn
 
@@ -221,7 +214,7 @@ class ModelRunner:
             packed_rows[: len(rows)] = np.reshape(rows, (-1, 2))
             packed[0] = self.num_slots
             packed[:, : some.shape[1]] = some
-            self.slots = self._get("update_tables")(self.slots, packed_rows, packed)
+            self.slots = self._get(Upkeep("update_tables"))(self.slots, packed_rows, packed)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copies pages, (source, target) each, before the next step writes."""
@@ -231,7 +224,7 @@ class ModelRunner:
             packed = np.full((2, COPIES), NULL_PAGE, np.int32)
             some = np.asarray(pairs[at : at + COPIES], np.int32).T
             packed[:, : some.shape[1]] = some
-            self.cache = self._get("copy_pages")(self.cache, packed[0], packed[1])
+            self.cache = self._get(Upkeep("copy_pages"))(self.cache, packed[0], packed[1])
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
         """Packed log-probabilities of targets [n] at rows [n] of the hidden states that the latest step kept, n at most
@@ -244,7 +237,7 @@ class ModelRunner:
         packed = np.zeros(1 + 2 * most, np.int32)
         packed[0] = count = len(rows)
         packed[1 : 1 + count], packed[1 + most : 1 + most + count] = rows, targets
-        return self._get(("score_prompt", tokens))(self._arrays, hidden, packed)
+        return self._get(Upkeep("score_prompt", tokens))(self._arrays, hidden, packed)
 
     def _tell(self, kind: type, *fields: Any) -> None:
         if self.listener is not None:
@@ -266,31 +259,32 @@ class ModelRunner:
         known: list[Any] = [self._executables[name].memory_analysis() for name in names if name in self._executables]
         return Needs.of(known, pending=len(names) - len(known))
 
-    def names(self, shapes: Sequence[StepShape]) -> list[Any]:
+    def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """Of all programs that serving can need: the upkeep first, then the steps of these buckets by size."""
         # First what needs no kernel: on CPU these may still be being built.
-        upkeep = [*(("set_slots", size) for size in self.slot_sizes), "update_tables", "copy_pages"]
-        upkeep += [("count_tokens", size) for size in self.count_sizes]
+        upkeep = [Upkeep("set_slots", size) for size in self.slot_sizes]
+        upkeep += [Upkeep("update_tables"), Upkeep("copy_pages")]
+        upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes]
         by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
         return [*upkeep, *by_size, *self._others(shapes)]
 
-    def largest(self, shapes: Sequence[StepShape]) -> list[Any]:
+    def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """Those of them that need the most memory: one of each kind."""
         kinds = [[shape for shape in shapes if shape.decode_only is kind] for kind in (True, False)]
         steps = [self.programs.largest(max(some, key=lambda shape: shape.tokens)) for some in kinds if some]
         return [*steps, *self._others(shapes)]
 
-    def _others(self, shapes: Sequence[StepShape]) -> list[Any]:
+    def _others(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """Programs that multiply with the output head, beside the steps."""
         most = max(shape.tokens for shape in shapes if not shape.decode_only)
-        return [("score_prompt", most), *(("sample_deferred", size) for size in self.deferred_sizes)]
+        return [Upkeep("score_prompt", most), *(Upkeep("sample_deferred", size) for size in self.deferred_sizes)]
 
-    def compile(self, names: Sequence[Any]) -> None:
+    def compile(self, names: Sequence[ProgramName]) -> None:
         """Compiles these programs, in this order, some at a time."""
         with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
             list(pool.map(self._get, names))
 
-    def _get(self, name: Any) -> Compiled:
+    def _get(self, name: ProgramName | StepShape) -> Compiled:
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
         found = self._executables.get(name)
@@ -300,7 +294,7 @@ class ModelRunner:
             raise RuntimeError(f"{name} was not compiled before the engine was ready")
         return self._compile(name)
 
-    def _compile(self, name: Any) -> Compiled:
+    def _compile(self, name: ProgramName) -> Compiled:
         start = time.perf_counter()
         self.compiling = True
         try:
@@ -314,11 +308,11 @@ class ModelRunner:
         log.debug("compiled %s in %.2f s", name, seconds)
         return compiled
 
-    def lower(self, name: Any) -> Lowered:
+    def lower(self, name: ProgramName | StepShape) -> Lowered:
         """The program of an executable; needs shapes only. A bucket stands for its largest program."""
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
-        function, donated, arguments, results = self._signature(name)
+        function, donated, arguments, results = self._signatures.of(name)
         with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # which tells Pallas the chip
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
             return jitted.lower(*arguments)
@@ -328,63 +322,18 @@ class ModelRunner:
         """float32 means float32, on every platform; smaller types leave the choice to the compiler."""
         return "highest" if self.model.dtype == jnp.float32 else "default"
 
-    def _signature(self, name: Any) -> tuple[Callable, tuple[int, ...], tuple, Any]:
-        """Function, donated arguments, abstract arguments and shardings of the results of an executable."""
-
-        def host(*shape):
-            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
-
+    @property
+    def _signatures(self) -> Signatures:
+        """Of the cache and slots as they are settled."""
         everywhere = replicated(self.mesh)
 
-        def with_params(function):
-            return lambda arrays, *rest: function(self._unbundle(arrays), *rest)
-
-        def on_all_devices(x):
+        def on_all_devices(x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
-        cache = self.layout.abstract(self.mesh)
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._arrays]
-        cache_sharding = [self.layout.sharding(self.mesh)] * self.layout.num_arrays
-        if isinstance(name, StepProgram):
-            step = partial(
-                steps.run_step,
-                model=self.model,
-                shape=name.shape,
-                mesh=self.mesh,
-                sampler=name.sampler,
-                tokens_per_call=name.tokens_per_call,
-                keeps_hidden=name.keeps_hidden,
-            )
-            fields: Any = (everywhere, everywhere if name.keeps_hidden else None, cache_sharding, everywhere)
-            results = steps.StepResult(*fields)
-            return with_params(step), (1, 2), (params, cache, slots, host(name.shape.words)), results
-        if name[0] == "set_slots":
-            return set_slots, (0,), (slots, host(name[1], SLOT_WORDS)), everywhere
-        if name[0] == "count_tokens":
-            return count_tokens, (0,), (slots, host(3, name[1])), everywhere
-        if name[0] == "sample_deferred":
-            sampler = Sampler.FULL if self.programs.static else Sampler.ANY
-            sample = partial(steps.sample_deferred, model=self.model, mesh=self.mesh, sampler=sampler)
-            packed = host(name[1], 2 + -(-self.model.config.vocab_size // 32))
-            return with_params(sample), (1,), (params, slots, packed), everywhere
-        if name[0] == "score_prompt":
-            shape = (name[1], self.model.config.hidden_size)
-            hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=everywhere)
-            most, each = steps.scored_words(name[1], self._on_cpu)
-            score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self._on_cpu)
-            return with_params(score), (), (params, hidden, host(1 + 2 * most)), everywhere
-        if name == "update_tables":
-            return steps.update_tables, (0,), (slots, host(TABLE_COPIES, 2), host(3, TABLE_UPDATES)), everywhere
-        assert name == "copy_pages", name
-        copy = partial(copy_pages, layers=self.layout.num_layers)
-        return copy, (0,), (cache, host(COPIES), host(COPIES)), cache_sharding
-
-
-def _takes_cache(name: Any) -> bool:
-    """Whether a program's arguments depend on the number of pages: steps do, the upkeep of slots does not."""
-    kind = name[0] if isinstance(name, tuple) else name
-    return not isinstance(kind, str) or kind == "copy_pages"
+        model = self.model, self.mesh, self.layout, params, self._unbundle
+        return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu)
 
 
 def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.execution.filters import EXCLUDED, filter_logits
-from jaxserve.execution.slots import RowParams, decode_slots, penalty_rows
+from jaxserve.execution.slots import RowParams, decode_slots
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.pallas_kernels.types import DrawSettings
 from jaxserve.scheduling.sampler import Sampler
@@ -172,7 +172,8 @@ def _no_scores(logits: jax.Array, *_: jax.Array) -> jax.Array:
 
 def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; others only over the output."""
-    params, row = decode_slots(words), penalty_rows(words)
+    params = decode_slots(words)
+    row = params.penalty_row
     repetition = params.repetition[:, None]
     counts = seen.counts[row]
     repeated = seen.in_prompt[row] | (counts > 0)

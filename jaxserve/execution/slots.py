@@ -10,7 +10,7 @@ penalty row beside its slot; the others share row 0 (NO_PENALTY_ROW), whose cont
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,55 +25,90 @@ SLOTS_PER_CALL = 8  # sequences whose parameters the smallest call of `set_slots
 COUNTED_PER_CALL = 512  # tokens that the smallest call of `count_tokens` counts
 
 
-class RowParams(NamedTuple):
-    """Sampling parameters of the rows of a batch; the fields are SamplingParams', arrays [rows] unless noted."""
+class Field(NamedTuple):
+    """How a number, or `size` of them, lies in the words of a slot. `padding` fills those that are not given."""
 
-    temperature: jax.Array  # 0 is greedy
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    top_k: jax.Array  # 0 is off
-    seed: jax.Array  # uint32 [rows, 2]
-    no_stop_before: jax.Array  # no stop token is sampled for a position (in tokens from the prompt's start) below this
-    stop_ids: jax.Array  # int32 [rows, MAX_STOP_TOKENS], padded with -1
-    bias_ids: jax.Array  # int32 [rows, MAX_LOGIT_BIAS], padded with -1
-    bias: jax.Array  # float32 [rows, MAX_LOGIT_BIAS]
-    logprobs: jax.Array  # bool: this row wants log-probabilities
+    dtype: DTypeLike
+    size: int | None = None
+    padding: int = 0
+
+
+def _field(dtype: DTypeLike, size: int | None = None, padding: int = 0) -> Any:
+    return Field(dtype, size, padding)
+
+
+class RowParams(NamedTuple):
+    """What the devices are told of a sequence when it gets a slot. Of a batch: arrays [rows] or [rows, size].
+
+    This is the one list of these numbers. `encode_slot` packs them in this order, 32 bits each, and `decode_slots`
+    unpacks them.
+    """
+
+    slot: jax.Array = _field(np.int32)
+    penalty_row: jax.Array = _field(np.int32)
+    length: jax.Array = _field(np.int32)  # tokens whose keys and values its pages hold already
+    temperature: jax.Array = _field(np.float32)  # 0 is greedy
+    top_p: jax.Array = _field(np.float32)
+    min_p: jax.Array = _field(np.float32)
+    repetition: jax.Array = _field(np.float32)
+    presence: jax.Array = _field(np.float32)
+    frequency: jax.Array = _field(np.float32)
+    top_k: jax.Array = _field(np.int32)  # 0 is off
+    seed: jax.Array = _field(np.uint32, 2)
+    no_stop_before: jax.Array = _field(np.int32)  # a position: no stop token is sampled for one below it
+    logprobs: jax.Array = _field(np.bool_)  # whether the row wants log-probabilities
+    stop_ids: jax.Array = _field(np.int32, MAX_STOP_TOKENS, -1)
+    bias_ids: jax.Array = _field(np.int32, MAX_LOGIT_BIAS, -1)
+    bias: jax.Array = _field(np.float32, MAX_LOGIT_BIAS)
+
+
+def _places() -> tuple[dict[str, slice], int]:
+    """Where each field lies among the words of a slot, and how many words there are."""
+    places, at = {}, 0
+    for name, field in RowParams._field_defaults.items():
+        places[name] = slice(at, at := at + (field.size or 1))
+    return places, at
+
+
+_PLACES, SLOT_WORDS = _places()
+LAST_TOKEN, LENGTH = range(2)  # columns of SlotState.progress
 
 
 class SlotState(NamedTuple):
     """Arrays on every device. `slots` is num_slots + 1, `penalty_rows` is the number of real penalty rows + 1."""
 
-    last_token: jax.Array  # int32 [slots]; -1 after a stop token: the slot's sequence draws no more
-    block_tables: jax.Array  # int32 [slots, max_pages]
+    progress: jax.Array  # int32 [slots, 2]: LAST_TOKEN and LENGTH, in one array because steps change both
+    block_tables: jax.Array  # int32 [slots, blocks * groups of layers], see `scheduling.block_manager`
     params: jax.Array  # int32 [slots, SLOT_WORDS], as from `encode_slot`
     counts: jax.Array  # int32 [penalty_rows, vocab]: how often each token stands in the output so far
     in_prompt: jax.Array  # bool [penalty_rows, vocab]: whether it stands in the prompt
     hidden: jax.Array  # [slots, hidden]: the last hidden state of a deferred row, which samples once its mask is known
 
+    def last_token(self, slot: jax.Array) -> jax.Array:
+        """The latest token of each slot, int32 [rows]; -1 after a stop token: the sequence samples no more."""
+        return self.progress[slot][:, LAST_TOKEN]
 
-_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-_FLOATS_AT = 2  # after slot and penalty row
-_HEADER = _FLOATS_AT + len(_FLOATS) + 5  # … | floats | top_k, seed x 2, no_stop_before, logprobs
-SLOT_WORDS = _HEADER + MAX_STOP_TOKENS + 2 * MAX_LOGIT_BIAS
+    def length(self, slot: jax.Array) -> jax.Array:
+        """How many tokens of each slot have their keys and values in the cache, int32 [rows]. The device owns this
+        number: the next step continues here, whether or not the host knows yet how many tokens the step before kept."""
+        return self.progress[slot][:, LENGTH]
 
 
 def create_slots(
     num_slots: int,
-    max_pages: int,
+    table_width: int,
     vocab_size: int,
     hidden_size: int = 1,
     dtype: DTypeLike = jnp.float32,
     penalty_rows: int = 0,
     zeros: Callable[..., jax.Array] = jnp.zeros,
 ) -> SlotState:
-    """Empty slots; `penalty_rows` sequences can have penalties at a time. `zeros` makes what is large."""
+    """Empty slots. A sequence has up to `table_width` pages, and `penalty_rows` sequences can have penalties at a time.
+    `zeros` makes what is large."""
     rows = num_slots + 1
     return SlotState(
-        last_token=jnp.zeros(rows, jnp.int32),
-        block_tables=jnp.zeros((rows, max_pages), jnp.int32),
+        progress=jnp.zeros((rows, 2), jnp.int32),
+        block_tables=jnp.zeros((rows, table_width), jnp.int32),
         params=jnp.tile(padding_slot(num_slots), (rows, 1)),
         counts=zeros((1 + penalty_rows, vocab_size), jnp.int32),
         in_prompt=zeros((1 + penalty_rows, vocab_size), jnp.bool_),
@@ -88,37 +123,39 @@ def encode_slot(
     stop_ids: tuple[int, ...],
     prompt_len: int,
     penalty_row: int = NO_PENALTY_ROW,
+    length: int = 0,
 ) -> np.ndarray:
     """One row of `set_slots`'s buffer, int32 [SLOT_WORDS]. `stop_ids` are all that end the output, at most
-    MAX_STOP_TOKENS; `seed` is the sequence's own, 64 bits. A sequence with penalties needs a penalty row of its own."""
-    row = np.zeros(SLOT_WORDS, np.int32)
-    floats = (
-        0.0 if params.greedy else params.temperature,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-    )
-    row[0] = slot
-    row[1] = penalty_row
-    row[_FLOATS_AT : _FLOATS_AT + len(floats)] = np.asarray(floats, np.float32).view(np.int32)
-    seed_words = np.asarray([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    row[_HEADER - 5 : _HEADER] = (
-        max(params.top_k, 0),
-        *seed_words,
-        min(prompt_len + params.min_tokens, 2**31 - 1) if params.min_tokens and not params.grammar else 0,
-        params.logprobs is not None,
-    )
-    stops = row[_HEADER : _HEADER + MAX_STOP_TOKENS]
-    stops[:] = -1
-    stops[: len(stop_ids)] = stop_ids
-    bias_ids = row[_HEADER + MAX_STOP_TOKENS : _HEADER + MAX_STOP_TOKENS + MAX_LOGIT_BIAS]
-    bias_ids[:] = -1
-    if params.logit_bias:
-        bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
-        values = np.fromiter(params.logit_bias.values(), np.float32)
-        row[_HEADER + MAX_STOP_TOKENS + MAX_LOGIT_BIAS :][: len(values)] = values.view(np.int32)
+    MAX_STOP_TOKENS; `seed` is the sequence's own, 64 bits. A sequence with penalties needs a penalty row of its own.
+    Its pages hold the keys and values of `length` tokens already."""
+    bias = params.logit_bias or {}
+    no_stop_before = prompt_len + params.min_tokens if params.min_tokens and not params.grammar else 0
+    row = np.empty(SLOT_WORDS, np.int32)
+    values: dict[str, Any] = {
+        "slot": slot,
+        "penalty_row": penalty_row,
+        "length": length,
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "top_k": max(params.top_k, 0),
+        "seed": ((seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF),
+        "no_stop_before": min(no_stop_before, 2**31 - 1),
+        "logprobs": params.logprobs is not None,
+        "stop_ids": stop_ids,
+        "bias_ids": tuple(bias),
+        "bias": tuple(bias.values()),
+    }
+    for name, field in RowParams._field_defaults.items():
+        value = values[name]
+        wide = np.int32 if field.dtype is np.bool_ else field.dtype
+        words = row[_PLACES[name]].view(wide)
+        given = value if isinstance(value, tuple) else (value,)
+        words[: len(given)] = given
+        words[len(given) :] = field.padding
     return row
 
 
@@ -127,34 +164,23 @@ def padding_slot(num_slots: int) -> np.ndarray:
     return encode_slot(num_slots, SamplingParams(temperature=0.0), 0, (), 0)
 
 
-def penalty_rows(rows: jax.Array) -> jax.Array:
-    """The penalty row of each of the encoded slots int32 [rows, SLOT_WORDS]."""
-    return rows[:, 1]
-
-
 def decode_slots(rows: jax.Array) -> RowParams:
     """What `encode_slot` packed, of int32 [rows, SLOT_WORDS]."""
-    floats = lax.bitcast_convert_type(rows[:, _FLOATS_AT : _FLOATS_AT + len(_FLOATS)], jnp.float32)
-    ints = rows[:, _HEADER - 5 : _HEADER]
-    stops, bias_ids, bias = jnp.split(rows[:, _HEADER:], [MAX_STOP_TOKENS, MAX_STOP_TOKENS + MAX_LOGIT_BIAS], axis=1)
-    return RowParams(
-        **{name: floats[:, i] for i, name in enumerate(_FLOATS)},
-        top_k=ints[:, 0],
-        seed=lax.bitcast_convert_type(ints[:, 1:3], jnp.uint32),
-        no_stop_before=ints[:, 3],
-        stop_ids=stops,
-        bias_ids=bias_ids,
-        bias=lax.bitcast_convert_type(bias, jnp.float32),
-        logprobs=ints[:, 4] > 0,
-    )
+
+    def unpacked(name: str, field: Field) -> jax.Array:
+        words = rows[:, _PLACES[name]] if field.size else rows[:, _PLACES[name].start]
+        return words > 0 if field.dtype is np.bool_ else lax.bitcast_convert_type(words, field.dtype)
+
+    return RowParams(**{name: unpacked(name, field) for name, field in RowParams._field_defaults.items()})
 
 
 def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
     """Writes the slots encoded in `rows`, int32 [any, SLOT_WORDS]; their penalty rows begin empty."""
-    slot, row = rows[:, 0], penalty_rows(rows)
+    given = decode_slots(rows)
+    slot, row = given.slot, given.penalty_row
     cleared = jnp.where(row == NO_PENALTY_ROW, state.counts.shape[0], row)  # what lies outside is dropped
     return state._replace(
-        last_token=state.last_token.at[slot].set(0),
+        progress=state.progress.at[slot].set(jnp.stack((jnp.zeros_like(slot), given.length), axis=1)),
         params=state.params.at[slot].set(rows),
         counts=state.counts.at[cleared].set(0, mode="drop"),
         in_prompt=state.in_prompt.at[cleared].set(False, mode="drop"),

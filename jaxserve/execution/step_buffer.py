@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import numpy as np
 
 from jaxserve.execution.cost import FEW, StepCost
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.step_plan import Rows
 
@@ -34,6 +34,7 @@ def step_shapes(
     *,
     cost: StepCost | None = None,
     chunk: int | None = None,
+    num_groups: int = 1,
     padding_is_free: bool = False,
 ) -> list[StepShape]:
     """The buckets of an engine, those of decodes first, the smaller first within each kind.
@@ -60,9 +61,9 @@ def step_shapes(
         decodes = set(_sizes(1, max_num_seqs, cost))
         sizes = {*_sizes(FEW, max_tokens, cost), *([_rounded(chunk)] if chunk and FEW <= chunk < max_tokens else [])}
         mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in sizes}
-    return [StepShape.of(rows, rows, page_size, decode_only=True) for rows in sorted(decodes)] + [
-        StepShape.of(tokens, rows, page_size, decode_only=False) for tokens, rows in sorted(mixed)
-    ]
+    of_decodes = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=True)
+    of_mixed = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=False)
+    return [of_decodes(rows, rows) for rows in sorted(decodes)] + [of_mixed(*sizes) for sizes in sorted(mixed)]
 
 
 def _sizes(first: int, last: int, cost: StepCost) -> Iterator[int]:
@@ -151,38 +152,56 @@ def _cheapest_within(tokens: int, sizes: tuple[int, ...], cost: StepCost | None)
     return min(whole, cut, key=lambda some: sum(map(cost, some)))
 
 
+@dataclass
+class Pieces:
+    """Rows cut at the edges of batches: piece i is `count[i]` tokens of row `row[i]` from its token `first[i]` on."""
+
+    row: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+
+    def add(self, row: int, first: int, count: int) -> None:
+        self.row.append(row)
+        self.first.append(first)
+        self.count.append(count)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def of(self, rows: Rows) -> Rows:
+        """The pieces as rows, those of one token first. Only the last piece of a row samples."""
+        count, first = np.asarray(self.count, np.int32), np.asarray(self.first, np.int32)
+        order = np.argsort(count > 1, kind="stable")
+        pieces = rows.take(np.asarray(self.row)[order])
+        ends = pieces.end
+        pieces.start = pieces.start + first[order]
+        pieces.count = count[order]
+        pieces.num_new = np.where(pieces.end == ends, pieces.num_new, 0)
+        return pieces
+
+
 def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[StepBatch]:
     """Fills batch after batch with as many tokens and rows as buckets hold."""
     most = shapes[-1]
     cut = cost is not None and not rows.scores_prompt.any()
     sizes = iter(_cheapest(int(rows.count.sum()), _tokens(shapes), cost) if cut else ())
-    whole, first, count = [], [], []  # of each piece: its row, its first token in that row, its tokens
-    room = next(sizes, most.tokens)
+    pieces, room = Pieces(), next(sizes, most.tokens)
     for i, left in enumerate(rows.count.tolist()):
         at = 0
         while left:
-            piece = min(left, room)
-            whole.append(i)
-            first.append(at)
-            count.append(piece)
-            at, left, room = at + piece, left - piece, room - piece
-            if room == 0 or len(whole) == most.rows:
-                yield _mixed(rows, whole, first, count, shapes)
-                whole, first, count, room = [], [], [], next(sizes, most.tokens)
-    if whole:
-        yield _mixed(rows, whole, first, count, shapes)
+            count = min(left, room)
+            pieces.add(i, at, count)
+            at, left, room = at + count, left - count, room - count
+            if room == 0 or len(pieces) == most.rows:
+                yield _mixed(pieces.of(rows), shapes)
+                pieces, room = Pieces(), next(sizes, most.tokens)
+    if len(pieces):
+        yield _mixed(pieces.of(rows), shapes)
 
 
-def _mixed(rows: Rows, whole: list[int], first: list[int], count: list[int], shapes: list[StepShape]) -> StepBatch:
-    """A batch of pieces of rows, those of one token first; a row's last piece draws its tokens."""
-    order = np.argsort(np.asarray(count) > 1, kind="stable")
-    pieces = rows.take(np.asarray(whole)[order])
-    pieces.start, end = pieces.start + np.asarray(first, np.int32)[order], pieces.end
-    pieces.count = np.asarray(count, np.int32)[order]
-    pieces.num_new = np.where(pieces.end == end, pieces.num_new, 0)
-    if pieces.scores_prompt.any():
-        shapes = shapes[-1:]  # hidden states are scored in this bucket alone, which makes for one program less
-    return _batch(shapes, pieces, sum(count))
+def _mixed(rows: Rows, shapes: list[StepShape]) -> StepBatch:
+    # Hidden states are scored in the largest bucket only, so that one program returns them.
+    return _batch(shapes[-1:] if rows.scores_prompt.any() else shapes, rows, int(rows.count.sum()))
 
 
 def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
@@ -194,13 +213,12 @@ def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
 def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> np.ndarray:
     """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates].
 
-    For example, the sequence in slot 3 decodes its token at position 20, which only the devices know yet, and the one
-    in slot 5 computes the first three tokens 11, 12, 13 of its prompt, for which page 9 is the first of its table. In a
-    bucket of 8 tokens, 4 rows and 4 table updates, of an engine with 6 slots:
+    For example, the sequence in slot 3 decodes its last token, which only the devices know yet, and the one in slot 5
+    computes the first three tokens 11, 12, 13 of its prompt, for which page 9 is the first of its table. In a bucket of
+    8 tokens, 4 rows and 4 table updates, of an engine with 6 slots:
 
       tokens           -1 11 12 13 -1 -1 -1 -1    -1: the slot's last token, or padding
       q_start          0 1 4 4 4                  where each row's tokens begin; padding rows have none
-      kv_len           21 3 0 0                   tokens that a row's last token sees, itself included
       slot             3 5 6 6                    6 is the slot of nobody
       num_new          1 0 0 0                    the prompt goes on in the next step, so it samples nothing
       tokens_per_call  1
@@ -211,31 +229,30 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> 
     """
     shape, rows, n = batch.shape, batch.rows, len(batch.rows)
     packed = shape.empty(running.num_slots)
-    field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
-    slot, end = rows.slot, rows.end
-    field["slot"][:n] = slot
-    field["kv_len"][:n] = end
+    fields = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
+    slot = rows.slot
+    fields["slot"][:n] = slot
     num_new = rows.num_new
     if running.lineup.any_masked:
         num_new = np.where(running.masked[slot] & (num_new > 0), -1, num_new)
-    field["num_new"][:n] = num_new
-    field["tokens_per_call"][0] = max(rows.num_new.max(), 1)
+    fields["num_new"][:n] = num_new
+    fields["tokens_per_call"][0] = max(rows.num_new.max(), 1)
     if rows.only_decodes:
-        field["q_start"][:n] = np.arange(n)
-        field["q_start"][n:] = n
-        field["num_decodes"][0] = n
+        fields["q_start"][:n] = np.arange(n)
+        fields["q_start"][n:] = n
+        fields["num_decodes"][0] = n
         position = rows.start
     else:
         q_end = np.cumsum(rows.count)
-        field["q_start"][1 : n + 1] = q_end
-        field["q_start"][n + 1 :] = q_end[-1]
-        field["num_decodes"][0] = np.count_nonzero(rows.count == 1)
+        fields["q_start"][1 : n + 1] = q_end
+        fields["q_start"][n + 1 :] = q_end[-1]
+        fields["num_decodes"][0] = np.count_nonzero(rows.count == 1)
         row = np.repeat(np.arange(n), rows.count)
-        position, slot = (end - q_end)[row] + np.arange(len(row)), slot[row]
+        position, slot = (rows.end - q_end)[row] + np.arange(len(row)), slot[row]
     known = np.flatnonzero(position < running.known[slot])
     if len(known):
-        field["tokens"][known] = running.tokens[slot[known], position[known]]
+        fields["tokens"][known] = running.tokens[slot[known], position[known]]
     if table_updates.size:
         for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
-            field[name][: len(column)] = column
+            fields[name][: len(column)] = column
     return packed

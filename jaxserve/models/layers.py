@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.spec import MLPSpec
+from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Parts, Row
+from jaxserve.pallas_kernels.parts import Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
 
 
@@ -66,33 +67,7 @@ class Linear(nn.Module):
         if self.in_parts:
             return Parts(y, bias if bias is None or isinstance(bias, Row) else bias.reshape(-1))
         y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
-        return y if bias is None else y + bias
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis: of x, or of x plus what a layer adds to it; and that sum."""
-
-    size: int
-    eps: float
-    dtype: Any = jnp.float32
-    ops: Ops = Ops()
-
-    @nn.compact
-    def __call__(self, x: jax.Array, y: Parts | None = None, reader: QuantArray | None = None) -> tuple[jax.Array, Any]:
-        """`reader`: the weight that multiplies the norm, where it says how to round it."""
-        scale = weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
-        return self.ops.add_norm(x, y, scale, self.eps, reader)
-
-
-class Scale(nn.Module):
-    """The scale of a norm that is a part of another operation."""
-
-    size: int
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self) -> jax.Array | Row:
-        return weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
+        return y if bias is None else y + value_of(bias).astype(y.dtype)
 
 
 class Embedding(nn.Module):
@@ -115,6 +90,22 @@ class Embedding(nn.Module):
         return self.ops.linear(hidden, self.table, ("vocab", "embed"))
 
 
+class LearnedPositions(nn.Module):
+    """A vector for each position, which is added to the embedding of a token there."""
+
+    rows: int
+    offset: int  # the row of position 0
+    hidden_size: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, positions: jax.Array) -> jax.Array:
+        """int32 [tokens] -> [tokens, hidden]."""
+        shape = (self.rows, self.hidden_size)
+        table = weight(self, "table", nn.initializers.normal(0.1), (None, "embed"), shape, self.dtype)
+        return jnp.take(table, positions + self.offset, axis=0, mode="clip")
+
+
 class Experts(nn.Module):
     """Several gated MLPs, of which a router chooses a few for each token; see `jaxserve.pallas_kernels.experts`."""
 
@@ -127,18 +118,49 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array) -> Parts:
         experts, hidden, size = self.spec.experts, self.hidden_size, self.spec.size
         assert experts is not None
+        count, axes, bias = experts.count, (None, "embed"), experts.router_bias
+        router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, self.ops, name="router")
+
+        def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
+            scaled = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2, batch_axis=0)
+            init = scaled if len(shape) == 3 else nn.initializers.zeros
+            return weight(self, name, init, axes, shape, self.dtype) if given else None
+
+        gate_up = of_experts("experts_gate_up", ("expert", "mlp", "embed"), (count, 2 * size, hidden))
+        down = of_experts("experts_down", ("expert", "embed", "mlp"), (count, hidden, size))
+        first_bias = of_experts("experts_gate_up_bias", ("expert", "mlp"), (count, 2 * size), self.spec.bias)
+        last_bias = of_experts("experts_down_bias", (None, "embed"), (count, hidden), self.spec.bias)
+        correction = None
+        if experts.router.corrected:
+            correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
+        y = self.ops.experts(
+            x,
+            router(x),
+            ExpertWeights(gate_up, down, first_bias),
+            experts.router,
+            self.ops.gate_of(self.spec.activation, experts.limit),
+            correction=None if correction is None else value_of(correction),
+            down_bias=last_bias,
+        ).astype(x.dtype)
+        if experts.shared_size:
+            y = y + self._shared(x)
+        return Parts(y[None])
+
+    def _shared(self, x: jax.Array) -> jax.Array:
+        """What the MLP that all tokens go through makes of x [tokens, hidden]."""
+        experts = self.spec.experts
+        assert experts is not None
+        spec = MLPSpec(size=experts.shared_size, activation=self.spec.activation, bias=self.spec.bias)
+        y = MLP(spec, self.hidden_size, self.dtype, self.ops, name="shared")(x).whole(x.dtype)
+        if not experts.shared_gate:
+            return y
         axes = (None, "embed")
-        router = Linear((hidden,), (experts.count,), axes, False, self.dtype, jnp.float32, self.ops, name="router")
-        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=2, out_axis=1, batch_axis=0)
-        gate_up, down = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
-        first = weight(self, "experts_gate_up", init, gate_up, (experts.count, 2 * size, hidden), self.dtype)
-        second = weight(self, "experts_down", init, down, (experts.count, hidden, size), self.dtype)
-        y = self.ops.experts(x, router(x), first, second, experts.top_k, experts.normalized, self.spec.activation)
-        return Parts(y.astype(x.dtype)[None])
+        gate = Linear((self.hidden_size,), (1,), axes, False, self.dtype, jnp.float32, self.ops, name="shared_gate")
+        return y * jax.nn.sigmoid(gate(x)).astype(x.dtype)
 
 
 class MLP(nn.Module):
-    """Gated MLP: down(activation(gate(x)) * up(x)), gate and up in one matmul."""
+    """A gated MLP, down(activation(gate(x)) * up(x)), gate and up in one matmul; or down(activation(up(x)))."""
 
     spec: MLPSpec
     hidden_size: int
@@ -147,13 +169,18 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows) -> Parts:
-        size = self.spec.size
+        size, activation = self.spec.size, self.spec.activation
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
             return Linear(
                 in_shape, out_shape, axes, self.spec.bias, self.dtype, None, self.ops, in_parts=True, name=name
             )
 
-        gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x)
-        hidden = self.ops.gated(gate_up, self.spec.activation, x.dtype, reader(self, "down"))
+        if self.spec.gated:
+            gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x)
+            hidden = self.ops.gated(gate_up, activation, x.dtype, reader(self, "down"))
+        else:
+            hidden = self.ops.activated(
+                linear("up", (self.hidden_size,), (size,), ("mlp", "embed"))(x), activation, x.dtype
+            )
         return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,13 @@ from jaxserve.checkpoints.formats import QuantReader, find_format
 from jaxserve.checkpoints.formats.beside import with_settings
 from jaxserve.checkpoints.gguf_model import open_gguf
 from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
-from jaxserve.checkpoints.load import Piece, load_weights, read_weight
+from jaxserve.checkpoints.load import Host, Pieces, Stack, load_weights, member_of, read_weight
 from jaxserve.checkpoints.mistral_native import PARAMS, is_native, open_native, read_params
 from jaxserve.checkpoints.mixed import by_type
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
+from jaxserve.checkpoints.stacks import unstacked
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import is_split, padded_vocab, ways
 from jaxserve.devices.sharded_ops import (
@@ -39,6 +40,7 @@ from jaxserve.devices.sharded_ops import (
 )
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.expert_stacks import place_stack
 from jaxserve.models.families import Family, find_family, read_model_config
 from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import (
@@ -57,7 +59,7 @@ from jaxserve.models.spec import ModelConfig, sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_matmul
-from jaxserve.pallas_kernels.ops import choose_ops, matmul_of, quant_matmul
+from jaxserve.pallas_kernels.ops import Ops, choose_ops, matmul_of, mixture_of, quant_matmul
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, QuantArray, has_scale, stored_head_dim
 
@@ -83,25 +85,32 @@ class Checkpoint:
             hf, tensors, reader = HFConfig.read(path, ignored), {}, None
         elif path.suffix == ".gguf":
             file = open_gguf(path, ignored)
-            hf, tensors, reader = HFConfig(file.config, str(path), ignored), file.tensors, file.reader
+            hf = HFConfig(file.config, str(path), ignored)
+            of_gguf = unstacked(file.tensors, find_family(hf).names.values())
+            tensors, reader = of_gguf, dataclasses.replace(file.reader, tensors=of_gguf)
         elif is_native(path):
             native = open_native(path)
             hf, tensors, reader = HFConfig(native.config, native.source, ignored), native.tensors, None
         else:
-            hf, tensors = HFConfig.read(path, ignored), read_folder(path)
+            hf = HFConfig.read(path, ignored)
+            tensors = unstacked(read_folder(path), find_family(hf).names.values())
             reader = find_format(with_settings(hf.values, path), tensors)
         if quantization not in ("auto", reader.name if reader else None) and (reader or quantization not in SCHEMES):
             has = f"is quantized as {reader.name}" if reader else "is not quantized"
             raise ConfigError(f"quantization {quantization} was asked for, but {path} {has}")
         return cls(hf, find_family(hf), tensors, reader)
 
-    def pieces(self, decoder: Decoder) -> dict[str, list[Piece]]:
+    def pieces(self, decoder: Decoder) -> dict[str, Pieces]:
         """Path in the decoder's parameters -> the tensors that make it up."""
-        return weight_pieces(decoder, self.family.names)
+        return weight_pieces(decoder, self.family.roles(decoder.config), self._has)
+
+    def _has(self, weight: str) -> bool:
+        return weight in self.tensors or (self.reader is not None and bool(self.reader.parts(weight)))
 
     def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
         """Whether nobody is told that a tensor goes unused."""
-        tied_head = {self.family.names["head.weight"]} if decoder.config.tie_embeddings else set()
+        names = self.family.roles(decoder.config)
+        tied_head = {names.get("head.weight", "lm_head.weight")} if decoder.config.tie_embeddings else set()
         return lambda name: name in tied_head or name.endswith(self.family.ignored)
 
 
@@ -176,16 +185,19 @@ def make_decoder(
         raise ConfigError(str(error)) from None
     if is_split(mesh):
         embed, split_matmul = partial(embed_sharded, mesh, dtype), partial(matmul_sharded, mesh)
-        mixture = partial(experts_sharded, mesh, ops.mixture)
         fused = None if ops.fused is None else FusedSharded(mesh, ops.fused)
-        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, mixture=mixture, fused=fused)
-    ops = dataclasses.replace(ops, quant_matmul=_quant_matmul(device, mesh, matmul))
+        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, fused=fused)
+    ops = _with_products(ops, device, mesh, matmul)
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, ways(mesh, "vocab")), dtype, ops)
 
 
-def _quant_matmul(device: Device, mesh: Mesh, backend: str) -> Callable[..., jax.Array]:
+def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
+    """The same, with products by this backend: those with quantized weights, and mixtures of experts."""
     op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=is_split(mesh)))
-    return partial(quant_matmul_sharded, mesh, op) if is_split(mesh) else op
+    mixture = mixture_of(device, backend, partitioned=is_split(mesh))
+    if is_split(mesh):
+        op, mixture = partial(quant_matmul_sharded, mesh, op), partial(experts_sharded, mesh, mixture)
+    return dataclasses.replace(ops, quant_matmul=op, mixture=mixture)
 
 
 def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tuple[Decoder, Any]:
@@ -212,8 +224,7 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tup
         raise ConfigError(str(error)) from None
     if chosen == backend:
         return decoder, arranged(params, mesh, decoder.dtype, backend)
-    ops = dataclasses.replace(decoder.ops, quant_matmul=_quant_matmul(device, mesh, chosen))
-    return decoder.clone(ops=ops), params
+    return decoder.clone(ops=_with_products(decoder.ops, device, mesh, chosen)), params
 
 
 def load_params(
@@ -247,19 +258,20 @@ def load_params(
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
     scheme = quantization if source.reader is None and quantization in SCHEMES else None
-    _check_experts(decoder.config, source.reader.name if source.reader else scheme)
     pieces, ignored = source.pieces(decoder), source.ignored(decoder)
     if packing:
         abstract = packing.stored(abstract, pieces, source.tensors)
 
+    def as_asked(name: str, host: Any) -> Any:
+        """In floats, quantized or without rounded inputs, where that was asked for."""
+        if dequantize and isinstance(host, QuantArray):
+            host = in_floats(host).astype(abstract[name].dtype)
+        return rounding(name, rounded(name, host, scheme) if scheme else host)
+
     def put(name: str, host: Any, sharding: Sharding) -> Any:
         if isinstance(host, MixedArray):
             return dataclasses.replace(host, parts=tuple(put(name, part, sharding) for part in host.parts))
-        if dequantize and isinstance(host, QuantArray):
-            host = in_floats(host).astype(abstract[name].dtype)
-        if scheme:
-            host = rounded(name, host, scheme)
-        host = rounding(name, host)
+        host = as_asked(name, host)
         if packing and is_matrix(name) and (packed := packing.pack(host, mesh)) is not None:
             return packed
         if isinstance(host, StoredRows) and blocks and (kept := as_blocks(host, sharding)) is not None:
@@ -267,20 +279,31 @@ def load_params(
         if isinstance(host, StoredRows):  # of several types in a panel, or in a weight, or blocks that would be cut
             if apart and (mixed := by_type(host)) is not None:
                 return put(name, mixed, sharding)
-            host = read_weight(pieces[name], source.tensors, abstract[name], source.reader)
+            some = pieces[name]
+            assert not isinstance(some, Stack)
+            host = read_weight(some, source.tensors, abstract[name], source.reader)
         return place(name, host, sharding)
+
+    def put_stack(name: str, members: Iterator[Host], target: jax.ShapeDtypeStruct) -> Any:
+        stack, one = pieces[name], member_of(target)
+        assert isinstance(stack, Stack)
+
+        def form(member: Host, number: int) -> Any:
+            """A member as it is to lie on the devices; rows of a file, where these cannot, become a QuantArray."""
+            if isinstance(member, StoredRows) and blocks and (kept := as_blocks(member, one.sharding)) is not None:
+                return kept
+            if isinstance(member, StoredRows) and (packing is None or packing.packed(member) is None):
+                member = read_weight(stack.members[number], source.tensors, one, source.reader)
+            return as_asked(name, member)
+
+        return place_stack(name, map(form, members, range(len(stack.members))), target, packing)
 
     kept = packing.types if packing else BLOCK_KINDS if blocks else ()
     as_stored = () if dequantize else kept
     apart = apart and not dequantize
-    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, source.reader, put, as_stored, apart)
+    reading = source.reader, put, as_stored, apart, put_stack
+    flat = load_weights(source.tensors, abstract, pieces, ignored, progress, *reading)
     return unflatten_dict(flat, sep="/")
-
-
-def _check_experts(model: ModelConfig, quantization: str | None) -> None:
-    """Raises ConfigError for experts that would have to be quantized."""
-    if quantization and any(layer.mlp.experts for layer in model.layers):
-        raise ConfigError(f"experts are served in floats; this model's would have to be read as {quantization}")
 
 
 def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
@@ -316,7 +339,6 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
             rounding=rounding,
         )
     scheme = None if config.quantization == "auto" else config.quantization
-    _check_experts(decoder.config, scheme)
     if scheme and scheme not in FORMS:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(FORMS)}, not to {scheme!r}")
     params = dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)

@@ -3,8 +3,9 @@ ones in the file's own width."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -12,11 +13,13 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.checkpoints.load import Piece
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.load import Pieces
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import on_one_cpu
+from jaxserve.models.quantized import STACKS
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.cpu_panels import PanelType
 from jaxserve.pallas_kernels.types import MixedArray, PanelArray, QuantArray
@@ -26,8 +29,9 @@ SMALLEST_GROUP = 64  # of other formats than GGUF's: a group has 8 bytes of scal
 
 
 def is_matrix(path: str) -> bool:
-    """Whether a parameter is a weight of a product, or the embeddings'; biases may have two axes as well."""
-    return path.endswith(("/kernel", "embed/table"))
+    """Whether a parameter is a weight of a product, one of each expert, or the embeddings'; biases may have as many
+    axes."""
+    return path.endswith(("/kernel", "embed/table", *STACKS))
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Packing:
     def stored(
         self,
         abstract: Mapping[str, jax.ShapeDtypeStruct],
-        pieces: Mapping[str, list[Piece]],
+        pieces: Mapping[str, Pieces],
         tensors: Mapping[str, TensorInfo],
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """The same with each matrix in the dtype that it is to be kept in."""
@@ -78,8 +82,17 @@ class Packing:
 
     def pack(self, host: np.ndarray | QuantArray | StoredRows, mesh: Mesh) -> PanelArray | None:
         """A matrix of the host in panels on the CPU; None: there is no type of panels for it."""
-        packed, place = self._packed(host), NamedSharding(mesh, PartitionSpec())
+        packed, place = self.packed(host), NamedSharding(mesh, PartitionSpec())
         return None if packed is None else jax.tree.map(lambda x: jax.device_put(x, place), packed)
+
+    def pack_stack(self, path: str, members: Iterator[Any], count: int, mesh: Mesh) -> PanelArray:
+        """A stack [count, out, in] in panels on the CPU, of members that `packed` packs. Raises CheckpointError where
+        they differ in form."""
+        packed = cpu_panels.stack((self.packed(member) for member in members), count)
+        if packed is None:
+            raise CheckpointError(f"{path}: experts are quantized in several ways")
+        place = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.device_put(x, place), packed)
 
     def fits(self, w: QuantArray) -> bool:
         """Whether a quantized weight, of arrays or of their shapes, goes into panels. 4-bit floats do wherever there
@@ -91,7 +104,8 @@ class Packing:
             return bool(self.quantized)
         return self.quantized == "int8" and min(w.block[1], w.shape[1]) >= SMALLEST_GROUP
 
-    def _packed(self, host: np.ndarray | QuantArray | StoredRows) -> PanelArray | None:
+    def packed(self, host: np.ndarray | QuantArray | StoredRows) -> PanelArray | None:
+        """A matrix in panels of NumPy arrays; None: there is no type of panels for it."""
         if isinstance(host, StoredRows):
             parts = [cpu_panels.Rows(cpu_panels.GGUF_TYPES[kind], data) for kind, data in host.parts]
             return cpu_panels.pack(parts, host.source, host.shape[1], self.quantized)
@@ -105,26 +119,30 @@ class Packing:
         if isinstance(like, MixedArray):
             return replace(like, parts=tuple(self.abstract(part, mesh) for part in like.parts))
         if isinstance(like, StoredRows):
-            made = self._packed(like)
+            made = self.packed(like)
         elif isinstance(like, QuantArray):
             if not self.fits(like):
                 return like
             kind = cpu_panels.type_of(like)
             assert kind is not None
-            made = cpu_panels.abstract(like.shape, kind, self.quantized, like.block[1])
+            made = cpu_panels.abstract(like.shape[-2:], kind, self.quantized, like.block[1])
         else:
-            made = cpu_panels.abstract(like.shape, cpu_panels.FLOATS[np.dtype(like.dtype)], self.floats)
+            made = cpu_panels.abstract(like.shape[-2:], cpu_panels.FLOATS[np.dtype(like.dtype)], self.floats)
+        if made is not None and len(like.shape) == 3:
+            made = cpu_panels.abstract_stack(made, like.shape[0])
         place = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made)
 
     def pack_placed(self, params: Mapping[str, Any], mesh: Mesh, dtype: np.dtype | None = None) -> dict[str, Any]:
         """Parameters by their paths that lie on the CPU already, in panels; floats as `dtype`, or as they are."""
 
-        def one(x: Any) -> Any:
-            if isinstance(x, QuantArray):
-                packed = self.pack(jax.tree.map(np.asarray, x), mesh)
-            else:
-                packed = self.pack(np.asarray(x if dtype is None else x.astype(dtype)), mesh)
+        def one(path: str, x: Any) -> Any:
+            host = jax.tree.map(np.asarray, x if isinstance(x, QuantArray) or dtype is None else x.astype(dtype))
+            if path.endswith(STACKS):
+                members = (jax.tree.map(itemgetter(number), host) for number in range(x.shape[0]))
+                some = jax.tree.map(itemgetter(0), host)
+                return x if self.packed(some) is None else self.pack_stack(path, members, x.shape[0], mesh)
+            packed = self.pack(host, mesh)
             return x if packed is None else packed
 
-        return {path: one(x) if is_matrix(path) else x for path, x in params.items()}
+        return {path: one(path, x) if is_matrix(path) else x for path, x in params.items()}

@@ -30,6 +30,7 @@ from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, Qu
 log = logging.getLogger(__name__)
 
 GROUP = 128  # inputs that share a scale of int4
+STACKS = ("/experts_gate_up", "/experts_down")  # of experts' matrices: ends of their paths
 
 # Of weights that are quantized here: dtype of the codes, inputs in a block (None: all), dtype of the scale. With
 # DYNAMIC products round their inputs to the same type, a token at a time.
@@ -78,6 +79,8 @@ class Rounding:
         return w8a8.ignored(w) if reason else w
 
     def _why_not(self, path: str, w: QuantArray) -> str | None:
+        if path.endswith(STACKS):
+            return "there are no such products by expert"
         if not path.endswith("/kernel"):
             return "the weight is a table"
         if self._requested == "none":
@@ -95,8 +98,8 @@ def place(path: str, host: np.ndarray | QuantArray | BlockArray, sharding: Shard
         host = rounded(path, host, scheme)
     if not isinstance(host, QuantArray | BlockArray):
         return jax.device_put(host, sharding)
-    host = _for_devices(host, sharding)
-    return jax.tree.map(_put, host, _shardings(host, sharding))
+    host = for_devices(host, sharding)
+    return jax.tree.map(put, host, _shardings(host, sharding))
 
 
 def keeps_blocks(mesh: Mesh) -> bool:
@@ -112,7 +115,7 @@ def as_blocks(rows: StoredRows, sharding: Sharding) -> BlockArray | None:
     return None if inputs is not None and blocks % mesh.shape[inputs] else w
 
 
-def _for_devices(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
+def for_devices(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
     """The form that a weight has on the devices: blocks of which each gets whole ones, and on CPU, which has no kernel
     for 4-bit floats, bytes."""
     if isinstance(host, BlockArray):
@@ -121,13 +124,13 @@ def _for_devices(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArra
     return with_bytes(host) if _split(sharding)[1].devices.flat[0].platform == "cpu" else host
 
 
-def _put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
+def put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
     """An array to the devices. Numbers that are packed travel so, and become int4 there where every device gets whole
     bytes, and a CPU has the kernel."""
     if not isinstance(host, PackedInt4):
         return jax.device_put(host, sharding)
     on_cpu = sharding.mesh.devices.flat[0].platform == "cpu"
-    if sharding.shard_shape(host.shape)[1] % 2 or (on_cpu and not cpu.available(cpu.QUANT_MATMUL)):
+    if sharding.shard_shape(host.shape)[-1] % 2 or (on_cpu and not cpu.available(cpu.QUANT_MATMUL)):
         return jax.device_put(np.asarray(host), sharding)
     return _unpacker(sharding, host.dtype)(jax.device_put(host.data, sharding))
 
@@ -149,7 +152,7 @@ def splits_evenly(w: QuantArray, sharding: Sharding) -> bool:
 
 def abstract_like(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
     """The shapes and shardings of what `place` would make."""
-    host = _for_devices(host, sharding)
+    host = for_devices(host, sharding)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), host, _shardings(host, sharding)
     )
@@ -188,8 +191,10 @@ def _shuffler(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def is_quantizable(path: str) -> bool:
-    """The matrices of the layers; embeddings, head and routers of experts are few and matter more."""
-    return path.startswith("layers_") and path.endswith("/kernel") and not path.endswith("router/kernel")
+    """The matrices of the layers, experts' among them; embeddings, head and routers are few and matter more."""
+    if not path.startswith("layers_") or path.endswith(("router/kernel", "shared_gate/kernel")):
+        return False
+    return path.endswith(("/kernel", *STACKS))
 
 
 def quantized_abstract(abstract: Mapping[str, jax.ShapeDtypeStruct], scheme: str) -> dict[str, Any]:
@@ -206,7 +211,7 @@ def random_weight(key: jax.Array, like: QuantArray) -> QuantArray:
         deviation = top / math.sqrt(3)
     else:
         codes, deviation = jax.random.normal(codes_key, like.shape).astype(like.codes.dtype), 1.0
-    unit = 1 / (deviation * math.sqrt(like.shape[1]))
+    unit = 1 / (deviation * math.sqrt(like.shape[-1]))
     scale = jax.random.uniform(scale_key, like.scale.shape, minval=0.5, maxval=1.5)
     if like.gain is None:
         return dataclasses.replace(like, codes=codes, scale=(scale * unit).astype(like.scale.dtype))
@@ -216,12 +221,12 @@ def random_weight(key: jax.Array, like: QuantArray) -> QuantArray:
 
 def _quantized(dense: jax.ShapeDtypeStruct, scheme: str) -> QuantArray:
     codes, group, scale = FORMS[scheme]
-    out, inputs = dense.shape
+    *lead, out, inputs = dense.shape
 
     def form(group: int) -> QuantArray:
-        blocks = (out, -(-inputs // group))
+        blocks = (*lead, out, -(-inputs // group))
         shapes = jax.ShapeDtypeStruct(dense.shape, codes), jax.ShapeDtypeStruct(blocks, scale)
-        gain = jax.ShapeDtypeStruct((out, 1), jnp.float32) if scheme == "nvfp4" else None
+        gain = jax.ShapeDtypeStruct((*lead, out, 1), jnp.float32) if scheme == "nvfp4" else None
         return QuantArray(*shapes, block=(1, group), gain=gain, activations=activations_of(scheme))
 
     shape = form(min(group or inputs, inputs))

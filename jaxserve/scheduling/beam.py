@@ -74,7 +74,7 @@ class Beams:
         blocks, width = self._scheduler.blocks, request.params.n
         if (most := min(MAX_LOGPROBS - stops, self._scheduler.running.num_slots)) < width:
             raise InvalidRequestError(f"with use_beam_search n must be at most {most}, got {width}", "n")
-        if (pages := width * (blocks.pages_for(tokens) + 1)) > (room := blocks.capacity * 99 // 100):
+        if (pages := width * (blocks.pages_for(tokens) + blocks.num_groups)) > (room := blocks.capacity * 99 // 100):
             raise InvalidRequestError(
                 f"{width} beams of {tokens} tokens need {pages} KV pages; there are {room}: lower n or max_tokens",
                 "n",

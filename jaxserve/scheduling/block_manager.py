@@ -7,8 +7,13 @@ Every page but the null page is in exactly one of three states:
               recently used first
   in use      one or more sequences refer to it
 
-Where no layer of the model sees further back than a window, sequences give up the pages behind it (`first_needed`).
-The null page then stands in their place in a sequence's list of pages, and nobody looks at it.
+A model's layers form one or more groups (`execution.layer_groups`), and each group keeps the tokens of a sequence in
+pages of its own. A *block* is `page_size` consecutive tokens of a sequence, so a block has a page in each group. A
+sequence's list of pages holds the pages of its first block, one for each group in their order, then those of its second
+block, and so on.
+
+Where the layers of a group see no further back than a window, sequences give up the group's pages behind it
+(`first_needed`). The null page then stands in their place in a sequence's list, and nobody looks at it.
 
 A page that is shared, or in the prefix cache, is immutable. A sequence that needs to write to it gets a copy
 (`make_writable`).
@@ -26,6 +31,8 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
+
+Windows = tuple[int | None, ...]  # of each group of layers: how many tokens back they see, a token itself included
 
 NULL_PAGE = 0  # without owner: padding tokens write to it, and nothing reads it
 HASH_BYTES = 32
@@ -54,11 +61,11 @@ def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int) -> bytes
     return b"".join(hashes)
 
 
-def most_pages(tokens: int, page_size: int, window: int | None, step: int) -> int:
-    """Pages that a sequence of so many tokens holds at a time, at most: the window behind the tokens of a step, and
-    these. `window`: see `BlockManager`; step: the most tokens that a step computes."""
-    whole = -(-tokens // page_size)
-    return whole if window is None else min(whole, -(-(window - 1 + step) // page_size) + 1)
+def most_pages(tokens: int, page_size: int, windows: Windows, step: int) -> list[int]:
+    """Pages that a sequence of so many tokens holds at a time, at most, in each group: those of the window behind a
+    step, and of the step's own tokens. `windows`: see `BlockManager`; step: the most tokens that a step computes."""
+    blocks = -(-tokens // page_size)
+    return [blocks if window is None else min(blocks, -(-(window - 1 + step) // page_size) + 1) for window in windows]
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
@@ -75,29 +82,30 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 
 @dataclass(eq=False)
 class Tail:
-    """Pages in the prefix cache without hashes yet. They follow the page with the hash `parent`."""
+    """Blocks in the prefix cache without hashes yet. They follow the block with the hash `parent`."""
 
     parent: bytes
-    tokens: np.ndarray  # int32, of `pages`
-    pages: list[int]
+    tokens: np.ndarray  # int32, of the blocks
+    pages: list[int]  # of the blocks; the null page where a group has none
     num_kept: int  # of `pages`; the others were evicted or belong to another tail
 
 
 class BlockManager:
     """Allocates the pages 1 .. num_pages - 1; page 0 is the null page.
 
-    `window`: how many tokens back any layer sees, a token itself included; None: some layer sees all.
+    `windows`: for each group of layers, how many tokens back they see, a token itself included; None: all.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, window: int | None = None):
+    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, windows: Windows = (None,)):
         self.num_pages = num_pages
         self.page_size = page_size
-        self.window = window
+        self.windows = windows
+        self.num_groups = len(windows)
         self.prefix_caching = prefix_caching
         self._refs, self._free = self._unowned()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._hash_of: dict[int, bytes | Tail] = {}
-        self._page_of: dict[bytes, int] = {}
+        self._pages_of: dict[bytes, list[int]] = {}  # of a block in each group; the null page where it is not cached
         self._tails: dict[bytes, dict[Tail, None]] = {}  # by parent
         self.generation = 0  # incremented when a lookup may find a longer prefix or need fewer pages
 
@@ -128,20 +136,25 @@ class BlockManager:
     @overload
     def pages_for(self, tokens: np.ndarray) -> np.ndarray: ...
     def pages_for(self, tokens: Any) -> Any:
-        """Pages that hold this number of tokens."""
-        return -(-tokens // self.page_size)
+        """Pages of all groups that hold this number of tokens."""
+        return -(-tokens // self.page_size) * self.num_groups
 
     @overload
-    def first_needed(self, computed: int) -> int: ...
+    def first_needed(self, computed: int, window: int | None) -> int: ...
     @overload
-    def first_needed(self, computed: np.ndarray) -> np.ndarray: ...
-    def first_needed(self, computed: Any) -> Any:
-        """Index of the first page that tokens from the position `computed` on can still see."""
-        return computed * 0 if self.window is None else np.maximum(computed - self.window + 1, 0) // self.page_size
+    def first_needed(self, computed: np.ndarray, window: int | None) -> np.ndarray: ...
+    def first_needed(self, computed: Any, window: int | None) -> Any:
+        """Index of the first block that tokens from the position `computed` on can still see through `window`."""
+        return computed * 0 if window is None else np.maximum(computed - window + 1, 0) // self.page_size
 
-    def most_pages(self, tokens: int, step: int) -> int:
-        """Pages that a sequence of so many tokens holds at a time, at most, if a step computes `step` of them."""
-        return most_pages(tokens, self.page_size, self.window, step)
+    def needed_pages(self, tokens: int, cached: Sequence[int], step: int) -> int:
+        """Pages that must be available for a sequence of so many tokens that starts from the `cached` pages, if a step
+        computes at most `step` tokens. Behind a window it gives pages up, so it needs no more than it holds at a time.
+        """
+        new = (self.pages_for(tokens) - len(cached)) // self.num_groups
+        most = most_pages(tokens, self.page_size, self.windows, step)
+        evictable = [self.count_evictable(cached[group :: self.num_groups]) for group in range(self.num_groups)]
+        return sum(min(new + cost, pages) for cost, pages in zip(evictable, most, strict=True))
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages for one owner. The caller has checked `num_available`."""
@@ -161,8 +174,15 @@ class BlockManager:
             if not key.num_kept:
                 self._remove(key)
         else:
-            del self._page_of[key]
+            self._forget(page, key)
         return page
+
+    def _forget(self, page: int, key: bytes) -> None:
+        """Takes a page out of the block with this hash."""
+        block = self._pages_of[key]
+        block[block.index(page)] = NULL_PAGE
+        if not any(block):
+            del self._pages_of[key]
 
     def share(self, pages: Iterable[int], owners: int = 1) -> None:
         """Adds owners to pages that are in use or evictable."""
@@ -175,9 +195,7 @@ class BlockManager:
     def free(self, pages: Sequence[int]) -> None:
         """Removes one owner of each page. The last pages are evicted first, because prefixes are more often shared."""
         refs, hash_of, evictable, free = self._refs, self._hash_of, self._evictable, self._free
-        for page in reversed(pages):
-            if page == NULL_PAGE:
-                break  # what lies before was given up
+        for page in filter(None, reversed(pages)):  # the null page stands for those that were given up
             owners = refs[page] = refs[page] - 1
             if owners == 0:
                 if page in hash_of:
@@ -200,50 +218,72 @@ class BlockManager:
         return old, new
 
     def match(self, root: bytes, hashes: Iterable[bytes]) -> list[int]:
-        """Cached pages of the longest prefix with these page hashes, a chain that starts from `root`. The caller must
-        `share` the pages at once.
+        """Cached pages of the longest prefix whose blocks have these hashes, a chain that starts from `root`. The
+        caller must `share` the pages at once.
 
-        Where there is a window, the pages before it need not be cached; the null page stands for them. Otherwise no
-        more hashes are taken than needed.
+        In groups with a window, the pages before it need not be cached; the null page stands for them. Where a group
+        has no window, no more hashes are taken than needed.
         """
-        pages, parent = [], root
+        missing = [NULL_PAGE] * self.num_groups
+        blocks, parent = [], root
         for key in hashes:
-            if key not in self._page_of and parent in self._tails:
+            if key not in self._pages_of and parent in self._tails:
                 self._hash_tails(parent)
-            page = self._page_of.get(key, NULL_PAGE)
-            if page == NULL_PAGE and self.window is None:
+            block = self._pages_of.get(key, missing)
+            if any(page == NULL_PAGE and window is None for page, window in zip(block, self.windows, strict=True)):
                 break
-            pages.append(page)
+            blocks.append(block)
             parent = key
-        return pages if self.window is None else self._usable(pages)
+        return self._usable(blocks)
 
-    def _usable(self, pages: list[int]) -> list[int]:
-        """The most of the first pages of which those within the window are all cached; the null page for the others."""
-        missing = -1  # index of the last page, of those up to `count`, that is not cached
+    def _usable(self, blocks: list[list[int]]) -> list[int]:
+        """Pages of the most of the first blocks that a sequence can start from: in each group all pages within the
+        window are cached. The null page stands for the pages before the window."""
+        last_missing = [-1] * self.num_groups  # of the blocks before `count`: the last whose page is not cached
         best = 0
-        for count, page in enumerate(pages, 1):
-            if page == NULL_PAGE:
-                missing = count - 1
-            if int(self.first_needed(count * self.page_size)) > missing:
+        for count, block in enumerate(blocks, 1):
+            for group, page in enumerate(block):
+                if page == NULL_PAGE:
+                    last_missing[group] = count - 1
+            if all(first > last for first, last in zip(self._first_blocks(count), last_missing, strict=True)):
                 best = count
-        first = int(self.first_needed(best * self.page_size))
-        return [NULL_PAGE] * first + pages[first:best]
+        firsts = self._first_blocks(best)
+        return [
+            page if index >= first else NULL_PAGE
+            for index, block in enumerate(blocks[:best])
+            for page, first in zip(block, firsts, strict=True)
+        ]
+
+    def _first_blocks(self, count: int) -> list[int]:
+        """In each group the first block that is still seen from the token behind `count` full blocks."""
+        return [int(self.first_needed(count * self.page_size, window)) for window in self.windows]
 
     def count_evictable(self, pages: Iterable[int]) -> int:
         """How many of these pages are evictable."""
         return sum(self._refs[page] == 0 for page in filter(None, pages))
 
-    def register(self, page: int, key: bytes) -> None:
-        """Adds a full page, in use, to the prefix cache. Lookups find the first page that was added with a hash."""
-        if self.prefix_caching and key not in self._page_of and page not in self._hash_of:
-            self._page_of[key] = page
+    def register(self, block: Sequence[int], key: bytes) -> None:
+        """Adds the pages of a full block, in use, to the prefix cache. The null page stands for those that were given
+        up. Lookups find the first page of a group that was added with a hash."""
+        if not self.prefix_caching:
+            return
+        cached = self._pages_of.get(key) or [NULL_PAGE] * self.num_groups
+        new = [
+            (group, page)
+            for group, page in enumerate(block)
+            if page != NULL_PAGE and cached[group] == NULL_PAGE and page not in self._hash_of
+        ]
+        for group, page in new:
+            cached[group] = page
             self._hash_of[page] = key
+        if new:
+            self._pages_of[key] = cached
             self.generation += 1
 
     def register_lazily(self, pages: Sequence[int], parent: bytes, tokens: np.ndarray) -> None:
-        """Adds full pages, in use, to the prefix cache without computing their hashes. They hold `tokens`, int32
-        [pages * page_size], and follow the page with the hash `parent`."""
-        new = [page for page in pages if page not in self._hash_of]
+        """Adds the pages of full blocks, in use, to the prefix cache without computing hashes. The blocks hold `tokens`
+        (int32 [blocks * page_size]) and follow the block with the hash `parent`."""
+        new = [page for page in pages if page != NULL_PAGE and page not in self._hash_of]
         if self.prefix_caching and new:
             tail = Tail(parent, tokens, list(pages), len(new))
             self._hash_of.update(dict.fromkeys(new, tail))
@@ -251,13 +291,17 @@ class BlockManager:
             self.generation += 1
 
     def _hash_tails(self, parent: bytes) -> None:
-        """Hashes the first page of every tail with this parent. The tail's other pages then follow that page."""
+        """Hashes the first block of every tail with this parent. The tail's other blocks then follow that block."""
         for tail in self._tails.pop(parent):
-            page, key = tail.pages.pop(0), page_hash(parent, tail.tokens[: self.page_size])
-            if self._hash_of.get(page) is tail:
-                tail.num_kept -= 1
+            block, tail.pages = tail.pages[: self.num_groups], tail.pages[self.num_groups :]
+            key = page_hash(parent, tail.tokens[: self.page_size])
+            block = [page if self._hash_of.get(page) is tail else NULL_PAGE for page in block]
+            kept = [page for page in block if page != NULL_PAGE]
+            tail.num_kept -= len(kept)
+            for page in kept:
                 del self._hash_of[page]
-                self.register(page, key)
+            self.register(block, key)
+            for page in kept:
                 if page in self._evictable and page not in self._hash_of:  # another page has its content
                     del self._evictable[page]
                     self._free.append(page)
@@ -274,7 +318,7 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content. Pages in use keep their owners."""
         self._free.extend(self._evictable)
-        for forgotten in (self._evictable, self._hash_of, self._page_of, self._tails):
+        for forgotten in (self._evictable, self._hash_of, self._pages_of, self._tails):
             forgotten.clear()
 
     def clear(self) -> None:
@@ -299,8 +343,11 @@ class BlockManager:
         assert {page: self._refs[page] for page in in_use} == dict(owned), "reference counts differ from the owners"
         assert evictable <= set(self._hash_of), "an evictable page has no hash"
         assert not free & set(self._hash_of), "a free page is still in the prefix cache"
-        hashed = {key: page for page, key in self._hash_of.items() if not isinstance(key, Tail)}
-        assert hashed == self._page_of
+        hashed = {page: key for page, key in self._hash_of.items() if not isinstance(key, Tail)}
+        cached = [(page, key) for key, block in self._pages_of.items() for page in block if page != NULL_PAGE]
+        assert len(cached) == len(hashed), "a page is cached twice"
+        assert dict(cached) == hashed
+        assert all(any(block) and len(block) == self.num_groups for block in self._pages_of.values())
         kept = Counter(key for key in self._hash_of.values() if isinstance(key, Tail))
         tails = [tail for siblings in self._tails.values() for tail in siblings]
         assert all(tail.parent == parent for parent, siblings in self._tails.items() for tail in siblings)

@@ -68,8 +68,7 @@ def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats
     """The pool as it stands. Costs a few vector operations over at most MAX_SCANNED pages and MAX_CELLS cells."""
     running, capacity = scheduler.running, blocks.capacity
     seqs, slot = running.lineup.seqs, running.lineup.slot
-    held_pages = running.num_pages - running.num_released
-    stride = -(-int(held_pages[slot].sum()) // MAX_SCANNED) or 1
+    stride = -(-int(running.num_held[slot].sum()) // MAX_SCANNED) or 1
     held, owner = _held_pages(seqs, stride)
     num_owners = np.bincount(held, minlength=capacity)
     per_cell = -(-capacity // MAX_CELLS)
@@ -118,9 +117,7 @@ def _cells(
 
 
 def _owners(running: RunningTable, seqs: list[Sequence]) -> list[PoolOwner]:
-    columns = np.stack(
-        (running.num_pages - running.num_released, running.computed, running.known, running.limit), axis=1
-    )
+    columns = np.stack((running.num_held, running.computed, running.known, running.limit), axis=1)
     return [
         PoolOwner(seq.request_id, seq.index, pages, seq.prompt_len, computed, known, limit)
         for seq, (pages, computed, known, limit) in zip(seqs, columns[[seq.slot for seq in seqs]].tolist(), strict=True)

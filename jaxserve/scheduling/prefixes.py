@@ -26,8 +26,7 @@ class Prefixes:
         if last and last.needed > room and (last.generation, last.num_tokens) == (blocks.generation, len(seq.tokens)):
             return False
         cached = self._match(seq)
-        needed = blocks.pages_for(len(seq.tokens)) - len(cached) + blocks.count_evictable(cached)
-        needed = min(needed, blocks.most_pages(len(seq.tokens), step))  # with a window: what it holds at a time
+        needed = blocks.needed_pages(len(seq.tokens), cached, step)
         seq.lookup = Lookup(cached, needed, len(seq.tokens), blocks.generation)
         return needed <= room
 
@@ -42,16 +41,18 @@ class Prefixes:
         """Offers the full pages among the first `computed` tokens of a running sequence to the prefix cache. With
         `lazily`, their hashes are computed when a lookup reaches them."""
         slot, size = seq.slot, self._blocks.page_size
-        first, full = int(max(running.num_registered[slot], running.num_released[slot])), computed // size
+        first, full = int(running.num_registered[slot]), computed // size
         if not self._blocks.prefix_caching or full <= first:
             return
-        tokens, pages = running.tokens[slot], seq.pages[first:full]
+        groups = self._blocks.num_groups
+        tokens, pages = running.tokens[slot], seq.pages[first * groups : full * groups]
         if lazily:
             before = seq.page_hash(tokens, first - 1, size)
             self._blocks.register_lazily(pages, before, tokens[first * size : full * size].copy())
         else:
-            for i, page in enumerate(pages, first):
-                self._blocks.register(page, seq.page_hash(tokens, i, size))
+            for i in range(first, full):
+                block = seq.pages[i * groups : (i + 1) * groups]
+                self._blocks.register(block, seq.page_hash(tokens, i, size))
         running.num_registered[slot] = full
 
     def release_unseen(self, running: RunningTable) -> None:
@@ -60,18 +61,21 @@ class Prefixes:
         A step in flight may still read such a page. The devices run it before any step that writes to the page for its
         next owner. Siblings that are still to come begin with the last token of the prompt, so what that sees stays.
         """
-        blocks = self._blocks
-        if blocks.window is None:
-            return
-        lineup = running.lineup
-        first = blocks.first_needed(running.computed[lineup.slot])
-        for i in np.flatnonzero(first > running.num_released[lineup.slot]).tolist():
+        for group, window in enumerate(self._blocks.windows):
+            if window is not None:
+                self._release_behind(window, group, running)
+
+    def _release_behind(self, window: int, group: int, running: RunningTable) -> None:
+        blocks, lineup, released = self._blocks, running.lineup, running.num_released[:, group]
+        first = blocks.first_needed(running.computed[lineup.slot], window)
+        for i in np.flatnonzero(first > released[lineup.slot]).tolist():
             seq, slot, end = lineup.seqs[i], lineup.seqs[i].slot, int(first[i])
             if seq.unforked:
-                end = min(end, int(blocks.first_needed(seq.prompt_len - 1)))
-            if end <= running.num_released[slot]:
+                end = min(end, int(blocks.first_needed(seq.prompt_len - 1, window)))
+            if end <= released[slot]:
                 continue
             self.register(running, seq, min(end * blocks.page_size, int(running.known[slot])))
-            blocks.free(seq.pages[int(running.num_released[slot]) : end])
-            seq.pages[:end] = [NULL_PAGE] * end
-            running.num_released[slot] = end
+            behind = slice(group, end * blocks.num_groups, blocks.num_groups)
+            blocks.free(seq.pages[behind])
+            seq.pages[behind] = [NULL_PAGE] * end
+            released[slot] = end

@@ -52,18 +52,22 @@ class RunningTable:
       [0, limit)     the prompt and all the output that the sequence may have
     """
 
-    def __init__(self, max_num_seqs: int, page_size: int, max_len: int, penalty_rows: int | None = None):
+    def __init__(
+        self, max_num_seqs: int, page_size: int, max_len: int, penalty_rows: int | None = None, num_groups: int = 1
+    ):
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
 
-        self._settings = max_num_seqs, page_size, max_len, penalty_rows
-        self.page_size = page_size
+        self._settings = max_num_seqs, page_size, max_len, penalty_rows, num_groups
+        self.page_size, self.num_groups = page_size, num_groups  # see `BlockManager`
         self.slot_generation = numbers()  # incremented when a slot is vacated; see `holds`
         self.tokens = np.zeros((max_num_seqs, max_len + MAX_TOKENS_PER_CALL), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
-        self.num_pages = numbers()
-        self.num_released = numbers()  # first pages, which were given up because no layer sees them any more
-        self.num_registered = numbers()  # first pages, which were offered to the prefix cache
+        self.start = numbers()  # `computed` when the sequence was placed, which the devices are told
+        self.num_blocks = numbers()  # for which it has pages, or had them
+        # In each group the first blocks whose pages were given up, because no layer sees them any more.
+        self.num_released = np.zeros((max_num_seqs, num_groups), np.int32)
+        self.num_registered = numbers()  # first blocks, which were offered to the prefix cache
         self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
         self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
         self.beams = np.zeros(max_num_seqs, bool)
@@ -82,6 +86,11 @@ class RunningTable:
         self._free_penalty_rows = list(range(max_num_seqs if penalty_rows is None else penalty_rows, 0, -1))
         self._ordered: list[Sequence] = []
         self._lineup: Lineup | None = None
+
+    @property
+    def num_held(self) -> np.ndarray:
+        """Pages of each slot's sequence, int32 [slots]."""
+        return self.num_blocks * self.num_groups - self.num_released.sum(axis=1)
 
     @property
     def num_slots(self) -> int:
@@ -148,7 +157,7 @@ class RunningTable:
         seq.status = Status.RUNNING
         insort(self._ordered, seq, key=lambda s: s.order)
         self._lineup = None
-        self.computed[slot] = computed
+        self.computed[slot] = self.start[slot] = computed
         self.known[slot] = self.total[slot] = len(seq.tokens)
         seq.store_in(self.tokens[slot], self.known[slot : slot + 1])
         self.limit[slot] = seq.prompt_len + seq.max_tokens
@@ -157,7 +166,7 @@ class RunningTable:
         else:
             self.copy_pages(seq, like)
         self.num_registered[slot] = computed // self.page_size
-        self.num_released[slot] = seq.num_released
+        self.num_released[slot] = seq.num_released(self.num_groups)
         self.scored_until[slot] = seq.prompt_len - 1 if seq.scores_prompt else 0
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(seq.stop_ids)] = list(seq.stop_ids)
@@ -172,7 +181,8 @@ class RunningTable:
 
     def show_pages(self, seq: Sequence, first: int) -> None:
         """Has the devices told of a sequence's pages from the index `first` on."""
-        self.num_pages[seq.slot] = count = len(seq.pages)
+        count = len(seq.pages)
+        self.num_blocks[seq.slot] = count // self.num_groups
         if first < count:
             columns = np.full(count - first, seq.slot), np.arange(first, count), seq.pages[first:]
             self.table_entries.append(np.asarray(columns, np.int32))
@@ -182,22 +192,23 @@ class RunningTable:
         if any((some[0] == source).any() for some in self.table_entries):  # they are written after the copy
             self.show_pages(seq, 0)
             return
-        self.num_pages[seq.slot] = len(seq.pages)
+        self.num_blocks[seq.slot] = len(seq.pages) // self.num_groups
         self.table_copies.append((source, seq.slot))
 
     def growth(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Indices of rows that need more pages than they have, and how many more each needs."""
-        reach, num_pages = rows.reach, self.num_pages[rows.slot]
-        growing = np.flatnonzero(reach > num_pages * self.page_size)
-        return growing, -(-reach[growing] // self.page_size) - num_pages[growing]
+        reach, num_blocks = rows.reach, self.num_blocks[rows.slot]
+        growing = np.flatnonzero(reach > num_blocks * self.page_size)
+        return growing, (-(-reach[growing] // self.page_size) - num_blocks[growing]) * self.num_groups
 
     def add_pages(self, seqs: list[Sequence], slot: np.ndarray, count: np.ndarray, pages: list[int]) -> None:
         """Gives each sequence, whose slot is in `slot`, the next `count` of the pages."""
         taken = iter(pages)
         for seq, some in zip(seqs, count.tolist(), strict=True):
             seq.pages += islice(taken, some)
-        index = np.repeat(self.num_pages[slot] - (np.cumsum(count) - count), count) + np.arange(len(pages))
-        self.num_pages[slot] += count
+        first = self.num_blocks[slot] * self.num_groups - (np.cumsum(count) - count)
+        index = np.repeat(first, count) + np.arange(len(pages))
+        self.num_blocks[slot] += count // self.num_groups
         self.table_entries.append(np.asarray((np.repeat(slot, count), index, pages), np.int32))
 
     def take_news(self) -> tuple[list[Sequence], list[tuple[int, int]], np.ndarray]:
@@ -254,7 +265,7 @@ class RunningTable:
         which differ from its old ones from the index `kept` on."""
         outputs = slice(seq.prompt_len, int(self.known[source.slot]))
         self.tokens[seq.slot, outputs] = self.tokens[source.slot, outputs]
-        self.num_registered[seq.slot] = min(self.num_registered[seq.slot], kept)
+        self.num_registered[seq.slot] = min(self.num_registered[seq.slot], kept // self.num_groups)
         self.num_released[seq.slot] = self.num_released[source.slot]
         self.show_pages(seq, kept)
 
@@ -294,6 +305,6 @@ class RunningTable:
             assert seq.status is Status.RUNNING
             assert seq.prompt_len <= self.known[slot] <= self.total[slot] <= self.limit[slot]
             assert self.computed[slot] <= self.total[slot]
-            assert self.computed[slot] <= len(seq.pages) * self.page_size
-            assert self.num_pages[slot] == len(seq.pages)
-            assert self.num_released[slot] == seq.num_released
+            assert self.computed[slot] <= self.num_blocks[slot] * self.page_size
+            assert self.num_blocks[slot] * self.num_groups == len(seq.pages)
+            assert self.num_released[slot].tolist() == seq.num_released(self.num_groups)

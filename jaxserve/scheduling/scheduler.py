@@ -53,7 +53,7 @@ class Scheduler:
         self.blocks, self._prefixes = blocks, Prefixes(blocks)
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
-        self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows)
+        self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.num_groups)
         self.waiting = Waiting()
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests whose client reads the tokens as they come
@@ -197,11 +197,12 @@ class Scheduler:
 
     def _shared_pages(self, rows: Rows) -> list[tuple[Sequence, int]]:
         """Pages that rows would write to and that have other owners or are cached: (sequence, index in its pages)."""
-        shared = []
+        shared, groups = [], self.blocks.num_groups
         for seq in self.running.maybe_shared.intersection(rows.seqs):
-            index = int(self.running.computed[seq.slot]) // self.blocks.page_size
-            if index < len(seq.pages) and not self.blocks.is_writable(seq.pages[index]):
-                shared.append((seq, index))
+            block = int(self.running.computed[seq.slot]) // self.blocks.page_size
+            for index in range(block * groups, min((block + 1) * groups, len(seq.pages))):
+                if not self.blocks.is_writable(seq.pages[index]):
+                    shared.append((seq, index))
         return sorted(shared, key=lambda pair: pair[0].order)
 
     def _unshare(self, rows: Rows, shared: list[tuple[Sequence, int]]) -> list[tuple[int, int]]:
@@ -243,7 +244,7 @@ class Scheduler:
         self.waiting.pop()
         seq.pages, seq.lookup = (seq.lookup.pages if seq.lookup else []), None
         self.blocks.share(seq.pages)
-        computed = len(seq.pages) * self.blocks.page_size
+        computed = len(seq.pages) // self.blocks.num_groups * self.blocks.page_size
         if seq.num_cached is None and seq.index == 0:
             seq.num_cached, seq.queue_seconds = computed, time.perf_counter() - seq.arrived
             self.prefix_queries += seq.prompt_len
@@ -364,7 +365,7 @@ class Scheduler:
             blocks.share(parent.pages[kept:])
             blocks.free(seq.pages[kept:])
             seq.pages[kept:] = parent.pages[kept:]
-            seq.keep_hashes(kept)
+            seq.keep_hashes(kept // blocks.num_groups)
             running.copy_outputs(seq, parent, kept)
         running.append(np.asarray([seq.slot]), np.asarray([[token]], np.int32), 1)
         running.total[seq.slot] += 1

@@ -105,10 +105,10 @@ class Sequence:
     def _keep(self, tokens: np.ndarray) -> None:
         self._stored, self._known = tokens, np.asarray([len(tokens)])
 
-    @property
-    def num_released(self) -> int:
-        """How many of its first pages it has given up."""
-        return next((i for i, page in enumerate(self.pages) if page != NULL_PAGE), len(self.pages))
+    def num_released(self, num_groups: int) -> list[int]:
+        """In each group of layers, how many of its first pages it has given up."""
+        groups = (self.pages[group::num_groups] for group in range(num_groups))
+        return [next((i for i, page in enumerate(pages) if page != NULL_PAGE), len(pages)) for pages in groups]
 
     @property
     def num_outputs(self) -> int:

@@ -36,9 +36,19 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None)
     """
     if not cpu.available(cpu.QUANT_MATMUL):  # the build failed
         return reference.quant_matmul(x, w)
+    return _call("jaxserve_quant_matmul", x, w, jnp.int32(len(x)) if count is None else count)
+
+
+def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
+    """As `reference.grouped_quant_matmul`, for float32 x."""
+    if not cpu.available(cpu.QUANT_MATMUL):
+        return reference.grouped_quant_matmul(x, w, group_sizes)
+    return _call("jaxserve_grouped_quant_matmul", x, w, group_sizes.astype(jnp.int32))
+
+
+def _call(target: str, x: jax.Array, w: QuantArray, rows: jax.Array) -> jax.Array:
     zero = jnp.zeros(0, jnp.int8) if w.zero is None else w.zero
     bias = jnp.zeros(0, w.scale.dtype) if w.bias is None else w.bias
-    count = jnp.int32(len(x)) if count is None else count
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)))
-    call = jax.ffi.ffi_call("jaxserve_quant_matmul", jax.ShapeDtypeStruct((len(x), w.shape[0]), jnp.float32))
-    return call(x, w.codes, w.scale, zero, bias, count, block=np.int64(w.block[0]), group=np.int64(w.block[1]))
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((len(x), w.shape[-2]), jnp.float32))
+    return call(x, w.codes, w.scale, zero, bias, rows, block=np.int64(w.block[0]), group=np.int64(w.block[1]))

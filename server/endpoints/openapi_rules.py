@@ -93,6 +93,8 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "ChatRequest": [
         *_SAMPLING,
         _either(_one_of("top_logprobs", 0), _is_true("logprobs")),
+        _either(_one_of("thinking_token_budget"), _one_of("n", 1)),
+        _either(_one_of("thinking_token_budget"), _one_of("use_beam_search", False)),
     ],
     "Message": [
         _either(

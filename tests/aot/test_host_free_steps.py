@@ -13,7 +13,8 @@ import pytest
 from test_steps import make_runner
 
 from jaxserve.execution.programs import LENGTHS, StepProgram
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
 ROWS, VOCAB = 64, 128256
@@ -81,7 +82,13 @@ def test_the_host_waits_nowhere_in_a_mixed_step_on_a_gpu(keeps_hidden, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name", ["update_tables", ("sample_deferred", ROWS), ("score_prompt", 1152), ("count_tokens", 8192)]
+    "name",
+    [
+        Upkeep("update_tables"),
+        Upkeep("sample_deferred", ROWS),
+        Upkeep("score_prompt", 1152),
+        Upkeep("count_tokens", 8192),
+    ],
 )
 def test_the_host_waits_nowhere_around_the_steps_either(name, tmp_path):
     runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)

@@ -12,7 +12,7 @@ from launches import Count, count, describe
 from test_steps import make_runner
 
 from jaxserve.execution.programs import StepProgram
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
 SHAPES = {

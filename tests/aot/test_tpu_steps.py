@@ -11,7 +11,7 @@ import pytest
 from test_steps import cache_copies, make_runner
 
 from jaxserve.execution.programs import LENGTHS, StepProgram
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
 LAYERS, CONTEXT, SLOTS, PAGE = 2, 131_072, 2048, 128

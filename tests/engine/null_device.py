@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.sampling import SCORE_WORDS
 from jaxserve.execution.step_buffer import StepBatch, pack, split
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.running_table import RunningTable
@@ -91,19 +91,22 @@ class Device:
         self.cost = cost
         self.blocks, self.num_slots, self._check_read = blocks, max_num_seqs, check_read
         half = -(-max_num_seqs // 2)  # buckets below the engine's limits, so that plans are cut into several batches
+        self.widest = max(range(blocks.num_groups), key=lambda group: blocks.windows[group] or 2**30)
         decodes = [StepShape(rows, rows, rows, decode_only=True) for rows in (1, half)]
         mixed = [StepShape(tokens, min(tokens, half), 2, decode_only=False) for tokens in (2, 7)]
         self.shapes = decodes + mixed
         self.events: Counter[str] = Counter()
         self.memory: list[list[object]] = [["never written"] * blocks.page_size for _ in range(blocks.num_pages)]
-        width = max(blocks.num_pages, blocks.pages_for(longest) + 1)
+        width = max(blocks.num_pages, blocks.pages_for(longest)) + blocks.num_groups
         self.tables = [[0] * width for _ in range(max_num_seqs + 1)]
         self.last_token = [-1] * (max_num_seqs + 1)
+        self.length = [0] * (max_num_seqs + 1)  # tokens whose content lies in the slot's pages
         self.slot_params = [(0, 0, frozenset())] * (max_num_seqs + 1)  # root state, seed, stop ids
 
     def run(self, plan: StepPlan, running: RunningTable) -> list[Ran]:
         for seq in plan.placed:
             self.last_token[seq.slot] = 0
+            self.length[seq.slot] = int(running.start[seq.slot])
             self.slot_params[seq.slot] = root_state(seq.request.cache_salt), child_seed(seq.seed, 0), seq.stop_ids
         self._copy(plan.copies)
         for source, target in plan.table_copies:
@@ -166,11 +169,12 @@ class Device:
             written: set[tuple[int, int]] = set()
             advancing = [i for i in range(len(rows)) if going[i] or (step == 0 and not ended[i])]
             for i in advancing:
+                assert step > 0 or self.length[slots[i]] == rows[i].start, "host and device count differently"
                 self._write_row(fields, i, written, step)
             self.scribble()
             for i in advancing:
                 seq, slot = rows[i].seq, slots[i]
-                state = self._read_row(fields, i, seq, step)
+                state = self._read_row(slot, seq)
                 if seq.params.logprobs is not None:
                     scores[0, i] = pack_scores(state)
                 if fields["num_new"][i] < 0:
@@ -194,36 +198,44 @@ class Device:
         self.events["copies"] += len(pairs)
 
     def _write_row(self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]], step: int) -> None:
-        (first, last), slot, length = batch["q_start"][i : i + 2], batch["slot"][i], batch["kv_len"][i] + step
-        state = self._read(slot, length - (last - first) - 1)
+        (first, last), slot = batch["q_start"][i : i + 2], batch["slot"][i]
+        start = self.length[slot]
+        state = self._read(slot, start - 1, self.widest)
         for at in range(first, last):
-            position = length - last + at
+            position = start + at - first
             token = batch["tokens"][at]
             if token < 0 or step > 0:
                 token = self.last_token[slot]
                 self.events["unknown tokens"] += step == 0
-            page, offset = self._place(slot, position)
-            assert page != 0, "a real token would be written to the null page"
-            assert (page, offset) not in written, "two rows write to the same place"
-            written.add((page, offset))
-            state = self.memory[page][offset] = fingerprint(state, token)
+            state = fingerprint(state, token)
+            for group in range(self.blocks.num_groups):
+                page, offset = self._place(slot, position, group)
+                assert page != 0, "a real token would be written to the null page"
+                assert (page, offset) not in written, "two rows write to the same place"
+                written.add((page, offset))
+                self.memory[page][offset] = group, state
+        self.length[slot] = start + last - first
 
-    def _read_row(self, batch: dict[str, list[int]], i: int, seq: Sequence, step: int) -> int:
-        """Looks at all that the row can attend to; returns the state after it."""
-        slot, length = batch["slot"][i], batch["kv_len"][i] + step
-        first = 0 if self.blocks.window is None else max(length - self.blocks.window, 0)
-        seen = [self._read(slot, position) for position in range(first, length)]
-        self._check_read(seq, first, seen)
+    def _read_row(self, slot: int, seq: Sequence) -> int:
+        """Looks at all that the slot's last token can attend to in each group; returns the state after it."""
+        length = self.length[slot]
+        for group, window in enumerate(self.blocks.windows):
+            first = 0 if window is None else max(length - window, 0)
+            seen = [self._read(slot, position, group) for position in range(first, length)]
+            self._check_read(seq, first, seen)
         return seen[-1]
 
-    def _place(self, slot: int, position: int) -> tuple[int, int]:
-        return self.tables[slot][position // self.blocks.page_size], position % self.blocks.page_size
+    def _place(self, slot: int, position: int, group: int) -> tuple[int, int]:
+        block, offset = divmod(position, self.blocks.page_size)
+        return self.tables[slot][block * self.blocks.num_groups + group], offset
 
-    def _read(self, slot: int, position: int):
+    def _read(self, slot: int, position: int, group: int):
+        """The state that was written there; anything else, another group's content included, as it lies there."""
         if position < 0:
             return self.slot_params[slot][0]
-        page, offset = self._place(slot, position)
-        return self.memory[page][offset]
+        page, offset = self._place(slot, position, group)
+        content = self.memory[page][offset]
+        return content[1] if isinstance(content, tuple) and content[0] == group else content
 
     def scribble(self) -> None:
         """What nobody owns and nobody can find again may be overwritten at any time."""

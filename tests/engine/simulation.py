@@ -8,7 +8,7 @@ from itertools import count
 from null_device import Device, Ran, each, fingerprint, next_token, root_state
 
 from jaxserve.scheduling.beam import Beams
-from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.block_manager import BlockManager, most_pages
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.stats import EngineStats
@@ -98,9 +98,9 @@ class Simulation:
 
     def __init__(
         self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None,
-        window=None,
+        windows=(None,),
     ):  # fmt: skip
-        self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=prefix_caching, window=window)
+        self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=prefix_caching, windows=windows)
         self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
         self.scheduler = Scheduler(
             self.blocks,
@@ -124,10 +124,13 @@ class Simulation:
     @property
     def longest(self) -> int:
         """Tokens of the longest request that an engine with so many pages admits."""
-        whole = self.blocks.capacity * self.blocks.page_size
-        if self.blocks.window is not None and self.blocks.most_pages(LONG, self.budget) <= self.blocks.capacity:
-            return max(whole, LONG)
-        return whole
+        blocks = self.blocks
+
+        def fits(tokens: int) -> bool:
+            return sum(most_pages(tokens, blocks.page_size, blocks.windows, self.budget)) <= blocks.capacity
+
+        most = max(blocks.capacity // blocks.num_groups * blocks.page_size, LONG)
+        return next(tokens for tokens in range(most, -1, -1) if fits(tokens))
 
     # Requests
 

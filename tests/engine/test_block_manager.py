@@ -83,7 +83,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert self.blocks.is_writable(page), "a page that others can see would be overwritten"
             self.content[page] = owner.prefix(index)
             if index < len(keys):
-                self.blocks.register(page, keys[index])
+                self.blocks.register([page], keys[index])
                 if self.blocks.prefix_caching:
                     self.cached.setdefault(owner.prefix(index), page)
 
@@ -209,7 +209,7 @@ def cached_owner(blocks: BlockManager, tokens: list[int], salt: str | None = Non
     """Pages of an owner whose full pages are in the cache."""
     pages = blocks.allocate(blocks.pages_for(len(tokens)))
     for page, key in zip(pages, hashes_of(salt, tokens), strict=False):
-        blocks.register(page, key)
+        blocks.register([page], key)
     return pages
 
 
@@ -414,3 +414,84 @@ def test_another_salt_finds_nothing():
     assert found(blocks, "mine", [1, 2, 3, 4, 5, 6]) == pages
     for salt in (None, "", "yours"):
         assert found(blocks, salt, [1, 2, 3, 4]) == []
+
+
+# Groups of layers: a block has a page in each
+
+FULL, NARROW = 0, 1  # groups whose layers see all, and 3 tokens
+
+
+def grouped_owner(blocks: BlockManager, tokens: list[int]) -> list[int]:
+    pages = blocks.allocate(blocks.pages_for(len(tokens)))
+    for i, key in enumerate(hashes_of(None, tokens)):
+        blocks.register(pages[2 * i : 2 * i + 2], key)
+    return pages
+
+
+def test_a_prefix_needs_the_pages_of_each_group_s_window():
+    blocks = BlockManager(20, PAGE, windows=(None, 3))
+    tokens = [0, 1, 1, 0, 0, 0, 1, 1]
+    pages = grouped_owner(blocks, tokens)
+    assert len(pages) == 8
+    # Behind 8 tokens the narrow group sees positions 6 and 7, in block 3; behind 6 tokens those of block 2.
+    assert found(blocks, None, tokens) == [pages[0], 0, pages[2], 0, pages[4], 0, *pages[6:]]
+    blocks.free(pages)
+    # Evicts what was let go first: of each block the narrow group's page, then the other, from the last block on.
+    assert blocks.allocate(blocks.num_available - 7) == [*range(9, 20), pages[7]][: blocks.num_available + 12 - 7]
+    blocks.check_integrity([list(range(9, 20)), [pages[7]]])
+    assert found(blocks, None, tokens) == [pages[0], 0, pages[2], 0, *pages[4:6]]
+
+
+def test_a_prefix_ends_where_a_group_without_a_window_has_no_page():
+    blocks = BlockManager(20, PAGE, windows=(None, 3))
+    tokens = [0, 1, 1, 0, 0, 0, 1, 1]
+    pages = grouped_owner(blocks, tokens)
+    others = blocks.allocate(11)
+    blocks.free([pages[2]])
+    assert blocks.allocate(1) == [pages[2]]
+    assert found(blocks, None, tokens) == pages[:2]
+    blocks.check_integrity([[*pages[:2], *pages[3:]], others, [pages[2]]])
+
+
+def test_a_group_s_page_may_come_back_to_a_block_that_is_cached():
+    """Another owner computed the block anew, and its page takes the place of the one that was evicted."""
+    blocks = BlockManager(9, PAGE, windows=(None, 3))
+    one, other = grouped_owner(blocks, [0, 0]), blocks.allocate(6)
+    blocks.free(other)
+    blocks.free([one[NARROW]])
+    taken = blocks.allocate(7)
+    assert one[NARROW] in taken
+    assert found(blocks, None, [0, 0]) == []
+    blocks.free(taken)
+    again = grouped_owner(blocks, [0, 0])
+    assert found(blocks, None, [0, 0]) == [one[FULL], again[NARROW]]
+    blocks.check_integrity([[one[FULL]], again])
+
+
+@pytest.mark.parametrize("released", [0, 2])
+def test_a_tail_of_groups_is_found_block_by_block(released):
+    """Pages that were given up before are no part of it."""
+    blocks = BlockManager(20, PAGE, windows=(None, 3))
+    tokens = [0, 0, 1, 1, 0, 1]
+    pages = blocks.allocate(6)
+    for i in range(released):
+        blocks.free([pages[2 * i + NARROW]])
+        pages[2 * i + NARROW] = 0
+    blocks.register_lazily(pages, root_hash(None), np.asarray(tokens, np.int32))
+    blocks.free(pages)
+    blocks.check_integrity()
+    assert found(blocks, None, tokens) == [pages[0], 0, pages[2], 0, *pages[4:]]
+    assert found(blocks, None, tokens[:4]) == ([pages[0], 0, *pages[2:4]] if not released else [])
+    blocks.check_integrity()
+
+
+def test_a_sequence_needs_what_it_holds_at_a_time():
+    blocks = BlockManager(200, PAGE, windows=(None, 8))
+    # 50 pages of the group without a window, and 8 tokens' window and 4 new ones in the other: 6 pages and a border.
+    assert blocks.needed_pages(100, [], step=4) == 50 + 7
+    assert blocks.needed_pages(4, [], step=4) == 4
+    pages = grouped_owner(blocks, [0, 1] * 45)
+    cached = found(blocks, None, [0, 1] * 45)
+    assert blocks.needed_pages(100, cached, step=4) == 5 + 5
+    blocks.free(pages)
+    assert blocks.needed_pages(100, cached, step=4) == 50 + 7

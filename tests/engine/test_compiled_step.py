@@ -9,13 +9,14 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.steps import StepShape
+from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.types import KVPages
 
 PAGES = 997  # collides with no other dimension
 BUCKETS = range(4)
-UPKEEP = (("set_slots", 8), ("count_tokens", 512), "update_tables", "copy_pages")
+UPKEEP = Upkeep("set_slots", 8), Upkeep("count_tokens", 512), Upkeep("update_tables"), Upkeep("copy_pages")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def engine(make):
 
 def compile_as_the_runner_does(runner, name):
     name = runner.programs.largest(name) if isinstance(name, StepShape) else name
-    function, donated, arguments, results = runner._signature(name)
+    function, donated, arguments, results = runner._signatures.of(name)
     with jax.default_matmul_precision(runner._precision):
         return jax.jit(function, donate_argnums=donated, out_shardings=results).lower(*arguments).compile()
 
@@ -84,7 +85,7 @@ def test_these_are_all_buckets(engine):
 
 @pytest.mark.parametrize("name", UPKEEP)
 def test_upkeep_happens_in_place(engine, name):
-    check(engine.runner, name, engine.runner.cache if name == "copy_pages" else engine.runner.slots)
+    check(engine.runner, name, engine.runner.cache if name.takes_cache else engine.runner.slots)
 
 
 def test_a_sharded_step_updates_cache_and_slots_in_place(make):

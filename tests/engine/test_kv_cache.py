@@ -13,6 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.devices.kernel_report import describe
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.execution.kv_cache import COPIES, CacheLayout, copy_pages
+from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.types import default_page_size
@@ -23,7 +24,7 @@ from jaxserve.scheduling.block_manager import NULL_PAGE
     ("layers", "arrays"), [(1, 1), (2, 1), (12, 2), (22, 11), (28, 4), (32, 4), (61, 61), (80, 10)]
 )
 def test_as_few_arrays_as_there_can_be(layers, arrays):
-    layout = CacheLayout(layers, 5, 16, 2, 8, jnp.dtype("float32"))
+    layout = CacheLayout(LayerGroups.of([None] * layers, 80), 5, 16, 2, 8, jnp.dtype("float32"))
     assert layout.num_arrays == arrays
     assert [x.data.shape for x in layout.abstract(make_mesh(1))] == [(layers // arrays * 5, 2, 2, 16, 8)] * arrays
 
@@ -34,7 +35,7 @@ def test_pages_that_were_never_used_take_no_memory():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    layout = CacheLayout(8, 2**14, 16, 2, 16, jnp.dtype("float32"))  # 512 MiB
+    layout = CacheLayout(LayerGroups.of([None] * 8, 2**18), 2**14, 16, 2, 16, jnp.dtype("float32"))  # 512 MiB
     cache = jax.block_until_ready(layout.create(make_mesh(1)))
     assert sum(x.nbytes for x in jax.tree.leaves(cache)) == 2**29
     assert resident() - before < 2**27
@@ -43,12 +44,12 @@ def test_pages_that_were_never_used_take_no_memory():
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_pages_are_copied_in_every_layer(dtype):
     layers, pages = 22, 6  # two layers an array
-    layout = CacheLayout(layers, pages, 4, 1, 8, jnp.dtype(dtype))
+    layout = CacheLayout(LayerGroups.of([None] * layers, 80), pages, 4, 1, 8, jnp.dtype(dtype))
     random = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(random.integers(-9, 9, x.shape), x.dtype), layout.create(make_mesh(1)))
     pairs = np.full((2, COPIES), NULL_PAGE, np.int32)
     pairs[:, :3] = [[1, 2, 4], [3, 1, 5]]  # page 1 is read before it is written
-    copied = copy_pages(cache, *pairs, layers=layers)
+    copied = copy_pages(cache, *pairs, depth=layers)
     for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(copied), strict=True):
         before, after = (np.asarray(x).reshape(2, pages, *x.shape[1:]) for x in (before, after))
         expected = before.copy()

@@ -158,7 +158,7 @@ def test_programs_that_need_more_than_was_allowed_for_make_the_cache_smaller(sta
     assert engine.blocks.capacity + 1 == engine.counters.pages_total + 1 == engine.runner.layout.num_pages
     assert f"{engine.runner.layout.num_pages} KV pages, not {pages}" in caplog.text
     assert 0.95 < used(engine, gpu) <= 1
-    assert gpu.compiled.count("('set_slots', 8)") == 1
+    assert gpu.compiled.count("set_slots[8]") == 1
     check_serves(engine)
 
 

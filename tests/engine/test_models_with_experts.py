@@ -1,9 +1,18 @@
-"""Models with experts: over several devices, beside other requests, and what is refused."""
+"""Models with experts: over several devices, beside other requests, quantized in every way."""
 
+import json
+
+import jax
+import numpy as np
 import pytest
+import tiny_models
 from engines import generate, make_engine, request
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
 
-from jaxserve.config import ConfigError
+from jaxserve.checkpoints.quantize import Scheme, rtn
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 CASE = "mixtral_experts"  # 5 experts, 2 for each token
 
@@ -14,15 +23,73 @@ def answers(engine, count):
     return [results[i].token_ids for i in range(count)]
 
 
-def test_devices_and_neighbours_change_no_token(model_folders):
-    folder = model_folders(CASE)
+def stacks(engine):
+    """The experts' weights by their paths."""
+    flat = flatten_dict(engine.runner.params, sep="/")
+    return {path: w for path, w in flat.items() if path.endswith(("experts_gate_up", "experts_down"))}
+
+
+@pytest.mark.parametrize("case", [CASE, "qwen2_moe_shared", "qwen3_moe_step"])
+def test_devices_and_neighbours_change_no_token(case, model_folders):
+    folder = model_folders(case)
     alone = [answers(make_engine(folder), 1), answers(make_engine(folder), 4)]
     assert alone[0][0] == alone[1][0]
-    for devices in (2, 8):
+    for devices in (2, 8) if case == CASE else (2,):
         assert answers(make_engine(folder, tensor_parallel_size=devices), 4) == alone[1]
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_experts_are_not_quantized(load_format, model_folders):
-    with pytest.raises(ConfigError, match="experts are served in floats"):
-        make_engine(model_folders(CASE), quantization="int8", load_format=load_format)
+def float_copy(folder, values, out):
+    """A model folder with other values of its weights, by their names."""
+    for file in folder.glob("*.json"):
+        (out / file.name).write_text(file.read_text())
+    config = json.loads((out / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(values, out / "model.safetensors")
+    return out
+
+
+@pytest.fixture(scope="module", params=["int8", "int4", "fp8"])
+def rounded(request, tmp_path_factory, model_folders):
+    """A scheme, and a checkpoint with the values that weights have which are rounded by it."""
+
+    def value(name, tensor):
+        if "experts" not in name and "self_attn" not in name:
+            return tensor
+        group = 128 if tensor.shape[1] % 128 == 0 else 64
+        return dequantize(
+            rtn(tensor.astype(np.float32), Scheme(request.param, group if request.param == "int4" else None))
+        )
+
+    values = {name: value(name, tensor) for name, tensor in tiny_models.tensors(CASE)}
+    return request.param, float_copy(model_folders(CASE), values, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_quantized_while_loading(rounded, devices, model_folders):
+    """The same tokens as from the rounded values in a file of floats."""
+    scheme, values = rounded
+    options = {"matmul_backend": "cpu" if devices == 1 else "auto"}  # which rounds no inputs
+    engine = make_engine(model_folders(CASE), quantization=scheme, tensor_parallel_size=devices, **options)
+    kinds = {type(w) for w in stacks(engine).values()}
+    assert kinds == {QuantArray}
+    assert {len(w.shape) for w in stacks(engine).values()} == {3}
+    assert answers(engine, 4) == answers(make_engine(values), 4)
+
+
+def test_panels_of_experts(model_folders):
+    """With --matmul-backend auto, int8 and int4 lie in panels on a CPU; inputs are rounded, which changes little."""
+    for scheme in ("int8", "int4"):
+        engine = make_engine(model_folders(CASE), quantization=scheme)
+        assert {type(w) for w in stacks(engine).values()} == {PanelArray}
+        assert len({tuple(ids) for ids in answers(engine, 4)}) > 1
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_dummy_weights(scheme, devices, model_folders):
+    options = {"quantization": scheme, "load_format": "dummy", "tensor_parallel_size": devices}
+    engine = make_engine(model_folders(CASE), **options)
+    floats = [x.dtype for x in jax.tree.leaves(stacks(engine)) if x.ndim == 3 and x.dtype in ("float32", "bfloat16")]
+    assert len(floats) <= len(stacks(engine)), "only scales are floats"
+    assert len({tuple(ids) for ids in answers(engine, 4)}) > 1

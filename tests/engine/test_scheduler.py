@@ -34,7 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 12),
         budget=st.integers(1, 24),
         prefix_caching=st.sampled_from([True, True, True, False]),
-        window=st.sampled_from([None, None, 2, 5, 9]),
+        windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 5), (3, None, 9), (2, 7)]),
         cost=st.sampled_from([None, StepCost(weights=0.003, token=0.001), StepCost(weights=1.0, token=0.001)]),
     )
     def create(self, **sizes):
@@ -109,19 +109,19 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6, 6)])
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_under_pressure(overlapped, window):
+def test_under_pressure(overlapped, windows):
     """Many requests in few pages, and proof that the hard cases did occur."""
     events: Counter[str] = Counter()
     for seed in range(12):
         rng = np.random.default_rng(seed)
         simulation = Simulation(
-            num_pages=13 if window is None else 11,
+            num_pages={(None,): 13, (6,): 11, (None, 6, 6): 32}[windows],
             page_size=4,
             max_num_seqs=5,
             budget=int(rng.integers(5, 20)),
-            window=window,
+            windows=windows,
         )
         for _ in range(40):
             shared, tail = FAMILIES[rng.integers(3)][: rng.integers(20)], rng.integers(0, VOCAB, rng.integers(1, 4))
@@ -140,7 +140,7 @@ def test_under_pressure(overlapped, window):
         simulation.drain(overlapped=overlapped)
         events += simulation.events
     least = {
-        "preemptions": 100 if window is None else 80,
+        "preemptions": 100 if windows == (None,) else 80,
         "evictions": 100,
         "copies": 100,
         "prefix hits": 100,
@@ -600,7 +600,7 @@ def test_beams_send_what_changed_of_their_block_tables():
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_window_fits_a_pool_of_its_size(overlapped, n):
     """Whatever the length of a prompt, also with siblings to come, and with pages of it in the prefix cache."""
-    simulation = Simulation(num_pages=4, page_size=1, max_num_seqs=1, budget=1, window=2)
+    simulation = Simulation(num_pages=4, page_size=1, max_num_seqs=1, budget=1, windows=(2,))
     for _ in range(3):
         simulation.add([0] * 9, n=n, max_tokens=3)
         simulation.drain(overlapped=overlapped)

@@ -5,9 +5,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.experts import grouped_matmul, mixture, route
+from jaxserve.pallas_kernels.experts import ExpertWeights, grouped_matmul, mixture
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul.reference import dequantize
+from jaxserve.pallas_kernels.routing import Router, route
 from jaxserve.pallas_kernels.types import QuantArray
 
 TOKENS, EXPERTS, INPUTS, SIZE = 13, 6, 32, 24
@@ -22,7 +23,7 @@ def softmax(x):
 @pytest.mark.parametrize("normalized", [True, False])
 def test_route(normalized):
     logits = rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32) * 3
-    chosen, weights = route(jnp.asarray(logits), 2, normalized=normalized)
+    chosen, weights = route(jnp.asarray(logits), Router(top_k=2, normalized=normalized))
     exact = softmax(logits.astype(np.float64))
     for row, own, weight in zip(exact, np.asarray(chosen), np.asarray(weights), strict=True):
         assert own.tolist() == np.argsort(-row)[:2].tolist()
@@ -49,12 +50,13 @@ def test_mixture(top_k, count):
     down = rng.standard_normal((EXPERTS, INPUTS, SIZE)).astype(np.float32) / 5
     logits = rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32)
     logits[:, 1] = -50  # nobody's, unless all are chosen
-    chosen, weights = (np.asarray(a) for a in route(jnp.asarray(logits), top_k, normalized=True))
+    chosen, weights = (np.asarray(a) for a in route(jnp.asarray(logits), Router(top_k=top_k)))
     real = TOKENS if count is None else count
     expected = exact_mixture(x[:real], chosen[:real], weights[:real], gate_up, down)
     x[real:] = np.nan
     ops = Ops() if count is None else Ops().counting(jnp.int32(count))
-    found = np.asarray(ops.experts(*map(jnp.asarray, (x, logits, gate_up, down)), top_k, True, "silu"))
+    x, logits, *matrices = map(jnp.asarray, (x, logits, gate_up, down))
+    found = np.asarray(ops.experts(x, logits, ExpertWeights(*matrices), Router(top_k=top_k), ops.gate_of("silu")))
     np.testing.assert_allclose(found[:real], expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(found[real:], 0)
 
@@ -66,9 +68,9 @@ def test_rows_do_not_depend_on_their_neighbours():
     down = jnp.asarray(rng.standard_normal((EXPERTS, INPUTS, SIZE)).astype(np.float32))
     chosen = jnp.asarray(rng.integers(0, EXPERTS, (TOKENS, 2)), jnp.int32)
     weights = jnp.full((TOKENS, 2), 0.5, jnp.float32)
-    whole = mixture(x, chosen, weights, gate_up, down, gate=Ops().gate_of("silu"))
+    whole = mixture(x, chosen, weights, ExpertWeights(gate_up, down), gate=Ops().gate_of("silu"))
     order = jnp.asarray(rng.permutation(TOKENS))
-    again = mixture(x[order], chosen[order], weights[order], gate_up, down, gate=Ops().gate_of("silu"))
+    again = mixture(x[order], chosen[order], weights[order], ExpertWeights(gate_up, down), gate=Ops().gate_of("silu"))
     np.testing.assert_array_equal(np.asarray(whole)[np.asarray(order)], np.asarray(again))
 
 

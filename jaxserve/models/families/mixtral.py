@@ -4,6 +4,7 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
 from jaxserve.models.spec import ExpertsSpec, ModelConfig
+from jaxserve.pallas_kernels.routing import Router
 
 MOE = "model.layers.{i}.block_sparse_moe"
 MIXTRAL_NAMES = NAMES | {
@@ -15,7 +16,8 @@ MIXTRAL_NAMES = NAMES | {
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    experts = ExpertsSpec(count=hf.take("num_local_experts", 8), top_k=hf.take("num_experts_per_tok", 2))
+    router = Router(top_k=hf.take("num_experts_per_tok", 2))
+    experts = ExpertsSpec(count=hf.take("num_local_experts", 8), router=router)
     layers = alike(hf, read_attention(hf), read_mlp(hf, experts=experts), read_windows(hf, used=True))
     return ModelConfig(family="mixtral", layers=layers, **read_shared(hf))
 

@@ -1,0 +1,52 @@
+"""Experts whose weights a file stacks in one tensor, as tensors of their own: the same bytes under other names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.safetensors import TensorInfo
+
+T = TypeVar("T", bound=TensorInfo)
+_PARTS = r"(_blocks|_scales|)"  # of a quantized weight (MXFP4)
+MAX_EXPERTS = 4096
+
+
+def stacked_name(name: str) -> str:
+    """The name of the tensor that stacks what the name with "{e}" stands for: "experts.{e}.up" -> "experts.up"."""
+    return name.replace("{e}.", "")
+
+
+def unstacked(tensors: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+    """The tensors, with each stack [experts, ...] of one of `names` cut into its experts.
+
+    names: of an expert's tensors, with "{i}" for the layer and "{e}" for the expert.
+    """
+    patterns = [_pattern(name) for name in names if "{e}." in name]
+    made: dict[str, T] = {}
+    for name, tensor in tensors.items():
+        found = next((match for pattern, own in patterns if (match := _named(pattern, own, name))), None)
+        if found is None:
+            made[name] = tensor
+            continue
+        if not tensor.shape or not 0 < tensor.shape[0] <= MAX_EXPERTS:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {name!r} of shape {list(tensor.shape)} is no stack of experts"
+            )
+        for expert in range(tensor.shape[0]):
+            own = found.replace("{e}", str(expert))
+            made[own] = tensor.entry(expert, own)
+    return made
+
+
+def _pattern(name: str) -> tuple[re.Pattern[str], str]:
+    escaped = re.escape(stacked_name(name)).replace(re.escape("{i}"), r"(\d+)")
+    return re.compile(escaped + _PARTS), name
+
+
+def _named(pattern: re.Pattern[str], name: str, given: str) -> str | None:
+    """The name of an expert's part of the stack `given`, with "{e}"; None where it is another tensor."""
+    match = pattern.fullmatch(given)
+    return match and name.replace("{i}", match[1]) + match[2]

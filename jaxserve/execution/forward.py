@@ -1,0 +1,168 @@
+"""One pass of the model over a batch of rows: from tokens to hidden states, through the pages of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.devices.mesh import is_split, spec
+from jaxserve.execution.kv_cache import KVCache
+from jaxserve.execution.layer_groups import LayerGroups
+from jaxserve.execution.slots import SlotState
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.decoder import Decoder, DecoderLayer, Ropes
+from jaxserve.pallas_kernels.parts import Heads, Parts
+from jaxserve.pallas_kernels.types import KVPages
+
+
+class ModelInput(NamedTuple):
+    """What one pass of the model reads, unpacked from the step's buffer."""
+
+    tokens: jax.Array  # int32 [tokens]
+    q_start: jax.Array  # int32 [rows + 1]
+    slot: jax.Array  # int32 [rows]
+    num_decodes: jax.Array  # int32
+    writes: jax.Array  # bool [rows]: the row's keys and values are kept
+    keeps_token: jax.Array  # bool [rows]: the token that it samples is kept
+    deferred: jax.Array  # bool [rows]: its hidden state is kept, for `sample_deferred`
+
+
+class Output(NamedTuple):
+    """What a pass gives: hidden states [tokens, hidden], those of each row's last token [rows, hidden], and the number
+    of tokens that this last token sees, itself included, int32 [rows]."""
+
+    hidden: jax.Array
+    last: jax.Array
+    kv_len: jax.Array
+
+
+class Placement(NamedTuple):
+    """Where a batch's tokens belong."""
+
+    row: jax.Array  # int32 [tokens]
+    position: jax.Array  # int32 [tokens], in the row's sequence
+    kv_len: jax.Array  # int32 [rows], as in `Output`
+    writes: jax.Array  # bool [tokens]: its keys and values are kept
+
+
+def forward(
+    params,
+    cache: KVCache,
+    slots: SlotState,
+    batch: ModelInput,
+    *,
+    model: Decoder,
+    shape: StepShape,
+    groups: LayerGroups,
+    mesh: Mesh,
+) -> tuple[Output, KVCache]:
+    """Computes the batch's tokens and writes their keys and values to the cache. The slots stay as they are."""
+    q_start, slot = batch.q_start, batch.slot
+    placed = _place(slots, batch, shape)
+    tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
+    # Rows of padding come last, and matmuls may leave them out.
+    model = model.counting(q_start[-1])
+    decoder = partial(model.apply, {"params": params})
+    x, ropes = decoder(tokens, placed.position, method="begin")
+    each = groups.depth // len(cache)  # layers of an array of the cache
+    pages = cache[0].data.shape[0] // each
+    first_page = [jnp.int32(i * pages) for i in range(each)]
+    tables = _tables(slots.block_tables[slot], groups.num_groups)
+    written = [_kv_slots(placed, table, cache[0].page_size) for table in tables]
+    # Jitted here, so that equal layers are traced and lowered once.
+    run = partial(_layer, mesh=mesh, decode_only=shape.decode_only)
+    kinds = {kind: jax.jit(partial(run, module=model.layer(kind, parent=None))) for kind in set(model.config.layers)}
+    cache, y = list(cache), None
+    for i, (kind, (group, index)) in enumerate(zip(model.config.layers, groups.places, strict=True)):
+        array, part = divmod(index, each)
+        where = (written[group], tables[group], q_start, placed.kv_len, batch.num_decodes, first_page[part])
+        x, y, cache[array] = kinds[kind](params[f"layers_{i}"], x, y, ropes, cache[array], where)
+    hidden: Any = decoder(x, y, method="finish")
+    last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
+    return Output(hidden, last, placed.kv_len), cache
+
+
+def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
+    """A row's tokens follow those that its slot has already. The tokens of padding rows count as none."""
+    q_start = batch.q_start
+    count = q_start[1:] - q_start[:-1]
+    kv_len = jnp.where(count > 0, slots.length(batch.slot) + jnp.where(batch.writes, count, 0), 0)
+    row = index = jnp.arange(shape.tokens)
+    if not shape.decode_only:  # by comparing all: on a GPU one launch, where a search takes ten and a loop
+        row = jnp.searchsorted(q_start, index, side="right", method="compare_all").astype(jnp.int32) - 1
+        row = jnp.clip(row, 0, shape.rows - 1)
+    position = jnp.maximum(kv_len[row] - q_start[row + 1] + index, 0)
+    return Placement(row, position, kv_len, (index < q_start[-1]) & batch.writes[row])
+
+
+def _tables(tables: jax.Array, num_groups: int) -> list[jax.Array]:
+    """The rows' block tables, int32 [rows, blocks * groups] -> those of each group [rows, blocks]."""
+    if num_groups == 1:
+        return [tables]
+    by_group = tables.reshape(len(tables), -1, num_groups)
+    return [by_group[:, :, group] for group in range(num_groups)]
+
+
+def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
+    """Where the keys and values of each token go, int32 [tokens]: page * page_size + place in it; -1 for nowhere."""
+    block = jnp.minimum(placed.position // page_size, table.shape[1] - 1)
+    return jnp.where(placed.writes, table[placed.row, block] * page_size + placed.position % page_size, -1)
+
+
+def _layer(
+    params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: KVPages, where: tuple,
+    *, module: DecoderLayer, mesh, decode_only,
+) -> tuple[jax.Array, Parts | None, KVPages]:  # fmt: skip
+    """One layer on x [tokens, hidden], what the layer before left to add to it, and its pages of the cache; returns
+    all three."""
+
+    def attend(heads: Heads) -> jax.Array:
+        nonlocal pages
+        chosen = module.spec.attention
+        options: Any = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
+        options |= {"eps": module.norm_eps, "dtype": x.dtype, "decode_only": decode_only}
+        out, pages = _attention(partial(module.ops.attend, **options), heads, pages, *where, mesh=mesh)
+        return out
+
+    x, y = cast(tuple[jax.Array, Parts | None], module.apply({"params": params}, x, y, ropes, attend))
+    return x, y, pages
+
+
+def _attention(
+    attend: Callable[..., tuple[jax.Array, KVPages]],
+    heads: Heads,
+    pages: KVPages,
+    kv_slot,
+    tables,
+    q_start,
+    kv_len,
+    num_decodes,
+    first_page,
+    *,
+    mesh: Mesh,
+) -> tuple[jax.Array, KVPages]:
+    """`Ops.attend` on each device's own heads."""
+
+    def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
+        return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)
+
+    where = (kv_slot, tables, q_start, kv_len, num_decodes, first_page)
+    if not is_split(mesh):
+        return local(heads, pages, *where)
+    everywhere = PartitionSpec()
+    of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)
+    of_sinks = None if heads.sinks is None else spec("kv_heads")
+    of_heads = jax.tree.map(lambda _: everywhere, heads)._replace(qkv=of_qkv, sinks=of_sinks)
+    out, cache = spec(None, "kv_heads"), spec(None, None, "kv_heads")
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(of_heads, cache, *(everywhere,) * len(where)),
+        out_specs=(out, cache),
+        check_vma=False,
+    )(heads, pages, *where)

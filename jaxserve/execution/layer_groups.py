@@ -1,0 +1,65 @@
+"""Groups of layers, each with a block table of its own, so that windowed layers keep no more than their window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxserve.scheduling.block_manager import Windows
+
+MOST_GROUPS = 16  # each costs a block table in every slot
+TOLERANCE = 1.05  # of the least memory: fewer groups are worth a little more
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """How a model's layers share the pages of the KV cache.
+
+    Layers of a group see equally far back, so they keep the same tokens and share a block table. A page belongs to one
+    group at a time and holds `page_size` tokens for each of the group's layers. All groups have the same depth, so that
+    one pool of pages serves them all. A group with fewer layers leaves the rest of its pages unused.
+
+    Attributes:
+      windows: for each group, how many tokens back its layers see, a token itself included; None: all.
+      depth: layers that a page has room for.
+      places: for each layer of the model, its group and its index within the group.
+    """
+
+    windows: Windows
+    depth: int
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, layer_windows: Sequence[int | None], longest: int) -> LayerGroups:
+        """Groups for layers with these windows, where no sequence has more than `longest` tokens.
+
+        A window of at least `longest` tokens limits nothing and counts as None. The depth is chosen so that a sequence
+        of `longest` tokens needs little memory: within TOLERANCE of the least, with as few groups as possible.
+        """
+        windows = [None if window is None or window >= longest else window for window in layer_windows]
+        layers: dict[int | None, list[int]] = {}
+        for i, window in enumerate(windows):
+            layers.setdefault(window, []).append(i)
+
+        def num_groups(depth: int) -> int:
+            return sum(-(-len(some) // depth) for some in layers.values())
+
+        def memory(depth: int) -> int:
+            """Tokens that the layers keep, those that padding keeps included."""
+            return sum(-(-len(some) // depth) * depth * (window or longest) for window, some in layers.items())
+
+        depths = range(1, max(map(len, layers.values())) + 1)
+        allowed = [depth for depth in depths if num_groups(depth) <= max(MOST_GROUPS, len(layers))]
+        least = min(map(memory, allowed))
+        depth = max(depth for depth in allowed if memory(depth) <= TOLERANCE * least)
+        of_groups = [
+            (window, some[at : at + depth]) for window, some in layers.items() for at in range(0, len(some), depth)
+        ]
+        places = {
+            layer: (group, index) for group, (_, some) in enumerate(of_groups) for index, layer in enumerate(some)
+        }
+        return cls(tuple(window for window, _ in of_groups), depth, tuple(places[i] for i in range(len(layer_windows))))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)

@@ -1,0 +1,150 @@
+"""The programs that a runner compiles: functions, their abstract arguments, and where the results lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve.devices.mesh import replicated
+from jaxserve.execution import steps
+from jaxserve.execution.kv_cache import COPIES, CacheLayout, copy_pages
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.slots import SLOT_WORDS, SlotState, count_tokens, set_slots
+from jaxserve.models.decoder import Decoder
+from jaxserve.scheduling.sampler import Sampler
+
+TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
+TABLE_COPIES = 32  # and rows of it that are copied
+
+
+class Upkeep(NamedTuple):
+    """Names a program beside the steps: the method of `Signatures` that describes it, and its rows or tokens, which are
+    0 where there is one program only."""
+
+    kind: str
+    size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{self.size}]" if self.size else self.kind
+
+    @property
+    def takes_cache(self) -> bool:
+        """Whether its arguments depend on the number of pages."""
+        return self.kind == "copy_pages"
+
+
+ProgramName = StepProgram | Upkeep
+
+
+class Signature(NamedTuple):
+    """A program: what it computes, which arguments it takes over, and the shardings of its results."""
+
+    function: Callable
+    donated: tuple[int, ...]
+    arguments: tuple
+    results: Any
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """Describes programs for one model, cache and number of slots.
+
+    Attributes:
+      params: abstract arrays that hold the parameters; `unbundle` makes the model's own tree of them.
+      slots: abstract, on all devices.
+      static: programs are fixed in what the host knows, see `programs`.
+    """
+
+    model: Decoder
+    mesh: Mesh
+    layout: CacheLayout
+    params: list[jax.ShapeDtypeStruct]
+    unbundle: Callable
+    slots: SlotState
+    static: bool
+    on_cpu: bool
+
+    def of(self, name: ProgramName) -> Signature:
+        if isinstance(name, StepProgram):
+            return self.step(name)
+        upkeep: dict[str, Callable[[int], Signature]] = {
+            "set_slots": self.set_slots,
+            "count_tokens": self.count_tokens,
+            "sample_deferred": self.sample_deferred,
+            "score_prompt": self.score_prompt,
+            "update_tables": self.update_tables,
+            "copy_pages": self.copy_pages,
+        }
+        return upkeep[name.kind](name.size)
+
+    def step(self, program: StepProgram) -> Signature:
+        """See `steps.run_step`."""
+        step = partial(
+            steps.run_step,
+            model=self.model,
+            shape=program.shape,
+            groups=self.layout.groups,
+            mesh=self.mesh,
+            sampler=program.sampler,
+            tokens_per_call=program.tokens_per_call,
+            keeps_hidden=program.keeps_hidden,
+        )
+        everywhere: Any = self._everywhere
+        hidden = everywhere if program.keeps_hidden else None
+        caches: Any = self._cache_sharding
+        results = steps.StepResult(everywhere, hidden, caches, everywhere)
+        arguments = self.params, self._cache, self.slots, self._host(program.shape.words)
+        return Signature(self._with_params(step), (1, 2), arguments, results)
+
+    def set_slots(self, rows: int) -> Signature:
+        return Signature(set_slots, (0,), (self.slots, self._host(rows, SLOT_WORDS)), self._everywhere)
+
+    def count_tokens(self, tokens: int) -> Signature:
+        return Signature(count_tokens, (0,), (self.slots, self._host(3, tokens)), self._everywhere)
+
+    def sample_deferred(self, rows: int) -> Signature:
+        sampler = Sampler.FULL if self.static else Sampler.ANY
+        sample = partial(steps.sample_deferred, model=self.model, mesh=self.mesh, sampler=sampler)
+        packed = self._host(rows, 2 + -(-self.model.config.vocab_size // 32))
+        return Signature(self._with_params(sample), (1,), (self.params, self.slots, packed), self._everywhere)
+
+    def score_prompt(self, tokens: int) -> Signature:
+        shape = (tokens, self.model.config.hidden_size)
+        hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self._everywhere)
+        most, each = steps.scored_words(tokens, self.on_cpu)
+        score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self.on_cpu)
+        arguments = self.params, hidden, self._host(1 + 2 * most)
+        return Signature(self._with_params(score), (), arguments, self._everywhere)
+
+    def update_tables(self, _: int) -> Signature:
+        arguments = self.slots, self._host(TABLE_COPIES, 2), self._host(3, TABLE_UPDATES)
+        return Signature(steps.update_tables, (0,), arguments, self._everywhere)
+
+    def copy_pages(self, _: int) -> Signature:
+        copy = partial(copy_pages, depth=self.layout.groups.depth)
+        return Signature(copy, (0,), (self._cache, self._host(COPIES), self._host(COPIES)), self._cache_sharding)
+
+    @property
+    def _everywhere(self) -> NamedSharding:
+        return replicated(self.mesh)
+
+    @property
+    def _cache(self) -> list:
+        return self.layout.abstract(self.mesh)
+
+    @property
+    def _cache_sharding(self) -> list[NamedSharding]:
+        return [self.layout.sharding(self.mesh)] * self.layout.num_arrays
+
+    def _host(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """An int32 array that comes from the host."""
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
+
+    def _with_params(self, function: Callable) -> Callable:
+        return lambda arrays, *rest: function(self.unbundle(arrays), *rest)

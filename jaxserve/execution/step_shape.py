@@ -1,0 +1,72 @@
+"""The buckets that steps are padded to, and the packed buffer of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxserve.config import MAX_TOKENS_PER_CALL
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A bucket: the padded sizes of one compiled step, and where each field lies in its packed buffer.
+
+    Fields, int32: tokens [tokens], -1 for one that only the device knows (the slot's last); q_start [rows + 1]; slot
+    [rows]; num_new [rows], how many new tokens the row samples, -1 for one that `sample_deferred` samples later;
+    tokens_per_call [1], the largest of them, or 1; num_decodes [1]; and new block-table entries, as (slot, index, page)
+    columns [table_updates] each. Where a row's tokens lie in its sequence is not among them: the slot knows its length.
+    """
+
+    tokens: int
+    rows: int
+    table_updates: int
+    decode_only: bool
+
+    @classmethod
+    def of(cls, tokens: int, rows: int, page_size: int, *, decode_only: bool, num_groups: int = 1) -> StepShape:
+        """A bucket with room for the block-table entries that so many tokens add by themselves."""
+        return cls(tokens, rows, (rows + tokens // page_size) * num_groups, decode_only)
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[int, int]]:
+        """Name -> (offset, length) in the packed buffer."""
+        sizes = {
+            "tokens": self.tokens,
+            "q_start": self.rows + 1,
+            "slot": self.rows,
+            "num_new": self.rows,
+            "tokens_per_call": 1,
+            "num_decodes": 1,
+            "update_slot": self.table_updates,
+            "update_index": self.table_updates,
+            "update_page": self.table_updates,
+        }
+        fields, offset = {}, 0
+        for name, size in sizes.items():
+            fields[name] = (offset, size)
+            offset += size
+        return fields
+
+    def empty(self, num_slots: int) -> np.ndarray:
+        """A buffer without rows: the slot of nobody, and no token that the host knows."""
+        packed = np.zeros(self.words, np.int32)
+        for name, value in (("tokens", -1), ("slot", num_slots), ("update_slot", num_slots)):
+            at, size = self.fields[name]
+            packed[at : at + size] = value
+        return packed
+
+    @property
+    def max_tokens_per_call(self) -> int:
+        """Tokens that a row can sample in one call, whatever program is compiled of it."""
+        return MAX_TOKENS_PER_CALL if self.decode_only else 1
+
+    @property
+    def words(self) -> int:
+        offset, size = self.fields["update_page"]
+        return offset + size
+
+    def __str__(self) -> str:
+        return f"decode[{self.rows}]" if self.decode_only else f"mixed[{self.tokens} tokens, {self.rows} rows]"

@@ -1,0 +1,137 @@
+"""Where the tensors of a mixture of experts go in the decoder's parameters.
+
+Whatever a file stacks was cut into tensors of an expert each (`checkpoints.stacks`), so that all files are read alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+
+from jaxserve.checkpoints.load import Piece, Pieces, Stack
+from jaxserve.models.spec import ExpertsSpec, MLPSpec
+
+View = Callable[[np.ndarray], np.ndarray]
+
+
+def expert_pieces(
+    mlp: MLPSpec, hidden: int, names: Mapping[str, str], layer: int, has: Callable[[str], bool]
+) -> dict[str, Pieces]:
+    """Path within the layer -> the tensors that make it up. `has`: whether the checkpoint has a weight of this name."""
+    experts = mlp.experts
+    assert experts is not None
+    made: dict[str, Pieces] = {"mlp/router/kernel": [_piece(names, "router.weight", layer, (experts.count, hidden))]}
+    if experts.router_bias:
+        made["mlp/router/bias"] = [_piece(names, "router.bias", layer, (experts.count,))]
+    if experts.router.corrected:
+        made["mlp/correction"] = [_piece(names, "correction", layer, (experts.count,), lambda t: t)]
+    fused = "expert_gate_up.weight" in names
+    if fused and "expert_gate.weight" in names:
+        fused = not has(names["expert_gate.weight"].format(i=layer, e=0))
+    gate_up, down, bias = (_fused if fused else _apart)(mlp, experts, hidden, names, layer)
+    made |= {"mlp/experts_gate_up": gate_up, "mlp/experts_down": down} | bias
+    if experts.shared_size:
+        made |= _shared(mlp, experts, hidden, names, layer)
+    return made
+
+
+def _whole(target: np.ndarray) -> np.ndarray:
+    return target
+
+
+def _piece(
+    names: Mapping[str, str], role: str, layer: int, shape: tuple[int, ...], view: View = _whole, expert: int = 0
+) -> Piece:
+    return Piece(names[role].format(i=layer, e=expert), shape, view)
+
+
+def _of(branch: int, size: int, target: np.ndarray) -> np.ndarray:
+    """Rows of the gate (branch 0) or of the other branch (1), which take turns."""
+    return target.reshape(size, 2, *target.shape[1:])[:, branch]
+
+
+_Made = tuple[Stack, Stack, dict[str, Pieces]]
+
+
+def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> _Made:
+    """Gates and ups in tensors of their own."""
+    size, numbers = mlp.size, range(experts.count)
+    inner = (("expert_gate", 0), ("expert_up", 1))
+
+    def of_expert(e: int) -> list[Piece]:
+        return [
+            _piece(names, f"{role}.weight", layer, (size, hidden), partial(_of, branch, size), e)
+            for role, branch in inner
+        ]
+
+    gate_up = Stack(tuple(of_expert(e) for e in numbers))
+    down = Stack(tuple([_piece(names, "expert_down.weight", layer, (hidden, size), expert=e)] for e in numbers))
+    if not mlp.bias:
+        return gate_up, down, {}
+
+    def bias_view(e: int, branch: int) -> View:
+        return lambda t: _of(branch, size, t[e])
+
+    first = [
+        _piece(names, f"{role}.bias", layer, (size,), bias_view(e, branch), e)
+        for e in numbers
+        for role, branch in inner
+    ]
+    return gate_up, down, _biases(first, "expert_down.bias", experts, hidden, names, layer)
+
+
+def _fused(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> _Made:
+    """Gate and up in one tensor: rows in turns, or all of the gate first ("expert_gate_up.rows"). Floats may be
+    transposed ("expert_gate_up.floats")."""
+    size, numbers = mlp.size, range(experts.count)
+    in_turns = names.get("expert_gate_up.rows", "halves") == "in turns"
+    transposed = names.get("expert_gate_up.floats") == "transposed"
+
+    def of_expert(e: int) -> list[Piece]:
+        name, shape = names["expert_gate_up.weight"].format(i=layer, e=e), (2 * size, hidden)
+        if in_turns:
+            return [Piece(name, shape, _whole, transposed=transposed)]
+        return [
+            Piece(name, shape, lambda t: t.reshape(size, 2, -1).swapaxes(0, 1), (2, size, -1), transposed=transposed)
+        ]
+
+    def down_of(e: int) -> list[Piece]:
+        name = names["expert_fused_down.weight"].format(i=layer, e=e)
+        return [Piece(name, (hidden, size), _whole, transposed=transposed)]
+
+    gate_up, down = (Stack(tuple(made(e) for e in numbers)) for made in (of_expert, down_of))
+    if not mlp.bias:
+        return gate_up, down, {}
+    assert in_turns, "biases of gate and up beside each other"
+
+    def entry(e: int) -> View:
+        return lambda t: t[e]
+
+    first = [_piece(names, "expert_gate_up.bias", layer, (2 * size,), entry(e), e) for e in numbers]
+    return gate_up, down, _biases(first, "expert_fused_down.bias", experts, hidden, names, layer)
+
+
+def _biases(
+    first: list[Piece], role: str, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int
+) -> dict[str, Pieces]:
+    def entry(e: int) -> View:
+        return lambda t: t[e]
+
+    last = [_piece(names, role, layer, (hidden,), entry(e), e) for e in range(experts.count)]
+    return {"mlp/experts_gate_up_bias": first, "mlp/experts_down_bias": last}
+
+
+def _shared(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> dict[str, Pieces]:
+    size = experts.shared_size
+    made: dict[str, Pieces] = {
+        "mlp/shared/gate_up/kernel": [
+            _piece(names, f"shared_{role}.weight", layer, (size, hidden), partial(_of, branch, size))
+            for role, branch in (("gate", 0), ("up", 1))
+        ],
+        "mlp/shared/down/kernel": [_piece(names, "shared_down.weight", layer, (hidden, size))],
+    }
+    if experts.shared_gate:
+        made["mlp/shared_gate/kernel"] = [_piece(names, "shared_expert_gate.weight", layer, (1, hidden))]
+    return made

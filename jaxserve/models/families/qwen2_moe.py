@@ -1,0 +1,61 @@
+"""Qwen2-MoE: Qwen2 with experts beside a shared MLP that has a sigmoid gate, in all layers or in some."""
+
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
+from jaxserve.models.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelConfig
+from jaxserve.pallas_kernels.routing import Router
+
+MLP = "model.layers.{i}.mlp"
+EXPERTS = {
+    "router.weight": f"{MLP}.gate.weight",
+    **{f"expert_{role}.weight": f"{MLP}.experts.{{e}}.{role}_proj.weight" for role in ("gate", "up", "down")},
+}
+QWEN2_MOE_NAMES = (
+    NAMES
+    | EXPERTS
+    | {
+        "shared_expert_gate.weight": f"{MLP}.shared_expert_gate.weight",
+        **{f"shared_{role}.weight": f"{MLP}.shared_expert.{role}_proj.weight" for role in ("gate", "up", "down")},
+    }
+)
+
+
+def read_experts(hf: HFConfig, **choices: Any) -> MLPSpec:
+    """The mixture that Qwen's configs describe; `choices`: further fields of ExpertsSpec."""
+    plain = read_mlp(hf)
+    normalized = bool(hf.take("norm_topk_prob", False))
+    router = Router(top_k=hf.take("num_experts_per_tok"), normalized=normalized)
+    experts = ExpertsSpec(count=hf.take("num_experts"), router=router, **choices)
+    return MLPSpec(size=hf.take("moe_intermediate_size"), activation=plain.activation, experts=experts)
+
+
+def with_experts(hf: HFConfig, layers: tuple[LayerSpec, ...], mixture: MLPSpec) -> tuple[LayerSpec, ...]:
+    """The layers, with the mixture in each `decoder_sparse_step`-th one that is not among `mlp_only_layers`."""
+    step, dense = hf.take("decoder_sparse_step", 1), set(hf.take("mlp_only_layers", None) or [])
+    return tuple(
+        replace(layer, mlp=mixture) if i not in dense and (i + 1) % step == 0 else layer
+        for i, layer in enumerate(layers)
+    )
+
+
+def _read_windows(hf: HFConfig) -> list[int | None]:
+    """Where windows are used, they are those of every other layer, from the first on, before `max_window_layers`."""
+    used, end = bool(hf.take("use_sliding_window", False)), hf.take("max_window_layers", 28)
+    windows = read_windows(hf, used=used)
+    if hf.take("layer_types", None) is not None:
+        return windows
+    return [window if i % 2 == 0 and i < end else None for i, window in enumerate(windows)]
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    attention = read_attention(hf, qkv_bias=bool(hf.take("qkv_bias", True)))
+    layers = alike(hf, attention, read_mlp(hf), _read_windows(hf))
+    mixture = read_experts(hf, shared_size=hf.take("shared_expert_intermediate_size"), shared_gate=True)
+    return ModelConfig(family="qwen2_moe", layers=with_experts(hf, layers, mixture), **read_shared(hf))
+
+
+FAMILY = Family("qwen2_moe", ("Qwen2MoeForCausalLM",), _read, QWEN2_MOE_NAMES, IGNORED)

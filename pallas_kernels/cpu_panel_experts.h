@@ -1,0 +1,154 @@
+// A mixture of experts with weights in panels: of each token, the gated MLPs of its experts, added up by their weights.
+//
+// Rows, one for each token and expert, are sorted by expert, so that an expert's weights are read once for all of its
+// rows, and those of experts without rows not at all. Tokens that count for nothing have no rows.
+
+#pragma once
+
+#include <numeric>
+
+#include "cpu_panel_product.h"
+
+enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kClamped };  // see `cpu_panels.py`
+
+struct Experts {
+  int64_t tokens, top_k, count, rows = 0;
+  std::vector<int32_t> first;  // [count + 1], each expert's first row
+  std::vector<int32_t> pair;   // [rows], the row's place in `chosen`: token * top_k + number
+  std::vector<int32_t> busy;   // experts that have rows
+
+  // Rows that are sorted already, so many of each expert.
+  Experts(const int32_t* sizes, int64_t count) : tokens(0), top_k(1), count(count), first(count + 1) {
+    std::partial_sum(sizes, sizes + count, first.begin() + 1);
+    for (int64_t e = 0; e < count; e++)
+      if (sizes[e]) busy.push_back(e);
+    rows = first[count];
+  }
+
+  Experts(const int32_t* chosen, int64_t tokens, int64_t top_k, int64_t count)
+      : tokens(tokens), top_k(top_k), count(count), first(count + 1) {
+    const auto is_one = [=](int32_t expert) { return expert >= 0 && expert < count; };
+    for (int64_t i = 0; i < tokens * top_k; i++)
+      if (is_one(chosen[i])) first[chosen[i] + 1]++, rows++;
+    for (int64_t e = 0; e < count; e++)
+      if (first[e + 1]) busy.push_back(e);
+    std::partial_sum(first.begin(), first.end(), first.begin());
+    pair.resize(rows);
+    std::vector<int32_t> next(first.begin(), first.end() - 1);
+    for (int64_t i = 0; i < tokens * top_k; i++)
+      if (is_one(chosen[i])) pair[next[chosen[i]]++] = i;
+  }
+};
+
+// y [rows, out] = each row of x [rows, in] times its expert's weight of the stack w. row(i) is where row i of x is; they
+// follow each other, unless only their rounded forms are multiplied.
+template <class F>
+static void multiply_by_expert(const Call& call, const Experts& experts, const Panels& w, int64_t arithmetic, F row,
+                               float* y) {
+  Rounded rounded;
+  round_rows(call, w, arithmetic, experts.rows, rounded, row);
+  const int64_t busy = experts.busy.size(), panels = w.count(), piece = panels_at_once(call, busy * panels);
+  const int64_t pieces = (panels + piece - 1) / piece;
+  parallel_for(call, busy * pieces, [&](int64_t i) {
+    const int64_t expert = experts.busy[i / pieces], first = experts.first[expert], at = i % pieces * piece;
+    const int64_t own = experts.first[expert + 1] - first;
+    const Product product{row(first), own, w.of(expert), rounded, first, arithmetic, y + first * w.out};
+    product.run_all(at, std::min(panels, at + piece));
+  });
+}
+
+// y = each row of x [rows, in] times its expert's weight of a stack in panels [experts, out, in], transposed; x is sorted
+// by expert, of each so many rows as `sizes` say. Rows beyond are zeros.
+static void panel_grouped_matmul(const Call& call) {
+  const Array &x = call.argument(0), &sizes = call.argument(3);
+  const int64_t in = x.dims[1], out = call.result().dims[1];
+  const Experts experts(data<int32_t>(sizes), sizes.dims[0]);
+  const float* xs = data<float>(x);
+  float* y = data<float>(call.result());
+  multiply_by_expert(call, experts, Panels(call, 1, out, in), call.attribute<int64_t>("arithmetic"),
+                     [&](int64_t row) { return xs + row * in; }, y);
+  std::fill(y + experts.rows * out, y + x.dims[0] * out, 0.f);
+}
+DEFINE_HANDLER(PanelGroupedMatmul, panel_grouped_matmul, kF32, XLA_FFI_DataType_U8, kS32, kS32)
+
+// to[j] = activation of the pairs (gate, up) [size, 2], to each of which a bias is added first, where there is one.
+static void gate_row(const float* from, const float* bias, int64_t size, int64_t activation, float limit, float* to) {
+  const auto gated = [activation, limit](Vec gate, Vec up) {
+    Vec factor = gate;
+    if (activation == kClamped) {
+      const Vec most = Vec{} + limit;
+      gate = gate < most ? gate : most;
+      up = up < most ? up : most, up = (up > -most ? up : -most) + 1;
+      factor = gate * 1.702f;
+    }
+    if (activation == kSilu || activation == kClamped) {
+      const Vec e = exponential(factor > 0 ? -factor : factor);
+      return (factor > 0 ? gate : gate * e) / (1 + e) * up;
+    }
+    for (int j = 0; j < kLanes; j++) {
+      const float a = gate[j];
+      gate[j] = activation == kGelu ? 0.5f * a * (1 + std::erf(a * 0.70710678f))
+                                    : 0.5f * a * (1 + std::tanh(0.79788456f * (a + 0.044715f * a * a * a)));
+    }
+    return gate * up;
+  };
+  for (int64_t i = 0; i < size; i += kLanes) {
+    float pairs[2 * kLanes] = {};
+    const int64_t some = std::min<int64_t>(kLanes, size - i);
+    for (int64_t j = 0; j < 2 * some; j++) pairs[j] = from[2 * i + j] + (bias ? bias[2 * i + j] : 0);
+    const Vec low = at(pairs), high = at(pairs + kLanes);
+    const Vec made = gated(__builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14),
+                           __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15));
+    for (int64_t j = 0; j < some; j++) to[i + j] = made[j];
+  }
+}
+
+// y [tokens, out]; zeros for tokens beyond `count`. Arguments: x [tokens, in], chosen and weights [tokens, top_k], panels
+// of gate_up [experts, 2 * size, in] and of down [experts, out, size], biases of the former [experts, 2 * size] or
+// nothing, count.
+static void panel_experts(const Call& call) {
+  const Array &x = call.argument(0), &chosen = call.argument(1), &biases = call.argument(7);
+  const int64_t in = x.dims[1], size = call.attribute<int64_t>("size"), out = call.result().dims[1];
+  const int64_t activation = call.attribute<int64_t>("activation"), top_k = chosen.dims[1];
+  const bool weighs_inputs = call.attribute<int64_t>("weighs_inputs");
+  const float limit = call.attribute<float>("limit");
+  const int64_t tokens = std::clamp<int64_t>(*data<int32_t>(call.argument(8)), 0, x.dims[0]);
+  const float *xs = data<float>(x), *weights = data<float>(call.argument(2));
+  const float* bias = element_count(biases) ? data<float>(biases) : nullptr;
+  float* y = data<float>(call.result());
+  std::fill(y, y + x.dims[0] * out, 0.f);
+  const Experts experts(data<int32_t>(chosen), tokens, top_k, call.attribute<int64_t>("experts"));
+  if (!experts.rows) return;
+  const auto scratch = [](int64_t size) { return std::unique_ptr<float[]>(new float[size]); };
+
+  const auto inputs = scratch(experts.rows * in);
+  parallel_for(call, experts.rows, [&](int64_t row) {
+    const int64_t pair = experts.pair[row];
+    const float *from = xs + pair / top_k * in, factor = weighs_inputs ? weights[pair] : 1;
+    float* to = inputs.get() + row * in;
+    for (int64_t k = 0; k < in; k++) to[k] = from[k] * factor;
+  });
+  const auto hidden = scratch(experts.rows * 2 * size), gated = scratch(experts.rows * size);
+  multiply_by_expert(call, experts, Panels(call, 3, 2 * size, in), call.attribute<int64_t>("first"),
+                     [&](int64_t row) { return inputs.get() + row * in; }, hidden.get());
+  parallel_for(call, experts.rows, [&](int64_t row) {
+    const auto after = std::upper_bound(experts.first.begin(), experts.first.end(), row);
+    const int64_t expert = after - experts.first.begin() - 1;
+    gate_row(hidden.get() + row * 2 * size, bias ? bias + expert * 2 * size : nullptr, size, activation, limit,
+             gated.get() + row * size);
+  });
+  const auto made = scratch(experts.rows * out);
+  multiply_by_expert(call, experts, Panels(call, 5, out, size), call.attribute<int64_t>("second"),
+                     [&](int64_t row) { return gated.get() + row * size; }, made.get());
+  std::vector<int32_t> place(tokens * top_k, -1);
+  for (int64_t row = 0; row < experts.rows; row++) place[experts.pair[row]] = row;
+  parallel_for(call, tokens, [&](int64_t token) {
+    for (int64_t i = token * top_k; i < (token + 1) * top_k; i++) {
+      if (place[i] < 0) continue;
+      const float *from = made.get() + place[i] * out, factor = weighs_inputs ? 1 : weights[i];
+      for (int64_t k = 0; k < out; k++) y[token * out + k] += from[k] * factor;
+    }
+  });
+}
+DEFINE_HANDLER(PanelExperts, panel_experts, kF32, kS32, kF32, XLA_FFI_DataType_U8, kS32, XLA_FFI_DataType_U8, kS32, kF32,
+               kS32)

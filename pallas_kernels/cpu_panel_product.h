@@ -1,0 +1,206 @@
+// Products with weights in panels: x, the panels and how they are multiplied.
+//
+// The sum of one output runs over the inputs in their order, whatever number of rows x has and however the work is cut:
+// a row's results do not depend on its neighbours.
+
+#pragma once
+
+#include "cpu_panel_pack.h"
+#include "cpu_panel_tiles.h"
+
+enum Arithmetic : int64_t { kExact, kInteger, kShort };  // see `cpu_panels.py`
+
+struct Panels {
+  const uint8_t* data;
+  const int32_t* table;  // of each panel: where it begins, in units of 64 bytes; its type; blocks of a record
+  int64_t out, in;
+
+  Panels(const Call& call, int64_t argument, int64_t out, int64_t in)
+      : data(::data<const uint8_t>(call.argument(argument))), table(::data<int32_t>(call.argument(argument + 1))),
+        out(out), in(in) {}
+  // A weight of a stack of such ones.
+  Panels of(int64_t expert) const {
+    Panels one = *this;
+    one.table += 3 * count() * expert;
+    return one;
+  }
+  const uint8_t* begin(int64_t panel) const { return data + int64_t{64} * table[3 * panel]; }
+  int32_t type(int64_t panel) const { return table[3 * panel + 1]; }
+  int64_t blocks(int64_t panel) const { return table[3 * panel + 2]; }
+  // Of rows of NVFP4.
+  const float* gains(int64_t panel) const {
+    return reinterpret_cast<const float*>(begin(panel) + panel_bytes(kNvfp4, in, 0)) - kPanelRows;
+  }
+  int64_t count() const { return (out + kPanelRows - 1) / kPanelRows; }
+};
+
+// One matmul: rows x, their rounded forms, which begin with row `first_row` of `rounded`, and the weight.
+struct Product {
+  const float* x;
+  int64_t tokens;
+  Panels w;
+  const Rounded& rounded;
+  int64_t first_row, arithmetic;
+  float* y;
+
+  // The columns' sums in their places of y.
+  void write(const float* sums, int64_t panel, int64_t panels) const {
+    const int64_t first = panel * kPanelRows, count = std::min(panels * kPanelRows, w.out - first);
+    for (int64_t m = 0; m < tokens; m++) std::copy_n(sums + m * kColumns * kWidth, count, y + m * w.out + first);
+  }
+
+  template <class W, int C>
+  void multiply_floats(const uint8_t* const* panels, int64_t first, int64_t inputs, float* sums) const {
+    for (int64_t m = 0; m < tokens;) {
+      const int64_t height = next_height(tokens - m, kFloatTall);
+      by_height<kFloatTall>(height, [&](auto tall) {
+        float* to = sums + m * kColumns * kWidth;
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+        if constexpr (W::kType == kBfloat16)
+          if (arithmetic == kShort)
+            return short_tile<tall, C>(rounded.pairs.get() + (first_row + m) * rounded.inputs / 2, rounded.inputs / 2, panels, inputs, to);
+#endif
+        float_tile<W, tall, C>(x + m * w.in + first, w.in, panels, inputs, to);
+      });
+      m += height;
+    }
+  }
+
+  template <class W>
+  void float_panels(const uint8_t* const* panels, int64_t count, int64_t first, int64_t inputs, float* sums) const {
+    if (count * kParts == kColumns) return multiply_floats<W, kColumns>(panels, first, inputs, sums);
+    for (int64_t p = 0; p < count; p++)
+      multiply_floats<W, kParts>(panels + p, first, inputs, sums + p * kPanelRows);
+  }
+
+  template <class R>
+  void exact_panels(int64_t panel, int64_t count, float* sums) const {
+    static thread_local std::vector<float> values;
+    constexpr int64_t kInputs = kChunk * kBlock / 4;
+    values.resize(count * kInputs * kPanelRows);
+    const int64_t blocks_of = R::kBlocks ? R::kBlocks : w.blocks(panel);
+    for (int64_t first = 0; first < w.in; first += kInputs) {
+      const int64_t end = std::min(w.in, first + kInputs);
+      const uint8_t* panels[kColumns];
+      for (int64_t p = 0; p < count; p++) {
+        float* to = values.data() + p * kInputs * kPanelRows;
+        dequantize<R>(w.begin(panel + p), blocks_of, first / kBlock, (end + kBlock - 1) / kBlock, to);
+        panels[p] = reinterpret_cast<const uint8_t*>(to);
+      }
+      float_panels<Float32>(panels, count, first, end - first, sums);
+    }
+  }
+
+  template <class R, int C>
+  void int_panels(int64_t panel, float* sums) const {
+    alignas(64) static thread_local Unpacked unpacked;
+    const int64_t blocks_of = R::kBlocks ? R::kBlocks : w.blocks(panel), panels = C / kParts;
+    const int64_t passes = (tokens + kIntTall - 1) / kIntTall;
+    for (int64_t first = 0; first < rounded.blocks; first += kChunk) {
+      const int64_t end = std::min(rounded.blocks, first + kChunk);
+      for (int c = 0; c < C; c++)
+        unpack<R>(w.begin(panel + c / kParts), blocks_of, first, end, c % kParts, c, unpacked);
+      // The next chunk of these panels, or the first one of those that follow.
+      const int64_t per_block = R::bytes(blocks_of) / blocks_of, next = end < rounded.blocks ? end : 0;
+      Ahead ahead;
+      ahead.lines = per_block / 64 / passes + 1;
+      for (int64_t p = 0; p < panels && panel + p + (next ? 0 : panels) < w.count(); p++)
+        ahead.from[ahead.pieces++] = w.begin(panel + p + (next ? 0 : panels)) + next * per_block;
+      for (int64_t m = 0; m < tokens;) {
+        const int64_t height = next_height(tokens - m, kIntTall);
+        by_height<kIntTall>(height, [&](auto tall) {
+          int_tile<tall, C, R::kSub, R::kEight>(rounded, first_row + m, unpacked, first, end - first, ahead,
+                                                sums + m * kColumns * kWidth);
+        });
+        m += height;
+      }
+    }
+  }
+
+  template <class R>
+  void few_rows(int64_t panel, float* sums) const {
+    const int64_t blocks_of = R::kBlocks ? R::kBlocks : w.blocks(panel);
+    for (int part = 0; part < kParts; part++)
+      by_height<3>(tokens, [&](auto tall) {
+        int_column<R, tall>(rounded, first_row, w.begin(panel), blocks_of, part, sums + part * kWidth);
+      });
+  }
+
+  template <class R>
+  void quantized_panels(int64_t panel, int64_t count, float* sums) const {
+    if (arithmetic != kInteger) return exact_panels<R>(panel, count, sums);
+    for (int64_t p = 0; p < count;) {
+      float* to = sums + p * kPanelRows;
+      if (tokens <= 3) {
+        few_rows<R>(panel + p++, to);
+      } else if (kIntColumns > kParts && p + kIntColumns / kParts <= count) {
+        int_panels<R, kIntColumns>(panel + p, to);
+        p += kIntColumns / kParts;
+      } else {
+        int_panels<R, kParts>(panel + p++, to);
+      }
+    }
+  }
+
+  // Panels of one type, at most as many as kColumns have.
+  void run(int64_t panel, int64_t count) const {
+    static thread_local std::vector<float> sums;
+    sums.assign(tokens * kColumns * kWidth, 0.f);
+    const int32_t type = w.type(panel);
+    const uint8_t* panels[kColumns];
+    for (int64_t p = 0; p < count; p++) panels[p] = w.begin(panel + p);
+    if (type == kFloat32) float_panels<Float32>(panels, count, 0, w.in, sums.data());
+    if (type == kFloat16) float_panels<Float16>(panels, count, 0, w.in, sums.data());
+    if (type == kBfloat16) float_panels<Bfloat16>(panels, count, 0, w.in, sums.data());
+    with_record(type, [&](auto record) { quantized_panels<decltype(record)>(panel, count, sums.data()); });
+    for (int64_t i = 0; type == kNvfp4 && i < tokens * count; i++) {
+      const float* gains = w.gains(panel + i % count);
+      float* of = sums.data() + i / count * kColumns * kWidth + i % count * kPanelRows;
+      for (int row = 0; row < kPanelRows; row++) of[row] *= gains[row];
+    }
+    write(sums.data(), panel, count);
+  }
+
+  // Neighbouring panels, from `first` up to `end`.
+  void run_all(int64_t first, int64_t end) const {
+    constexpr int64_t kTogether = kColumns / kParts;
+    for (int64_t next; first < end; first = next) {
+      const int64_t most = std::min(end, first + kTogether);
+      for (next = first + 1; next < most && w.type(next) == w.type(first);) next++;
+      run(first, next - first);
+    }
+  }
+};
+
+// What of x the types of a weight and the arithmetic ask for, rounded by all threads; row(i) is where row i of x is.
+template <class F>
+static void round_rows(const Call& call, const Panels& w, int64_t arithmetic, int64_t rows, Rounded& r, F row) {
+  const int64_t in = w.in;
+  bool pairs = false, codes = false;
+  for (int64_t p = 0; p < w.count(); p++) {
+    pairs |= w.type(p) == kBfloat16 && arithmetic == kShort && kHasShort;
+    codes |= w.type(p) > kBfloat16 && arithmetic == kInteger;
+  }
+  r.blocks = (in + kBlock - 1) / kBlock, r.inputs = r.blocks * kBlock;
+  if (pairs) r.pairs.reset(new int32_t[rows * r.inputs / 2]);
+  if (codes) {
+    r.codes.reset(new int32_t[rows * r.inputs / 4]);
+    r.scale.reset(new float[rows * r.blocks]), r.sum.reset(new float[rows * r.blocks]);
+    r.half_sum.reset(new float[2 * rows * r.blocks]);
+  }
+  if (!pairs && !codes) return;
+  parallel_for(call, rows, [&r, &row, in, pairs, codes](int64_t i) {
+    const float* x = row(i);
+    if (pairs) r.round_pairs(x, i, in);
+    for (int64_t b = 0; codes && b < r.blocks; b++)
+      r.round_block(x + b * kBlock, std::min(kBlock, in - b * kBlock), i, b);
+  });
+}
+
+// How many neighbouring panels a thread takes at once, so that what follows in memory is what it needs next, where there
+// are `panels` in all.
+static int64_t panels_at_once(const Call& call, int64_t panels) {
+  constexpr int64_t kTogether = kColumns / kParts;
+  const int64_t groups = (panels + kTogether - 1) / kTogether;
+  return std::clamp<int64_t>(groups / (4 * call.num_threads()), 1, 8) * kTogether;
+}

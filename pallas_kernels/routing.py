@@ -1,0 +1,95 @@
+"""Which experts a token goes through, and what each of them counts: the routers of mixtures of experts, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Score = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How experts are chosen and weighted.
+
+    Every expert has a score: the softmax over all experts' logits, or the sigmoid of its own logit. The `top_k` experts
+    with the greatest scores are chosen, and their scores are their weights.
+
+    Attributes:
+      normalized: the weights are divided by their sum, which is at least `least_sum`.
+      scale: multiplies the weights in the end.
+      corrected: a learned bias per expert is added to the scores for the choice (Wang et al. 2024, arXiv:2408.15664).
+        The weights are made of the scores without it.
+      groups: neighbouring experts form so many groups of equal size. Only experts of the `top_groups` best groups can
+        be chosen (DeepSeek-V2, arXiv:2405.04434). A group's score is its greatest one ("max"), or the sum of its two
+        greatest ("top2", DeepSeek-V3, arXiv:2412.19437).
+      weighs_inputs: the weights multiply what goes into the experts instead of what comes out (Llama 4).
+    """
+
+    top_k: int
+    score: Score = "softmax"
+    normalized: bool = True
+    least_sum: float = 0.0
+    scale: float = 1.0
+    corrected: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "max"
+    weighs_inputs: bool = False
+
+    def problem(self, experts: int) -> str | None:
+        """Why it cannot choose among so many experts; None: it can."""
+        if not 0 < self.top_k <= experts:
+            return f"num_experts_per_tok={self.top_k} must be between 1 and the {experts} experts"
+        if experts % self.groups or not 0 < self.top_groups <= self.groups:
+            return f"{experts} experts cannot form {self.groups} equal groups, of which {self.top_groups} are chosen"
+        if self.top_k > experts // self.groups * self.top_groups:
+            return f"{self.top_groups} groups of {experts // self.groups} experts have fewer than {self.top_k}"
+        if self.group_score == "top2" and self.groups > 1 and experts // self.groups < 2:
+            return f"groups of one expert have no two greatest scores ({self.groups} groups)"
+        return None
+
+
+def route(logits: jax.Array, router: Router, correction: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Chooses the experts of each token.
+
+    Args:
+      logits: the router's, float32 [tokens, experts].
+      correction: float32 [experts], where the router is `corrected`.
+
+    Returns:
+      int32 [tokens, top_k], the chosen experts, the best first, and their weights, float32 [tokens, top_k].
+    """
+    assert (correction is not None) == router.corrected
+    logits = logits.astype(jnp.float32)
+    if router.score == "softmax" and router.groups == 1 and correction is None and not router.least_sum:
+        # Logits order as their softmax does, also where this is too small for float32.
+        chosen, experts = jax.lax.top_k(logits, router.top_k)
+        total = jax.nn.logsumexp(chosen if router.normalized else logits, axis=-1, keepdims=True)
+        return experts.astype(jnp.int32), jnp.exp(chosen - total) * router.scale
+    scores = jax.nn.softmax(logits) if router.score == "softmax" else jax.nn.sigmoid(logits)
+    order = scores if correction is None else scores + correction.astype(jnp.float32)
+    if router.groups > 1:
+        order = jnp.where(_in_best_groups(order, router), order, -jnp.inf)
+    experts = jax.lax.top_k(order, router.top_k)[1].astype(jnp.int32)
+    weights = jnp.take_along_axis(scores, experts, axis=1)
+    if router.normalized:
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), max(router.least_sum, 1e-20))
+    return experts, weights * router.scale
+
+
+def _in_best_groups(order: jax.Array, router: Router) -> jax.Array:
+    """Whether each expert's group is one of the best, bool [tokens, experts]."""
+    tokens, experts = order.shape
+    grouped = order.reshape(tokens, router.groups, -1)
+    if router.group_score == "max":
+        score = grouped.max(-1)
+    else:
+        score = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    best = jax.lax.top_k(score, router.top_groups)[1]
+    chosen = (best[:, :, None] == jnp.arange(router.groups)).any(1)
+    return jnp.repeat(chosen, experts // router.groups, axis=1, total_repeat_length=experts)
