@@ -1,5 +1,5 @@
-// Products with weights in panels (cpu_panels.h), rows of such weights, and mixtures of experts with such weights, called
-// by XLA through its foreign function interface. Results are float32.
+// Products with weights in panels (cpu_panels.h), rows of such weights, and mixtures of experts, called by XLA through
+// its foreign function interface. Results are float32.
 
 #include "cpu_panel_experts.h"
 

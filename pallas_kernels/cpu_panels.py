@@ -175,7 +175,7 @@ def abstract(shape: tuple[int, ...], kind: PanelType, arithmetic: str, group: in
 
 
 def stack(members: Iterable[PanelArray | None], count: int) -> PanelArray | None:
-    """A stack of `count` weights in panels, on the host. None where one is not in panels, or larger than the first."""
+    """Stacks `count` weights in panels on the host. None if one is not in panels, or its panels differ in form."""
     members = iter(members)
     first = next(members)
     if first is None:
@@ -191,7 +191,7 @@ def stack(members: Iterable[PanelArray | None], count: int) -> PanelArray | None
 
 
 def abstract_stack(one: PanelArray, count: int) -> PanelArray:
-    """The shapes of a stack of such weights, of arrays or of their shapes."""
+    """The shapes of a stack of `count` weights like `one`, which has arrays or shapes."""
     data, table = (
         jax.ShapeDtypeStruct((count * array.shape[0], array.shape[1]), array.dtype) for array in (one.data, one.table)
     )
@@ -209,14 +209,14 @@ def matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.A
 
 
 def grouped_matmul(x: jax.Array, w: PanelArray, group_sizes: jax.Array) -> jax.Array:
-    """As `experts.grouped_matmul`, for float32 x and a stack in panels."""
+    """`experts.grouped_matmul` for float32 x and a stack in panels."""
     assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
     assert available()
     call = jax.ffi.ffi_call("jaxserve_panel_grouped_matmul", jax.ShapeDtypeStruct((len(x), w.shape[1]), jnp.float32))
     return call(x, w.data, w.table, group_sizes.astype(jnp.int32), arithmetic=np.int64(ARITHMETIC[w.arithmetic]))
 
 
-# What lies between the products of a gated MLP, as in `cpu_panel_experts.h`.
+# The operations between the products of a gated MLP, with the values of `cpu_panel_experts.h`.
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
 
 
@@ -230,8 +230,7 @@ def mixture(
     count: jax.Array | None = None,
     weighs_inputs: bool = False,
 ) -> jax.Array:
-    """As `experts.mixture`, for float32 x and stacks in panels. The weights of an expert that no token goes through are
-    not read."""
+    """`experts.mixture` for float32 x and stacks in panels. Weights of experts that no token uses are not read."""
     assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
     assert available()
     first, second = w.gate_up, w.down

@@ -124,7 +124,7 @@ def _add_norm(
         tl.store(total + at, value.to(dtype), mask=real)
     unit = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
     factor = tl.load(scale + tl.load(scale_row).to(tl.int64) * SIZE + column, mask=real, other=0.0)
-    value = factor.to(tl.float32) * unit.to(factor.dtype).to(tl.float32)  # a scale in float32 keeps its precision
+    value = factor.to(tl.float32) * unit.to(factor.dtype).to(tl.float32)  # keeps the precision of a float32 scale
     _store(
         value, normed, out_scale, given, tl.program_id(0).to(tl.int64), 0,
         SIZE, BLOCK, TOP, GROUP, STATIC, CEILING, TINY, dtype,
@@ -211,7 +211,7 @@ def _rotate_and_write(
         of_right = _half_norms(q_norm, q_row, is_q, half, column + DIM // 2, DIM)
         of_right += _half_norms(k_norm, k_row, is_k, half, column + DIM // 2, DIM)
         normed = (row <= GROUP)[:, None]
-        precise: tl.constexpr = q_norm.dtype.element_ty  # of a scale in float32 the product is rounded once
+        precise: tl.constexpr = q_norm.dtype.element_ty  # with a float32 scale, only the product is rounded
         left = tl.where(normed, (of_left * (left * unit).to(precise).to(tl.float32)).to(dtype).to(tl.float32), left)
         right = tl.where(normed, (of_right * (right * unit).to(precise).to(tl.float32)).to(dtype).to(tl.float32), right)
     angle = token * (DIM // 2) + column

@@ -43,7 +43,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    if scale.dtype != x.dtype:  # a scale that is kept in float32 multiplies before the result is rounded
+    if scale.dtype != x.dtype:  # a float32 scale multiplies before the result is rounded
         return (scale.astype(jnp.float32) * wide).astype(x.dtype)
     return scale * wide.astype(x.dtype)
 
@@ -68,7 +68,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of gates in fused kernels
+FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # activations that fused kernels have for gates
 
 
 def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
@@ -92,9 +92,9 @@ def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = Non
 
 @dataclass(frozen=True)
 class Gate:
-    """The activation of a gated MLP as a function of gate_up [tokens, size, 2] and `count`, and what it is.
+    """The activation of a gated MLP, called with gate_up [tokens, size, 2] and `count`, and its description.
 
-    `limit`: `clamped_gate` with it takes the place of the activation; None: `compute` has the activation.
+    With `limit` it is `clamped_gate`; otherwise `compute` with `activation`.
     """
 
     activation: str
@@ -230,7 +230,7 @@ class Ops:
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
 
     def activated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
-        """The activation of y, of an MLP without a gate: sums [parts, tokens, size] -> [tokens, size]."""
+        """The activation of an MLP without a gate. The sums of y are [parts, tokens, size]; returns [tokens, size]."""
         return ACTIVATIONS[activation](y.whole(dtype))
 
     def experts(
@@ -244,9 +244,10 @@ class Ops:
         correction: jax.Array | None = None,
         down_bias: jax.Array | None = None,
     ) -> jax.Array:
-        """`mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see `route`.
+        """Computes `mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see
+        `route`.
 
-        down_bias: [experts, out], added to each expert's result; None: 0.
+        down_bias: [experts, out], added to each expert's result; None: no bias.
         """
         chosen, weights = route(logits, router, correction)
         y = self.mixture(x, chosen, weights, w, gate=gate, count=self.count, weighs_inputs=router.weighs_inputs)
@@ -256,7 +257,7 @@ class Ops:
         return y + experts.chosen_biases(chosen, shares, down_bias)
 
     def gate_of(self, activation: str, limit: float | None = None) -> Gate:
-        """`gate` with an activation, or `clamped_gate` with a limit."""
+        """`gate` with an activation, or `clamped_gate` if there is a limit."""
         return Gate(activation, limit, self.gate)
 
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -45,7 +45,7 @@ class Heads(NamedTuple):
       value. Its bias is [kv_heads, group + 2, head_dim].
     cos, sin: float32 [tokens, head_dim / 2].
     q_norm, k_norm: scales [head_dim] of RMS norms, or None.
-    sinks: a logit [kv_heads, group] that joins the softmax of each query head, or None.
+    sinks: logits [kv_heads, group], one for each query head, that join the softmax's denominator; or None.
     """
 
     qkv: Parts

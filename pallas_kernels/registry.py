@@ -63,9 +63,9 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """What `latent_attention` and `write_latent` are asked to do, sizes per device.
+    """One problem of `latent_attention` and `write_latent`. Sizes are those on one device.
 
-    rank, rope: numbers of a token's latent and of its rotated key. width: of a row in the cache; 0: rank + rope.
+    rank, rope: sizes of a token's latent and of its rotated key. width: size of a row in the cache; 0: rank + rope.
     """
 
     q_dtype: np.dtype
