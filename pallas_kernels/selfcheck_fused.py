@@ -102,7 +102,7 @@ def check_write_and_attend(
         if again:
             out = attend(q, after, *where, first_page=first_page, **options)
         others = [
-            _bits(x.at[place].set(0, mode="drop").at[first_page].set(0))  # nobody's page: for padding
+            _bits(x.at[place].set(0, mode="drop").at[first_page].set(0))  # the page for padding
             for both in zip(jax.tree.leaves(after), jax.tree.leaves(pages), strict=True)
             for x in both
         ]

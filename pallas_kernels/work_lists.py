@@ -6,7 +6,7 @@ An item of attention is some query tokens of one row against some blocks of its 
   TOKEN, POSITION         the first query token: its index in the batch, and its position in the row
   LENGTH                  the row's cached tokens
   FIRST, LAST             the row's blocks FIRST to LAST - 1 are the item's; equal numbers: nothing to do
-  FULL_FIRST, FULL_LAST   of these blocks, those in which all query tokens see all keys
+  FULL_FIRST, FULL_LAST   the blocks FULL_FIRST to FULL_LAST - 1 of these: all query tokens see all their keys
 
 Items of prompts have a ninth column:
 

@@ -52,7 +52,7 @@ def of(field: str, kind: int, g: int = 0) -> int:
 
 @triton.constexpr_function
 def block_ptx(kind: int, g: int, dtype: tl.dtype) -> str:
-    """PTX that converts four codes to numbers $0 and $1. The bytes of $2 have their low bits, those of $3 the high."""
+    """PTX that converts four codes to numbers $0 and $1. $2 has their low bits in bytes, $3 the high ones."""
     name = NAMES[kind]
     group, mask = GROUPS[name][g], LOW_MASK[name] * 0x01010101
     body = f"shr.u32 t, $2, {group.low_shift}; and.b32 t, t, {mask:#010x};"
