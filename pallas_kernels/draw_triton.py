@@ -7,8 +7,8 @@ Grid: (rows,). A program draws the token of one row, in these steps:
      temperature 0 the row ends here, with a token of the chunk with the largest logit. Rows without a filter also end
      here, with the chunk in which the running sum of probabilities passes the row's random number.
   2. With a filter, most tokens can be excluded. At least k logits reach the k-th largest of the chunks' maxima, so
-     top-k keeps nothing below it. All tokens less likely than half of (1 - p) / vocab are together less likely than 1 -
-     p, so top-p keeps none of them. The program lists the chunks that have candidates, and copies the candidates.
+     top-k keeps nothing below it. All tokens less likely than half of (1 - p) / vocab are together less likely than
+     1 - p, so top-p keeps none of them. The program lists the chunks that have candidates, and copies the candidates.
   3. The thresholds of top-k and top-p are found exactly among the candidates, in rounds that settle four bits of a
      float32 pattern each, as in `jaxserve.execution.filters`.
   4. A second pass over the listed chunks sums the tokens that are kept, and the draw is as without a filter.

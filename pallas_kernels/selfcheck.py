@@ -25,10 +25,9 @@ others.
 
 A product's error is that of one of its rows or columns, in the same norm. A right kernel may round weights, a group's
 scale or results to the type of x, which gives 0.35 eps; MATMUL_TOLERANCE is 0.75 eps. A column of few rows is compared
-with its norm in 200 rows, and its error may be larger by a factor of
-1 + 3/√rows. So a zero point of int4 that is off by one in one
-group of a column (0.155 √(group / inputs)) is detected in bfloat16 if a group is 32 of 8,192 inputs or more, and in
-float16 always.
+with its norm in 200 rows, and its error may be larger by a factor of 1 + 3/√rows. So a zero point of int4 that is off
+by one in one group of a column (0.155 √(group / inputs)) is detected in bfloat16 if a group is 32 of 8,192 inputs or
+more, and in float16 always.
 
 Equal calls must give equal bits, REPEATS times: a race between copies and products shows only on devices, and rarely.
 Between calls, free memory is filled with NaN, so that results that a kernel does not write are not right by chance.
