@@ -2,7 +2,8 @@
 
 One module per format. Each defines `splitter(prompt)`, which returns a Splitter for an answer, where `prompt` is at
 least the end of the prompt; and `matches(template)`, whether a chat template certainly uses this format. A module whose
-marks are special tokens of the tokenizer sets `keeps_special_tokens`.
+marks are special tokens of the tokenizer sets `keeps_special_tokens`. A module whose answers are messages in channels
+sets `tool_format`, the module for the calls among these messages.
 """
 
 from __future__ import annotations
@@ -19,17 +20,25 @@ class Splitter:
       openings, closings: the marks, the usual ones first.
       begins_inside: the text begins with reasoning, with or without an opening mark. If false, it begins with reasoning
         only if it begins with an opening mark.
+      forced_closing: the text that closes the reasoning by force.
       reasons: the next text belongs, or may belong, to the reasoning.
+      is_framed: the answer is messages in channels and begins within a header.
+      passes_messages: messages that are not reasoning are returned as such, for a parser that reads messages.
     """
 
     openings: ClassVar[tuple[str, ...]] = (OPENING,)
     closings: ClassVar[tuple[str, ...]] = (CLOSING,)
+    is_framed = passes_messages = False
 
     def __init__(self, inside: bool):
         self.begins_inside = inside
         self._state = "begin"  # then "inside", "closing" (in white space after the mark), "after"; or directly "after"
         self._buffer = ""
         self._begun = False  # some reasoning has been returned
+
+    @property
+    def forced_closing(self) -> str:
+        return f"\n{self.closings[0]}\n\n"
 
     @property
     def reasons(self) -> bool:

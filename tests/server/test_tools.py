@@ -233,6 +233,70 @@ CASES = {
     ),
     "gemma, without its end": ("gemma", "<|tool_call>call:add{a:1,b:-2.5}", "", [ADD]),
     "gemma, cut short": ("gemma", "<|tool_call>call:add{a:", "<|tool_call>call:add{a:", []),
+    "harmony, reasoning and one": (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>',
+        "Hm.",
+        [PARIS],
+    ),
+    "harmony, the recipient before the channel": (
+        "harmony",
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": -2.5}',
+        "",
+        [ADD],
+    ),
+    "harmony, a preamble and two": (
+        "harmony",
+        "<|channel|>commentary<|message|>I will:\n1. look<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather<|constrain|>json<|message|>{"city": "Paris", "days": 3}<|end|><|start|>assistant '
+        'to=functions.add<|channel|>commentary<|message|>{"a": 1, "b": -2.5}\n',
+        "I will:\n1. look",
+        [PARIS, ADD],
+    ),
+    "harmony, escapes": (
+        "harmony",
+        "<|channel|>commentary to=functions.get_weather<|message|>"
+        '{"city":"K\\u00f6ln 😀 \\"x\\" \\\\ {[","days":0}<|call|>'
+        "<|start|>assistant<|channel|>final<|message|>done<|return|>",
+        "done",
+        [UNICODE],
+    ),
+    "harmony, no arguments": (
+        "harmony",
+        "<|channel|>commentary to=functions.add<|message|><|call|><|start|>assistant to=functions.add"
+        "<|channel|>analysis<|message|>{} and more",
+        "",
+        [("add", {}), ("add", {})],
+    ),
+    "harmony, texts": (
+        "harmony",
+        "<|channel|>commentary<|message|>One <|x|> <|<|end|>\n<|start|>assistant<|channel|>final <|constrain|>json"
+        "<|message|>two <|message|> to=functions.add<|return|>",
+        "One <|x|> <|\n\ntwo <|message|> to=functions.add",
+        [],
+    ),
+    "harmony, built-in tools": (
+        "harmony",
+        "<|channel|>analysis to=python code<|message|>print(1)<|call|><|start|>assistant to=browser.search"
+        '<|channel|>analysis<|message|>{"query": "x"}<|call|>',
+        'print(1)\n\n{"query": "x"}',
+        [],
+    ),
+    "harmony, no messages": ("harmony", "Two to=functions.add < three <|ca", "Two to=functions.add < three <|ca", []),
+    "harmony, a text like a header": ("harmony", " to=5 is a number", "to=5 is a number", []),
+    "harmony, cut in the header": (
+        "harmony",
+        "<|channel|>final<|message|>So<|end|><|start|>assistant<|channel|>comm",
+        "So",
+        [],
+    ),
+    "harmony, no text": (
+        "harmony",
+        "<|channel|>analysis<|end|><|start|>assistant<|message|>Yes.<|start|>assistant<|channel|>final<|message|>No.",
+        "Yes.\n\nNo.",
+        [],
+    ),
     "hermes, plain": ("hermes", "Two < three, <b>bold</b>.\n", "Two < three, <b>bold</b>.\n", []),
     "llama, one": ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', "", [PARIS]),
     "llama, tag and two": (
@@ -491,6 +555,33 @@ REASONING = [
     ("granite", "", "Here is my answer.", "", "Here is my answer."),
     ("nemotron", "", "<think>\nHm.\n</think>\n\nFour.", "Hm.", "Four."),
     ("nemotron", "<think>\n", "Hm.</think>Four.", "Hm.", "Four."),
+    (
+        "harmony",
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.\n\nWell.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>",
+        "Hm.\n\nWell.",
+        "Four.",
+    ),
+    (
+        "harmony",
+        "<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look:<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Now.<|end|><|start|>assistant<|channel|>final<|message|>4",
+        "Hm.\n\nNow.",
+        "Look:\n\n4",
+    ),
+    (
+        "harmony",
+        "<|start|>assistant",
+        "<|channel|>analysis to=python code<|message|>print(4)",
+        "print(4)",
+        "",
+    ),
+    ("harmony", "<|start|>assistant", "<|channel|>commentary to=functions.f<|message|>{}<|call|>", "", "{}"),
+    ("harmony", "<|start|>assistant", "<|channel|>final<|message|> Four\n", "", " Four\n"),
+    ("harmony", "<|start|>assistant", "Four.", "", "Four."),
+    ("harmony", "<|start|>assistant<|channel|>analysis<|message|>Hm", ", so<|end|>", ", so", ""),
+    ("harmony", " is the text of a message whose header is far", "Four.", "", "Four."),
     ("glm45", "", "\n<think>Hm.</think>\n\nFour.", "Hm.", "Four."),
     ("glm45", "<think></think>", "\nFour.", "", "\nFour."),
 ]
@@ -505,9 +596,11 @@ def test_every_kind_of_reasoning_has_cases():
 @given(data=st.data())
 def test_streamed_and_whole_reasoning_agree(name, data):
     module = importlib.import_module(f"jaxserve.server.reasoning.{name}")
-    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]"]))
+    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]", "<|start|>assistant"]))
     kind = module.splitter(prompt)
     marks = [*kind.openings, *kind.closings]
+    if name == "harmony":
+        marks += ["<|start|>", "assistant", "<|channel|>", "final", " to=functions.f", "<|message|>", "<|call|>"]
     marks += [mark[:at] for mark in marks for at in (1, len(mark) // 2, len(mark) - 1)]
     text = "".join(data.draw(st.lists(st.sampled_from([*marks, " ", "\n", "text", "Here"]), min_size=1, max_size=9)))
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
@@ -535,6 +628,22 @@ def test_reasoning_before_a_call():
     for pieces in cuts(text):
         result = parse(lambda: OutputParser(module.splitter(""), hermes.Parser(TOOLS)), pieces)
         assert result == ("I could write <tool_call>.", "Let me look.", [PARIS, ADD])
+
+
+def test_calls_between_messages_of_reasoning():
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look:<|end|><|start|>"
+        'assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": -2.5}<|call|><|start|>assistant'
+        "<|channel|>analysis<|message|>Again.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>'
+        "<|start|>assistant<|channel|>final<|message|>OK."
+    )
+    module = importlib.import_module("jaxserve.server.reasoning.harmony")
+    for pieces in cuts(text):
+        result = parse(
+            lambda: OutputParser(module.splitter("<|start|>assistant"), module.tool_format.Parser(TOOLS)), pieces
+        )
+        assert result == ("Hm.\n\nAgain.", "Look:\n\nOK.", [ADD, PARIS])
 
 
 def test_reasoning_tokens_are_counted():
@@ -565,6 +674,7 @@ def test_reasoning_tokens_are_counted():
         ("[TOOL_CALLS]", "mistral", None),
         ('<|python_tag|> {"name": n, "parameters": p}', "llama3_json", None),
         ("<｜Assistant｜><think></think>", None, "deepseek_r1"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
         ("{{ messages }}", None, None),
         (None, None, None),
     ],
