@@ -9,10 +9,14 @@ from types import ModuleType
 # Names that vLLM has for the same formats, by package.
 ALIASES = {
     "jaxserve.server.tools.parsers": {
+        "cohere_command3": "cohere", "cohere_command4": "cohere", "ernie45": "hermes", "granite4": "hermes",
         "functiongemma": "gemma", "gemma4": "gemma", "glm47": "glm45", "gpt_oss": "harmony", "openai": "harmony",
         "llama4_json": "llama3_json", "phi4_mini_json": "phi4", "qwen3_xml": "qwen3_coder",
     },
-    "jaxserve.server.reasoning": {"glm47": "glm45", "gpt_oss": "harmony", "openai_gptoss": "harmony"},
+    "jaxserve.server.reasoning": {
+        "cohere_command3": "cohere", "cohere_command4": "cohere", "glm47": "glm45", "gpt_oss": "harmony",
+        "minimax_m2": "qwen3", "olmo3": "qwen3", "openai_gptoss": "harmony",
+    },
 }  # fmt: skip
 
 

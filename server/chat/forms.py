@@ -173,7 +173,7 @@ class _Rules:
     def framed(
         self, form: Grammar | None, functions: Functions | None, frame: Frame, stop_ids: Sequence[int]
     ) -> Grammar:
-        """The grammar of messages. Before the last one there may be reasoning and, if there are functions, other texts."""
+        """The grammar of messages. Before the last one there may be reasoning and, beside functions, other texts."""
         before = ["analysis"]
         if functions is not None:
             self._add_syntax(functions)

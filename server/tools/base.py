@@ -170,6 +170,10 @@ class ToolParser:
     def begin_named(self, name: str) -> None:
         """Begins a call and makes `json_value` the next state, which takes its arguments, a JSON object."""
         self.begin_call(name)
+        self.begin_value()
+
+    def begin_value(self) -> None:
+        """Makes `json_value` the next state, which takes the arguments of the call that has begun."""
         self._value, self.state = ValueScanner(), self.json_value
 
     def json_value(self) -> bool:
