@@ -16,9 +16,10 @@ from starlette.requests import Request as HTTPRequest
 
 from jaxserve.server.chat.forms import Frame, Functions, Thoughts, answer_grammar
 from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage, whole_choices
+from jaxserve.server.chat.histories import for_template, template_variables
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
-from jaxserve.server.chat.turns import in_turns, one_call_each
+from jaxserve.server.chat.turns import in_turns
 from jaxserve.server.http.state import ServerState, fit_prompt, fit_text, key_of, room_for
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.reasoning import Splitter, ends_inside, qwen3
@@ -99,17 +100,18 @@ def encode_chat(
     If the template refuses the conversation, it is rendered once more as `in_turns` rewrites it. Raises
     InvalidRequestError if the template refuses that too, if it drops a system message, or if `fit_text` refuses.
     """
-    messages = conversation.template_messages()
     template = conversation.chat_template or tokenizer.chat_template or ""
-    if is_harmony := harmony.matches(template):
-        messages = one_call_each(messages)
-    if "developer" not in template or is_harmony:  # gpt-oss's template drops these messages but the first
+    tools = conversation.template_tools()
+    messages = for_template(conversation.template_messages(), tools, template)
+    if "developer" not in template or harmony.matches(
+        template
+    ):  # gpt-oss's template drops these messages but the first
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of this role, which every template knows
-    kwargs = conversation.template_kwargs()
+    kwargs = template_variables(tools, template) | conversation.template_kwargs()
     foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
-    foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], conversation.template_tools(), kwargs])
+    foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], tools, kwargs])
     hidden, tools, kwargs = foreign.hidden
     for i, message in zip(foreign_at, hidden, strict=True):
         messages[i] = message

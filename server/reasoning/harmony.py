@@ -47,12 +47,12 @@ class HarmonySplitter(Splitter):
         return self._reader.message is not None and self._reader.message.is_reasoning
 
     def push(self, text: str) -> tuple[str, str]:
-        return self._split(self._reader.push(text))
+        return self._texts(self._reader.push(text))
 
     def finish(self) -> tuple[str, str]:
-        return self._split(self._reader.finish())
+        return self._texts(self._reader.finish())
 
-    def _split(self, parts: list[Part]) -> tuple[str, str]:
+    def _texts(self, parts: list[Part]) -> tuple[str, str]:
         reasoning = rest = ""
         for part in parts:
             if part.message.is_reasoning:

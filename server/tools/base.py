@@ -170,9 +170,9 @@ class ToolParser:
     def begin_named(self, name: str) -> None:
         """Begins a call and makes `json_value` the next state, which takes its arguments, a JSON object."""
         self.begin_call(name)
-        self.begin_value()
+        self.begin_json_value()
 
-    def begin_value(self) -> None:
+    def begin_json_value(self) -> None:
         """Makes `json_value` the next state, which takes the arguments of the call that has begun."""
         self._value, self.state = ValueScanner(), self.json_value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from serving import running_server
 
 from jaxserve.grammars.grammar import Compiler, Matcher
 from jaxserve.server.chat.forms import Frame, Functions, answer_grammar
+from jaxserve.server.chat.histories import one_call_each
 from jaxserve.server.chat.output_parser import OutputParser
-from jaxserve.server.chat.turns import one_call_each
 from jaxserve.server.plugins import choices, find
 from jaxserve.server.tools.choice import Function, Tool
 from jaxserve.text.detokenizer import ChoiceDelta
@@ -37,12 +38,22 @@ MODULE = importlib.import_module("jaxserve.server.tools.parsers.harmony")
 MODEL = "test-model"
 
 
-@pytest.fixture(scope="module", params=["marks are tokens", "marks are text"])
+@pytest.fixture(scope="module", params=["marks are special", "marks are tokens", "marks are text"])
 def model(request, tmp_path_factory):
     """A tokenizer and a compiler for it."""
-    marks = MARKS if request.param == "marks are tokens" else []
+    marks = [] if request.param == "marks are text" else MARKS
     folder = tiny_models.build_tokenizer(tmp_path_factory.mktemp("m"), 512, marks=marks)
+    if request.param == "marks are special":
+        make_special(folder / "tokenizer.json")
     return load_tokenizer(folder), Compiler(folder, 512, (2, 4))
+
+
+def make_special(file: Path) -> None:
+    """Makes the marks special tokens, as they are in gpt-oss's tokenizer."""
+    content = json.loads(file.read_text())
+    for token in content["added_tokens"]:
+        token["special"] |= token["content"] in MARKS
+    file.write_text(json.dumps(content))
 
 
 def reads(model, grammar: Grammar, text: str) -> bool:
@@ -128,7 +139,8 @@ def test_what_is_drawn_is_what_the_parser_reads(model):
                 break
         if not matcher.ended:
             continue
-        delta = ChoiceDelta(index=0, text=tokenizer.decode(ids), token_ids=ids, finish_reason="stop")
+        text = tokenizer.decode([token for token in ids if token != 4], skip_special_tokens=False)
+        delta = ChoiceDelta(index=0, text=text, token_ids=ids, finish_reason="stop")
         piece = OutputParser(splitter("<|start|>assistant"), MODULE.Parser({"go": NODE})).push(delta)
         seen.add(bool(piece.calls))
         assert bool(piece.calls) != bool(piece.content)
@@ -310,6 +322,14 @@ def test_calls_of_no_function_are_text(server):
 def test_return_ends_an_answer(server):
     choice = ask(server, ANSWER + "<|return|><|start|>user<|message|>And").choices[0]
     assert (choice.message.content, choice.finish_reason, choice.stop_reason) == ("Four.", "stop", None)
+
+
+def test_a_budget_of_reasoning(server):
+    text = ANSWER.replace("Two and two.", "one two three four five six") + "|THEN|<|channel|>final<|message|>Four."
+    choice = ask(server, text, extra_body={"thinking_token_budget": 6}).choices[0]
+    assert 0 < len(choice.message.reasoning) < len("one two three four five six")
+    assert "one two three four five six".startswith(choice.message.reasoning)
+    assert choice.message.content == "Four."
 
 
 def test_stop_strings(server):

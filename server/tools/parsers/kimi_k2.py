@@ -76,7 +76,7 @@ class Parser(ToolParser):
             self.arguments("{}")
             self.state = self.outside
         else:
-            self.begin_value()
+            self.begin_json_value()
         return True
 
     def after_json(self) -> None:
