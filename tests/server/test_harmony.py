@@ -6,12 +6,13 @@ import importlib
 import json
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import tiny_models
 import tokenizers_for_tests as kinds
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from serving import running_server
+from serving import SMALL, running_server
 
 from jaxserve.grammars.grammar import Compiler, Matcher
 from jaxserve.server.chat.forms import Frame, Functions, answer_grammar
@@ -409,3 +410,73 @@ def test_messages(server):
     plain = client.messages.create(model=MODEL, max_tokens=999, messages=say(ANSWER))
     assert [block.type for block in plain.content] == ["thinking", "text"]
     assert (plain.content[1].text, plain.stop_reason) == ("Four.", "end_turn")
+
+
+# The real engine, with a random model: what is asked for holds. A bias makes it end its messages sooner or later.
+
+PERSON = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
+    "required": ["age", "kind"],
+    "additionalProperties": False,
+}
+FIND = {"type": "function", "function": {"name": "find", "parameters": PERSON}}
+JOIN = {"type": "function", "function": {"name": "join", "parameters": PERSON, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def random_server(tmp_path_factory):
+    folder = tiny_models.build("qwen3_tied", tmp_path_factory.mktemp("random"))
+    short = TEMPLATE.replace("tools | tojson", "tools | length | string")  # the model has few positions
+    tiny_models.build_tokenizer(folder, 512, marks=MARKS, chat_template=short)
+    make_special(folder / "tokenizer.json")
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    config = SMALL | {"max_model_len": 512, "kv_pages": 130}
+    with running_server(folder, log, engine=None, config=config) as started:
+        yield started
+
+
+def draw(server, thinks: float = 0.0, **options):
+    """Some answers of at most 300 tokens, and how many tokens of reasoning they have. `thinks`: a bias towards more."""
+    first = server.http().post("/tokenize", json={"prompt": "analysis"}).json()["tokens"][0]
+    bias = {str(507 + MARKS.index("<|end|>")): 6.0, str(first): thinks}
+    fields = {"model": MODEL, "max_tokens": 300, "temperature": 1, "seed": 5, "n": 4, "logit_bias": bias}
+    answer = server.openai().chat.completions.create(messages=[{"role": "user", "content": "hi"}], **fields | options)
+    return answer.choices, answer.usage.completion_tokens_details.reasoning_tokens
+
+
+def test_forms_through_the_engine(random_server):
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    choices, reasoned = draw(random_server, thinks=3.0, response_format=form)
+    assert reasoned
+    for choice in choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+    choices, reasoned = draw(
+        random_server, response_format=form, extra_body={"structured_outputs": {"enable_in_reasoning": True}}
+    )
+    assert reasoned == 0
+    for choice in choices:
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
+def test_forced_calls_through_the_engine(random_server, choice):
+    choices, _ = draw(random_server, tools=[FIND, JOIN], tool_choice=choice, parallel_tool_calls=False)
+    ended = [one for one in choices if one.finish_reason != "length"]
+    assert ended
+    for one in ended:
+        assert one.finish_reason == "tool_calls"
+        (call,) = one.message.tool_calls
+        assert call.function.name in ("find", "join") if choice == "required" else call.function.name == "find"
+        jsonschema.validate(json.loads(call.function.arguments), PERSON)
+
+
+def test_a_budget_through_the_engine(random_server):
+    """After the budget there are a final message or a call, and no other reasoning."""
+    choices, reasoned = draw(
+        random_server, thinks=3.0, n=1, tools=[FIND], extra_body={"thinking_token_budget": 5},
+        tool_choice="required",
+    )  # fmt: skip
+    assert reasoned <= 5
+    assert choices[0].message.tool_calls
