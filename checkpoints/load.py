@@ -45,7 +45,9 @@ class Piece:
       shape: the tensor's in the file, or that of the part which `rows` or `transposed` make of it.
       view: the weight's host array -> a writable view with the tensor's axes. Further rows of the view stay zero.
       split: shape that the tensor is reshaped to before it is copied to the view, with broadcasting; None: its own.
-        Neither `view` nor `split` depends on the number of columns, so that both also apply to scales.
+      take: the tensor's numbers -> those that belong there, in the order of the view: a part of a fused tensor, other
+        rows first, the transpose. It may copy. None: all of them.
+        Neither `view`, `split` nor `take` depends on the number of columns, so that they also apply to scales.
       rows: (first, all) of a tensor with so many rows, of which the piece is shape[0] from the first on, as of fused
         projections; None: the piece is all of the tensor.
       transposed: where the tensor holds floats, it is [in, out], and the piece its transpose. Quantized ones are not.
@@ -55,6 +57,7 @@ class Piece:
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
     split: tuple[int, ...] | None = None
+    take: Callable[[np.ndarray], np.ndarray] | None = None
     rows: tuple[int, int] | None = None
     transposed: bool = False
 
@@ -189,7 +192,8 @@ def read_weight(
             return mixed
     values = [_value(piece, tensors, reader) for piece in pieces]
     parts = [value for value in values if isinstance(value, QuantArray)]
-    if len(pieces) == len(parts) == 1 and pieces[0].split is None and pieces[0].shape == target.shape:
+    simple = pieces[0].split is None and pieces[0].take is None and pieces[0].shape == target.shape
+    if len(pieces) == len(parts) == 1 and simple:
         return parts[0]
     alike = common_form(parts) if len(parts) == len(values) else None
     differ = bool(parts) and (alike is None or widens(parts, alike))
@@ -324,6 +328,9 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
+    if piece.take is not None:
+        _put(host, piece, tensor.read())
+        return
     if piece.transposed or piece.rows is not None:
         _put(host, piece, _floats_of(piece, tensor))
         return
@@ -343,6 +350,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _put(host: np.ndarray, piece: Piece, value: np.ndarray) -> None:
     view = _view(host, piece)
+    value = value if piece.take is None else piece.take(value)
     if piece.split is not None:
         view[...] = value.reshape(piece.split)
     else:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels import ops
-from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, PANELS, load
+from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, PANELS, load
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import KVPages, QuantArray, QuantRows
 
@@ -51,6 +51,7 @@ FUNCTIONS = {
         "jaxserve_write_kv": "WriteKv",
         "jaxserve_rotate_and_write": "RotateAndWrite",
     },
+    LATENT: {"jaxserve_latent_attention": "LatentAttention", "jaxserve_write_latent": "WriteLatent"},
     QUANT_MATMUL: {
         "jaxserve_quant_matmul": "QuantMatmul",
         "jaxserve_grouped_quant_matmul": "GroupedQuantMatmul",

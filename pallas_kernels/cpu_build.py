@@ -22,7 +22,7 @@ from pathlib import Path
 
 from jaxserve.pallas_kernels.cache_folder import is_ours, open_cache
 
-KERNELS, ATTENTION, PANELS = "cpu_kernels", "cpu_attention", "cpu_panel_matmul"
+KERNELS, ATTENTION, PANELS, LATENT = "cpu_kernels", "cpu_attention", "cpu_panel_matmul", "cpu_latent"
 FOLDER = Path(__file__).parent
 # Of the vector instructions that this machine has; Arm's compilers know them by the processor.
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"

@@ -122,8 +122,8 @@ def _add_norm(
         value = (value + added).to(dtype).to(tl.float32)
         tl.store(total + at, value.to(dtype), mask=real)
     unit = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
-    factor = tl.load(scale + tl.load(scale_row).to(tl.int64) * SIZE + column, mask=real, other=0.0).to(tl.float32)
-    value = factor * unit.to(dtype).to(tl.float32)
+    factor = tl.load(scale + tl.load(scale_row).to(tl.int64) * SIZE + column, mask=real, other=0.0)
+    value = factor.to(tl.float32) * unit.to(factor.dtype).to(tl.float32)  # a scale in float32 keeps its precision
     _store(
         value, normed, out_scale, given, tl.program_id(0).to(tl.int64), 0,
         SIZE, BLOCK, TOP, GROUP, STATIC, CEILING, TINY, dtype,
@@ -210,8 +210,9 @@ def _rotate_and_write(
         of_right = _half_norms(q_norm, q_row, is_q, half, column + DIM // 2, DIM)
         of_right += _half_norms(k_norm, k_row, is_k, half, column + DIM // 2, DIM)
         normed = (row <= GROUP)[:, None]
-        left = tl.where(normed, (of_left * (left * unit).to(dtype).to(tl.float32)).to(dtype).to(tl.float32), left)
-        right = tl.where(normed, (of_right * (right * unit).to(dtype).to(tl.float32)).to(dtype).to(tl.float32), right)
+        precise: tl.constexpr = q_norm.dtype.element_ty  # of a scale in float32 the product is rounded once
+        left = tl.where(normed, (of_left * (left * unit).to(precise).to(tl.float32)).to(dtype).to(tl.float32), left)
+        right = tl.where(normed, (of_right * (right * unit).to(precise).to(tl.float32)).to(dtype).to(tl.float32), right)
     angle = token * (DIM // 2) + column
     turned = (row <= GROUP)[:, None]
     c = tl.where(turned, tl.load(cos + angle, mask=half, other=1.0)[None, :], 1.0)

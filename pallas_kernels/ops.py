@@ -43,6 +43,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    if scale.dtype != x.dtype:  # a scale that is kept in float32 multiplies before the result is rounded
+        return (scale.astype(jnp.float32) * wide).astype(x.dtype)
     return scale * wide.astype(x.dtype)
 
 
@@ -62,7 +64,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(jnp.asarray(1.702, x.dtype) * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of gates in fused kernels
 
 
 def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
@@ -220,10 +226,14 @@ class Ops:
     def gated(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
         """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups in turns -> [tokens, size]; `reader`
         as in `add_norm`."""
-        if self.fused is not None:
+        if self.fused is not None and activation in FUSED_ACTIVATIONS:
             return self.fused.gate(y, activation, dtype, reader)
         whole = y.whole(dtype)
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
+
+    def activated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
+        """The activation of y, of an MLP without a gate: sums [parts, tokens, size] -> [tokens, size]."""
+        return ACTIVATIONS[activation](y.whole(dtype))
 
     def experts(
         self,
@@ -275,6 +285,8 @@ class Ops:
     ) -> tuple[jax.Array, KVPages]:  # fmt: skip
         """Writes a layer's new keys and values to the pages, and attends; `rows` and the options are those of
         `paged_attention`."""
+        if heads.sinks is not None:
+            options["sinks"] = value_of(heads.sinks).astype(jnp.float32)
         if self.write_and_attend is not None:
             q, k, v = self.rotate(heads, eps, dtype)
             return self.write_and_attend(q, k, v, pages, slots, *rows, first_page=first_page, **options)

@@ -45,6 +45,7 @@ class Heads(NamedTuple):
       has the last three of these dimensions.
     cos, sin: float32 [tokens, head_dim / 2].
     q_norm, k_norm: scales [head_dim] of RMS norms, or None.
+    sinks: a logit [kv_heads, group] that joins the softmax of each query head, or None.
     """
 
     qkv: Parts
@@ -52,3 +53,4 @@ class Heads(NamedTuple):
     sin: jax.Array
     q_norm: jax.Array | Row | None = None
     k_norm: jax.Array | Row | None = None
+    sinks: jax.Array | Row | None = None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the command line reads BACKENDS, and must not wait for JAX
     from jaxserve.pallas_kernels.types import Activations
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
-FOLDERS = {"attention": "paged_attention", "matmul": "quant_matmul"}
+FOLDERS = {"attention": "paged_attention", "latent": "latent_attention", "matmul": "quant_matmul"}
 
 
 class BackendError(ValueError):
@@ -57,6 +57,27 @@ class AttentionProblem:
     has_scale: bool = False
     softcap: bool = False
     sinks: bool = False
+
+
+@dataclass(frozen=True)
+class LatentProblem:
+    """What `latent_attention` and `write_latent` are asked to do, sizes per device.
+
+    rank, rope: numbers of a token's latent and of its rotated key. width: of a row in the cache; 0: rank + rope.
+    """
+
+    q_dtype: np.dtype
+    kv_dtype: np.dtype
+    heads: int
+    rank: int
+    rope: int
+    page_size: int
+    has_scale: bool = False
+    width: int = 0
+
+    @property
+    def row_width(self) -> int:
+        return self.width or self.rank + self.rope
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,29 @@ class KVPages(NamedTuple):
         return self.data.shape[4]
 
 
+class LatentPages(NamedTuple):
+    """One layer's cache of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): a row for each token, which
+    all heads share. Its first `rank` numbers are the latent, after its norm; the next `rope` are the rotated key.
+
+    data: [pages, page_size, width]; width is at least rank + rope (`stored_latent_width`), and what lies behind is 0.
+      float32, bfloat16, float16, float8_e4m3fn or int8.
+    scale: float32 [pages, 2, page_size], which a token's latent (0) and its rotated key (1) are to be multiplied with;
+      None is 1. Each has its own, because the latent comes out of a norm and the key does not: with one scale for both,
+      a large key would leave few codes to the latent. A page's scales of one kind are contiguous, as kernels read them.
+    """
+
+    data: jax.Array
+    scale: jax.Array | None = None
+
+    @property
+    def page_size(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.data.shape[2]
+
+
 def default_page_size(platform: str) -> int:
     """Tokens in a page where the operator says nothing. A TPU copies a page of a head by one DMA, and scales of 8-bit
     pages lie along its 128 lanes; small pages fit prompts that share their beginnings more closely."""
@@ -52,6 +75,11 @@ def stored_head_dim(head_dim: int, platform: str) -> int:
     """A head's width in the cache. TPUs hold rows of 128 numbers in any case; XLA lays narrower ones out in another
     order, which kernels cannot read without a copy of the whole cache."""
     return -(-head_dim // 128) * 128 if platform == "tpu" else head_dim
+
+
+def stored_latent_width(width: int, platform: str) -> int:
+    """A row's width in the cache, for the reason that `stored_head_dim` gives: 640 instead of 576 on a TPU."""
+    return stored_head_dim(width, platform)
 
 
 @dataclass(frozen=True)

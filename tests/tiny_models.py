@@ -9,13 +9,14 @@ import hashlib
 import itertools
 import json
 import string
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from dense_models import DENSE_CASES, dense_manifest, dense_mean_and_std
 from safetensors.numpy import save_file
 
 UNK, BOS, EOS, IM_START, IM_END = range(5)
@@ -44,6 +45,7 @@ class Case:
     generation_config: dict[str, Any]
     dtype: str = "float32"
     prompt_lengths: tuple[int, ...] = (1, 7, 37, 130)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the engine that runs it
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -302,6 +304,15 @@ CASES: dict[str, Case] = {
     "tp_mha": _case("qwen2", hidden=128, heads=8, kv_heads=8, intermediate=256, theta=1000000.0),
 }
 
+for _name, _dense in DENSE_CASES.items():
+    _generation = {"bos_token_id": BOS, "eos_token_id": EOS}
+    CASES[_name] = Case(_dense.config, _generation, "float32", _dense.prompt_lengths, _dense.options)
+
+
+def shapes_of(case_name: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a case's checkpoint."""
+    return dense_manifest(case_name) if case_name in DENSE_CASES else manifest(CASES[case_name].config)
+
 
 def _experts(config: dict[str, Any], layer: int) -> dict[str, tuple[int, int, bool]]:
     """The linears of a layer's mixture of experts (out, in, has a bias), or nothing if the layer has none."""
@@ -392,8 +403,11 @@ def _mean_and_std(name: str, shape: tuple[int, ...], tied: bool) -> tuple[float,
 def tensors(case_name: str) -> Iterator[tuple[str, np.ndarray]]:
     """The checkpoint's tensors in the dtype they are stored in, in the order of `manifest`."""
     case = CASES[case_name]
-    for name, shape in manifest(case.config).items():
-        mean, std = _mean_and_std(name, shape, case.config["tie_word_embeddings"])
+    for name, shape in shapes_of(case_name).items():
+        if dense := DENSE_CASES.get(case_name):
+            mean, std = dense_mean_and_std(dense, name, shape, case.config["model_type"] == "gpt2")
+        else:
+            mean, std = _mean_and_std(name, shape, case.config["tie_word_embeddings"])
         values = mean + std * _normal(stream(case_name, name), shape)
         yield name, values.astype(np.float32).astype(DTYPES[case.dtype])
 

@@ -20,7 +20,7 @@ from flax.traverse_util import unflatten_dict
 from jaxserve.checkpoints.export import complete_file
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.config import ConfigError
-from jaxserve.models.decoder import Decoder, angles
+from jaxserve.models.decoder import Decoder, added, angles
 from jaxserve.models.spec import LayerSpec
 from jaxserve.pallas_kernels.ops import Ops, matmul
 from jaxserve.pallas_kernels.parts import Heads
@@ -59,7 +59,7 @@ def fuse(pieces: Mapping[str, Pieces], shapes: Mapping[str, Any], tensors: Mappi
     for path, parts in pieces.items():
         host = np.zeros(shapes[path].shape, np.float32)
         for piece in parts:
-            value = tensors[piece.name]
+            value = tensors[piece.name] if piece.take is None else piece.take(tensors[piece.name])
             piece.view(host)[...] = value if piece.split is None else value.reshape(piece.split)
         params[path] = jnp.asarray(host)
     return params
@@ -117,7 +117,7 @@ def _forward(
         return matmul(x, w)
 
     def attend(heads: Heads) -> jax.Array:
-        q, k, v = layer.ops.rotate(heads, config.norm_eps, x.dtype)
+        q, k, v = layer.ops.rotate(heads, layer.norm_eps, x.dtype)
         scores = jnp.einsum("tkgd,skd->kgts", q, k) * spec.attention.softmax_scale
         back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
         visible = (back >= 0) & (back < (spec.attention.window or len(q)))
@@ -127,8 +127,7 @@ def _forward(
     ropes = angles(config, jnp.arange(len(x)))
     layer = decoder.clone(ops=Ops(matmul=recording)).layer(spec, parent=None)
     output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, None, ropes, attend)
-    x, y = output
-    return x + y.whole(x.dtype), seen
+    return added(*output), seen
 
 
 @partial(jax.jit, static_argnames=("decoder", "spec"))

@@ -53,7 +53,7 @@ def convert_model(model: str, out: Path, form: str, tensor_parallel_size: int = 
     if form == "orbax":
         orbax.save(out, params)
     else:
-        quantized = _write_safetensors(out, decoder, find_family(source).names, params)
+        quantized = _write_safetensors(out, decoder, find_family(source).roles(decoder.config), params)
         values = {name: value for name, value in values.items() if name != "quantization_config"} | quantized
     write_json(out / "config.json", values)
 
@@ -112,6 +112,11 @@ def _write_safetensors(
 ) -> dict[str, Any]:
     """Writes one file per layer, and one for the rest. Returns the entries to add to config.json."""
     pieces = weight_pieces(decoder, names)
+    if any(piece.take is not None for some in pieces.values() for piece in some):
+        raise ConfigError(
+            f"models of the family {decoder.config.family} can be saved as orbax, but not written as safetensors: "
+            "parts of their tensors are reordered or split when they are loaded"
+        )
     shards: dict[str, list[str]] = {}
     for path in pieces:
         shards.setdefault(path.split("/")[0] if path.startswith("layers_") else "rest", []).append(path)

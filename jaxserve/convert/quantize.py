@@ -38,7 +38,7 @@ from jaxserve.convert.calibration import Statistics, advance, embed, fuse, measu
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, read_model
-from jaxserve.models.spec import ModelConfig
+from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 from jaxserve.models.weights import abstract_params, weight_pieces
 from jaxserve.pallas_kernels.ops import rms_norm
 from jaxserve.pallas_kernels.types import QuantArray
@@ -130,6 +130,30 @@ def quantize_model(model: str, out: Path, config: QuantizeConfig, *, progress: b
         run.finish()
 
 
+def _check_layers(model: ModelConfig) -> None:
+    """Raises ConfigError for layers that are not quantized: what feeds each product is written down in LINEARS."""
+    kinds = {replace(layer, attention=replace(layer.attention, window=None)) for layer in model.layers}
+    plain = {
+        LayerSpec(
+            attention=AttentionSpec(
+                num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, rope=a.rope,
+                qkv_bias=a.qkv_bias, out_bias=a.out_bias, qk_norm=a.qk_norm,
+            ),
+            mlp=MLPSpec(size=layer.mlp.size, activation=layer.mlp.activation, bias=layer.mlp.bias),
+            norm=NormSpec(eps=layer.norm.eps),
+        )
+        for layer in kinds
+        for a in [layer.attention]
+    }  # fmt: skip
+    turned = any(rope.interleaved or rope.rotary_dim is not None for rope in model.ropes.values())
+    qk_norms = {layer.attention.qk_norm for layer in kinds}
+    odd_norms = any(norm is not None and (not norm.fused or norm.norm.offset) for norm in qk_norms)
+    if kinds != plain or turned or odd_norms or model.embed_scale != 1.0 or model.learned_positions is not None:
+        raise ConfigError(
+            f"models of the family {model.family} are served, but not quantized yet: their layers differ from Llama's"
+        )
+
+
 class _Run:
     """One quantization of a model, from reading its folder to writing the output folder."""
 
@@ -147,7 +171,8 @@ class _Run:
                 "or fp8, which quantizes while loading"
             )
         self.scheme = config.storage(self.model)
-        self.roles, self.tensors = source.family.names, source.tensors
+        _check_layers(self.model)
+        self.roles, self.tensors = source.family.roles(self.model), source.tensors
         self.decoder = Decoder(self.model, self.model.num_kv_heads, self.model.vocab_size)
         self.pieces = weight_pieces(self.decoder, self.roles)
         check(self.tensors, self.pieces, lambda name: True)

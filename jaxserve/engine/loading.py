@@ -57,13 +57,14 @@ class ModelPlan:
         """Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
         model, mesh = read_model(folder, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
+        longest = memory.max_model_len(config, model)
+        model = model.limited_to(longest)
         platform = mesh.devices.flat[0].platform
         dtype = compute_dtype(config, model, platform)
         kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
         page_size = config.page_size or default_page_size(platform)
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
-        longest = memory.max_model_len(config, model)
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page)
 

@@ -64,7 +64,7 @@ def forward(
     """Computes the batch's tokens and writes their keys and values to the cache. The slots stay as they are."""
     q_start, slot = batch.q_start, batch.slot
     placed = _place(slots, batch, shape)
-    tokens = jnp.where(batch.tokens < 0, slots.last_token[slot[placed.row]], batch.tokens)
+    tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
     # Rows of padding come last, and matmuls may leave them out.
     model = model.counting(q_start[-1])
     decoder = partial(model.apply, {"params": params})
@@ -91,7 +91,7 @@ def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
     """A row's tokens follow those that its slot has already. The tokens of padding rows count as none."""
     q_start = batch.q_start
     count = q_start[1:] - q_start[:-1]
-    kv_len = jnp.where(count > 0, slots.length[batch.slot] + jnp.where(batch.writes, count, 0), 0)
+    kv_len = jnp.where(count > 0, slots.length(batch.slot) + jnp.where(batch.writes, count, 0), 0)
     row = index = jnp.arange(shape.tokens)
     if not shape.decode_only:  # by comparing all: on a GPU one launch, where a search takes ten and a loop
         row = jnp.searchsorted(q_start, index, side="right", method="compare_all").astype(jnp.int32) - 1
@@ -117,7 +117,7 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 def _layer(
     params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: KVPages, where: tuple,
     *, module: DecoderLayer, mesh, decode_only,
-) -> tuple[jax.Array, Parts, KVPages]:  # fmt: skip
+) -> tuple[jax.Array, Parts | None, KVPages]:  # fmt: skip
     """One layer on x [tokens, hidden], what the layer before left to add to it, and its pages of the cache; returns
     all three."""
 
@@ -129,7 +129,7 @@ def _layer(
         out, pages = _attention(partial(module.ops.attend, **options), heads, pages, *where, mesh=mesh)
         return out
 
-    x, y = cast(tuple[jax.Array, Parts], module.apply({"params": params}, x, y, ropes, attend))
+    x, y = cast(tuple[jax.Array, Parts | None], module.apply({"params": params}, x, y, ropes, attend))
     return x, y, pages
 
 
@@ -156,7 +156,8 @@ def _attention(
         return local(heads, pages, *where)
     everywhere = PartitionSpec()
     of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)
-    of_heads = jax.tree.map(lambda _: everywhere, heads)._replace(qkv=of_qkv)
+    of_sinks = None if heads.sinks is None else spec("kv_heads")
+    of_heads = jax.tree.map(lambda _: everywhere, heads)._replace(qkv=of_qkv, sinks=of_sinks)
     out, cache = spec(None, "kv_heads"), spec(None, None, "kv_heads")
     return jax.shard_map(
         local,

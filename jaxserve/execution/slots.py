@@ -84,16 +84,14 @@ class SlotState(NamedTuple):
     in_prompt: jax.Array  # bool [penalty_rows, vocab]: whether it stands in the prompt
     hidden: jax.Array  # [slots, hidden]: the last hidden state of a deferred row, which samples once its mask is known
 
-    @property
-    def last_token(self) -> jax.Array:
-        """The latest token, int32 [slots]; -1 after a stop token: the slot's sequence samples no more."""
-        return self.progress[:, LAST_TOKEN]
+    def last_token(self, slot: jax.Array) -> jax.Array:
+        """The latest token of each slot, int32 [rows]; -1 after a stop token: the sequence samples no more."""
+        return self.progress[slot][:, LAST_TOKEN]
 
-    @property
-    def length(self) -> jax.Array:
-        """How many tokens have their keys and values in the cache, int32 [slots]. The device owns this number: the next
-        step continues here, whether or not the host knows yet how many tokens the step before kept."""
-        return self.progress[:, LENGTH]
+    def length(self, slot: jax.Array) -> jax.Array:
+        """How many tokens of each slot have their keys and values in the cache, int32 [rows]. The device owns this
+        number: the next step continues here, whether or not the host knows yet how many tokens the step before kept."""
+        return self.progress[slot][:, LENGTH]
 
 
 def create_slots(

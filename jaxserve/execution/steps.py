@@ -62,7 +62,7 @@ def run_step(
     tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
     slots = slots._replace(block_tables=tables)
     q_start, slot = field["q_start"], field["slot"]
-    going = slots.last_token[slot] >= 0  # a step in flight may have met a stop token that the host has not seen yet
+    going = slots.last_token(slot) >= 0  # a step in flight may have met a stop token that the host has not seen yet
     num_new = jnp.where(going, field["num_new"], 0)
     writes = (q_start[1:] > q_start[:-1]) & going
     deferred = (num_new < 0) & going
@@ -94,7 +94,7 @@ def _decode_loop(
         sampled, _, cache, slots = advance(cache, slots, now)
         sampled = sampled._replace(tokens=jnp.where(going, sampled.tokens, -1))
         drawn = jax.tree.map(lambda all_of_them, one: all_of_them.at[i].set(one), drawn, sampled)
-        return cache, slots, drawn, going & (slots.last_token[batch.slot] >= 0) & (i + 1 < num_new)
+        return cache, slots, drawn, going & (slots.last_token(batch.slot) >= 0) & (i + 1 < num_new)
 
     sampled, *_ = jax.eval_shape(advance, cache, slots, batch)
     most = passes if isinstance(passes, int) else MAX_TOKENS_PER_CALL
@@ -129,7 +129,7 @@ def _advance(
     sampled = _sample_rows(head, params, out, batch, slots, sampler, mesh)
     # Rows that keep nothing leave their slot alone: their writes go to the slot of nobody.
     slot, nobody = batch.slot, slots.progress.shape[0] - 1
-    last = jnp.where(batch.keeps_token, _unless_stopped(sampled, slots, slot), slots.last_token[slot])
+    last = jnp.where(batch.keeps_token, _unless_stopped(sampled, slots, slot), slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, nobody)
     slots = slots._replace(
         progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len), axis=1)),

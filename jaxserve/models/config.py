@@ -21,21 +21,35 @@ _NUMBER = "a number of at least 0", lambda value: type(value) in (int, float) an
 _FLAG = "true or false", lambda value: type(value) is bool
 _TEXT = "a string", lambda value: type(value) is str
 _TEXTS = "a list of strings", lambda value: type(value) is list and all(type(x) is str for x in value)
+_FACTORS = (
+    "a list of positive numbers",
+    lambda value: type(value) is list and all(type(x) in (int, float) and 0 < x < 1e30 for x in value),
+)
 _OBJECT = "a JSON object", lambda value: type(value) is dict
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": _TEXTS,
     "layer_types": _TEXTS,
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), _SIZE),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _HEADS),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "word_embed_proj_dim"), _SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_ln_in_parallel_attn"), _HEADS),
     "num_hidden_layers": _LAYERS,
     "max_window_layers": _count(2**12, least=0),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
     "max_sequence_length": _LENGTH,
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "attn_factor", "partial_rotary_factor"), _POSITIVE),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), _NUMBER),
+    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "clip_qkv"), _POSITIVE),
+    **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq", "alpha", "dim_model_base"), _POSITIVE),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"), _POSITIVE),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), _POSITIVE),
+    **dict.fromkeys(("scale_emb", "scale_depth"), _POSITIVE),
+    **dict.fromkeys(("short_factor", "long_factor"), _FACTORS),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), _NUMBER),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate"), _FLAG),
     "finetuned": _FLAG,
+    **dict.fromkeys(("use_parallel_residual", "use_qk_norm", "qk_layernorm", "use_qkv_bias", "use_bias"), _FLAG),
+    **dict.fromkeys(("attention_out_bias", "enable_bias", "do_layer_norm_before", "parallel_attn", "bias"), _FLAG),
+    **dict.fromkeys(("layer_norm_elementwise_affine", "new_decoder_architecture", "multi_query", "alibi"), _FLAG),
+    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "_remove_final_layer_norm"), _FLAG),
     **dict.fromkeys(("num_local_experts", "num_experts_per_tok", "num_experts"), _count(2**12)),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _SIZE),
     **dict.fromkeys(("norm_topk_prob", "qkv_bias"), _FLAG),
@@ -44,7 +58,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a list of layers' numbers",
         lambda value: type(value) is list and all(type(x) is int for x in value),
     ),
-    **dict.fromkeys(("hidden_act", "torch_dtype", "dtype", "rope_type", "type"), _TEXT),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _TEXT),
+    **dict.fromkeys(("torch_dtype", "dtype", "rope_type", "type"), _TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
 }
 
@@ -65,7 +80,9 @@ HARMLESS = frozenset([
     "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",  # of training
     "early_stopping", "no_repeat_ngram_size", "output_attentions", "output_hidden_states", "output_scores",
     "return_dict", "return_dict_in_generate", "use_return_dict", "id2label", "label2id", "problem_type",
-    "task_specific_params", "finetuning_task", "prefix",
+    "task_specific_params", "finetuning_task", "prefix", "layerdrop", "init_std", "embedding_dropout", "summary_type",
+    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "reorder_and_upcast_attn",
 ])  # fmt: skip
 
 
@@ -92,6 +109,12 @@ class HFConfig:
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
         return cls(values, str(path), ignored)
+
+    def rename(self, **names: str) -> None:
+        """Reads settings that older configs call by another name (old=new) under the new one."""
+        for old, new in names.items():
+            if old in self.values and new not in self.values:
+                self.values[new] = self.values.pop(old)
 
     _REQUIRED = object()
 

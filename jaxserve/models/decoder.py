@@ -6,21 +6,20 @@ A step's attention is an argument (`AttentionFn`), so that the model knows neith
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.layers import MLP, Embedding, Experts, Linear, RMSNorm, Scale, reader
+from jaxserve.models.attention import Attention, AttentionFn, Ropes
+from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Linear, reader
+from jaxserve.models.norms import Norm
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import AttentionSpec, LayerSpec, ModelConfig
+from jaxserve.models.spec import LayerSpec, ModelConfig
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Heads, Parts, value_of
-from jaxserve.pallas_kernels.types import QuantRows
-
-Ropes = Mapping[str, tuple[jax.Array, jax.Array]]  # name in `ModelConfig.ropes` -> cosines and sines of all tokens
+from jaxserve.pallas_kernels.parts import Heads, Parts
 
 
 def angles(config: ModelConfig, positions: jax.Array) -> Ropes:
@@ -28,70 +27,80 @@ def angles(config: ModelConfig, positions: jax.Array) -> Ropes:
     return {name: rope_angles(rope, config.head_dim, positions) for name, rope in config.ropes.items()}
 
 
-class AttentionFn(Protocol):
-    """Writes the layer's new keys and values (`Ops.rotate_and_write`, or `rotate`) and attends over all that its tokens
-    may see."""
-
-    def __call__(self, heads: Heads) -> jax.Array:
-        """What attention gives [tokens, kv_heads, group, head_dim]."""
-
-
-class Attention(nn.Module):
-    """Grouped-query attention: fused QKV projection, rotary positions, output projection.
-
-    `kv_heads` may exceed the model's own when each is repeated over more devices than there are heads.
-    """
-
-    spec: AttentionSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    ops: Ops
-
-    @nn.compact
-    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
-        spec, dim = self.spec, self.spec.head_dim
-        group = spec.num_heads // self.kv_heads
-
-        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
-            return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
-
-        shape = (self.kv_heads, group + 2, dim)
-        qkv = linear("qkv", (self.hidden_size,), shape, ("kv_heads", None, None, "embed"), spec.qkv_bias)(x)
-        sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
-        qkv = Parts(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
-        norms = [Scale(dim, self.dtype, name=name)() for name in ("q_norm", "k_norm") if spec.qk_norm]
-        out = attend(Heads(qkv, *ropes[spec.rope], *norms))
-        out_axes = ("embed", "kv_heads", None, None)
-        return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(out)
-
-
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on the norm of a residual stream x [tokens, hidden] to which its result is added; the
-    last of these results, y, is left for the next layer, whose norm needs the sum."""
+    """Attention and MLP around a residual stream x [tokens, hidden], as `LayerSpec.residual` says. The last result that
+    the stream has not taken up yet, y, is left for the next layer, whose norm needs the sum."""
 
     spec: LayerSpec
     hidden_size: int
-    norm_eps: float
     kv_heads: int
     dtype: Any
     ops: Ops
 
+    @property
+    def norm_eps(self) -> float:
+        """Of the norms of queries and keys (`Ops.rotate`)."""
+        chosen = self.spec.attention.qk_norm
+        return self.spec.norm.eps if chosen is None else chosen.norm.eps
+
     @nn.compact
-    def __call__(self, x: jax.Array, y: Parts | None, ropes: Ropes, attend: AttentionFn) -> tuple[jax.Array, Parts]:
-        """`y` is None in the first layer."""
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(self.hidden_size, self.norm_eps, self.dtype, self.ops, name=name)
-
-        attention = Attention(
+    def __call__(
+        self, x: jax.Array, y: Parts | None, ropes: Ropes, attend: AttentionFn
+    ) -> tuple[jax.Array, Parts | None]:
+        """`y` is None in the first layer, and where the layer before left nothing."""
+        kind = MLP if self.spec.mlp.experts is None else Experts
+        attention_module = Attention(
             self.spec.attention, self.hidden_size, self.kv_heads, self.dtype, self.ops, name="attention"
         )
-        kind = MLP if self.spec.mlp.experts is None else Experts
-        mlp = kind(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")
-        x, normed = norm("attention_norm")(x, y, reader(self, "attention", "qkv"))
-        x, normed = norm("mlp_norm")(x, attention(normed, ropes, attend), reader(self, "mlp", "gate_up"))
-        return x, mlp(normed)
+        mlp_module = kind(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")
+        scale = self.spec.residual_scale
+
+        def norm(name: str) -> Norm:
+            return Norm(self.spec.norm, self.hidden_size, self.dtype, self.ops, name=name)
+
+        def normed(name: str, y: Parts) -> Parts:
+            return Parts(norm(name)(y.whole(x.dtype))[1][None])
+
+        def scaled(y: Parts) -> Parts:
+            return y if scale == 1.0 else Parts((y.whole(x.dtype) * jnp.asarray(scale, x.dtype))[None])
+
+        def attention(x: Any) -> Parts:
+            return scaled(attention_module(x, ropes, attend))
+
+        def mlp(x: Any) -> Parts:
+            return scaled(mlp_module(x))
+
+        of_qkv = reader(self, "attention", "qkv")
+        of_mlp = reader(self, "mlp", "gate_up" if self.spec.mlp.gated else "up")
+        match self.spec.residual:
+            case "pre":
+                x, inputs = norm("attention_norm")(x, y, of_qkv)
+                x, inputs = norm("mlp_norm")(x, attention(inputs), of_mlp)
+                return x, mlp(inputs)
+            case "sandwich":
+                x, inputs = norm("attention_norm")(x, y, of_qkv)
+                x, inputs = norm("mlp_norm")(x, normed("attention_out_norm", attention(inputs)), of_mlp)
+                return x, normed("mlp_out_norm", mlp(inputs))
+            case "post":
+                x = added(x, y)
+                x = added(x, normed("attention_out_norm", attention(x)))
+                return x, normed("mlp_out_norm", mlp(x))
+            case "post_ln":
+                x = added(x, y)
+                x = norm("attention_norm")(x, attention(x))[1]
+                return norm("mlp_norm")(x, mlp(x))[1], None
+            case "parallel":
+                x, inputs = norm("attention_norm")(x, y)
+                return x, Parts((attention(inputs).whole(x.dtype) + mlp(inputs).whole(x.dtype))[None])
+            case "parallel_two_norms":
+                x, inputs = norm("attention_norm")(x, y)
+                others = norm("mlp_norm")(x)[1]
+                return x, Parts((attention(inputs).whole(x.dtype) + mlp(others).whole(x.dtype))[None])
+
+
+def added(x: jax.Array, y: Parts | None) -> jax.Array:
+    """The residual stream with what a layer left for the next one."""
+    return x if y is None else x + y.whole(x.dtype)
 
 
 class Decoder(nn.Module):
@@ -109,15 +118,19 @@ class Decoder(nn.Module):
     ops: Ops = Ops()
 
     def setup(self) -> None:
-        config = self.config
-        self.embed = Embedding(self.vocab_rows, config.hidden_size, self.dtype, self.ops)
+        config, hidden, size = self.config, self.config.hidden_size, self.config.embed_size
+        self.embed = Embedding(self.vocab_rows, size or hidden, self.dtype, self.ops)
+        if size is not None:
+            self.project_in = Linear((size,), (hidden,), ("embed", "embed"), dtype=self.dtype, ops=self.ops)
+            self.project_out = Linear((hidden,), (size,), ("embed", "embed"), dtype=self.dtype, ops=self.ops)
+        if (learned := config.learned_positions) is not None:
+            self.positions = LearnedPositions(learned.rows, learned.offset, hidden, self.dtype)
         self.layers = [self.layer(spec) for spec in config.layers]
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype, self.ops)
+        if config.norm is not None:
+            self.norm = Norm(config.norm, hidden, self.dtype, self.ops)
         if not config.tie_embeddings:
-            axes = ("vocab", "embed")
-            self.head = Linear(
-                (config.hidden_size,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32, self.ops
-            )
+            shape, axes = (self.vocab_rows,), ("vocab", "embed")
+            self.head = Linear((size or hidden,), shape, axes, config.head_bias, self.dtype, jnp.float32, self.ops)
 
     def counting(self, tokens: jax.Array) -> Decoder:
         """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
@@ -126,24 +139,42 @@ class Decoder(nn.Module):
     def layer(self, spec: LayerSpec, **options: Any) -> DecoderLayer:
         """A layer of this kind. With `parent=None` it is one to be applied to parameters from outside."""
         config = self.config
-        return DecoderLayer(spec, config.hidden_size, config.norm_eps, self.kv_heads, self.dtype, self.ops, **options)
+        return DecoderLayer(spec, config.hidden_size, self.kv_heads, self.dtype, self.ops, **options)
 
     def begin(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Ropes]:
-        """int32 [tokens], int32 [tokens] -> the first layer's input [tokens, hidden], and rotary angles for all."""
-        return self.embed(token_ids), angles(self.config, positions)
+        """int32 [tokens], int32 [tokens] -> the first layer's input [tokens, hidden], and what positions mean."""
+        config, x = self.config, self.embed(token_ids)
+        if config.embed_scale != 1.0:
+            x = x * jnp.asarray(config.embed_scale, x.dtype)
+        if config.embed_size is not None:
+            x = self.project_in(x)
+        if config.learned_positions is not None:
+            x = x + self.positions(positions)
+        return x, angles(config, positions)
 
-    def finish(self, x: jax.Array, y: Parts) -> jax.Array:
+    def finish(self, x: jax.Array, y: Parts | None) -> jax.Array:
         """What the last layer leaves -> final hidden states [tokens, hidden], normed."""
-        return self.norm(x, y)[1]
+        return added(x, y) if self.config.norm is None else self.norm(x, y)[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab_rows]; those beyond the vocabulary mean nothing."""
-        return self.embed.logits(hidden) if self.config.tie_embeddings else self.head(hidden)
+        config = self.config
+        if config.embed_size is not None:
+            hidden = self.project_out(hidden)
+        logits = self.embed.logits(hidden) if config.tie_embeddings else self.head(hidden)
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+        return logits
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
         """Touches every weight once; only its shapes matter."""
         x, ropes = self.begin(token_ids, token_ids)
         y: Any = None
         for layer in self.layers:
-            x, y = layer(x, y, ropes, lambda heads: self.ops.rotate(heads, self.config.norm_eps, self.dtype)[0])
+            x, y = layer(x, y, ropes, partial(self._queries, layer.norm_eps))
         return self.logits(self.finish(x, y))
+
+    def _queries(self, eps: float, heads: Heads) -> jax.Array:
+        return self.ops.rotate(heads, eps, self.dtype)[0]

@@ -67,33 +67,7 @@ class Linear(nn.Module):
         if self.in_parts:
             return Parts(y, bias if bias is None or isinstance(bias, Row) else bias.reshape(-1))
         y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
-        return y if bias is None else y + bias
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis: of x, or of x plus what a layer adds to it; and that sum."""
-
-    size: int
-    eps: float
-    dtype: Any = jnp.float32
-    ops: Ops = Ops()
-
-    @nn.compact
-    def __call__(self, x: jax.Array, y: Parts | None = None, reader: QuantArray | None = None) -> tuple[jax.Array, Any]:
-        """`reader`: the weight that multiplies the norm, where it says how to round it."""
-        scale = weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
-        return self.ops.add_norm(x, y, scale, self.eps, reader)
-
-
-class Scale(nn.Module):
-    """The scale of a norm that is a part of another operation."""
-
-    size: int
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self) -> jax.Array | Row:
-        return weight(self, "scale", nn.initializers.ones, (None,), (self.size,), self.dtype)
+        return y if bias is None else y + value_of(bias).astype(y.dtype)
 
 
 class Embedding(nn.Module):
@@ -114,6 +88,22 @@ class Embedding(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab]."""
         return self.ops.linear(hidden, self.table, ("vocab", "embed"))
+
+
+class LearnedPositions(nn.Module):
+    """A vector for each position, which is added to the embedding of a token there."""
+
+    rows: int
+    offset: int  # the row of position 0
+    hidden_size: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, positions: jax.Array) -> jax.Array:
+        """int32 [tokens] -> [tokens, hidden]."""
+        shape = (self.rows, self.hidden_size)
+        table = weight(self, "table", nn.initializers.normal(0.1), (None, "embed"), shape, self.dtype)
+        return jnp.take(table, positions + self.offset, axis=0, mode="clip")
 
 
 class Experts(nn.Module):
@@ -170,7 +160,7 @@ class Experts(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated MLP: down(activation(gate(x)) * up(x)), gate and up in one matmul."""
+    """A gated MLP, down(activation(gate(x)) * up(x)), gate and up in one matmul; or down(activation(up(x)))."""
 
     spec: MLPSpec
     hidden_size: int
@@ -179,13 +169,18 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows) -> Parts:
-        size = self.spec.size
+        size, activation = self.spec.size, self.spec.activation
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
             return Linear(
                 in_shape, out_shape, axes, self.spec.bias, self.dtype, None, self.ops, in_parts=True, name=name
             )
 
-        gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x)
-        hidden = self.ops.gated(gate_up, self.spec.activation, x.dtype, reader(self, "down"))
+        if self.spec.gated:
+            gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x)
+            hidden = self.ops.gated(gate_up, activation, x.dtype, reader(self, "down"))
+        else:
+            hidden = self.ops.activated(
+                linear("up", (self.hidden_size,), (size,), ("mlp", "embed"))(x), activation, x.dtype
+            )
         return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden)

@@ -102,14 +102,15 @@ class Checkpoint:
 
     def pieces(self, decoder: Decoder) -> dict[str, Pieces]:
         """Path in the decoder's parameters -> the tensors that make it up."""
-        return weight_pieces(decoder, self.family.names, self._has)
+        return weight_pieces(decoder, self.family.roles(decoder.config), self._has)
 
     def _has(self, weight: str) -> bool:
         return weight in self.tensors or (self.reader is not None and bool(self.reader.parts(weight)))
 
     def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
         """Whether nobody is told that a tensor goes unused."""
-        tied_head = {self.family.names["head.weight"]} if decoder.config.tie_embeddings else set()
+        names = self.family.roles(decoder.config)
+        tied_head = {names.get("head.weight", "lm_head.weight")} if decoder.config.tie_embeddings else set()
         return lambda name: name in tied_head or name.endswith(self.family.ignored)
 
 

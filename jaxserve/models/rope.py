@@ -8,7 +8,8 @@ depend on how its prompt was chunked. The two agree whenever the prompt fits the
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +19,66 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.spec import RopeConfig
 
-_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+UNTURNED = RopeConfig(rotary_dim=0)  # of layers without rotary positions
 
 
-def read_rope(hf: HFConfig, max_position: int) -> RopeConfig:
-    """RopeConfig from either style of config.json: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
-    theta = hf.take("rope_theta", None)
-    parameters = hf.take("rope_parameters", None)
-    scaling = dict(hf.take("rope_scaling", None) or parameters or {})
+class Angles(NamedTuple):
+    """What the positions of a step's tokens mean for a layer.
+
+    cos, sin: float32 [tokens, head_dim / 2], of the angles by which channels i and i + head_dim / 2 turn.
+    query_scale: float32 [tokens], which multiplies queries; None: one.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None = None
+
+
+def read_rope(
+    hf: HFConfig,
+    max_position: int,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    head_dim: int | None = None,
+    **choices: Any,
+) -> RopeConfig:
+    """RopeConfig from either style of config.json: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
+
+    parameters: in the place of `rope_parameters` and `rope_scaling`, where a config has several.
+    theta, partial: the family's defaults; with `partial` None, part of a head cannot turn.
+    head_dim: where it follows from no key. choices: other fields.
+    """
+    own_theta, scaling = hf.take("rope_theta", None), dict(parameters or {})
+    if parameters is None:
+        scaling = dict(hf.take("rope_scaling", None) or hf.take("rope_parameters", None) or {})
+    hf.take("rope_parameters", None)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 configs
     scaling.pop("type", None)
     if kind not in _SCALINGS:
         raise ConfigError(f"{hf.source}: rope scaling {kind!r} is not supported (only {', '.join(_SCALINGS)})")
-    theta = scaling.pop("rope_theta", None) or theta or 10000.0
-    partial = scaling.pop("partial_rotary_factor", None) or hf.take("partial_rotary_factor", None) or 1.0
-    if partial != 1.0:
-        raise ConfigError(f"{hf.source}: partial_rotary_factor={partial} is not supported (only 1.0)")
+    theta = scaling.pop("rope_theta", None) or own_theta or theta
+    turned = hf.take("partial_rotary_factor", None)
+    turned = scaling.pop("partial_rotary_factor", None) or turned or partial or 1.0
+    if partial is None and turned != 1.0:
+        raise ConfigError(f"{hf.source}: partial_rotary_factor={turned} is not supported (only 1.0)")
+    if turned != 1.0:
+        head_dim = hf.take("head_dim", None) or head_dim or hf.take("hidden_size") // hf.take("num_attention_heads")
+        choices["rotary_dim"] = int(head_dim * turned)
     original = scaling.pop("original_max_position_embeddings", None)
     original = hf.take("original_max_position_embeddings", None) or original
     values: dict[str, Any] = {
         "theta": float(theta),
         "scaling": kind,
         "original_max_position": int(original or max_position),
+        **choices,
     }
-    if kind != "default":
+    if kind == "longrope":
+        values |= _read_longrope(hf, scaling, values["original_max_position"], max_position)
+    elif kind != "default":
         values["factor"] = _number(hf, scaling, "factor", None)
         if kind == "yarn" and original and values["factor"] is None:
             values["factor"] = max_position / original
@@ -62,6 +99,17 @@ def read_rope(hf: HFConfig, max_position: int) -> RopeConfig:
             f"they do not change what the model computes: --ignore-config-keys {','.join(sorted(left))}"
         )
     return RopeConfig(**values)
+
+
+def _read_longrope(hf: HFConfig, scaling: dict[str, Any], original: int, max_position: int) -> dict[str, Any]:
+    factor = _number(hf, scaling, "factor", None) or max_position / original
+    attention = _number(hf, scaling, "attention_factor", None)
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factors = {f"{which}_factors": tuple(scaling.pop(f"{which}_factor", None) or ()) for which in ("short", "long")}
+    if not all(factors.values()):
+        raise ConfigError(f"{hf.source}: rope scaling 'longrope' needs short_factor and long_factor")
+    return {"attention_factor": attention, "factor": factor, **factors}
 
 
 def _read_yarn(hf: HFConfig, scaling: dict[str, Any], factor: float) -> dict[str, Any]:
@@ -96,15 +144,41 @@ def _number(hf: HFConfig, scaling: dict[str, Any], key: str, default: float | No
     return float(value)
 
 
+def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
+    """How many channels of a head turn."""
+    return head_dim if rope.rotary_dim is None else rope.rotary_dim
+
+
+def head_order(rope: RopeConfig, head_dim: int) -> np.ndarray | None:
+    """The order in which the channels of a head must lie for the operations, which turn channel i with
+    i + head_dim / 2 by one of head_dim / 2 angles: int64 [head_dim], the places in the checkpoint; None: its own order.
+
+    Channels that do not turn are paired with each other and get the angle zero. Products of queries and keys do not
+    depend on the order.
+    """
+    turned = rotary_dim(rope, head_dim)
+    if turned == 0 or (turned == head_dim and not rope.interleaved):
+        return None
+    pairs, rest = np.arange(turned), np.arange(turned, head_dim)
+    first, second = (pairs[::2], pairs[1::2]) if rope.interleaved else np.split(pairs, 2)
+    return np.concatenate([first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]])
+
+
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position for each pair of channels, float32 [head_dim / 2]; dynamic NTK's before its growth."""
-    base = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)).astype(np.float32)
+    """Radians per position for each pair of channels, float32 [rotary_dim / 2]; dynamic NTK's before its growth."""
+    turned = rotary_dim(rope, head_dim)
+    exponent = np.arange(0, turned, 2, dtype=np.float64) / max(turned, 1)
+    base = (1.0 / rope.theta**exponent).astype(np.float32)
     if rope.scaling == "linear":
         return base / np.float32(rope.factor)
     if rope.scaling == "llama3":
         return _llama3(rope, base)
     if rope.scaling == "yarn":
-        return _yarn(rope, base, head_dim)
+        return _yarn(rope, base, turned)
+    if rope.scaling == "longrope":
+        if len(rope.long_factors) != len(base):
+            raise ConfigError(f"longrope has {len(rope.long_factors)} factors for {len(base)} pairs of channels")
+        return (1.0 / (np.asarray(rope.long_factors, np.float64) * rope.theta**exponent)).astype(np.float32)
     return base
 
 
@@ -132,14 +206,26 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
     return (base / rope.factor * ramp + base * (1 - ramp)).astype(np.float32)
 
 
-def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [tokens, head_dim / 2], for int32 positions [tokens]."""
+def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> Angles:
+    """For int32 positions [tokens]."""
+    turned = rotary_dim(rope, head_dim)
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
     where = positions.astype(jnp.float32)[:, None]
     if rope.scaling == "dynamic":
         length = jnp.maximum(where + 1, rope.original_max_position)
-        growth = (rope.factor * length / rope.original_max_position - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
-        exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+        growth = (rope.factor * length / rope.original_max_position - (rope.factor - 1)) ** (turned / (turned - 2))
+        exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
         frequencies = 1.0 / (rope.theta * growth) ** exponent
     angles = where * frequencies
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    if turned < head_dim:
+        still = ((0, 0), (0, (head_dim - turned) // 2))
+        cos, sin = jnp.pad(cos, still, constant_values=1.0), jnp.pad(sin, still)
+    return Angles(cos, sin, _query_scale(rope, positions))
+
+
+def _query_scale(rope: RopeConfig, positions: jax.Array) -> jax.Array | None:
+    if (scale := rope.query_scale) is None:
+        return None
+    periods = jnp.floor((positions + scale.shift).astype(jnp.float32) / scale.period)
+    return 1.0 + scale.slope * jnp.log1p(periods)

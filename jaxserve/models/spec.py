@@ -3,15 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
 from jaxserve.config import ConfigError
 from jaxserve.pallas_kernels.routing import Router
 
-RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
+Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A norm over the last axis.
+
+    Attributes:
+      kind: rms (Zhang & Sennrich 2019, arXiv:1910.07467) or layer (Ba et al. 2016, arXiv:1607.06450).
+      scale, bias: whether it has one.
+      offset: added to the scale as the file has it. Gemma's files hold w of a scale 1 + w. The sum is kept in float32.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    scale: bool = True
+    bias: bool = False
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNormSpec:
+    """Norms of queries and of keys.
+
+    Attributes:
+      over: head: of each head, with one scale [head_dim] for all heads; each_head: of each head, with a scale of its
+        own [heads, head_dim]; width: of all heads together, with a scale [heads * head_dim].
+      after_rope: whether queries and keys are rotated before.
+    """
+
+    norm: NormSpec = NormSpec()
+    over: Literal["head", "each_head", "width"] = "head"
+    after_rope: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether the operations that rotate queries and keys also compute this norm (`Ops.rotate`)."""
+        return self.over == "head" and not self.after_rope and self.norm.kind == "rms" and self.norm.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Queries times 1 + slope * log(1 + floor((position + shift) / period)), so that attention stays sharp over long
+    contexts (Llama 4's attn_scale and floor_scale, Ministral's llama_4_scaling_beta)."""
+
+    slope: float
+    period: float
+    shift: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +67,14 @@ class RopeConfig:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
 
     `factor` stretches positions: linear (Chen et al. 2023, arXiv:2306.15595), dynamic NTK, llama3 (Llama 3.1's
-    piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). Lengths are in tokens.
+    piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). longrope (Ding et al. 2024, arXiv:2402.13753) divides
+    each frequency by a factor of its own; `ModelConfig.limited_to` chooses one of its two lists. Lengths are in tokens.
+
+    Attributes:
+      rotary_dim: the leading channels of a head that turn; None: all; 0: none.
+      interleaved: channel 2i turns with 2i + 1 in the checkpoint, not i with i + rotary_dim / 2. The weights are
+        reordered when they are loaded (`rope.head_order`), so that the operations know one pairing only.
+      query_scale: see there; None: queries stay.
     """
 
     theta: float = 10000.0
@@ -32,10 +87,17 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    query_scale: QueryScale | None = None
 
     def __post_init__(self) -> None:
         if self.theta <= 1:
             raise ConfigError(f"rope_theta must be above 1, got {self.theta}")
+        if self.rotary_dim is not None and (self.rotary_dim < 0 or self.rotary_dim % 2):
+            raise ConfigError(f"the rotated part of a head must have an even number of channels, not {self.rotary_dim}")
         if self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
                 f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
@@ -51,7 +113,9 @@ class AttentionSpec:
       rope: which of `ModelConfig.ropes` turns queries and keys.
       scale: what the products of queries and keys are multiplied with; None: head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap); None: they stay.
-      qk_norm: an RMS norm on each head of queries and keys.
+      sinks: each query head has a learned logit that takes part in the softmax and has no value (gpt-oss).
+      clip: queries, keys and values are limited to [-clip, clip]; None: they are not.
+      qk_norm: norms of queries and keys; None: there are none.
     """
 
     num_heads: int
@@ -63,7 +127,9 @@ class AttentionSpec:
     softcap: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False
+    sinks: bool = False
+    clip: float | None = None
+    qk_norm: QKNormSpec | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -110,21 +176,42 @@ class MLPSpec:
 
     Attributes:
       size: numbers between the two products, of one expert where there are several.
+      gated: False: down(activation(up(x))).
       experts: None: one MLP for all tokens.
     """
 
     size: int
     activation: Activation = "silu"
+    gated: bool = True
     bias: bool = False
     experts: ExpertsSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A layer: attention and MLP, each on the norm of the residual stream, to which it adds its result."""
+    """A layer: attention and MLP, each of which adds its result to the residual stream x.
+
+    Attributes:
+      norm: of every norm of the layer; `residual` says where they are.
+      residual: what the layer makes of x, in which N is a norm, f the attention and then the MLP:
+        pre: x + f(N(x)); post: x + N(f(x)) (OLMo 2); sandwich: x + N(f(N(x))) (Gemma 2); post_ln: N(x + f(x)) (the
+        first transformers); parallel: x + attention(N(x)) + MLP(N(x)), of one norm or of two.
+      residual_scale: multiplies what attention and MLP add.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec
+    norm: NormSpec = NormSpec()
+    residual: Residual = "pre"
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedPositions:
+    """A table [rows, hidden] of which row position + offset is added to the embedding of a token."""
+
+    rows: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,22 +221,33 @@ class ModelConfig:
     Attributes:
       family: for people to read; no code depends on it.
       layers: in their order. Equal ones are traced and compiled once.
-      norm_eps: of every RMS norm.
+      norm: after the last layer; None: there is none.
       ropes: rotary embeddings by the names that layers know them by.
       max_position: the longest sequence in tokens that the model was made for.
       dtype: of the checkpoint.
+      embed_size: numbers of a token's embedding, which matrices bring to and from the hidden size; None: the same.
+      embed_scale: multiplies embeddings.
+      learned_positions: None: positions are known from the rotation alone.
+      head_bias: the output head has one.
+      logit_scale, logit_softcap: logits are multiplied; then they become softcap * tanh(logit / softcap).
     """
 
     family: str
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    norm_eps: float
+    norm: NormSpec | None
     ropes: Mapping[str, RopeConfig] = field(hash=False)
     max_position: int
     tie_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    embed_size: int | None = None
+    embed_scale: float = 1.0
+    learned_positions: LearnedPositions | None = None
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ropes", MappingProxyType(dict(self.ropes)))
@@ -158,6 +256,24 @@ class ModelConfig:
             raise ConfigError(f"all layers must have as many heads of the same size, got {sorted(shapes)}")
         if unknown := {layer.attention.rope for layer in self.layers} - set(self.ropes):
             raise ConfigError(f"layers use rotary embeddings {sorted(unknown)}; there are {sorted(self.ropes)}")
+        for rope in self.ropes.values():
+            if (rope.rotary_dim or 0) > self.head_dim:
+                raise ConfigError(f"{rope.rotary_dim} channels of a head cannot turn: it has {self.head_dim}")
+
+    def limited_to(self, length: int) -> ModelConfig:
+        """The same for sequences of at most so many tokens. longrope has factors for sequences within the original
+        context and others for longer ones. All sequences get the same, so that cached keys fit every sequence."""
+
+        def limited(rope: RopeConfig) -> RopeConfig:
+            factors = rope.short_factors if length <= rope.original_max_position else rope.long_factors
+            return replace(rope, long_factors=factors) if rope.scaling == "longrope" else rope
+
+        return replace(self, ropes={name: limited(rope) for name, rope in self.ropes.items()})
+
+    @property
+    def norm_eps(self) -> float:
+        """Of the norm after the last layer."""
+        return 0.0 if self.norm is None else self.norm.eps
 
     @property
     def num_layers(self) -> int:

@@ -1,1 +1,1 @@
-"""Attention over the pages of the KV cache: `reference` says what it is, the other modules are its backends."""
+"""Attention over the pages of the KV cache. `reference` defines it in plain XLA; the other modules are its backends."""

@@ -1,11 +1,12 @@
-"""Paged attention on CPU in C++ (`cpu_attention.cc`), which reads the pages where they lie, and the write into them.
+"""Paged attention on CPU in C++ (`cpu_attention.cc`). It reads the pages in place, and it also writes new tokens.
 
-Grid: tiles of the queries of one row and head, about 64 (16 tokens of a group of 4), handed to XLA's threads as they
-  come free.
-Traffic: a row's keys and values once per tile, from the window's oldest block on, as wide as they are stored: they
-  become float32 in registers. A running softmax over blocks of 64 tokens, whose scores stay in the cache.
-Pipeline: for a few queries, keys and values are fetched 16 tokens ahead, beyond the border of a page too. From 10
-  queries of a head on, keys are transposed, a block at a time, and both products run in strips of 6 queries.
+Grid: tiles of about 64 queries of one row and one KV head (16 tokens where the group has 4 query heads). XLA's threads
+  take the next tile when they are free.
+Traffic: each tile reads its row's keys and values once, starting with the oldest block in the window. They are read in
+  the cache's dtype and become float32 in registers. The softmax is a running one over blocks of 64 cached tokens; the
+  scores of a block stay in the CPU's cache.
+Pipeline: with fewer than 10 queries for a head, keys and values are prefetched 16 tokens ahead, across page borders.
+  With 10 or more, a block of keys is transposed first, and both products run in strips of 6 queries.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from jaxserve.pallas_kernels.registry import AttentionProblem, Device
 from jaxserve.pallas_kernels.types import KVPages
 
 FLOATS = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-CODES = tuple(map(np.dtype, (jnp.int8, jnp.float8_e4m3fn)))  # which have scales
+CODES = tuple(map(np.dtype, (jnp.int8, jnp.float8_e4m3fn)))  # dtypes of quantized caches, which have scales
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
-    """The reason why it cannot be used, or None."""
+    """Returns the reason why this backend cannot run the problem, or None where it can."""
     if device.platform != "cpu":
         return "it is for CPUs"
     if problem.q_dtype not in FLOATS:
@@ -52,7 +53,7 @@ def paged_attention(
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> jax.Array:
-    """As `reference.paged_attention`."""
+    """See `reference.paged_attention`."""
     if not cpu.available(ATTENTION):  # the build failed
         options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         rest = {"first_page": first_page, "decode_only": decode_only}
@@ -74,7 +75,7 @@ def paged_attention(
 
 
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
-    """As `kv_write.write_kv`, in place; padding is left out instead of written to the null page."""
+    """`kv_write.write_kv` in place. Padding tokens are skipped rather than written to the null page."""
     if k.dtype not in FLOATS or not cpu.available(ATTENTION):
         return kv_write.write_kv(pages, k, v, slots, first_page)
     arrays = pages.data, _or_nothing(pages.scale)

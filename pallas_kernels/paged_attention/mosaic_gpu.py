@@ -1,28 +1,28 @@
-"""Paged attention for Hopper GPUs (compute capability 9.0) in Pallas Mosaic GPU. Compiled for, not yet run on.
+"""Paged attention for Hopper GPUs (compute capability 9.0) in Pallas Mosaic GPU. Compiled for H200, not yet run on one.
 
-Prompts have a kernel of their own, see `mosaic_gpu_prompt`, and so has decode where head_dim is a multiple of 64, see
-`mosaic_gpu_decode`. For other decode rows XLA makes a list of work items from the batch (columns: ROW …), each of them
-one token's query heads against some blocks of its row's cached tokens:
+Prompts have their own kernel (`mosaic_gpu_prompt`). So has decode where head_dim is a multiple of 64
+(`mosaic_gpu_decode`). All other decode rows use the kernel described here (`mosaic_gpu_kernel`). XLA makes a list of
+work items from the batch (columns ROW …). An item is the query heads of one token against some blocks of its row's
+cached tokens:
 
-  grid      (kv_heads, items); items beyond those that the batch needs leave at once
-  threads   one warpgroup that fetches, and one that computes 64 query rows
-  pipeline  the fetcher reads page numbers from the block table and copies a block of keys and values, several pages
-            or a part of one, into a ring of shared memory slots (TMA; barriers `full` and `free`, one of keys and one
-            of values in each slot); the other computes scores = Q K^T and values += P V with wgmma, a running softmax
-            in float32 between them, P in registers. Codes go through a ring of their own, and the fetcher converts them
+  grid      (kv_heads, items); programs whose item the batch does not need return at once
+  threads   two warpgroups: one fetches, one computes 64 query rows
+  pipeline  The fetching warpgroup reads page numbers from the block table. It copies a block of keys and values (pages,
+            or part of one) into a ring of slots in shared memory by TMA. Each slot has barriers `full` and
+            `free` for its keys, and two more for its values. The computing warpgroup computes Q K^T and adds P V with
+            wgmma. The softmax between them is a running one in float32, and P stays in registers. Codes have a ring of
+            their own, from which the fetching warpgroup converts them
+  parts     The heads of a group are padded to 64 rows. This costs nothing: each cached token is read once, and the
+            matrix unit waits for the cache. A long row is split into several items, so that few rows fill the GPU. XLA
+            merges their float32 results by their log-sum-exp. The shapes of the batch limit the number of parts, and
+            the row's own length decides it, so that a row's result is bitwise independent of the other rows. The price
+            is programs without work, and few parts for one very long row among many short ones (with eight KV heads:
+            eight parts up to 32 rows, four up to 64, then two)
 
-  parts     A token's group of heads is padded to 64 rows: the matrix unit has time to spare, as each cached
-            token is read once (the traffic is that of the cache). Long rows are split into several items, so that few
-            rows still fill the GPU; the parts are merged in XLA by their log-sum-exp. Results are float32. How many
-            parts a row may have follows from the shapes of the batch, how many it has from its own length, so that
-            its result does not depend on the other rows, to the last bit. What it costs: programs with nothing to do,
-            and one very long row among many short ones has few parts (with eight KV heads eight up to 32 rows, four
-            up to 64, then two).
-
-What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
-Compiled for H200, not yet run on. With JAX 0.11.2 two programs of decode share a multiprocessor up to head_dim 128, by
-shared memory and by registers, except with softcap (148 registers, where 128 allow two); with JAX 0.10.2 also except
-with codes (138). No register spills worth the name.
+A row's last page may hold NaN beyond the row's end. The fetching warpgroup clears such values before they are used.
+With JAX 0.11.2 and head_dim up to 128, the shared memory and registers of two decode programs fit a multiprocessor,
+except with softcap (148 registers, where two programs may have 128 each). With JAX 0.10.2 they do not fit with codes
+either (138). There are hardly any register spills.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from jaxserve.pallas_kernels.registry import AttentionProblem, Device
 from jaxserve.pallas_kernels.types import KVPages
 from jaxserve.pallas_kernels.work_lists import FIRST, LAST, MIN_BLOCKS, DecodeItems, decode_items
 
-PARALLEL = 4 * 132  # programs of decode where few rows are to fill the device: four for each multiprocessor of an H200
-MOST_PROGRAMS = 2048  # of decode, for the sake of a long row among short ones
+PARALLEL = 4 * 132  # programs to aim at where a batch has few rows: four for each multiprocessor of an H200
+MOST_PROGRAMS = 2048  # of decode; bounds the parts that a long row may have beside many short ones
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
-    """The reason why it cannot be used, or None."""
+    """Returns the reason why this backend cannot run the problem, or None where it can."""
     if device.platform != "gpu" or device.capability != (9, 0):
         return "it is for NVIDIA GPUs of compute capability 9.0 (H100, H200)"
     if problem.q_dtype not in (jnp.bfloat16, jnp.float16):
@@ -83,7 +83,7 @@ def paged_attention(
     decode_only: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """As `reference.paged_attention`. `interpret`: a plgpu.InterpretGPUParams, to run on CPU."""
+    """See `reference.paged_attention`. `interpret`: a plgpu.InterpretGPUParams, to run on CPU."""
     args = (q, pages, block_tables, q_start, kv_len, num_decodes)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "interpret": interpret}
     options["first_page"] = jnp.asarray(first_page, jnp.int32)
@@ -96,7 +96,7 @@ def paged_attention(
 def _decode(
     q, pages, block_tables, q_start, kv_len, num_decodes, *, first_page, sinks, interpret, scale, window, softcap
 ):
-    """[rows, kv_heads, group, head_dim] as q; row r's query is token r."""
+    """Returns [rows, kv_heads, group, head_dim] in q's dtype. Row r's query is token r."""
     del q_start
     rows, (_, kv_heads, group, head_dim) = min(block_tables.shape[0], q.shape[0]), q.shape
     tuned = tuning.lookup("decode", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), rows=rows)
@@ -119,10 +119,11 @@ def _decode(
 
 
 def _most_parts(programs: int, parallel: int | None) -> int:
-    """How many parts a row may have, of a batch that takes so many programs (rows x KV heads) where none is split.
+    """How many parts a row may have.
 
-    parallel: how many programs to aim at, where that was measured. Parts that no row needs are programs that leave at
-    once, for an estimated 5 ns each, so there are about MOST_PROGRAMS of them, or twice as many as cannot be avoided.
+    `programs` (rows x KV heads) is how many the batch takes where no row is split. `parallel` is the number of programs
+    to aim at, where that was measured. A part that no row needs is a program that returns at once, for an estimated
+    5 ns. So there are at most about MOST_PROGRAMS, or twice the unavoidable number where that is larger.
     """
     if parallel is not None:
         return max(parallel // programs, 1)
@@ -134,9 +135,9 @@ def _codes(pages: KVPages) -> Any:
 
 
 def _merge(values: jax.Array, logs: jax.Array, work: DecodeItems, sinks: jax.Array | None) -> jax.Array:
-    """The parts' values [items, kv_heads, group, head_dim] weighted by their log-sum-exps [items, kv_heads, group].
+    """Sums the parts' values [items, kv_heads, group, head_dim], weighted by their log-sum-exps `logs`.
 
-    What no program wrote, and rows without tokens leave unwritten, may be anything. Rows without tokens get zeros.
+    Items that no program wrote may hold anything, as may items of rows without tokens. Such rows get zeros.
     """
     which = jnp.arange(len(logs) // len(work.parts), dtype=jnp.int32)
     written = work.items[:, LAST] > work.items[:, FIRST]

@@ -1,48 +1,51 @@
-"""Decode attention for Hopper GPUs in Pallas Mosaic GPU: one launch, from queries to results. Compiled for, not yet
-run on. For head_dim 64, 128, 192 and 256; `mosaic_gpu` has another kernel for the others.
+"""Decode attention for Hopper GPUs in Pallas Mosaic GPU, in one launch. Compiled for H200, not yet run on one.
 
-The traffic is that of the cache, as each cached token is read once; all else is arranged so that it never waits:
+It takes head_dim 64, 128, 192 and 256; `mosaic_gpu` has another kernel for other sizes. Each cached token is read once,
+so the traffic is the size of the cached keys and values. Everything else is arranged so that this traffic never waits:
 
-  items     A row's cached tokens are cut into parts of whole blocks (`work_lists.decode_items`), by its own length and
-            by shapes that all batches of a model share, so that its result does not depend on the other rows, nor on
-            how many there is room for, to the last bit. An item is a part of a row for one KV head.
-  programs  Two for each multiprocessor up to head_dim 128, else one. XLA makes the list of items once a step, and deals
-            it to the programs by blocks (`work_lists.equal_spans`). A program walks through its span with two
-            warpgroups: one fetches (TMA), one computes. Their ring of blocks goes on across items, so that the next
-            item's keys are on their way while they compute with the last one's.
-  products  The keys are the rows of the matrix unit's tile, the queries of a group its eight columns: scores [64 keys,
-            8 heads] = K Q^T and values [head_dim, 8 heads] += V^T P. With queries as rows, 64 of them at least, most
-            were padding. The peak over the keys of a block crosses the four warps through shared memory; each thread
-            carries sums along for keys of its own, which meet at the end of an item. P goes through shared memory,
-            1 KiB, because the matrix unit takes its second operand from there alone.
-  codes     Keys become numbers of the queries' type in registers, the first operand. Values, whose rows are the columns
-            of that operand, go through shared memory as numbers. Scales are applied in float32, those of keys to the
-            scores, those of values to the probabilities. The fetcher reads them, too short for its engine, a block
-            ahead of time.
-  queries   are copied as they are: eight of them or more, from a multiple of eight on (see `hopper_rules`), with the
-            group's somewhere among them. What is computed for the others is not stored. Only where the batch's queries
-            are not a multiple of eight in number, or too few, or some sizes of groups meet codes, does XLA pad them.
-  merge     Where a row is in one part, its result is stored at once, in the queries' type. Parts of other rows are
-            written to global memory in float32; the program that comes last of a row and head (`_arrive`) reads them
-            again, in the order of the row, and stores the result, whose bits do not depend on which program that was.
-            What it costs: 8 KiB of traffic for each part (a block has 32 KiB), which the L2 cache should hold, and a
-            workspace of 4 KiB for each part that any row might have (17 MB for 32 rows, 134 MB for 256).
+  items     A row's cached tokens are cut into parts of whole blocks (`work_lists.decode_items`). Where the cuts are
+            depends on the row's length and on shapes that all batches of a model share, so that a row's result is
+            bitwise independent of the other rows and of the batch's size. An item is one part of a row for one KV head.
+  programs  Two for each multiprocessor up to head_dim 128, otherwise one. XLA makes the list of items once a step and
+            divides it among the programs by blocks (`work_lists.equal_spans`). A program has two warpgroups: one
+            fetches its span of items (TMA), one computes. Their ring of blocks continues across items, so that the next
+            item's keys are on their way while the last item's blocks are computed.
+  products  Keys are the rows of the matrix unit's tile; the queries of a group are its eight columns: scores
+            [64 keys, 8 heads] = K Q^T and values [head_dim, 8 heads] += V^T P. Queries as rows would be mostly padding,
+            as a tile has at least 64 rows. The four warps find the largest score of a block through shared memory. Each
+            thread sums the probabilities of its own keys; the sums are added at the end of an item. P passes through
+            1 KiB of shared memory, because the matrix unit reads its second operand only from there.
+  codes     Keys are converted to the queries' dtype in registers, as the first operand. Values are converted in shared
+            memory, because their rows are the columns of that operand. Scales are applied in float32: those of keys to
+            the scores, those of values to the probabilities. The fetching warpgroup loads the scales one block ahead
+            with ordinary loads, as they are too short for the copy engine.
+  queries   A copy takes eight rows of q or more and begins at a multiple of eight (see `hopper_rules`), so the group's
+            queries lie somewhere among the copied ones. Results for the other rows are computed but not stored. XLA
+            pads the queries only where their number is below eight or not a multiple of eight, and for some sizes of
+            groups with codes.
+  merge     A row of one part is stored at once, in the queries' dtype. Parts of other rows are written to global memory
+            in float32. The program that finishes last for a row and head (`_arrive`) reads them in the row's order and
+            stores the result, so that its bits do not depend on which program was last. A part costs 8 KiB of traffic
+            (a block has 32 KiB), which the L2 cache should hold. The workspace has 4 KiB for each part that any row may
+            have: 17 MB for 32 rows, 134 MB for 256.
 
-Registers with both JAX versions: 88 to 127 (head_dim up to 128, softcap, sinks, window, groups of up to 16), with codes
-128, none spilled, so that two programs share a multiprocessor. With codes and groups of more than 8 it is 155, and one.
+Registers of a thread with both JAX versions, head_dim up to 128, with and without softcap, sinks and window: 88 to 127
+for groups of up to 16; 128 with codes. Nothing spills, so two programs share a multiprocessor. Codes with groups of
+more than 8 take 155 registers, which leaves room for one program.
 
-Estimates for an H200, before any measurement: Llama-3-8B's shapes (8 KV heads of 128, groups of 4, bfloat16), copies at
-4.3 TB/s. Assumed: 0.6 us for a dependent read of memory; a beginning of 1.8 us in which nothing arrives (span, item,
-table, each read before the next; a launch itself is not counted); an end of 3 us (last products, partial results and
-fence, addition, merge, store); 70 GB/s into one multiprocessor at most; 0.7 us for a block's products and softmax in
-one program, so that two programs compute at three times the rate at which a multiprocessor's blocks arrive.
+Estimates for an H200, before any measurement. Shapes of Llama-3-8B: 8 KV heads of 128, groups of 4, bfloat16. Assumed:
+copies at 4.3 TB/s; 0.6 us for a dependent read of memory; 1.8 us at the start without traffic (span, item and table,
+each read before the next; the launch is not counted); 3 us at the end (last products, partial results and fence,
+addition, merge, store); at most 70 GB/s into one multiprocessor; 0.7 us for a block's products and softmax in one
+program, so that two programs compute three times as fast as a multiprocessor's blocks arrive.
 
-  64 rows x 4,096   1,074 MB, 250 us at a copy's rate. 8,192 items of four blocks each, 31 or 32 for a program: 97%; 6%
-                    more traffic to L2 beside it. 262 us: 95%.
-  16 rows x 1,024   67 MB, 15.6 us. 512 items for 264 programs, two where 1.94 is the average: 16.1 us, and 4.8 for
-                    beginning and end: 75%, less than the 88% that are the target.
-  1 row x 1,024     4.2 MB, 1.0 us. 32 items on as many multiprocessors, four blocks each: 1.9 us, and 4.8: 15%. Latency
-                    is all of it; the target of 70% is out of reach for a kernel that reads a table before the keys.
+  64 rows x 4,096   1,074 MB, 250 us at the rate of a copy. 8,192 items of four blocks each, 31 or 32 for a program
+                    (97%), and 6% more traffic to L2. Estimate: 262 us, 95%.
+  16 rows x 1,024   67 MB, 15.6 us at the rate of a copy. 512 items for 264 programs: at most two, 1.94 on average.
+                    Estimate: 16.1 us and 4.8 us for start and end, 75%; the target is 88%.
+  1 row x 1,024     4.2 MB, 1.0 us at the rate of a copy. 32 items on as many multiprocessors, four blocks each.
+                    Estimate: 1.9 us and 4.8 us, 15%. Latency dominates: the target of 70% is out of reach for a kernel
+                    that must read a table before the keys.
 """
 
 from __future__ import annotations
@@ -60,8 +63,8 @@ from jaxserve.pallas_kernels.types import KVPages
 from jaxserve.pallas_kernels.work_lists import MIN_BLOCKS, decode_items, equal_spans
 
 MULTIPROCESSORS = 132  # of an H100 or H200
-MOST_PARTS = 32  # of a row: one program merges them
-WORKSPACE = 256 << 20  # bytes of partial results, at most
+MOST_PARTS = 32  # of a row, since one program merges them
+WORKSPACE = 256 << 20  # bytes; upper limit of the partial results
 
 
 def decode(
@@ -80,7 +83,7 @@ def decode(
     sinks: jax.Array | None,
     interpret: Any,
 ) -> jax.Array:
-    """[rows, kv_heads, group, head_dim] as q, of which row r is token r. Rows from num_decodes on: zeros.
+    """Returns [rows, kv_heads, group, head_dim] in q's dtype. Row r is token r; rows from num_decodes on are zeros.
 
     parallel: how many programs a long row should keep busy, where that was measured.
     """
@@ -99,11 +102,11 @@ def decode(
         "spans": equal_spans(work, kv_heads, count),
         "table": block_tables,
         "first_page": first_page[None],
-        # The kernel writes to what is an argument: sums that are zeros again when it ends, so that all that XLA can see
-        # is an array of zeros, which it makes once a step. As an output it would have to be cleared for each layer.
+        # The kernel adds to these counters and resets them to zero before it ends, although they are an input. XLA sees
+        # a constant array of zeros, which it makes once a step. As an output it would have to be cleared in each layer.
         "counters": jnp.zeros((rows * kv_heads,), jnp.int32),
         "q": q,
-        # A copy may have 5 dimensions, those of tiles included.
+        # Copies may have at most 5 dimensions, including those that tiling adds.
         "data": pages.data.reshape(-1, tile.page_size, head_dim),
     }
     if pages.scale is not None:
@@ -137,15 +140,15 @@ def decode(
 
 
 def programs_of(tile: DecodeTile, pairs: int) -> int:
-    """How many programs are launched for a list of so many items and heads."""
+    """How many programs are launched for `pairs` pairs of an item and a KV head."""
     return min(tile.programs * MULTIPROCESSORS, pairs)
 
 
 def most_parts(tile: DecodeTile, rows: int, pages: int, parallel: int | None = None) -> int:
-    """How many parts a row may be in: as many as let one long row's heads keep each multiprocessor busy.
+    """How many parts a row may have: enough that the heads of one long row keep all multiprocessors busy.
 
-    Not of `rows`, so that a row has the same parts in every batch, unless the workspace would not do: with 8 KV heads
-    of 128 and groups of 4, beyond 512 rows.
+    This does not depend on `rows`, so that a row has the same parts in every batch, unless the workspace would exceed
+    its limit: beyond 512 rows with 8 KV heads of 128 and groups of 4.
     """
     blocks = -(-pages * tile.page_size // tile.block)
     wanted = max(parallel // tile.kv_heads, 1) if parallel else max(MULTIPROCESSORS // tile.kv_heads, 4)
@@ -154,9 +157,10 @@ def most_parts(tile: DecodeTile, rows: int, pages: int, parallel: int | None = N
 
 
 def _queries(q: jax.Array, rows: int, codes: Any) -> tuple[int, jax.Array]:
-    """q as [heads of all rows, head_dim], and how many rows of it lie between the queries of two KV heads.
+    """Returns the rows of q from one KV head's queries to the next one's, and q as [heads of all rows, head_dim].
 
-    With codes, 16 columns take registers for one program on a multiprocessor: groups of 3, 5, 6 and 7 are padded to 8.
+    Groups of 3, 5, 6 and 7 are padded to 8 with codes: they would need 16 columns otherwise, whose registers leave room
+    for only one program on a multiprocessor.
     """
     tokens, kv_heads, group, head_dim = q.shape
     heads = tokens * kv_heads * group
@@ -167,7 +171,7 @@ def _queries(q: jax.Array, rows: int, codes: Any) -> tuple[int, jax.Array]:
 
 
 def _per_row(tile: DecodeTile, sinks: jax.Array, heads: int) -> jax.Array:
-    """The sinks [kv_heads, group] for each row of q."""
+    """Repeats the sinks [kv_heads, group] for each row of q."""
     sinks = jnp.pad(sinks.reshape(tile.kv_heads, tile.group), [(0, 0), (0, tile.stride - tile.group)])
     return jnp.broadcast_to(sinks.reshape(-1), (heads // sinks.size, sinks.size)).reshape(-1)
 
@@ -191,12 +195,12 @@ def _scratch(tile: DecodeTile) -> dict[str, Any]:
     if tile.codes:
         scratch["scale_smem"] = plgpu.SMEM((tile.slots, 2, tile.block), jnp.float32)
         scratch["v_smem"] = array(1, tile.block, tile.head_dim)
-        if tile.interpret:  # the interpreter wants both operands of a matmul in shared memory
+        if tile.interpret:  # the interpreter requires both operands of a matmul in shared memory
             scratch["k_smem"] = array(1, tile.block, tile.head_dim)
     return scratch
 
 
 def _swizzled(minor: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """The widest swizzle that rows of `minor` elements, a multiple of 64, allow."""
+    """Returns the transforms of the widest swizzle for rows of `minor` elements, a multiple of 64."""
     swizzle = next(bytes_ for bytes_ in (128, 64) if minor * dtype.itemsize % bytes_ == 0)
     return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)

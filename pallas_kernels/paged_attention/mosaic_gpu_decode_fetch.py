@@ -1,4 +1,4 @@
-"""What the Hopper decode kernel reads, and the warpgroup that fetches it: see `mosaic_gpu_decode`."""
+"""The inputs of the Hopper decode kernel and the warpgroup that fetches them. See `mosaic_gpu_decode`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from jaxserve.pallas_kernels.hopper_rules import Span
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
 from jaxserve.pallas_kernels.work_lists import BEGIN, FIRST, LAST, LENGTH, PARTS, ROW
 
-COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of arrays [columns]: what each warp has a copy of
+COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of arrays [columns] of which each warp has a copy
 
 
 class Arrays(NamedTuple):
-    """The arrays in global memory. pair: an item and a KV head, item * kv_heads + head; rows of q and out: heads."""
+    """The arrays in global memory. A pair is an item and a KV head, numbered item * kv_heads + head."""
 
     items: Any  # int32 [items, 8]
     spans: Any  # int32 [programs + 1]
     table: Any  # int32 [rows, pages of a row]
     first_page: Any  # int32 [1]
-    counters: Any  # int32 [rows * kv_heads], zeros before and after
+    counters: Any  # int32 [rows * kv_heads], zeros before and after the launch
     q: Any  # [heads of all rows, head_dim]
     sinks: Any  # float32 [heads of all rows] times log2(e), or None
     data: Any  # [pages * 2 * kv_heads, page_size, head_dim]
     scale: Any  # float32 [pages * 2 * kv_heads, page_size], or None
     out: Any  # [heads of all rows, head_dim]
-    values: Any  # float32 [pairs, head_dim, columns], of items that are parts of a row
+    values: Any  # float32 [pairs, head_dim, columns], for items of rows with several parts
     sums: Any  # float32 [pairs, 2, columns]: the peak, and the sum of the probabilities
 
 
 class Work(NamedTuple):
-    """An item for one head, int32 scalars: as the columns of work_lists."""
+    """One item for one head, as int32 scalars. The fields are columns of `work_lists`."""
 
     row: Any
     length: Any
@@ -55,7 +55,7 @@ def work_of(tile: DecodeTile, arrays: Arrays, pair: Any) -> Work:
 
 
 def queries_of(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:
-    """The first of the rows of q that are copied for an item, a multiple of 8; and which of them is the group's first.
+    """Returns the first row of q to copy for an item, a multiple of 8, and the place of the group's first query in it.
 
     heads: rows of q."""
     mine = (work.row * tile.kv_heads + work.head) * tile.stride
@@ -64,7 +64,7 @@ def queries_of(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:
 
 
 def fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, free, scale_smem=None, **_):
-    """Queries into two places in turn, and block after block into the next free slot, item after item."""
+    """Copies queries into two buffers in turn, and each block of all items into the next free slot of the ring."""
 
     def fetch_item(pair, done):
         work, turn = work_of(tile, arrays, pair), lax.rem(pair - start, jnp.int32(2))
@@ -81,7 +81,7 @@ def fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, fr
             done, *scales = carry
             slot = lax.rem(done, jnp.int32(tile.slots))
             pieces = _pieces(tile, arrays, work, block)
-            following = _scales(tile, arrays, work, block + 1)  # on their way while this block is waited for
+            following = _scales(tile, arrays, work, block + 1)  # these loads run while this block is waited for
             for half in range(2):
                 barrier = 2 * slot + half
 
@@ -107,10 +107,11 @@ def fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, fr
 
 
 def _scales(tile, arrays, work, block):
-    """Of a block of codes: the scales of the pieces of keys, then of values, which are too short for the copy engine.
+    """Loads the scales of a block of codes, piece by piece: those of keys, then of values.
 
-    Beyond the row's end they are those of its last piece. The table of a row without tokens may point nowhere: there
-    they are any page's."""
+    They are too short for the copy engine. Pieces beyond the row's end get the scales of the row's last piece. A row
+    without tokens may have any page in its table; its scales are then those of an arbitrary page.
+    """
     if not tile.codes:
         return ()
     pieces = _pieces(tile, arrays, work, block)
@@ -124,9 +125,9 @@ def _scales(tile, arrays, work, block):
 
 
 def _pieces(tile, arrays, work, block):
-    """Of a block: tuples of page, tokens in it, and place in the block."""
+    """Returns tuples (page, tokens in it, place in the block) of a block's pieces."""
     piece = min(tile.page_size, tile.block)
-    # Pages that begin beyond the row's end are not the row's: the last one it has stands in for them.
+    # Pages beyond the row's end do not belong to the row; its last piece replaces them.
     places = [block * tile.block + i * piece for i in range(tile.block // piece)]
     places = [jnp.minimum(place, lax.div(work.length - 1, jnp.int32(piece)) * piece) for place in places]
     base = arrays.first_page[0]
@@ -138,7 +139,7 @@ def _pieces(tile, arrays, work, block):
 
 
 def _drain(barrier, steps, slots, each):
-    """Waits for what is left in a ring of slots, `each` barriers to a slot."""
+    """Waits for the last steps of a ring that has `slots` slots of `each` barriers."""
 
     def wait(step, _):
         for i in range(each):

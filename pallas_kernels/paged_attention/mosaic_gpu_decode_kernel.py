@@ -1,4 +1,4 @@
-"""The Hopper decode kernel: see `mosaic_gpu_decode`, which launches it, for what it computes and how."""
+"""The Hopper decode kernel. `mosaic_gpu_decode` launches it and explains it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def kernel(tile: DecodeTile, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:
-    """names: which of Arrays the refs are."""
+    """names: the fields of Arrays that the refs are, in order."""
     arrays = Arrays(**dict.fromkeys(Arrays._fields) | dict(zip(names, refs, strict=True)))
     program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
     start, end = arrays.spans[program], arrays.spans[program + 1]
@@ -50,15 +50,15 @@ def kernel(tile: DecodeTile, names: tuple[str, ...], *refs: Any, **scratch: Any)
 
 
 class State(NamedTuple):
-    """Of the softmax over the keys that were seen so far."""
+    """The running softmax over the keys seen so far."""
 
     values: Any  # float32 [head_dim, columns], relative to exp2(peak)
     peak: Any  # float32 [columns]
-    total: Any  # float32 [block, columns], or [columns] at the end: sums of probabilities relative to exp2(peak)
+    total: Any  # float32 [block, columns] per key, [columns] at the end: sums of probabilities relative to exp2(peak)
 
 
 def _across(x: jax.Array, rows: int) -> jax.Array:
-    """[columns] as [rows, columns]."""
+    """Broadcasts [columns] to [rows, columns]."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
 
 
@@ -71,7 +71,10 @@ def _start(tile: DecodeTile, rows: int) -> State:
 
 
 def _multiply(a: Any, b: Any, values: jax.Array | None = None) -> jax.Array:
-    """a @ b, added to values; b and, where it is a ref, a are in shared memory. Values are for what is compiled."""
+    """Returns a @ b, added to `values` if given. b is in shared memory, and a too if it is a ref.
+
+    `values` is only for compiled kernels: the interpreter does not support an accumulator with an initial value.
+    """
     if values is not None:
         return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(values))
 
@@ -83,7 +86,7 @@ def _multiply(a: Any, b: Any, values: jax.Array | None = None) -> jax.Array:
 
 
 def _numbers(tile: DecodeTile, codes: Any) -> jax.Array:
-    """Codes in shared memory as numbers of the queries' type, exactly."""
+    """Reads codes from shared memory and converts them exactly to the queries' dtype."""
     values = plgpu.load(codes, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
     if tile.codes != jnp.int8:
         values = values.astype(jnp.float16)
@@ -95,7 +98,7 @@ def _compute(tile, arrays, start, end, *, q_smem, q_full, q_free, **scratch):
     def compute_item(pair, carry):
         done, *columns = carry
         work, turn = Work(*columns), lax.rem(pair - start, jnp.int32(2))
-        following = work_of(tile, arrays, jnp.minimum(pair + 1, end - 1))  # long before it is needed
+        following = work_of(tile, arrays, jnp.minimum(pair + 1, end - 1))  # read long before it is needed
         plgpu.barrier_wait(q_full.at[turn])
         step = partial(_step, tile, work, done - work.first, q_smem.at[turn], **scratch)
         state = State(*lax.fori_loop(work.first, work.last, step, tuple(_start(tile, tile.block))))
@@ -126,7 +129,7 @@ def _compute(tile, arrays, start, end, *, q_smem, q_full, q_free, **scratch):
 
 
 def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, scale_smem=None, v_smem=None, **rest):
-    """A block of keys and values. q: [columns, head_dim]; block + offset: how many the program had before."""
+    """Adds a block of keys and values. q: [columns, head_dim]. block + offset: blocks that this program did before."""
     values, peak, total = state
     slot = lax.rem(block + offset, jnp.int32(tile.slots))
     plgpu.barrier_wait(full.at[2 * slot])
@@ -135,7 +138,7 @@ def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, s
     plgpu.barrier_arrive(free.at[2 * slot])
     if tile.softcap:
         tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0
-        scores = tanh * (tile.softcap * LOG2E)  # the approximate tanh of the hardware has 11 bits
+        scores = tanh * (tile.softcap * LOG2E)  # the hardware's approximate tanh is exact to 11 bits
     else:
         scores = scores * (tile.scale * LOG2E)
     key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA) + block * tile.block
@@ -143,7 +146,7 @@ def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, s
     if tile.window:
         seen &= key >= work.length - tile.window
     scores = jnp.where(seen, scores, MASKED)
-    # The first block of an item has a key that counts: what an item gathers is never of masked keys alone.
+    # The first block of an item has an unmasked key, so the peak is always that of a real score.
     higher = jnp.maximum(peak, scores.max(axis=0))
     keep = jnp.exp2(peak - higher)
     p = jnp.exp2(scores - _across(higher, tile.block))
@@ -167,7 +170,7 @@ def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, s
     if tile.codes:
         plgpu.barrier_arrive(free.at[2 * slot + 1])
     values, v = values * _across(keep, tile.head_dim), plgpu.transpose_ref(v, (1, 0))
-    if tile.interpret:  # knows no accumulators that begin with a value
+    if tile.interpret:  # the interpreter knows no accumulator with an initial value
         values = values + _multiply(v, p_mine)
     else:
         values = _multiply(v, p_mine, values)
@@ -177,12 +180,12 @@ def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, s
 
 
 def _scores(tile, k, scale, q, *, k_smem=None, **_):
-    """[block, columns]: K Q^T. Codes become numbers in registers; their scales are applied to the products."""
+    """Returns K Q^T [block, columns]. Codes are converted in registers; scales multiply the products."""
     q = plgpu.transpose_ref(q, (1, 0))
     if not tile.codes:
         return _multiply(k, q)
     numbers = _numbers(tile, k)
-    if tile.interpret:  # knows no operands in registers
+    if tile.interpret:  # the interpreter knows no operands in registers
         k_smem[0] = numbers
         plgpu.commit_smem()
         scores = _multiply(k_smem.at[0], q)
@@ -193,7 +196,8 @@ def _scores(tile, k, scale, q, *, k_smem=None, **_):
 
 
 def _convert_values(tile, codes, to, valid):
-    """Codes as numbers, and zeros from row `valid` on. In pieces, for want of registers. Not committed yet."""
+    """Writes codes as numbers to `to`, with zeros from row `valid` on. Works in pieces to save registers. The caller
+    commits the writes."""
     width = min(codes.shape[1], 128 if codes.shape[1] % 128 == 0 else 64)
     row = plgpu.broadcasted_iota(jnp.int32, (tile.block, width), 0, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     for left in range(0, tile.head_dim, width):
@@ -202,7 +206,7 @@ def _convert_values(tile, codes, to, valid):
 
 
 def _clear_values(tile, v_smem, valid):
-    """Zeros from row `valid` on, whose values may be NaN: a probability of 0 times NaN would be NaN."""
+    """Writes zeros from row `valid` on. The values there may be NaN, and a probability of 0 times NaN is NaN."""
     width = 64
     row = plgpu.broadcasted_iota(jnp.int32, (tile.block, width), 0, layout=WGMMA)
     for left in range(0, tile.head_dim, width):
@@ -212,21 +216,25 @@ def _clear_values(tile, v_smem, valid):
 
 
 def _arrive(tile, counter, *, arrived_smem, **_):
-    """Adds one to the counter, a ref of one int32 in global memory, and returns what it was.
+    """Adds one to the counter, a ref of one int32 in global memory, and returns its value before.
 
-    Whoever finds it at one less than the row's parts may read what all of them have written before. Why, in the terms
-    of PTX's memory consistency model (PTX ISA, section 8): a thread's writes come before its `fence.acq_rel.gpu` and
-    then before `bar.sync`, which synchronizes the warpgroup's threads. The atomic addition by thread 0 follows, so that
-    fence and addition are a release pattern (8.8) at the scope of the GPU for all that happened before: causality order
-    is transitive. Additions to one counter are morally strong, and each reads what the one before it wrote, so that the
-    last observes all of them; with the fence after it, it is an acquire pattern, which the second `bar.sync` and each
-    thread's own fence carry on to the threads that read. Reads after it may not return what was there before; the fence
-    also drops what the multiprocessor's first cache holds. Partial results are written and read by ordinary
-    instructions alone, not by the copy engine, so that no proxy fence is needed. The compiler moves no access across
-    assembly that says it clobbers memory. The counter goes back to zero with an ordinary store: nobody else looks at it
-    before the next launch, which begins after this one has ended.
+    The program that reads (parts of the row) - 1 may read what all other parts have written. The proof, in the terms of
+    PTX's memory consistency model (PTX ISA, section 8):
+
+    - Release: a thread's writes come before its `fence.acq_rel.gpu`, and that before `bar.sync`, which synchronizes the
+      threads of the warpgroup. Thread 0 then does the atomic addition. As causality order is transitive, fence and
+      addition are a release pattern (8.8) at GPU scope for all writes of the warpgroup.
+    - Additions to one counter are morally strong, and each reads the value that the one before it wrote. The last one
+      therefore observes all of them.
+    - Acquire: the last addition and the fence after it are an acquire pattern. The second `bar.sync` and each thread's
+      own fence extend it to the threads that read. Their reads may not return older values; the fence also invalidates
+      the multiprocessor's L1 cache.
+
+    Partial results are written and read by ordinary instructions, not by the copy engine, so no proxy fence is needed.
+    The compiler moves no access across assembly that declares a memory clobber. An ordinary store resets the counter to
+    zero: no program reads it again before the next launch, which begins after this one has ended.
     """
-    if tile.interpret:  # which runs one program after the other
+    if tile.interpret:  # the interpreter runs one program after the other
         before = counter[0]
         counter[0] = before + 1
         return before
@@ -256,8 +264,8 @@ def _arrive(tile, counter, *, arrived_smem, **_):
 
 
 def _merge(tile, arrays, work) -> State:
-    """The parts of a row for one head, in the order of the row, several at a time: each time takes a trip to memory."""
-    room = 4096 if tile.columns == 8 else 2048  # numbers: of registers, 128 let two programs run together
+    """Merges the parts of a row for one head, in the row's order, several at a time to share the latency of a read."""
+    room = 4096 if tile.columns == 8 else 2048  # numbers in registers: 128 registers a thread allow two programs
     count = max(min(room // (tile.head_dim * tile.columns), 4), 1)
 
     def merge(step, state):
@@ -269,7 +277,7 @@ def _merge(tile, arrays, work) -> State:
         peaks = [load(arrays.sums.at[pair, 0], (), layout=COLUMN) for pair in pairs]
         totals = [load(arrays.sums.at[pair, 1], (), layout=COLUMN) for pair in pairs]
         higher = peak
-        for other in peaks:  # beyond the last part there is that one again
+        for other in peaks:  # places beyond the last part repeat the last part
             higher = jnp.maximum(higher, other)
         keep = jnp.exp2(peak - higher)
         values, total = values * _across(keep, tile.head_dim), total * keep
@@ -284,7 +292,7 @@ def _merge(tile, arrays, work) -> State:
 
 
 def _finish(tile, arrays, work, state, *, out_smem, **_):
-    """The values of the group's heads, divided by their sums, into `out`."""
+    """Divides the values of the group's heads by their sums and writes them to `out`."""
     values, peak, total = state
     start, offset = queries_of(tile, work, arrays.q.shape[0])
     if arrays.sinks is not None:
@@ -292,9 +300,9 @@ def _finish(tile, arrays, work, state, *, out_smem, **_):
         higher = jnp.maximum(peak, sink)
         keep = jnp.exp2(peak - higher)
         total, values = total * keep + jnp.exp2(sink - higher), values * _across(keep, tile.head_dim)
-    result = values * _across(1.0 / jnp.maximum(total, 1e-30), tile.head_dim)  # of a row without tokens: zeros
+    result = values * _across(1.0 / jnp.maximum(total, 1e-30), tile.head_dim)  # zeros for a row without tokens
     result = plgpu.layout_cast(result.astype(tile.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the results before
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the previous results have left
     plgpu.transpose_ref(out_smem.at[0], (1, 0))[...] = result
     plgpu.commit_smem()
     place = 0, Span(offset, tile.group, multiple=math.gcd(tile.group, 8))

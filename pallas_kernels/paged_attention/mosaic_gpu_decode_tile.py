@@ -1,4 +1,4 @@
-"""The sizes of the Hopper decode kernel, and what they take of a multiprocessor."""
+"""The sizes of the Hopper decode kernel, and the shared memory that they need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_items import HALF_SHARED
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """The static side of a launch of decode: see `mosaic_gpu_decode`."""
+    """The static parameters of a decode launch. See `mosaic_gpu_decode`."""
 
     kv_heads: int
     group: int  # query heads of a KV head
@@ -24,19 +24,19 @@ class DecodeTile:
     window: int | None
     softcap: float | None
     interpret: Any
-    codes: Any = None  # dtype of a cache with scales; None: keys and values are as the queries
+    codes: Any = None  # dtype of a cache with scales; None: keys and values have the queries' dtype
 
     block: ClassVar[int] = 64  # cached tokens of a step: the rows of the matrix unit's tile
-    scratch: ClassVar[int] = 1024  # bytes in which warps exchange the peaks of their keys
+    scratch: ClassVar[int] = 1024  # bytes through which warps exchange the largest scores of their keys
 
     @property
     def columns(self) -> int:
-        """Rows of q that are copied for an item: they begin at a multiple of eight, the group's queries anywhere."""
+        """Rows of q that are copied for an item. They begin at a multiple of eight; the group may begin anywhere."""
         return -(-(self.group + 8 - math.gcd(self.stride, 8)) // 8) * 8
 
     @property
     def programs(self) -> int:
-        """That share a multiprocessor: two, up to the head_dim that leaves each room for three blocks."""
+        """Programs that share a multiprocessor: two, as long as each has room for three blocks."""
         return 2 if self.head_dim <= 128 else 1
 
     @cached_property
@@ -46,9 +46,9 @@ class DecodeTile:
         return next(slots for slots in range(6, 0, -1) if self.shared_memory(slots) <= room)
 
     def shared_memory(self, slots: int) -> int:
-        """Bytes of a program, as JAX reckons: each array begins at a multiple of 1 KiB, a barrier takes eight bytes."""
+        """Bytes for one program, as JAX counts them: arrays begin at multiples of 1 KiB; a barrier has 8 bytes."""
         size = self.dtype.itemsize
-        one = self.block * self.head_dim  # numbers of a block of keys, or of values
+        one = self.block * self.head_dim  # elements of a block of keys, or of values
         arrays = [2 * self.columns * self.head_dim * size, self.columns * self.head_dim * size]  # queries, results
         arrays += [self.columns * self.block * size, 4, self.scratch]
         arrays += [slots * 2 * one, slots * 2 * self.block * 4, one * size] if self.codes else [slots * 2 * one * size]

@@ -1,9 +1,9 @@
-"""The warpgroup that fetches keys and values, of Hopper's kernels in which a head's queries are the rows of the matrix
-unit's tile: prompts (`mosaic_gpu_prompt_kernel`), and decode of some sizes of heads (`mosaic_gpu_kernel`).
+"""The warpgroup that fetches keys and values for two Hopper kernels: prompts (`mosaic_gpu_prompt_kernel`) and the
+decode of unusual sizes of heads (`mosaic_gpu_kernel`). In both, queries are the rows of the matrix unit's tile.
 
-Where the cache has scales, it arrives as codes, and the fetcher makes numbers of the queries' dtype of it in shared
-memory, a block of keys, then one of values: wgmma takes 8-bit operands only where the inner dimension is the contiguous
-one, which it is not for values. The scales are multiplied in on the way, rounded as a cache of that dtype would be.
+A cache with scales arrives as codes. The fetching warpgroup converts them in shared memory to the queries' dtype, a
+block of keys and then one of values, because wgmma takes 8-bit operands only where the inner dimension is contiguous,
+which it is not for values. The scales are multiplied in during the conversion, with the rounding of the queries' dtype.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxserve.pallas_kernels.work_lists import FIRST, LAST, LENGTH, ROW
 
 
 def code_width(tile: PromptTile | Tile) -> int:
-    """The most codes of a token that are converted at a time; few, where accumulators leave few registers."""
+    """How many codes of a token are converted at a time; fewer where accumulators leave few registers."""
     return 128 if tile.head_dim <= 128 else 64
 
 
 def pieces_of(tile, work, table, step):
-    """Of a block: tuples of page, tokens in it, and place in the block."""
+    """Returns tuples (page, tokens in it, place in the block) of a block's pieces."""
     piece = min(tile.page_size, tile.block)
-    # Pages that begin beyond the row's end are not the row's: the last one it has stands in for them.
+    # Pages beyond the row's end do not belong to the row; its last piece replaces them.
     places = [(work[FIRST] + step) * tile.block + i * piece for i in range(tile.block // piece)]
     places = [jnp.minimum(place, lax.div(work[LENGTH] - 1, jnp.int32(piece)) * piece) for place in places]
     table, first_page = table
@@ -40,7 +40,7 @@ def pieces_of(tile, work, table, step):
 
 
 def drain(barrier, steps, slots):
-    """Waits for what is left in a ring of slots, two barriers each."""
+    """Waits for the last steps of a ring of `slots` slots, two barriers each."""
 
     def wait(step, _):
         for half in range(2):
@@ -50,7 +50,7 @@ def drain(barrier, steps, slots):
 
 
 def fetch(tile, work, head, kv_heads, table, data, *, kv_smem, full, free, clean, **_):
-    """Block after block into the next free slot, keys first."""
+    """Copies each block into the next free slot, keys before values."""
     steps = work[LAST] - work[FIRST]
 
     def fetch(step, _):
@@ -62,7 +62,7 @@ def fetch(tile, work, head, kv_heads, table, data, *, kv_smem, full, free, clean
             @pl.when(step >= tile.slots)
             def await_slot(barrier=barrier):
                 plgpu.barrier_wait(free.at[barrier])
-                plgpu.barrier_wait(full.at[barrier])  # long since: it keeps count of the phases for the last wait
+                plgpu.barrier_wait(full.at[barrier])  # completed already; keeps the phases for the last wait
 
             for page, tokens, place in pieces:
                 window = ((page * 2 + half) * kv_heads + head, tokens)
@@ -85,7 +85,7 @@ def fetch(tile, work, head, kv_heads, table, data, *, kv_smem, full, free, clean
 def fetch_codes(
     tile, work, head, kv_heads, table, data, scale, *, kv_smem, codes_smem, scale_smem, arrived, full, free, **_
 ):
-    """Codes into their ring, ahead of time, and from there, converted, into the next free half of a slot."""
+    """Copies codes into their ring ahead of time, then converts them into the next free half of a slot."""
     steps = work[LAST] - work[FIRST]
 
     def copy(step):
@@ -138,7 +138,7 @@ def fetch_codes(
 
 
 def widen(tile: PromptTile | Tile, codes, scale, to):
-    """Codes [block, head_dim] times their tokens' scales [block]. In small pieces, for want of registers."""
+    """Writes codes [block, head_dim] times their tokens' scales [block] to `to`, in small pieces to save registers."""
     layout = plgpu.Layout.WGMMA_UPCAST_2X
     widths = (bytes_ for bytes_ in (128, 64, 32) if bytes_ <= code_width(tile) and tile.head_dim % bytes_ == 0)
     width = next(widths, tile.head_dim)
@@ -154,7 +154,7 @@ def widen(tile: PromptTile | Tile, codes, scale, to):
 
 
 def clear_values(tile: PromptTile | Tile, v_smem, valid):
-    """Zeros from row `valid` on: a probability of 0 times NaN would be NaN. In small pieces, for want of registers."""
+    """Writes zeros from row `valid` on, in small pieces to save registers: 0 times NaN would be NaN."""
     width = tile.head_dim if tile.head_dim % 64 else 64
     for top in range(0, tile.block, LANES):
         row = plgpu.broadcasted_iota(jnp.int32, (LANES, width), 0, layout=plgpu.Layout.WGMMA) + top

@@ -1,10 +1,10 @@
-"""Hopper's decode kernel for sizes of heads that `mosaic_gpu_decode` does not take; `mosaic_gpu` says how it works.
+"""Hopper's decode kernel for sizes of heads that `mosaic_gpu_decode` does not take. `mosaic_gpu` explains it.
 
-Where the cache has scales, it arrives as codes, and the fetcher makes numbers of the queries' dtype of it in shared
-memory, a block of keys, then one of values: wgmma takes 8-bit operands only where the inner dimension is the contiguous
-one, which it is not for values. The scales are multiplied in on the way, rounded as a cache of that dtype would be. To
-scale scores and probabilities instead, exactly, takes 38 registers more than the 128 with which two programs of decode
-fit a multiprocessor.
+A cache with scales arrives as codes. The fetching warpgroup converts them in shared memory to the queries' dtype, a
+block of keys and then one of values, because wgmma takes 8-bit operands only where the inner dimension is contiguous,
+which it is not for values. The scales are multiplied in during the conversion, with the rounding of the queries' dtype.
+Scaling the scores and probabilities instead would be exact, but takes 38 registers more than the 128 with which two
+programs fit a multiprocessor.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LOG2E = math.log2(math.e)
 def launch(
     tile: Tile, items: jax.Array, block_tables: jax.Array, first_page: jax.Array, q: jax.Array, pages: KVPages
 ) -> tuple[jax.Array, jax.Array]:
-    """Values [items, kv_heads, heads, head_dim] and log2-sum-exp2 of the scores [items, kv_heads, lanes].
+    """Returns values [items, kv_heads, heads, head_dim] and the log2-sum-exp2 of scores [items, kv_heads, lanes].
 
-    q: [rows, kv_heads, heads, head_dim]. first_page: int32 scalar, which is added to what block_tables say.
+    q: [rows, kv_heads, heads, head_dim]. first_page: int32 scalar that is added to each entry of block_tables.
     """
     count, kv_heads = items.shape[0], pages.kv_heads
     kernel = plgpu.kernel(
@@ -53,11 +53,11 @@ def launch(
         kernel_name="paged_decode",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=0,  # our reductions stay within a warp
+            reduction_scratch_bytes=0,  # these reductions stay within a warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    # A copy may have 5 dimensions, those of tiles included.
+    # Copies may have at most 5 dimensions, including those that tiling adds.
     scale = [] if pages.scale is None else [pages.scale.reshape(-1, tile.page_size)]
     return kernel(
         items, block_tables, first_page[None], q, pages.data.reshape(-1, tile.page_size, tile.head_dim), *scale
@@ -70,7 +70,7 @@ def _scratch(tile: Tile) -> dict[str, Any]:
 
     kv = array(tile.slots, 2, tile.block, tile.head_dim)
     log = plgpu.SMEM((tile.lanes,), jnp.float32)
-    # Results leave when no keys and values are left to come.
+    # Results share their memory with keys and values: they are written after the last block was read.
     results = array(tile.lanes, tile.head_dim, dtype=tile.out_dtype), log
     pieces = max(tile.block // tile.page_size, 1)
     scratch: dict[str, Any] = {
@@ -86,13 +86,13 @@ def _scratch(tile: Tile) -> dict[str, Any]:
         scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=tile.stages)
     else:
         scratch["clean"] = plgpu.Barrier(num_arrivals=1)
-    if tile.interpret:  # the interpreter wants both operands of a matmul in shared memory
+    if tile.interpret:  # the interpreter requires both operands of a matmul in shared memory
         scratch["p_smem"] = plgpu.SMEM((tile.lanes, tile.block), tile.dtype)
     return scratch
 
 
 def _swizzled(minor: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform] | tuple[()]:
-    """The widest swizzle that rows of `minor` elements allow; rows of an odd number of 16 bytes need none."""
+    """The widest swizzle that rows of `minor` elements allow; rows of an odd number of 16-byte units need none."""
     swizzle = next((bytes_ for bytes_ in (128, 64, 32) if minor * dtype.itemsize % bytes_ == 0), None)
     if swizzle is None:
         return ()
@@ -123,12 +123,12 @@ def _kernel(tile: Tile, items, table, first_page, q, data, *refs, kv_smem, **scr
 def _fetch_codes(
     tile, work, head, kv_heads, table, data, scale, *, kv_smem, codes_smem, scale_smem, arrived, full, free, **_
 ):
-    """The fetching warpgroup: codes into their ring, ahead of time, and from there, converted, into the next free half
-    of a slot."""
+    """The fetching warpgroup for codes: copies them into their ring ahead of time, then converts them into the next
+    free half of a slot."""
     steps = work[LAST] - work[FIRST]
 
     def prepare(step):
-        """The pieces of a block, and their scales, too short for the copy engine, on their way into registers."""
+        """Returns the pieces of a block, and starts loading their scales (too short for the copy engine)."""
         pieces = pieces_of(tile, work, table, step)
         rows = [
             scale.at[(page * 2 + half) * kv_heads + head, pl.ds(tokens.start, tokens.size)]
@@ -148,8 +148,8 @@ def _fetch_codes(
 
     def convert(step, _):
         stage, slot = lax.rem(step, jnp.int32(tile.stages)), lax.rem(step, jnp.int32(tile.slots))
-        # Pages of which eight make a block wait for the scales instead: there are too few registers, of which 128 let
-        # two programs share a multiprocessor. Beyond the last step: any scales, unused.
+        # Blocks of eight pages or more load their scales late: prefetching takes more than the 128 registers with which
+        # two programs share a multiprocessor. Scales beyond the last step are arbitrary and not used.
         ahead_of_time = tile.block <= 4 * tile.page_size
         following = prepare(step + tile.stages) if ahead_of_time else None
         plgpu.barrier_wait(arrived.at[stage])
@@ -193,7 +193,7 @@ def _compute(tile, work, item, head, values_out, logs_out, kv_smem, out_smem, *,
         return pl.run_scoped(accumulate, plgpu.ACC((LANES, b.shape[1]), jnp.float32))
 
     def weigh(values, p, v):
-        if tile.interpret:  # knows neither accumulators that begin with a value, nor operands in registers
+        if tile.interpret:  # the interpreter knows neither accumulators with an initial value nor operands in registers
             p_smem[...] = p
             plgpu.commit_smem()
             return values + multiply(p_smem, v)
@@ -207,7 +207,7 @@ def _compute(tile, work, item, head, values_out, logs_out, kv_smem, out_smem, *,
         plgpu.barrier_arrive(free.at[2 * slot])
         if tile.softcap:
             tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0
-            scores = tanh * (tile.softcap * LOG2E)  # the approximate tanh of the hardware has 11 bits
+            scores = tanh * (tile.softcap * LOG2E)  # the hardware's approximate tanh is exact to 11 bits
         else:
             scores = scores * (tile.scale * LOG2E)
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * tile.block
@@ -215,7 +215,7 @@ def _compute(tile, work, item, head, values_out, logs_out, kv_smem, out_smem, *,
         if tile.window:
             seen &= key > across(newest - tile.window, scores.shape)
         scores = jnp.where(seen, scores, MASKED)
-        # A row that has seen only masked keys gathers nonsense; its first key that counts multiplies that with 0.
+        # A row whose keys were all masked so far holds meaningless sums; its first unmasked key multiplies them by 0.
         higher = jnp.maximum(peak, scores.max(axis=1))
         keep = jnp.exp2(peak - higher)
         p = jnp.exp2(scores - across(higher, scores.shape))

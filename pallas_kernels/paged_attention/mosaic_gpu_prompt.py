@@ -1,38 +1,41 @@
-"""Prompt attention for Hopper GPUs (compute capability 9.0) in Pallas Mosaic GPU. Compiled for, not yet run on.
+"""Prompt attention for Hopper GPUs (compute capability 9.0) in Pallas Mosaic GPU. Compiled for H200, not yet run on
+one.
 
-XLA makes a list of work items from the batch (`work_lists.prompt_items`), each of them a tile of query rows against
-some blocks of one row's cached tokens, and gathers the tokens' results from those of the items.
+XLA makes a list of work items from the batch (`work_lists.prompt_items`). An item is a tile of query rows against some
+blocks of one row's cached tokens. After the kernel, XLA gathers the tokens' results from the items' results.
 
-  grid      (kv_heads x shares of the group, items); items beyond those that the batch needs leave at once
+  grid      (kv_heads x shares of the group, items); programs whose item the batch does not need return at once
   tiles     128 query rows, (heads) x (tokens). Copies into swizzled shared memory begin at multiples of eight rows (see
-            `hopper_rules`), so tiles begin at multiples of eight tokens of the batch and may hold up to seven tokens
-            of the row before; a copy for each head brings their queries. Groups whose heads do not fill a tile so are
-            shared out to several (`heads_of_tile`), which read the same keys
-  threads   one warpgroup that fetches, and two that compute 64 query rows each
-  pipeline  The fetcher reads page numbers from the block table and copies a block of keys and values, several pages or
-            a part of one, into a ring in shared memory (TMA; barriers `full` and `free`, one of keys and one of values
-            in each slot). Codes go through a ring of their own, and the fetcher converts them.
-            A computing warpgroup issues Q K^T of block i and P V of block i - 1 together (wgmma; P in registers,
-            running softmax in float32) and makes the scores of block i into exponentials while P V runs. The two of
-            them issue in turns, so that one has exponentials to make while the other's products run (Shah et al. 2024,
-            "FlashAttention-3", arXiv:2407.08608, section 3.2)
-  parts     Few query tokens over a long context are too few tiles for the device: the blocks of such a row are shared
-            out to several items, whose float32 results XLA weighs by their log-sum-exps in the fusion that gathers.
-            How many follows from the row's own lengths and the shapes of the batch, so that a row's bits do not depend
-            on the others. What it costs: room for all parts that rows may have, 64 KiB for each of at most PROGRAMS
-            programs at head_dim 128; and with many rows (from 544 / kv_heads on) none is split
-  masks     Blocks that all query tokens see in full carry none, except an item's first block
+            `hopper_rules`). So tiles begin at multiples of eight tokens of the batch and may hold up to seven tokens of
+            the row before. Each head's queries are copied separately. A group whose heads do not fill tiles of this
+            form is divided among several tiles (`heads_of_tile`), which read the same keys
+  threads   three warpgroups: one fetches, two compute 64 query rows each
+  pipeline  The fetching warpgroup reads page numbers from the block table. It copies a block of keys and values (pages,
+            or part of one) into a ring in shared memory by TMA. Each slot has barriers `full` and `free` for its keys,
+            and two more for its values. Codes have a ring of their own, from which the fetching warpgroup converts
+            them. A computing warpgroup issues Q K^T of block i and P V of block i - 1 together (wgmma; P in registers,
+            a running softmax in float32). It turns the scores of block i into exponentials while P V runs. The two
+            computing warpgroups issue their products in turns, so that one computes exponentials while the other's
+            products run (Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, section 3.2)
+  parts     A few query tokens over a long context make too few tiles for the device. The blocks of such a row are
+            divided among several items, whose float32 results XLA weighs by their log-sum-exps in the fusion that
+            gathers. The number of parts follows from the row's own lengths and the shapes of the batch, so that a row's
+            result is bitwise independent of the other rows. The price is room for all parts that rows may have, at
+            head_dim 128 64 KiB for each of at most PROGRAMS programs. Batches of many rows (from 544 / kv_heads on)
+            split none
+  masks     Blocks that all query tokens see entirely are not masked, except an item's first block
 
-What lies in a row's last page beyond its length may be NaN: the fetcher clears such values before they are used.
+A row's last page may hold NaN beyond the row's end. The fetching warpgroup clears such values before they are used.
 
-Estimates for a block of 128 keys at head_dim 128, both warpgroups, at the H200's 2,048 bf16 multiply-adds a clock and
-multiprocessor: products 2,048 clocks; 16,384 exponentials at 16 a clock 1,024, and four more operations for each score
-at 128 a clock 512. The sum of the latter is less than the products', so they can hide behind them; what remains is the
-first and last block of a tile, masked blocks and the rescaling of values, for 70 to 80% of the matmul rate from some
-4k cached tokens on. Of shared memory a program takes 229,504 of 232,448 bytes (three blocks in flight), of registers
-all: 216 a computing thread. ptxas 12.9 keeps the products asynchronous (asserted: no C7510 to C7518) and spills 16
-bytes a thread or less, with codes at head_dim 256 a few dozen. JAX's own causal kernel refuses CUDA 12.8 and 12.9.0,
-whose ptxas miscompiles it; whether this one is affected is unknown.
+Estimates for a block of 128 keys at head_dim 128, both computing warpgroups. The products take 2,048 clocks, at the
+H200's 2,048 bf16 multiply-adds per clock and multiprocessor. 16,384 exponentials at 16 a clock take 1,024, and four
+more operations for each score at 128 a clock take 512. Together these are fewer than the products' clocks and can
+overlap with them. What cannot are a tile's first and last block, masks, and the rescaling of values. That leaves 70 to
+80% of the matmul rate from about 4k cached tokens on. A program takes 229,504 of 232,448 bytes of shared memory (three
+blocks in flight) and all registers, 216 of them for a computing thread. ptxas 12.9 keeps the products asynchronous
+(asserted: no C7510 to C7518). It spills at most 16 bytes a thread, and a few dozen with codes at head_dim 256. JAX's
+own causal kernel refuses CUDA 12.8 and 12.9.0, because their ptxas miscompiles it; whether this kernel is affected is
+unknown.
 """
 
 from __future__ import annotations
@@ -50,9 +53,9 @@ from jaxserve.pallas_kernels.paged_attention.reference import MASKED
 from jaxserve.pallas_kernels.types import KVPages
 from jaxserve.pallas_kernels.work_lists import FIRST, LAST, TOKEN, Tiles, prompt_items
 
-PROGRAMS = 1088  # that parts of rows may take, eight for each of 132 multiprocessors and a few more
-MOST_PARTS = 34  # an even number: eight tokens may lie in two tiles, and 17 parts of 8 KV heads fill the device
-MOST_PARTS_OF_TOKENS = 4096  # the tokens of a batch times the parts that a row may have, for what XLA writes out
+PROGRAMS = 1088  # that the parts of rows may take: eight for each of 132 multiprocessors and a few more
+MOST_PARTS = 34  # even, since eight tokens may lie in two tiles; 17 parts for each of 8 KV heads fill the device
+MOST_PARTS_OF_TOKENS = 4096  # limits (tokens of a batch) x (parts of a row), which XLA writes to memory
 UNROLLED = 8  # parts that are summed in one fusion
 
 
@@ -72,9 +75,9 @@ def prompts(
     window: int | None,
     softcap: float | None,
 ) -> jax.Array:
-    """`out` with the tokens of the rows from num_decodes on filled in; arguments as `reference.paged_attention`'s."""
+    """Returns `out` with the tokens of rows from num_decodes on filled in. See `reference.paged_attention`."""
     tokens, _, group, head_dim = q.shape
-    q = jnp.pad(q, [(0, -tokens % 8), (0, 0), (0, 0), (0, 0)])  # steps of the engine have multiples of eight
+    q = jnp.pad(q, [(0, -tokens % 8), (0, 0), (0, 0), (0, 0)])  # the engine's batches already have multiples of eight
     tuned = tuning.lookup("prompts", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), tokens=tokens)
     block = tuned.get("block") or (128 if head_dim <= 128 else 64)
     heads = heads_of_tile(group)
@@ -93,9 +96,10 @@ def prompts(
 
 
 def most_parts(programs: int, tokens: int) -> int:
-    """How many parts a row may have, of a batch whose rows take so many programs (rows x KV heads) at a tile each.
+    """How many parts a row may have. `programs` (rows x KV heads) is how many the batch takes with one tile a row.
 
-    It follows from shapes alone, and a row's parts from its own length, so that its bits do not depend on others.
+    The limit follows from shapes only, and a row's number of parts from its own length, so that its result is bitwise
+    independent of other rows.
     """
     return max(min(PROGRAMS // programs, MOST_PARTS, MOST_PARTS_OF_TOKENS // tokens), 1)
 
@@ -103,9 +107,9 @@ def most_parts(programs: int, tokens: int) -> int:
 def _of_tokens(
     tile: PromptTile, tokens: int, most: int, items: jax.Array, tiles: Tiles, q_start: jax.Array, results: list, sinks
 ) -> jax.Array:
-    """The tokens' results [tokens, kv_heads, shares, heads, head_dim] of those of the tiles.
+    """Gathers the tokens' results [tokens, kv_heads, shares, heads, head_dim] from those of the tiles.
 
-    All layers ask for the same places, which XLA computes once a step.
+    The places are the same in all layers, so XLA computes them once a step.
     """
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(q_start, token, side="right", method="compare_all").astype(jnp.int32) - 1
@@ -113,7 +117,7 @@ def _of_tokens(
     count, used = len(items), tile.heads * tile.tokens
 
     def places(which: jax.Array, of: jax.Array) -> jax.Array:
-        """Those of `which` items [tokens, …], as [tokens, …, kv_heads, shares, heads, …]."""
+        """Gathers the tokens' places in items `which` [tokens, …], as [tokens, …, kv_heads, shares, heads, …]."""
         shape = len(of), -1, tile.shares, tile.heads, tile.tokens, *of.shape[3:]
         return of[:, :, :used].reshape(shape)[which, :, :, :, lane.reshape(-1, *[1] * (which.ndim - 1))]
 
@@ -130,7 +134,7 @@ def _of_tokens(
 
 
 def _merged(most, items, item, slot, parts, places, results, of_head) -> jax.Array:
-    """The parts' values weighted by their log-sum-exps."""
+    """Sums the parts' values, weighted by their log-sum-exps."""
 
     def logs(item: jax.Array, part: jax.Array | int, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
         at = jnp.clip(item - part, 0, len(items) - 1)
@@ -141,14 +145,14 @@ def _merged(most, items, item, slot, parts, places, results, of_head) -> jax.Arr
         found = places(jnp.clip(which, 0, len(results[2]) - 1), results[2])
         return jnp.where(real[..., None, None, None, None], found, 0.0)
 
-    if most > UNROLLED:  # XLA writes the products out before it sums them
+    if most > UNROLLED:  # XLA writes the products to memory before it sums them
         part = jnp.arange(most, dtype=jnp.int32)
         real, found = logs(item[:, None], part, parts[:, None])
         peak = found.max(axis=1) if of_head is None else jnp.maximum(found.max(axis=1), of_head)
         weights = jnp.exp2(found - peak[:, None])  # [tokens, most, kv_heads, shares, heads]
         total = weights.sum(axis=1) + (0.0 if of_head is None else jnp.exp2(of_head - peak))
         return ((weights / total[:, None])[..., None] * values(slot[:, None] + part, real)).sum(axis=1)
-    # Part by part, since XLA would spend a launch on cutting the weights of all into those of each.
+    # Part by part: slicing the weights of all parts at once would cost XLA a launch.
     each = [logs(item, i, parts) for i in range(most)]
     sink = [] if of_head is None else [of_head]
     highest = reduce(jnp.maximum, [found for _, found in each] + sink)

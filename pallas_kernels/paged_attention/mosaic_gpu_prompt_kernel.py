@@ -1,4 +1,4 @@
-"""The Hopper prompt attention kernel: see `mosaic_gpu_prompt`, which launches it, for what it computes and how."""
+"""The Hopper prompt attention kernel. `mosaic_gpu_prompt` launches it and explains it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def launch(
     q: jax.Array,
     pages: KVPages,
 ) -> list[jax.Array]:
-    """Results of items and kv_heads x shares; those with a SLOT leave it in the last array, others in the first.
+    """Computes all items. Items with a SLOT leave their values in the last result, other items in the first.
 
     Args:
-      slots: how many there are; 0: no item has one, and there is no third result.
+      slots: how many slots there are; 0: no item has one, and there is no third result.
       q: [tokens, kv_heads, group, head_dim].
-      first_page: int32 scalar, which is added to what block_tables say.
+      first_page: int32 scalar that is added to each entry of block_tables.
 
     Returns:
-      values [items, kv_heads * shares, lanes, head_dim] as q; log2-sum-exp2 of the scores [items, kv_heads * shares,
-      lanes]; values float32 [slots, kv_heads * shares, lanes, head_dim]. What no item fills may hold anything.
+      values [items, kv_heads * shares, lanes, head_dim] in q's dtype; log2-sum-exp2 of the scores [items, kv_heads *
+      shares, lanes]; values float32 [slots, kv_heads * shares, lanes, head_dim]. Parts that no item fills are
+      undefined.
     """
     count, programs = items.shape[0], pages.kv_heads * tile.shares
     out_type = [
@@ -62,11 +63,11 @@ def launch(
         kernel_name="paged_prompts",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=0,  # our reductions stay within a warp
+            reduction_scratch_bytes=0,  # these reductions stay within a warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    # A copy may have 5 dimensions, those of tiles included.
+    # Copies may have at most 5 dimensions, including those that tiling adds.
     scale = [] if pages.scale is None else [pages.scale.reshape(-1, tile.page_size)]
     return kernel(
         items, block_tables, first_page[None], q, pages.data.reshape(-1, tile.page_size, tile.head_dim), *scale
@@ -93,13 +94,13 @@ def _scratch(tile: PromptTile) -> dict[str, Any]:
         scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=tile.stages)
     else:
         scratch["clean"] = plgpu.Barrier(num_arrivals=1)
-    if tile.interpret:  # the interpreter wants both operands of a matmul in shared memory
+    if tile.interpret:  # the interpreter requires both operands of a matmul in shared memory
         scratch["p_smem"] = plgpu.SMEM((tile.lanes, tile.block), tile.dtype)
     return scratch
 
 
 def _swizzled(minor: int, dtype: Any, widest: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform] | tuple[()]:
-    """The widest swizzle that rows of `minor` elements allow; rows of an odd number of 16 bytes need none."""
+    """The widest swizzle that rows of `minor` elements allow; rows of an odd number of 16-byte units need none."""
     allowed = (bytes_ for bytes_ in (128, 64, 32) if bytes_ <= widest and minor * dtype.itemsize % bytes_ == 0)
     swizzle = next(allowed, None)
     if swizzle is None:
@@ -131,7 +132,7 @@ def _kernel(tile: PromptTile, has_slots: bool, items, table, first_page, q, data
         def _():
             plgpu.set_max_registers(tile.registers[1], action="increase")
             values, log = _compute(tile, work, group, **scratch)
-            slot = items[item, SLOT] if has_slots else None  # read late, for want of registers
+            slot = items[item, SLOT] if has_slots else None  # read here and not earlier, to save registers
             _leave(tile, slot, (item, program), group, values, log, outs, scratch["q_smem"])
 
 
@@ -140,19 +141,20 @@ def _across(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _softmax(tile: PromptTile, work, newest, block, scores, peak, total, masked):
-    """One step of the running softmax: probabilities, and the new peak and total, and what the values before are to
-    be multiplied with. Peaks are of scores times log2(e), so that exponentials are powers of two."""
+    """One step of the running softmax. Returns probabilities, peak, total, and the factor for the values so far.
+
+    Peaks are of scores times log2(e), so that the exponentials are powers of two."""
     factor = tile.scale * LOG2E
     if tile.softcap:
         tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0
-        scores, factor = tanh * (tile.softcap * LOG2E), 1.0  # the approximate tanh of the hardware has 11 bits
+        scores, factor = tanh * (tile.softcap * LOG2E), 1.0  # the hardware's approximate tanh is exact to 11 bits
     if masked:
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * tile.block
         seen = key <= _across(newest, scores.shape)
         if tile.window:
             seen &= key > _across(newest - tile.window, scores.shape)
         scores = jnp.where(seen, scores, MASKED)
-    # A row that has seen only masked keys gathers nonsense; its first key that counts multiplies that with 0.
+    # A row whose keys were all masked so far holds meaningless sums; its first unmasked key multiplies them by 0.
     higher = jnp.maximum(peak, scores.max(axis=1) * factor)
     keep = jnp.exp2(peak - higher)
     p = jnp.exp2(scores * factor - _across(higher, scores.shape))
@@ -160,11 +162,12 @@ def _softmax(tile: PromptTile, work, newest, block, scores, peak, total, masked)
 
 
 def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, free, turn, clean=None, p_smem=None, **_):
-    """A computing warpgroup: 64 query rows against all blocks of the item. Values and the log2 of their weights' sum.
+    """A computing warpgroup: 64 query rows against all blocks of the item. Returns values, and log2 of their weights'
+    sum.
 
-    The product of queries and the keys of a block is on its way while the exponentials of the block before are
-    multiplied with its values, and both products leave together, so that the tensor cores work on the second while the
-    first is made into exponentials. The other warpgroup's products come before that: `turn`.
+    The products Q K^T of one block and P V of the block before it are issued together. The tensor cores work on the
+    second while this warpgroup turns the scores of the first into exponentials. `turn` makes it wait until the other
+    warpgroup has issued its products.
     """
     lanes = pl.ds(group * LANES, LANES)
     q_mine = q_smem.at[lanes]
@@ -179,8 +182,8 @@ def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, fr
         plgpu.wgmma(acc, q_mine, plgpu.transpose_ref(kv_smem.at[slot_of(block), 0], (1, 0)))
 
     def begin_values(acc, values, p):
-        """The accumulator begins with `values`, where it can."""
-        if tile.interpret:  # knows neither accumulators that begin with a value, nor operands in registers
+        """Starts the accumulator with `values`; where it cannot, it starts with zeros."""
+        if tile.interpret:  # the interpreter knows neither accumulators with an initial value nor operands in registers
             p_smem[lanes, :] = p
             plgpu.commit_smem()
         else:
@@ -190,7 +193,7 @@ def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, fr
         plgpu.wgmma(acc, p_smem.at[lanes] if tile.interpret else p, kv_smem.at[slot_of(block), 1])
 
     def finished(acc, values):
-        """Waits for all products."""
+        """Waits for all products, and returns the new values."""
         product = lax.optimization_barrier(acc[...])
         return values + product if tile.interpret else product
 
@@ -198,7 +201,7 @@ def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, fr
     values_acc = plgpu.ACC((LANES, tile.head_dim), jnp.float32)
 
     def begin(peak, total):
-        """The first block, masked wherever it lies."""
+        """Computes the first block, which is always masked."""
 
         def run(acc):
             issue_scores(acc, work[FIRST])
@@ -213,7 +216,7 @@ def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, fr
         return p.astype(tile.dtype), peak, total
 
     def step(block, state, masked):
-        """The scores of `block`, and the values of the block before it."""
+        """Computes the scores of `block`, and adds the values of the block before it."""
 
         def run(scores_acc, values_acc):
             values, p, peak, total = state
@@ -226,7 +229,7 @@ def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, fr
             following, peak, total, keep = softmax(block, scores, peak, total, masked)
             values = finished(values_acc, values)
             plgpu.barrier_arrive(free.at[2 * slot_of(block - 1) + 1])
-            # Not earlier: the registers of p, which these take over, are read until the product is finished.
+            # After the product: these probabilities take the registers of p, which the product reads until it ends.
             following = lax.optimization_barrier(following).astype(tile.dtype)
             return values * _across(keep, values.shape), following, peak, total
 
@@ -236,7 +239,7 @@ def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, fr
         return pl.run_scoped(run, scores_acc, values_acc)
 
     def end(values, p):
-        """The values of the last block. Tokens that the row does not have are zeros when `clean` says so."""
+        """Adds the values of the last block. Tokens beyond the row's end are zeros once `clean` has completed."""
 
         def run(acc):
             begin_values(acc, values, p)
@@ -278,12 +281,12 @@ def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, fr
 
 
 def _leave(tile: PromptTile, slot, place, group, values, log, outs, q_smem):
-    """Results go to global memory: of items with a slot in float32, of others as the queries."""
+    """Writes results to global memory: float32 for items with a slot, otherwise in the queries' dtype."""
     lanes = pl.ds(group * LANES, LANES)
     outs[1].at[(*place, lanes)][...] = log
 
     def as_queries():
-        q_smem[lanes] = values.astype(tile.dtype)  # the last product with this warpgroup's queries is long done
+        q_smem[lanes] = values.astype(tile.dtype)  # this warpgroup's queries are no longer needed
         plgpu.commit_smem()
         mine = Span(group * LANES, LANES, multiple=LANES)
         hopper_rules.store(q_smem, (mine,), outs[0], (*place, mine), interpret=tile.interpret)

@@ -1,12 +1,12 @@
-"""Paged attention in plain XLA: the oracle of every kernel, and the path that runs on CPU.
+"""Paged attention in plain XLA: the oracle of every kernel, and a backend for every device.
 
-Two loops, both bounded by what the batch holds, so that padding costs nothing and memory stays small:
+Two loops, both bounded by the contents of the batch, so that padding costs nothing and temporaries stay small:
 
   decode rows   blocks of ROWS rows x blocks of KV_BLOCK cached tokens; one query token a row
   prompt rows   tiles of TILE query tokens of one row x blocks of KV_BLOCK cached tokens, up to the causal diagonal
 
 Each block gathers its pages through the block table and updates a running softmax (Milakov & Gimelshein 2018,
-arXiv:1805.02867), in float32.
+arXiv:1805.02867) in float32.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from jaxserve.pallas_kernels.types import KVPages
 ROWS = 8  # decode rows per block
 TILE = 64  # query tokens per tile of a prompt
 KV_BLOCK = 128  # cached tokens per step of the running softmax
-MASKED = -1e30  # finite, so that a row that sees nothing stays finite
+MASKED = -1e30  # finite, so that a row without visible keys stays finite
 
 
 class Softmax(NamedTuple):
-    """A running softmax: largest score, sum of exponentials, weighted values; all float32."""
+    """A running softmax: largest score, sum of exponentials, weighted values. All are float32."""
 
     peak: jax.Array
     total: jax.Array
     values: jax.Array
 
     def update(self, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array], axis: int) -> Softmax:
-        """Adds scores with keys along `axis`; `weigh` turns probabilities of their shape into weighted values."""
+        """Adds scores with keys along `axis`. `weigh` turns probabilities of the scores' shape into weighted values."""
         peak = jnp.maximum(self.peak, scores.max(axis))
         keep = jnp.exp(self.peak - peak)
         probabilities = jnp.where(scores > MASKED / 2, jnp.exp(scores - jnp.expand_dims(peak, axis)), 0.0)
@@ -47,7 +47,7 @@ class Softmax(NamedTuple):
         )
 
     def result(self, sinks: jax.Array | None = None) -> jax.Array:
-        """Weighted values over the sum of exponentials; sinks, which broadcast to the sum, add to it."""
+        """Returns weighted values over the sum of exponentials. Sinks are broadcast and added to the sum."""
         if sinks is None:
             return self.values / jnp.maximum(self.total, 1e-30)[..., None]
         peak = jnp.maximum(self.peak, sinks)
@@ -64,12 +64,12 @@ class Softmax(NamedTuple):
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
-    """Plain XLA runs everything, everywhere."""
+    """Returns None: plain XLA runs every problem on every device."""
     return None
 
 
 class _Masking(NamedTuple):
-    """How scores are made."""
+    """The settings that turn products of queries and keys into scores."""
 
     scale: float
     window: int | None
@@ -95,25 +95,25 @@ def paged_attention(
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> jax.Array:
-    """Causal attention of ragged query rows over their cached keys and values, the new ones already written.
+    """Causal attention of ragged query rows over their cached keys and values. The new ones are already in the cache.
 
     Args:
       q: [tokens, kv_heads, group, head_dim], rows back to back.
-      pages: the layer's cache; its head_dim may be larger, the rest is left alone.
+      pages: the layer's cache. Its head_dim may be larger than q's; the additional dimensions are ignored.
       block_tables: int32 [rows, max_pages], the pages of each row in order.
-      q_start: int32 [rows + 1], where each row's tokens begin; equal neighbours are an empty row.
-      kv_len: int32 [rows], cached tokens of each row, its new ones included; its last query token is the last of them.
-      num_decodes: int32 scalar; so many leading rows have exactly one token each (row r is token r).
+      q_start: int32 [rows + 1], where each row's tokens begin; a row between equal neighbours is empty.
+      kv_len: int32 [rows], cached tokens of each row, its new ones included. The last of them is its last query token.
+      num_decodes: int32 scalar; this many leading rows have exactly one token each (row r is token r).
       scale: multiplies the scores.
-      window: a token sees at most so many tokens back, itself included; None sees all.
+      window: a token sees at most this many tokens back, itself included; None: all.
       softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118).
       sinks: float32 [kv_heads, group], logits that join the softmax's denominator (gpt-oss, arXiv:2508.10925).
-      first_page: int32 scalar, the page from which block_tables count: where an array holds several layers' pages,
-        the layer's first.
+      first_page: int32 scalar that is added to each entry of block_tables. Where one array holds the pages of several
+        layers, it is the layer's first page.
       decode_only: promises that all rows beyond num_decodes are empty.
 
     Returns:
-      As q; rows of padding tokens are unspecified but finite.
+      Shape and dtype of q. Padding tokens have unspecified but finite values.
     """
     masking = _Masking(scale, window, softcap)
     block_tables = block_tables + first_page
@@ -126,11 +126,11 @@ def paged_attention(
 def _gather(
     pages: KVPages, head_dim: int, table: jax.Array, block: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values, float32 [..., kv_heads, KV_BLOCK, head_dim], of one block of each table row, and positions."""
+    """One block of each table row: keys and values, float32 [..., kv_heads, KV_BLOCK, head_dim], and positions."""
     page_size, width = pages.page_size, table.shape[-1]
     count = min(max(KV_BLOCK // page_size, 1), width)
-    # dynamic_slice clamps at the end of the table; the positions follow the clamped start, and keys that an earlier
-    # block has seen are masked by the caller through `first`.
+    # dynamic_slice clamps at the end of the table. The positions follow the clamped start, and the caller masks keys
+    # that an earlier block has seen, through `first`.
     start = jnp.minimum(block * count, width - count)
     chosen = lax.dynamic_slice_in_dim(table, start, count, axis=-1)
     position = start * page_size + jnp.arange(count * page_size)
@@ -151,12 +151,12 @@ def _block_tokens(pages: KVPages, block_tables: jax.Array) -> int:
 
 
 def _decode_rows(q, pages, block_tables, kv_len, num_decodes, sinks, masking: _Masking):
-    """Row r's single query is token r."""
+    """Attention of the decode rows. Row r's only query is token r."""
     rows, head_dim, window = min(ROWS, block_tables.shape[0], q.shape[0]), q.shape[-1], masking.window
     tokens = _block_tokens(pages, block_tables)
 
     def row_block(i, out):
-        # The last block may overlap the one before it; it then computes those rows again, with the same result.
+        # The last block may overlap the one before it. It then computes those rows again, with equal results.
         first_row = jnp.minimum(i * rows, min(block_tables.shape[0], q.shape[0]) - rows)
         query = lax.dynamic_slice_in_dim(q, first_row, rows).astype(jnp.float32) * masking.scale
         table = lax.dynamic_slice_in_dim(block_tables, first_row, rows)
@@ -194,8 +194,8 @@ def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sink
         row = jnp.searchsorted(tiles_before, i, side="right") - 1
         start = q_start[row] + (i - tiles_before[row]) * tile
         query = lax.dynamic_slice_in_dim(padded, start, tile).astype(jnp.float32) * masking.scale
-        # Position of each query token; those beyond the row's end belong to the next row, whose own tile comes later
-        # and overwrites what this one leaves there.
+        # Position of each query token. Tokens beyond the row's end belong to the next row, whose own tile runs later
+        # and overwrites their results.
         where = kv_len[row] - q_start[row + 1] + start + jnp.arange(tile)
         newest = jnp.minimum(where[-1], kv_len[row] - 1)
         oldest = jnp.maximum(where[0] - window + 1, 0) if window else 0

@@ -1,24 +1,25 @@
 """Paged attention on TPU: one Mosaic kernel for decode rows and for tiles of prompts.
 
-Compiled for v5e and v6e ahead of time, run in interpret mode only; not yet run on a device.
+Compiled for v5e and v6e ahead of time and run in interpret mode; not yet run on a device. `tpu_kernel.py` has the
+kernel, `tpu_plan.py` its sizes.
 
-Grid: one step per item, a pair (tile of query tokens, row that has tokens in it), in the order of the tiles; only so
-  many steps as the batch has items, so padding costs nothing. Decode: tiles of one token, item r is row r. Prompts:
-  tiles of up to TILE tokens of all rows back to back; `_prompt_items` finds the items outside the kernel.
-Memory traffic: a row's pages once per tile, from the window's oldest page to the tile's newest, each page by one DMA of
-  all heads, keys and values; queries and results once; 4 bytes of the block tables per page. Pages and tables stay in
-  HBM, so that a context of 128k tokens in pages of 16 takes 96 KiB of SMEM, for any number of rows.
-Pipeline: blocks of several pages in two VMEM slots; while one block is computed the next one of the row, or the first
-  of the next item, is on its way, and the tables of the next two items before that. The running softmax (float32)
-  lives in VMEM for as long as the tile lasts; rows that share a tile share it too, as a token only ever sees its own
-  row's keys. `tpu_kernel.py` is the kernel, `tpu_plan.py` its sizes.
-Write: `write_and_attend` has the decodes' new tokens written by the kernel that attends for them (`tpu_write.py`), so
-  that a decode step launches one kernel a layer; prompts are written before, by `kv_write_tpu`. Bytes written to HBM
-  for each new one: 2 in bfloat16 and 4 in 8 bits, and none are read; 8 KiB for the scales of 8 heads.
-Schedule (bundles that the compiler of v5e packs, jax 0.10.2, bf16, 8 heads of 128, group 4): 1,172 for a prompt's 512
-  queries x 512 keys of a head where nothing is masked (its 512 matrix instructions and 512 stores bound it from below),
-  1,282 where something is; 769 for a decode's 8 heads x 512 keys, whose DMA takes about 2,400 cycles. Writing adds 79
-  bundles to a row's last block (76 on v6e), with codes and scales 245 (193).
+Grid: one step per item, in the order of the tiles. An item is a tile of query tokens and a row that has tokens in it.
+  There are as many steps as the batch has items, so padding costs nothing. Decode: a tile is one token, and item r is
+  row r. Prompts: all rows lie back to back in tiles of up to TILE tokens; `_prompt_items` lists the items in XLA.
+Memory traffic: a row's pages once per tile, from the window's oldest page to the tile's newest. One DMA copies a page,
+  with all heads, keys and values. Queries and results are copied once; each page costs 4 bytes of the block tables.
+  Pages and tables stay in HBM, so a context of 128k tokens in pages of 16 takes 96 KiB of SMEM for any number of rows.
+Pipeline: blocks of several pages in two VMEM slots. While one block is computed, the row's next block or the next
+  item's first block is on its way. The tables of the next two items are fetched before that. The running softmax
+  (float32) stays in VMEM until the tile ends. Rows in one tile can share it, because a token sees only its own row's
+  keys.
+Write: in `write_and_attend` the attention kernel also writes the decodes' new tokens (`tpu_write.py`), so that a decode
+  step launches one kernel a layer. `kv_write_tpu` writes prompts beforehand. Bytes written to HBM for each new byte: 2
+  in bfloat16, 4 in 8 bits, and 8 KiB for the scales of 8 heads. None are read.
+Schedule: bundles that v5e's compiler packs, with jax 0.10.2, bf16, 8 heads of 128, groups of 4. A prompt's 512 queries
+  x 512 keys of a head: 1,172 without a mask (at least 512 for its matrix instructions and 512 for its stores), 1,282
+  with one. A decode's 8 heads x 512 keys: 769, while their DMA takes about 2,400 cycles. The write adds 79 bundles to a
+  row's last block (76 on v6e), with codes and scales 245 (193).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ VMEM_BYTES = {"TPU v5 lite": 96 << 20, "TPU v5e": 96 << 20, "TPU v6 lite": 96 <<
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
-    """Why this device cannot run `paged_attention` and `write_kv` on the problem, or None."""
+    """Returns why this device cannot run `paged_attention` and `write_kv` on the problem, or None."""
     if device.platform != "tpu":
         return f"Mosaic TPU kernels need a TPU, not platform {device.platform!r}"
     q_dtype, kv_dtype = str(jnp.dtype(problem.q_dtype)), str(jnp.dtype(problem.kv_dtype))
@@ -95,10 +96,11 @@ def paged_attention(
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> jax.Array:
-    """See `reference.paged_attention`. Padding tokens are 0. Raises ValueError when a row's table does not fit SMEM.
+    """See `reference.paged_attention`. Padding tokens are 0. Raises ValueError where a row's table does not fit SMEM.
 
-    Pages may be wider than q's head_dim, filled with 0. Where head_dim is not a multiple of 128 they should be, rounded
-    up: tiles take that space anyway, and XLA's default layout of narrower pages makes it copy the cache at each call.
+    Pages may be wider than q's head_dim, filled with 0. Where head_dim is not a multiple of 128 they should be rounded
+    up to one: tiles take that space anyway, and with narrower pages XLA's default layout makes it copy the cache at
+    each call.
     """
     options = {"scale": scale, "window": window, "softcap": softcap}
     batch = _Batch(q, block_tables, q_start, kv_len, num_decodes, sinks, jnp.asarray(first_page, jnp.int32), options)
@@ -125,8 +127,10 @@ def write_and_attend(
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> tuple[jax.Array, KVPages]:
-    """`write_kv`, then `paged_attention`. Decodes are written by the kernel that attends for them: their slots are the
-    last of their rows, or -1. No two of them may write to one page, nor any row read what another one writes."""
+    """`write_kv`, then `paged_attention`, where the attention kernel writes the decodes' tokens.
+
+    A decode's slot is the last of its row, or -1. No two decodes may write to one page, and no row may read a page that
+    another one writes."""
     options = {"scale": scale, "window": window, "softcap": softcap}
     batch = _Batch(q, block_tables, q_start, kv_len, num_decodes, sinks, jnp.asarray(first_page, jnp.int32), options)
     if not decode_only:
@@ -136,7 +140,7 @@ def write_and_attend(
 
 
 class _Batch(NamedTuple):
-    """What both functions are given, by the same names."""
+    """The arguments that both public functions share, under their names."""
 
     q: jax.Array
     block_tables: jax.Array
@@ -155,13 +159,13 @@ class _Batch(NamedTuple):
         return make_plan(problem, tokens, self.block_tables.shape[1], **self.options, **options)
 
     def padded_q(self, pages: KVPages, tokens: int) -> jax.Array:
-        """The queries of so many tokens, as wide as the pages."""
+        """Pads the queries to `tokens` tokens and to the head_dim of the pages."""
         return jnp.pad(self.q[:tokens], ((0, 0),) * 3 + ((0, pages.head_dim - self.q.shape[-1]),))
 
 
 def _decode(batch: _Batch, pages: KVPages, write: tuple[jax.Array, ...] | None = None) -> tuple[jax.Array, KVPages]:
-    """Of the first token of each row, as if all rows decoded; garbage for those that do not. `write`: keys, values and
-    slots of all tokens, of which the decodes' are written to the pages."""
+    """Attention of each row's first token, as if all rows decoded; other rows' results are undefined. `write`: keys,
+    values and slots of all tokens, of which the decodes' are written to the pages."""
     decodes = min(len(batch.block_tables), len(batch.q))
     item = jnp.arange(decodes, dtype=jnp.int32)
     plan = batch.plan(pages, 1, writes=write is not None)
@@ -174,7 +178,7 @@ def _decode(batch: _Batch, pages: KVPages, write: tuple[jax.Array, ...] | None =
 
 
 def _prompts(batch: _Batch, pages: KVPages) -> jax.Array:
-    """Of all tokens of prompts; garbage for the others."""
+    """Attention of all tokens of prompts; results of other tokens are undefined."""
     tokens = len(batch.q)
     plan = batch.plan(pages, max(tokens, 2))
     tile, row, count = _prompt_items(plan.tile, tokens, batch.q_start, batch.num_decodes)
@@ -183,7 +187,7 @@ def _prompts(batch: _Batch, pages: KVPages) -> jax.Array:
 
 
 def _whole(batch: _Batch, decodes: jax.Array, prompts: jax.Array | None) -> jax.Array:
-    """Both kinds of tokens, and 0 for padding, as wide as q."""
+    """Selects each token's result: decode, prompt, or 0 for padding. As wide as q."""
     tokens, head_dim = len(batch.q), batch.q.shape[-1]
     token = jnp.arange(tokens)[:, None, None, None]
     rest = jnp.zeros((tokens - len(decodes), *decodes.shape[1:]), decodes.dtype)
@@ -192,7 +196,7 @@ def _whole(batch: _Batch, decodes: jax.Array, prompts: jax.Array | None) -> jax.
 
 
 def _prompt_items(tile: int, tokens: int, q_start: jax.Array, num_decodes: jax.Array):
-    """Tile and row of each pair of a tile and a prompt with tokens in it, by tile; and the number of pairs."""
+    """Lists the pairs of a tile and a prompt row with tokens in it. Returns tiles, rows, and the number of pairs."""
     start, end = q_start[:-1], q_start[1:]
     rows = start.shape[0]
     prompt = (jnp.arange(rows) >= num_decodes) & (end > start)
@@ -215,8 +219,8 @@ def _attend(
     scalars: Scalars,
     new: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, KVPages]:
-    """The kernel over the items. q [tokens, kv_heads, group, head_dim]; as q, garbage in tiles without an item; and the
-    pages, in which the kernel has written `new` where the plan says so."""
+    """Runs the kernel over the items. q: [tokens, kv_heads, group, head_dim]. Returns results of q's shape, undefined
+    in tiles without an item, and the pages, to which the kernel has written `new` where the plan says so."""
     tokens, kv_heads, group, head_dim = q.shape
     plan.check_smem(scalars.tile.shape[0], tables.shape[0])
     tables = jnp.pad(tables, ((0, 0), (0, plan.table_entries - plan.table_width)))
@@ -224,7 +228,7 @@ def _attend(
     padding = plan.queries - plan.tile * group
 
     def to_tiles(x):
-        """[tokens, kv_heads, group, n] to [tiles, kv_heads, queries, n]; a head's queries are by group, then token."""
+        """[tokens, kv_heads, group, n] -> [tiles, kv_heads, queries, n]; queries in order of group, then token."""
         x = jnp.pad(x, ((0, tiles * plan.tile - x.shape[0]), (0, 0), (0, 0), (0, 0)))
         x = x.reshape(tiles, plan.tile, kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
         return jnp.pad(x.reshape(tiles, kv_heads, plan.tile * group, -1), ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -255,7 +259,7 @@ def _attend(
         for i, x in enumerate(jax.tree.leaves(pages)):
             shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
             out_specs.append(hbm)
-            aliases[len(in_smem) + 2 + i] = 1 + i  # the pages come after q and the tables
+            aliases[len(in_smem) + 2 + i] = 1 + i  # the pages follow q and the tables
     call = pl.pallas_call(
         partial(kernel, plan, sinks is not None),
         out_shape=shapes,

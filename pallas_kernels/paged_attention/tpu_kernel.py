@@ -1,8 +1,8 @@
-"""The body of the TPU's attention kernel: what one item does, and the copies that run ahead of it.
+"""The body of the TPU's attention kernel: the work of one item, and the copies that run ahead of it.
 
-Three things are on their way while a block of cached tokens is computed: the next block's pages, the row of the block
-tables that the next item needs, and the one after that; where items write, also the new token of the last one
-(`tpu_write`). References are named as in `Scalars`, `Refs` and `Scratch`.
+While a block of cached tokens is computed, these copies are in flight: the next block's pages, the rows of the block
+tables for the next two items, and, where items write, the last item's new token (`tpu_write`). `Scalars`, `Refs` and
+`Scratch` define the references.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxserve.pallas_kernels.paged_attention import tpu_write
 from jaxserve.pallas_kernels.paged_attention.tpu_plan import LANES, TABLE_CHUNK, TABLES, Plan, Refs, Scalars, Scratch
 from jaxserve.pallas_kernels.tpu_dma import aligned, copy
 
-MASKED = -1e30  # a score that is not seen
-UNSEEN = -1e20  # largest score of a token that has seen nothing; exp(MASKED - UNSEEN) is 0
+MASKED = -1e30  # score of a masked key
+UNSEEN = -1e20  # initial peak of a token without visible keys; exp(MASKED - UNSEEN) is 0
 
 
 class Span(NamedTuple):
-    """An item: its row; its tokens [begin, end); what to add to a token for its position; the positions from oldest to
-    newest that any of its tokens sees (newest is -1 where nothing is cached)."""
+    """An item: its row; its tokens [begin, end); the number that turns a token into its position; the oldest and newest
+    positions that any of its tokens sees (newest is -1 where nothing is cached)."""
 
     item: Any
     row: Any
@@ -46,12 +46,12 @@ class Span(NamedTuple):
         return Span(item, row, begin, end, shift, oldest, jnp.maximum(end + shift - 1, -1))
 
     def units(self, size: int) -> tuple[Any, Any]:
-        """First and last of the units of `size` positions that it sees; the last is the first where it sees none."""
+        """First and last visible unit of `size` positions; the last is the first where nothing is visible."""
         return self.oldest // size, jnp.maximum(self.newest, 0) // size
 
 
 def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
-    """One item. Each item has at least one block; the one before it has started that."""
+    """Computes one item. An item has at least one block; the item before it has started the first block's copies."""
     count = len(Scalars._fields) - (not plan.writes)
     scalars, others = Scalars(*refs[:count]), iter(refs[count:])
     inputs = Refs.of(plan, has_sinks, others)
@@ -87,7 +87,7 @@ def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
 
     def step(block, _):
         slot = scratch.turn[0]
-        if plan.writes:  # the place that is filled next may hold what is still being written
+        if plan.writes:  # the slot that is filled next may still be the source of a write
 
             @pl.when((block == first) & (item > 0) & (scalars.slots[jnp.maximum(item - 1, 0)] >= 0))
             def written_before():
@@ -140,7 +140,7 @@ def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
 
 
 def _each_table_chunk(plan: Plan, inputs: Refs, scratch: Scratch, span: Span, act) -> None:
-    """Calls act on the copies of a row's table from HBM to SMEM, as much of it as names pages that the item sees."""
+    """Calls `act` on each copy of a row's table from HBM to SMEM, for the entries whose pages the item sees."""
     place = span.item % TABLES
     first, last = span.units(plan.page_size * TABLE_CHUNK)
 
@@ -154,7 +154,7 @@ def _each_table_chunk(plan: Plan, inputs: Refs, scratch: Scratch, span: Span, ac
 
 
 def _pages_of(plan: Plan, span: Span, block: Any) -> tuple[Any, Any]:
-    """The pages [begin, end) of a row that a block of it needs; none where nothing is cached."""
+    """The pages [begin, end) of a row that one of its blocks needs; empty where nothing is cached."""
     first_page = block * plan.block_pages
     begin = jnp.maximum(span.oldest // plan.page_size, first_page)
     end = jnp.minimum(span.newest // plan.page_size + 1, first_page + plan.block_pages)
@@ -162,7 +162,7 @@ def _pages_of(plan: Plan, span: Span, block: Any) -> tuple[Any, Any]:
 
 
 def _start_pages(plan: Plan, scalars: Scalars, inputs: Refs, scratch: Scratch, span: Span, block, slot) -> None:
-    """Starts the copies of a block's pages, of which the table has arrived."""
+    """Starts the copies of a block's pages. The row's table must have arrived."""
     table, size = span.item % TABLES * plan.table_entries, plan.page_size
     first_page, shift = block * plan.block_pages, scalars.first_page[0]
 
@@ -199,7 +199,7 @@ def _await_pages(plan: Plan, scratch: Scratch, span: Span, block, slot) -> None:
 
 
 def _is_border(plan: Plan, span: Span, first_token: Any, first_position: Any) -> Any:
-    """Whether some token of the tile must not see some position of the block."""
+    """Whether some token of the tile must not see some position of the block, so that a mask is needed."""
     border = first_position + plan.block_tokens - 1 > span.begin + span.shift
     if plan.tile > 1:
         border |= (span.begin > first_token) | (span.end < first_token + plan.tile)
@@ -211,10 +211,10 @@ def _is_border(plan: Plan, span: Span, first_token: Any, first_position: Any) ->
 def _add_block(
     plan: Plan, q: Any, scratch: Scratch, span: Span, first_token: Any, first_position: Any, slot: Any, *, masked: bool
 ) -> None:
-    """Adds a block of keys and values to the running softmax of all heads; `masked` where some are not to be seen.
+    """Adds a block of keys and values to the running softmax of all heads. `masked`: some positions are not visible.
 
-    The work is cut into units, some queries of a head. A unit's scores are asked of the matrix unit before the softmax
-    of the unit ahead of it, so that the matrix unit works while the vector unit does.
+    A unit is some queries of a head. The matrix unit computes the scores of a unit while the vector unit computes the
+    softmax of the unit before it, so scores are requested one unit ahead.
     """
     tokens = plan.block_tokens
     token = first_token + lax.broadcasted_iota(jnp.int32, (plan.tile, tokens), 0)
@@ -224,7 +224,7 @@ def _add_block(
         seen &= position > token + span.shift - plan.window
 
     def filled(shape, axis):
-        """What no copy has filled may be NaN, and NaN * 0 is NaN."""
+        """Selects the positions that copies have filled. Others may be NaN, and NaN * 0 is NaN."""
         position = first_position + lax.broadcasted_iota(jnp.int32, shape, axis)
         return (position >= span.oldest) & (position <= span.newest)
 
@@ -271,12 +271,12 @@ def _add_block(
 
 
 def _across(x: jax.Array, width: int) -> jax.Array:
-    """x [queries, LANES], the same in all lanes, as [queries, width]; costs nothing, unlike a broadcast of one lane."""
+    """Returns [queries, width] from x [queries, LANES] with equal lanes. Unlike a broadcast of one lane it is free."""
     return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
 def _mask(plan: Plan, scores: jax.Array, seen: jax.Array) -> jax.Array:
-    """scores [unit, block tokens], by group, then token; seen [tile, block tokens]."""
+    """Masks scores [unit, block tokens], rows in order of group, then token. seen: [tile, block tokens]."""
     if plan.tile == 1:
         return jnp.where(seen, scores, MASKED)
     parts = scores.reshape(-1, plan.tile, plan.block_tokens)
@@ -284,6 +284,6 @@ def _mask(plan: Plan, scores: jax.Array, seen: jax.Array) -> jax.Array:
 
 
 def _scale_row(plan: Plan, scratch: Scratch, slot, which: int, head: Any) -> jax.Array:
-    """float32 [1, block tokens]: what a head's keys (which = 0) or values (1) are to be multiplied with."""
+    """The scales of a head's keys (which = 0) or values (1), float32 [1, block tokens]."""
     rows = [scratch.kv_scale[slot, page, which, pl.ds(head, 1)] for page in range(plan.block_pages)]
     return jnp.concatenate(rows, axis=1)

@@ -1,5 +1,5 @@
-"""Sizes of the TPU's attention kernel: tiles of queries, blocks of cached tokens, and the memory that they take; what
-the kernel is given, and what it keeps."""
+"""The TPU attention kernel's plan: sizes of query tiles and blocks of cached tokens, their memory, its operands and its
+scratch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.registry import AttentionProblem
 from jaxserve.pallas_kernels.tpu_dma import LANES, SMEM_BYTES, SMEM_RESERVED, smem_bytes
 
-TILE = 128  # most query tokens in a tile of a prompt
-TILE_ELEMENTS = 4096 * LANES  # most float32 elements of a tile's result, all heads
-BLOCK = 512  # cached tokens in a block, where BLOCK_BYTES allows
+TILE = 128  # maximum of query tokens in a tile of a prompt
+TILE_ELEMENTS = 4096 * LANES  # maximum of float32 elements in a tile's result, all heads
+BLOCK = 512  # cached tokens in a block, unless BLOCK_BYTES allows fewer
 BLOCK_BYTES = 2 << 20
 OTHER_VMEM_BYTES = 14 << 20
-UNIT = 128  # most queries whose scores are computed at once; where a tile is larger, its tokens
-UNITS = 4  # units of a prompt that the program treats side by side
-TABLES = 3  # rows of the block tables in SMEM: the one in use, and two on their way
-TABLE_CHUNK = LANES  # entries of a table that are copied at once
+UNIT = 128  # maximum of queries whose scores are computed at once; a larger tile's tokens are not divided
+UNITS = 4  # units of a prompt that the program interleaves
+TABLES = 3  # rows of the block tables in SMEM: the current one, and two in flight
+TABLE_CHUNK = LANES  # entries of a table in one copy
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is fixed when a kernel is built."""
+    """The static parameters of a kernel."""
 
     tile: int  # query tokens in a tile
     queries: int  # of a head in a tile: tile * group, padded
@@ -42,7 +42,7 @@ class Plan:
     scale: float
     window: int | None
     softcap: float | None
-    writes: bool = False  # each item's new token is written too; of decodes
+    writes: bool = False  # whether each item also writes its new token; decodes only
 
     @property
     def block_tokens(self) -> int:
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def unit(self) -> int:
-        """Queries of a head whose scores are asked for at once: some heads of the group, all tokens of the tile."""
+        """Queries of a head whose scores are computed at once: some heads of the group, all tokens of the tile."""
         if self.tile == 1:
             return self.queries
         group = self.queries // self.tile
@@ -60,22 +60,22 @@ class Plan:
 
     @property
     def heads_together(self) -> int:
-        """Heads that the program treats side by side, so that their latencies overlap."""
+        """Heads that the program interleaves, so that their latencies overlap."""
         most = 8 if self.tile == 1 else max(1, UNITS * self.unit // self.queries)
         return max(n for n in range(1, most + 1) if self.kv_heads % n == 0)
 
     @property
     def table_entries(self) -> int:
-        """Of a row of the block tables in SMEM."""
+        """Entries of one row of the block tables in SMEM."""
         return _round_up(self.table_width, TABLE_CHUNK)
 
     def smem_bytes(self, items: int, rows: int) -> int:
-        """What the kernel needs: the items, the rows' bounds, and the tables; an upper estimate."""
+        """Upper estimate of the SMEM that the kernel needs for items, rows' bounds and tables."""
         slots = (items,) if self.writes else ()
         return smem_bytes(items, items, rows + 1, rows, 1, 1, 1, TABLES * self.table_entries, *slots)
 
     def check_smem(self, items: int, rows: int) -> None:
-        """Raises ValueError where that is more than there is."""
+        """Raises ValueError where `smem_bytes` exceeds the SMEM of the chip."""
         need, limit = self.smem_bytes(items, rows), SMEM_BYTES - SMEM_RESERVED
         if need > limit:
             raise ValueError(
@@ -85,12 +85,12 @@ class Plan:
 
     @property
     def compute_dtype(self) -> Any:
-        """Of the operands of the matrix unit."""
+        """The dtype of the matrix unit's operands."""
         return jnp.float32 if jnp.float32 in (self.q_dtype, self.kv_dtype) else jnp.bfloat16
 
     @property
     def vmem_bytes(self) -> int:
-        """An upper estimate of what the kernel needs."""
+        """Upper estimate of the VMEM that the kernel needs."""
         lanes = _round_up(self.head_dim, LANES)
         block = 2 * self.kv_heads * self.block_tokens * lanes * jnp.dtype(self.kv_dtype).itemsize
         scales = 2 * self.block_pages * _round_up(self.kv_heads, 8) * _round_up(self.page_size, LANES) * 4
@@ -138,8 +138,8 @@ def make_plan(problem: AttentionProblem, tokens: int, table_width: int, **option
 
 
 class Scalars(NamedTuple):
-    """What lies in SMEM from the start, int32: tile and row of each item, their number, the rows' bounds, the page
-    from which the block tables count; where items write, the slot of each one's new token, -1 where it is not kept."""
+    """int32 operands in SMEM from the start: tile and row of each item, the number of items, the rows' bounds, the
+    first page of the block tables; where items write, the slot of each item's new token, -1 where it is not kept."""
 
     tile: Any
     row: Any
@@ -151,8 +151,8 @@ class Scalars(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """q [kv_heads, queries, head_dim] in VMEM; in HBM the tables [rows, entries] and the pages; the sinks of each query
-    [kv_heads, queries, LANES] in VMEM or None. Where items write, `new` and `new_scale` are as `tpu_write` says."""
+    """References to operands. In VMEM: q [kv_heads, queries, head_dim], and the queries' sinks [kv_heads, queries,
+    LANES] or None. In HBM: the tables [rows, entries] and the pages. `tpu_write` describes `new` and `new_scale`."""
 
     q: Any
     tables: Any
@@ -165,8 +165,8 @@ class Refs(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, has_sinks: bool, refs: Iterator[Any]) -> Refs:
-        """From the operands of the call and its results, in their order. Pages that are written come twice, as an
-        operand and as a result, which are one array; only the result is used."""
+        """Takes the call's operands, then its results, in order. Pages that are written come twice, as an operand and
+        as a result. These are one array, of which the result is used."""
         q, tables, data = next(refs), next(refs), next(refs)
         data_scale = next(refs) if plan.has_scale else None
         sinks = next(refs) if has_sinks else None
@@ -179,12 +179,12 @@ class Refs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What lives over grid steps.
+    """Buffers that live across grid steps.
 
     kv [2 slots, 2, kv_heads, block tokens, head_dim], kv_scale [2 slots, block pages, 2, kv_heads, page_size] or None.
     values [kv_heads, m, head_dim], peak, total [kv_heads, m, LANES]: the running softmax of a tile's m queries a head.
-    table [TABLES * entries] in SMEM: the row of the block tables for item i is the (i % TABLES)th.
-    turn: the slot that the next block to compute is in.
+    table [TABLES * entries] in SMEM: item i uses the (i % TABLES)th row.
+    turn: the slot of the next block to compute.
     """
 
     kv: Any

@@ -1,12 +1,12 @@
-"""The write of a decode's new token to the cache, by the TPU's attention kernel, which holds its block in VMEM anyway.
+"""The TPU's attention kernel writes a decode's new token to the cache, since it holds the token's block in VMEM anyway.
 
-The new token of an item takes its place in the block that has just arrived, where attention finds it, and the word of
-4 bytes that it shares with its neighbours goes back to the token's page: nothing is read for it, and 1 byte is written
-for each new one in float32, 2 in 16 bits, 4 in 8 bits. Scales lie along lanes: those of a page's tokens, of all heads,
-keys and values, go back. A page that a row writes to is that row's alone, so no other item reads or writes it.
+An item's new token is put into the block that has just arrived, where attention finds it. Then the 4-byte words that
+contain the token are copied to its page in HBM. Nothing is read for this. Bytes written for each new byte: 1 in
+float32, 2 in 16 bits, 4 in 8 bits. Scales lie along lanes, so those of all tokens of the page go back, of all heads,
+keys and values. Only one row may write to a page or read it meanwhile.
 
-`new` is float32 [2, kv_heads, 1, head_dim], in which a row can be placed without shuffles: keys and values, or their
-codes; `new_scale` is float32 [2, kv_heads, 1].
+`new` is float32 [2, kv_heads, 1, head_dim]: keys and values, or their codes. In float32 a row can be placed without
+shuffles. `new_scale` is float32 [2, kv_heads, 1].
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jaxserve.pallas_kernels.tpu_dma import TILE_BYTES, aligned, copy, word_rows
 
 
 def put(plan: Plan, refs: Refs, scratch: Scratch, position: Any, block: Any, slot: Any) -> None:
-    """Puts the new token at its position into the block in VMEM."""
+    """Puts the new token into the block in VMEM, at its position."""
     at = position - block * plan.block_tokens
     rows = TILE_BYTES // jnp.dtype(plan.kv_dtype).itemsize
     place = pl.ds(aligned(at // rows * rows, rows), rows)
     before = scratch.kv[slot, :, :, place]
     here = lax.broadcasted_iota(jnp.int32, before.shape, 2) == at % rows
-    # Selected in float32, where it is exact for all dtypes: narrow ones lack masks on some chips.
+    # Selected in float32, which holds all dtypes exactly: some chips have no masks for narrow dtypes.
     scratch.kv[slot, :, :, place] = jnp.where(here, refs.new[...], before.astype(jnp.float32)).astype(plan.kv_dtype)
     if plan.has_scale:
         page = at // plan.page_size
@@ -40,7 +40,7 @@ def put(plan: Plan, refs: Refs, scratch: Scratch, position: Any, block: Any, slo
 def start(
     plan: Plan, refs: Refs, scratch: Scratch, scalars: Scalars, position: Any, block: Any, slot: Any, item: Any
 ) -> None:
-    """Starts the copies of what `put` changed to the token's page."""
+    """Starts the copies of the parts that `put` changed to the token's page."""
     at, entry = position - block * plan.block_tokens, position // plan.page_size
     page = scalars.first_page[0] + scratch.table[item % TABLES * plan.table_entries + entry]
     word = word_rows(plan.kv_dtype)

@@ -1,18 +1,18 @@
 """Paged attention on NVIDIA GPUs of compute capability 8.0 and newer, in Triton.
 
-  decode    grid (rows, kv_heads, splits). A program reads its share of one row's pages once, for all query heads of a
-            key-value head: the scores of 16 padded queries cost nothing beside the reads. Each share leaves a partial
-            softmax in float32; `_combine`, grid (rows, heads), joins them. A single share stores the result itself.
-  prompts   grid (tiles, kv_heads). A tile is up to 128 (token, head) pairs of one row that share a key-value head; it
-            reads the row's keys and values up to its last token. The longest tiles start first. Blocks below the
-            diagonal carry no mask.
+  decode    grid (rows, kv_heads, splits). A program reads one split of a row's pages once for all query heads of a KV
+            head; these are padded to 16 rows, which costs nothing beside the reads. Each split leaves a partial softmax
+            in float32, and `_combine`, grid (rows, heads), joins them. A single split stores the result itself.
+  prompts   grid (tiles, kv_heads). A tile is up to 128 (token, head) pairs of one row that share a KV head. It reads
+            the row's keys and values up to its last token. The longest tiles start first. Blocks below the diagonal are
+            not masked.
 
-Both attention loops gather BLOCK cached tokens a step through the block table, and Triton's pipeline fetches the next
-ones meanwhile (cp.async, `num_stages` blocks). Running softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; splits:
-Dao et al. 2023, "Flash-Decoding". Quantized data is exact in the type of the queries; its scales multiply the scores
-and the probabilities.
+Both loops gather BLOCK cached tokens a step through the block table, while Triton's pipeline fetches the next blocks
+(cp.async, `num_stages` blocks). Running softmax: Milakov & Gimelshein 2018, arXiv:1805.02867. Splits: Dao et al. 2023,
+"Flash-Decoding". Quantized data is converted exactly to the dtype of the queries; scales multiply the scores and the
+probabilities.
 
-Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on any of them.
+Compiled for H200 (9.0), and a few shapes for 8.9 and 8.0; not yet run on any of them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from jaxserve.pallas_kernels.types import KVPages
 __all__ = ["paged_attention", "why_not", "write_kv"]
 
 FLOATS = ("bfloat16", "float16", "float32")
-MASKED = tl.constexpr(-1e30)  # finite, so that a row that sees nothing stays finite
+MASKED = tl.constexpr(-1e30)  # finite, so that a row without visible keys stays finite
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
-    """Why these kernels cannot run the problem on the device; None: they can."""
+    """Returns why these kernels cannot run the problem on the device, or None where they can."""
     q, kv = problem.q_dtype.name, problem.kv_dtype.name
     if device.platform != "gpu":
         return f"it is for NVIDIA GPUs, not {device.platform}"
@@ -66,8 +66,8 @@ def _update(
 ):  # fmt: skip
     """Adds the cached tokens [start, start + BLOCK) to the running softmax of queries q [M, padded head_dim].
 
-    Only [begin, end) of them is read; `newest` [M], with CAUSAL, is the last position that each query sees. Without
-    MASK all are read and seen. Peaks are in units of log 2.
+    Only tokens in [begin, end) are read. With CAUSAL, `newest` [M] is the last position that each query sees. Without
+    MASK all tokens are read and visible. Peaks are base-2 logarithms.
     """
     position = start + tl.arange(0, BLOCK)
     dim = tl.arange(0, q.shape[1])
@@ -78,7 +78,7 @@ def _update(
         page = tl.load(table + position // PAGE, mask=owned, other=0).to(tl.int64)
     else:
         page = tl.load(table + position // PAGE).to(tl.int64)
-    slot = (page * (2 * HEADS) + head) * PAGE + position % PAGE  # of the keys; the values' are HEADS pages further
+    slot = (page * (2 * HEADS) + head) * PAGE + position % PAGE  # of keys; values are HEADS * PAGE further
     at = data + slot[:, None] * DIM + dim[None, :]
     inside = (dim < DIM)[None, :]
     if MASK:
@@ -118,14 +118,14 @@ def _update(
 
 @triton.jit
 def _of_layer(data, scales, first_page, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
-    """`data` and `scales` from the page on from which the block tables count: an array holds several layers' pages."""
+    """Moves `data` and `scales` to `first_page`, from which the block tables count. Layers share these arrays."""
     rows = tl.load(first_page).to(tl.int64) * (2 * HEADS * PAGE)
     return data + rows * DIM, scales + rows
 
 
 @triton.jit
 def _join_sink(peak, total, values, sink):
-    """Sinks [M], in natural units, join the denominator."""
+    """Adds sinks [M], natural logarithms, to the denominator."""
     sink *= LOG2E
     higher = tl.maximum(peak, sink)
     keep = tl.exp2(peak - higher)
@@ -139,10 +139,10 @@ def _decode(
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With one split `out` is as q; with more, `out` float32 [rows, kv_heads, splits, group, head_dim] holds their sums
-    of values, weighted by exponentials against `peaks`; these and `totals` are [rows, kv_heads, splits, group].
+    """With one split `out` is as q. With more, `out` float32 [rows, kv_heads, splits, group, head_dim] holds sums of
+    values weighted by exponentials relative to `peaks`; `peaks` and `totals` are [rows, kv_heads, splits, group].
 
-    `before` is not read: its memory may be that of `out`.
+    `before` is not read: it may be aliased to `out`.
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
@@ -189,7 +189,7 @@ def _combine(
     HAS_SINKS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of one query head; `parts`, `peaks` and `totals` are what `_decode` left."""
+    """Joins the splits of one query head. `parts`, `peaks` and `totals` are results of `_decode`."""
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, dim = tl.arange(0, SPLITS_PAD), tl.arange(0, DIM_PAD)
     to = out + (row * HEADS * GROUP + query) * DIM + dim
@@ -198,7 +198,7 @@ def _combine(
         return
     at = ((row * HEADS + query // GROUP) * SPLITS + split) * GROUP + query % GROUP
     total = tl.load(totals + at, mask=split < SPLITS, other=0.0)
-    used = total > 0  # an empty split has stored no values
+    used = total > 0  # an empty split stores no values
     peak = tl.load(peaks + at, mask=used, other=MASKED)
     highest = tl.max(peak, 0)
     if HAS_SINKS:
@@ -220,7 +220,7 @@ def _prompt(
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, PAIRS: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile's TOKENS query tokens x GROUP heads are PAIRS rows, padded, of the products."""
+    """One tile. Its TOKENS query tokens x GROUP heads are padded to PAIRS rows of the products."""
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_row + tile).to(tl.int64)
     if row < 0:
@@ -264,9 +264,9 @@ def _prompt(
 
 
 def _tiles(q_start: jax.Array, num_decodes: jax.Array, tokens: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Row (-1: none) and first token of each tile of `size` query tokens; the number of tiles is what rows can need.
+    """Row (-1: none) and first token of each tile of `size` query tokens, for as many tiles as rows may need.
 
-    All layers ask for the same, so that XLA computes it once a step.
+    All layers need the same tiles, so XLA computes them once a step.
     """
     rows = q_start.shape[0] - 1
     lengths = jnp.where(jnp.arange(rows) >= num_decodes, q_start[1:] - q_start[:-1], 0)
@@ -280,7 +280,7 @@ def _tiles(q_start: jax.Array, num_decodes: jax.Array, tokens: int, size: int) -
 
 
 def _splits(programs: int, length: int, cores: int) -> int:
-    """Shares of each row: enough to occupy the device, each of at least 256 tokens; from static sizes only."""
+    """Splits of each row: enough to occupy the device, each of at least 256 tokens. Follows from static sizes only."""
     wanted = max(1, 4 * cores // programs)
     return 1 << (min(wanted, max(1, length // 256), 64).bit_length() - 1)
 
@@ -301,7 +301,7 @@ def paged_attention(
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> jax.Array:
-    """Causal attention of ragged query rows over their cached keys and values; `reference` explains the arguments."""
+    """Causal attention of ragged query rows over their cached keys and values. See `reference.paged_attention`."""
     tokens, heads, group, dim = q.shape
     rows, width = block_tables.shape
     fixed = {
@@ -330,16 +330,16 @@ def paged_attention(
 
 
 def _narrow(q: jax.Array) -> int:
-    """What tiles are divided by, so that they fit the registers and the 99 KiB of shared memory of capability 8.9."""
+    """The divisor of tile sizes such that tiles fit registers and the 99 KiB of shared memory of capability 8.9."""
     return (2 if q.dtype == jnp.float32 else 1) * (2 if q.shape[-1] > 128 else 1)
 
 
 def _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, *, rows, decode_only):
-    """As q, with the rows below num_decodes computed, all others zero."""
+    """Returns q's shape, with rows below num_decodes computed and all other rows zero."""
     tokens, heads, group, dim = q.shape
     count = min(rows, tokens)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    # With decode_only the kernels visit every token and store the zeros, so that no fill is needed.
+    # With decode_only the kernels visit every token and store zeros themselves, so no fill is needed.
     visited = tokens if decode_only else count
     before, aliased = (q, False) if decode_only else (jnp.zeros_like(q), True)
     tuned = tuning.lookup("decode", "triton", **tuning.of_attention(q, cache[0], cache[2]), rows=count)

@@ -1,1 +1,1 @@
-"""Products with quantized weights: one module per backend, all with the functions of `reference`."""
+"""Products with quantized weights. Each backend is one module with the functions of `reference`."""

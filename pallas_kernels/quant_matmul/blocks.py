@@ -1,8 +1,8 @@
-"""What the fields of `BlockArray` mean, and its values in plain XLA.
+"""The fields of `BlockArray`, and its values in plain XLA.
 
-The layouts are those of ggml (ggml-common.h, ggml-quants.c). A group's inputs lie in as many bytes of `low`, and of
-`high`, each with some bits of its code. value = (code - offset) * factor + shift; a K type's factor is its first
-float16 times an integer scale.
+The layouts are those of ggml (ggml-common.h, ggml-quants.c). A group of n inputs has n bytes of `low` and n of `high`,
+and each byte has some bits of one input's code. value = (code - offset) * factor + shift. The factor of a K type is its
+first float16 times an integer scale.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ HIGH_MASK = {name: 3 if name == "Q6_K" else 1 for name in BLOCK_KINDS}
 
 
 class Group(NamedTuple):
-    """Where the codes of a group are: the first byte of their low bits in the block, and by how much those are shifted.
-    Likewise their high bits; in blocks of 32 the shift is that of the first input in the block's int32, and the next
-    one has one more."""
+    """Where the codes of a group are: the byte of the block at which their low bits begin, and the shift of these bits;
+    likewise for the high bits. In blocks of 32 inputs, high bits are in one int32: `shift` is that of the first input,
+    and each following input has one more."""
 
     low_at: int
     low_shift: int
@@ -30,9 +30,9 @@ class Group(NamedTuple):
 
 
 def _group(kind: str, g: int) -> Group:
-    if kind in ("Q4_K", "Q5_K"):  # 32 bytes for two groups of 32; a bit for each group
+    if kind in ("Q4_K", "Q5_K"):  # 32 bytes hold two groups of 32 inputs; each group has one high bit
         return Group(g // 2 * 32, g % 2 * 4, 0, g)
-    half, part, end = g // 8, g // 2 % 4, g % 2 * 16  # of 128 inputs, of 32, of 16
+    half, part, end = g // 8, g // 2 % 4, g % 2 * 16  # indices of 128 inputs, of 32, of 16
     if kind == "Q6_K":
         return Group(half * 64 + part % 2 * 32 + end, part // 2 * 4, half * 32 + end, part * 2)
     if kind in ("Q2_K", "Q3_K"):
@@ -41,11 +41,11 @@ def _group(kind: str, g: int) -> Group:
 
 
 GROUPS = {name: tuple(_group(name, g) for g in range(kind.block // kind.group)) for name, kind in BLOCK_KINDS.items()}
-HIGH_UP = {name: 2 if name == "Q3_K" else 4 for name in BLOCK_KINDS}  # where high bits belong in a code
+HIGH_UP = {name: 2 if name == "Q3_K" else 4 for name in BLOCK_KINDS}  # position of the high bits in a code
 
 
 def dequantize(w: BlockArray) -> jax.Array:
-    """The weight [..., out, in] in float32."""
+    """Returns the weight [..., out, in] in float32."""
     kind, lead = BLOCK_KINDS[w.kind], w.low.shape[:-1]
 
     def by_block(values: jax.Array, count: int) -> jax.Array:
@@ -69,7 +69,7 @@ def dequantize(w: BlockArray) -> jax.Array:
 
 
 def _high(w: BlockArray, g: int) -> jax.Array:
-    """The high bits of a group's codes, int32 [..., blocks, group]."""
+    """Returns the high bits of a group's codes, int32 [..., blocks, group]."""
     kind, at, shift = BLOCK_KINDS[w.kind], *GROUPS[w.kind][g][2:]
     if kind.block == 32:
         return w.high[..., None] >> (shift + jnp.arange(kind.group)) & 1
@@ -78,7 +78,7 @@ def _high(w: BlockArray, g: int) -> jax.Array:
 
 
 def _scales(kind: str, words: jax.Array | None, g: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """A group's integer scale, and minimum, int32 [..., blocks, 1]; None where there is none."""
+    """Returns a group's integer scale and minimum, int32 [..., blocks, 1]; None for one that the type does not have."""
     if words is None:
         return None, None
 

@@ -1,4 +1,4 @@
-"""Products with quantized weights on CPU in C++ (`cpu_quant_matmul.cc`): codes become floats in registers."""
+"""Products with quantized weights on CPU in C++ (`cpu_quant_matmul.cc`). Codes become floats in registers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.pallas_kernels.types import QuantArray
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
-    """The reason why it cannot be used, or None."""
+    """Returns the reason why this backend cannot run the problem, or None where it can."""
     if device.platform != "cpu":
         return "it is for CPUs"
     if problem.x_dtype != jnp.float32:
@@ -30,9 +30,9 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
 
 
 def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
-    """x float32 [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out].
+    """x float32 [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out].
 
-    `count`, an int32 scalar, says how many leading rows of x matter; what the others hold is unspecified.
+    `count`, an int32 scalar, is the number of leading rows of x that matter. Other rows of the result are unspecified.
     """
     if not cpu.available(cpu.QUANT_MATMUL):  # the build failed
         return reference.quant_matmul(x, w)

@@ -1,17 +1,17 @@
-"""Products of many tokens with quantized weights on NVIDIA GPUs: the weight is dequantized once, by a Triton kernel,
-into a buffer that a plain product (cuBLAS, through XLA) reads. Compiled for the H200, not yet run on one.
+"""Products of many tokens with quantized weights on NVIDIA GPUs. A Triton kernel dequantizes the weight once into a
+buffer that a plain product (cuBLAS, through XLA) reads. Compiled for the H200, not yet run on one.
 
-Kernels that convert codes in registers do it anew for every tile of tokens. Dequantizing costs bytes instead: the codes
-are read and two bytes a weight written, which the product reads behind its arithmetic. From some 500 tokens on, as
-`pays` reckons, that is the less. Of [14336, 4096] in int4: 29 MB read and 117 written, 34 us at 4.3 TB/s (by its
-machine code some 12 instructions a weight, 24 us), and at 1,024 tokens 169 us of products, where the kernel takes some
-254.
+Kernels that convert codes in registers convert them again for every tile of tokens. Dequantizing first costs traffic
+instead: the codes are read once and 2 bytes a weight are written. The product's own reads overlap with its arithmetic.
+By the estimate of `pays`, this is faster from about 500 tokens on. Example: [14336, 4096] in int4 takes 29 MB of reads
+and 117 MB of writes, 34 us at 4.3 TB/s (about 12 instructions a weight by the machine code, 24 us). At 1,024 tokens
+the products take 169 us, and the kernel that converts in registers about 254 us.
 
-The buffer lives from one product to the next. The kernel is handed x, which it does not read, so that XLA cannot
-dequantize a layer before the one before it is done, and gives all layers' buffers the same memory. It is among the
-temporaries that a compiled step needs, of which the engine's memory plan takes account.
+The buffer lives from one product to the next. The kernel has x as an operand, which it does not read. So XLA cannot
+dequantize a layer before the layer before it is done, and gives all layers' buffers the same memory. The buffer is one
+of a compiled step's temporaries, which the engine's memory plan counts.
 
-Weights are rounded to the dtype of x, as they are in a checkpoint that is not quantized; the kernels round none.
+Weights are rounded to the dtype of x, like those of checkpoints that are not quantized. The other kernels round none.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from jaxserve.pallas_kernels import triton_compat
 from jaxserve.pallas_kernels.quant_matmul import fragments
 from jaxserve.pallas_kernels.types import QuantArray
 
-FP8_SHIFT = 256.0  # of float8 codes that are moved into the bits of a float16, see `fp8_bits`
-MOST_BYTES = 1 << 30  # of a buffer
-ROWS, COLUMNS, WARPS = 32, 256, 4  # of the weight in a program
-SHUFFLED_ROWS = 64  # of one chunk
-LEAST_PIECE = 16  # inputs that a program takes at a time, at least
+FP8_SHIFT = 256.0  # undoes the factor of `fp8_bits`
+MOST_BYTES = 1 << 30  # bytes; upper limit of the buffer
+ROWS, COLUMNS, WARPS = 32, 256, 4  # a program's tile of the weight, and its warps
+SHUFFLED_ROWS = 64  # rows of a program's tile of shuffled codes, which is one chunk wide
+LEAST_PIECE = 16  # minimum of inputs that a program converts at a time
 TWO_BYTES = (jnp.bfloat16, jnp.float16)
 
-# Of an H200, for `pays`; other GPUs have about the same proportions. Bytes a second that it copies; operations a second
-# of plain products, and of kernels that convert in registers: their tiles of 128 outputs and 128 tokens want 48 bytes a
-# cycle of each multiprocessor's share of the L2 cache, of which there are some 26, and converting takes as many
-# cycles as multiplying.
+# Rates of an H200, for `pays`; other GPUs have similar proportions. Bytes per second of a copy; operations per second
+# of plain products, and of kernels that convert in registers. These kernels' tiles of 128 outputs and 128 tokens need
+# 48 bytes a cycle of a multiprocessor's share of the L2 cache, which is about 26, and converting takes as many cycles
+# as multiplying.
 BANDWIDTH, MATMUL_RATE, KERNEL_RATE = 4.3e12, 0.9 * 790e12, 0.6 * 790e12
 
 
 def pays(tokens: int, x_dtype: jnp.dtype, w: QuantArray, choice: int | None = None) -> bool:
-    """Whether so many tokens take less time with the weight dequantized first: from 414 with int4, 497 with 8 bits.
+    """Whether dequantizing first is faster for so many tokens: from 414 with int4, from 497 with 8 bits.
 
-    `choice`, from the table of measured sizes, overrules the reckoning: 1 is no, 2 is yes.
+    `choice`, from the table of measured sizes, overrides the estimate: 1 is no, 2 is yes.
     """
     outputs, inputs = w.shape
     if x_dtype not in TWO_BYTES or 2 * outputs * inputs > MOST_BYTES or not _fits(w):
@@ -53,14 +53,14 @@ def pays(tokens: int, x_dtype: jnp.dtype, w: QuantArray, choice: int | None = No
     if choice is not None:
         return choice == 2
     code_bytes = jax.dtypes.itemsize_bits(w.codes.dtype) / 8
-    # Seconds for each weight. A product's reading is hidden behind its arithmetic, or the other way around.
+    # Seconds for each weight. A product's reads and its arithmetic overlap.
     writing = (code_bytes + 2) / BANDWIDTH
     multiplying = max(2 / BANDWIDTH, 2 * tokens / MATMUL_RATE)
     return writing + multiplying < max(code_bytes / BANDWIDTH, 2 * tokens / KERNEL_RATE)
 
 
 def _fits(w: QuantArray) -> bool:
-    """Whether the kernels know the weight's form: pairs of int4 codes in bytes, groups of whole pieces."""
+    """Whether the kernels support the weight's form: pairs of int4 codes in bytes, groups of whole pieces."""
     if w.codes.dtype == jnp.float4_e2m1fn:
         return False
     if w.shuffled:
@@ -70,20 +70,20 @@ def _fits(w: QuantArray) -> bool:
 
 
 def product(x: jax.Array, w: QuantArray, dtype: jnp.dtype) -> jax.Array:
-    """x [tokens, in] times the weight [out, in], transposed -> [tokens, out] in `dtype`."""
+    """x [tokens, in] times the transposed weight [out, in] -> [tokens, out] in `dtype`."""
     return lax.dot_general(x, dequantize(w, x), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 @triton.jit
 def fp8_bits(codes):
-    """float8_e4m3fn, as int8, times 2 ** -8: its bits moved to where a float16 has its own. No NaN."""
+    """Moves the bits of float8_e4m3fn, given as int8, to their place in a float16. Result: value * 2 ** -8. No NaN."""
     bits = codes.to(tl.int16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _value(codes, scale, zero, bias, FACTOR: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """(codes - zero) * scale + bias in float32; the latter one for each row."""
+    """(codes - zero) * scale + bias in float32. scale, zero and bias have one value for each row."""
     value = codes.to(tl.float32) * FACTOR
     if HAS_ZERO:
         value -= zero[:, None]
@@ -100,7 +100,7 @@ def _dequantize(
     BITS: tl.constexpr, FACTOR: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """A tile [ROWS, COLUMNS] of `out` [OUTPUTS, INPUTS], in pieces of PIECE inputs that share a scale.
+    """Dequantizes a tile [ROWS, COLUMNS] of `out` [OUTPUTS, INPUTS], in pieces of PIECE inputs that share a scale.
 
     PER 2: int4 codes in int8, the even input in the low half. BITS: float8 codes as int8. `after` is not read.
     """
@@ -137,8 +137,8 @@ def _dequantize_shuffled(
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS and one chunk of integers in the order of `fragments`, from words int32 [OUTPUTS, INPUTS / codes
-    in a word]; PIECE inputs of the chunk share a scale."""
+    """Dequantizes a tile of ROWS and one chunk of integers in the order of `fragments`. words: int32 [OUTPUTS, INPUTS /
+    codes in a word]. PIECE inputs of the chunk share a scale."""
     CHUNK: tl.constexpr = 32 * PARTS
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -166,7 +166,7 @@ def _dequantize_shuffled(
 
 @jax.jit
 def dequantize(w: QuantArray, after: jax.Array) -> jax.Array:
-    """The weight [out, in] in the dtype of `after`, once that has been computed."""
+    """Returns the weight [out, in] in the dtype of `after`. XLA runs this after it has computed `after`."""
     outputs, inputs = w.shape
     codes, factor, per, bits = w.codes, 1.0, 1, False
     group = min(w.block[1], inputs)

@@ -1,18 +1,18 @@
-"""The order of codes in which Hopper's matrix unit wants them: the inputs of a weight in another order, nothing else.
+"""The order of codes that suits Hopper's matrix unit: a permutation of a weight's inputs.
 
-A thread of wgmma holds, of the rows r and r + 8 of its first operand and of each 16 inputs, those at 2 t, 2 t + 1,
-2 t + 8 and 2 t + 9, where t is its place among the four threads that share r. As codes lie in a row these are bytes
-here and there, which are read one by one. In each chunk of 64 bytes of a row `shuffle` puts what belongs to a thread
-side by side: 16 bytes, which are read at once and without conflicts, as four words of 32 bits. A word's two halves are
-the two neighbours of a pair, so that the codes at the same bits of both halves become two 16-bit floats together:
+wgmma's first operand: of the rows r and r + 8, and of each 16 inputs, a thread holds the inputs 2 t, 2 t + 1, 2 t + 8
+and 2 t + 9, where t is its index among the four threads that share r. In the original order these are scattered bytes,
+which are read one by one. `shuffle` permutes each chunk of 64 bytes of a row, so that each thread's codes are 16
+adjacent bytes. A thread reads these at once, without bank conflicts, as four words of 32 bits. The two halves of a word
+are the two neighbours of a pair, so that the codes at the same bits of both halves become two 16-bit floats together:
 
   input in its chunk = 8 parts w + 8 i + 2 t + h, at 8 parts t + 2 parts w + parts h + i, where
-  t   the thread of four, 16 bytes each
-  w   the word of four
-  h   the half of the word
-  i   the code of the half, of `parts`: 4 of int4, the lowest bits first, 2 of 8 bits
+  t   index of the thread among four, 16 bytes each
+  w   index of the word among the thread's four
+  h   half of the word
+  i   index of the code in the half, of `parts`: 4 of int4, the lowest bits first, 2 of 8 bits
 
-A chunk is 128 inputs of int4, or 64 of 8 bits. Scales, groups and rows stay where they are.
+A chunk is 128 inputs of int4, or 64 of 8 bits. Scales, groups and rows stay in place.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jaxserve.pallas_kernels.registry import Device, MatmulProblem, load
 from jaxserve.pallas_kernels.types import QuantArray
 
 CHUNK_BITS = 512
-WORDS = 16  # of 32 bits in a chunk
+WORDS = 16  # of 32 bits in a chunk of a row
 
 
 def chunk(dtype: jnp.dtype) -> int:
-    """Inputs that are shuffled among themselves."""
+    """Inputs of one chunk, within which codes are permuted."""
     return CHUNK_BITS // jax.dtypes.itemsize_bits(dtype)
 
 
@@ -41,7 +41,7 @@ def parts(bits: int) -> int:
 
 
 def why_not(inputs: int, group: int, dtype: jnp.dtype) -> str | None:
-    """Why codes with groups of so many inputs cannot be shuffled, or None."""
+    """Returns why codes in groups of so many inputs cannot be shuffled, or None where they can."""
     size = chunk(dtype)
     if inputs % size:
         return f"the number of inputs must be a multiple of {size}, not {inputs}"
@@ -50,10 +50,10 @@ def why_not(inputs: int, group: int, dtype: jnp.dtype) -> str | None:
 
 
 def suits(device: Device, problem: MatmulProblem, backend: str) -> bool:
-    """Whether codes are to be shuffled where they are loaded, for products by `backend`.
+    """Whether codes should be shuffled when they are loaded, for products by `backend`.
 
-    Not float8: two of them take half as many instructions as two of int8 as it is, and no fewer when shuffled. Nor
-    weights whose products round their inputs (`w8a8`), which read codes in the inputs' order.
+    float8 is excluded: converting two codes takes half the instructions of int8 anyway, and shuffling saves none. So
+    are weights whose products round their inputs (`w8a8`), which read codes in the inputs' order.
     """
     if device.platform != "gpu" or backend not in ("auto", "mosaic_gpu") or problem.shuffled or problem.activations:
         return False
@@ -62,17 +62,17 @@ def suits(device: Device, problem: MatmulProblem, backend: str) -> bool:
 
 
 def shuffle(w: QuantArray) -> QuantArray:
-    """The weight [..., out, in] with its codes in fragments' order."""
+    """Returns the weight [..., out, in] with its codes in fragments' order."""
     return replace(w, codes=shuffled_codes(w.codes), shuffled=True)
 
 
 def shuffled_codes(codes: jax.Array) -> jax.Array:
-    """Codes [..., out, in] in fragments' order."""
+    """Returns codes [..., out, in] in fragments' order."""
     return _moved(codes, (4, parts(jax.dtypes.itemsize_bits(codes.dtype)), 4, 2), (2, 0, 3, 1))
 
 
 def in_order(w: QuantArray) -> QuantArray:
-    """The weight [..., out, in] with its codes in the inputs' order; int4 as int8 where they were not."""
+    """Returns the weight [..., out, in] with its codes in the inputs' order. Shuffled int4 codes become int8."""
     if not w.shuffled:
         return w
     sizes = 4, 4, 2, parts(jax.dtypes.itemsize_bits(w.codes.dtype))
@@ -80,7 +80,7 @@ def in_order(w: QuantArray) -> QuantArray:
 
 
 def _moved(codes: jax.Array, sizes: tuple[int, ...], axes: tuple[int, ...], keep: bool = True) -> jax.Array:
-    """The inputs, as [chunks, *sizes], with the axes within a chunk in another order; int4 by way of int8."""
+    """Permutes the axes within a chunk of the inputs, viewed as [chunks, *sizes]. int4 becomes int8 for this."""
     wide = codes.astype(jnp.int8) if codes.dtype == jnp.int4 else codes
     leading = *codes.shape[:-1], codes.shape[-1] // chunk(codes.dtype)
     chunks = wide.reshape(*leading, *sizes)
@@ -90,13 +90,13 @@ def _moved(codes: jax.Array, sizes: tuple[int, ...], axes: tuple[int, ...], keep
 
 
 def words(codes: jax.Array) -> jax.Array:
-    """Shuffled codes [..., out, in] as int32 [..., out, in / codes in a word]; no copy."""
+    """Views shuffled codes [..., out, in] as int32 [..., out, in / codes in a word], without a copy."""
     per = 32 // jax.dtypes.itemsize_bits(codes.dtype)
     return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // per, per), jnp.int32)
 
 
 def codes_of_words(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Words [rows, 16 n] of shuffled codes in the dtype -> float32 [rows, inputs], in the inputs' order."""
+    """Converts words [rows, 16 n] of shuffled codes of `dtype` to float32 [rows, inputs], in the inputs' order."""
     bits = jax.dtypes.itemsize_bits(dtype)
     count = parts(bits)
     shape = array.shape[0], array.shape[1] // WORDS, 4, 4  # chunks, threads, words

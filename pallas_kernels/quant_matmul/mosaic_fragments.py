@@ -1,9 +1,9 @@
-"""Codes in `fragments`' order from shared memory into the registers of wgmma's first operand, in Pallas Mosaic GPU.
+"""Loads codes in `fragments`' order from shared memory to the registers of wgmma's first operand, in Mosaic GPU.
 
-Each thread reads 16 bytes at once (4 or 8 where groups of 32 or 64 inputs are multiplied apart) and converts pairs of
-codes with a few instructions (`pair_ptx`), of which none moves data between threads. JAX's interpreter runs neither
-inline PTX nor operands in registers: `fragments.codes_of_words` stands in for this there. tests/kernels/
-test_fragments.py runs the PTX, and compares where each code goes with where JAX's own layout has it.
+Each thread reads 16 bytes at once (4 or 8 where groups of 32 or 64 inputs are multiplied separately). It converts pairs
+of codes with a few instructions (`pair_ptx`), none of which moves data between threads. JAX's interpreter runs neither
+inline PTX nor operands in registers, so `fragments.codes_of_words` replaces this code there.
+tests/kernels/test_fragments.py runs the PTX, and compares each code's place with the place in JAX's own layout.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jaxserve.pallas_kernels.quant_matmul.fragments import WORDS, parts
 
-AND_XOR, AND_OR = "0x6A", "0xEA"  # of lop3: (a & b) ^ c, (a & b) | c
+AND_XOR, AND_OR = "0x6A", "0xEA"  # truth tables of lop3: (a & b) ^ c, (a & b) | c
 
 
 def pair_ptx(codes: str, part: int, dtype: str) -> str:
-    """PTX that makes two floats in $0 of what lies at the `part`-th code of both halves of the word $1.
+    """PTX that converts the `part`-th codes of both halves of the word $1 to two floats in $0.
 
-    int4 and float16 of int8: offset by 8 or 128 a code is a natural number, and adds itself when put into the low bits
-      of a float that is 128 (bfloat16) or 1024; the offset and that number are subtracted.
-    bfloat16 of int8: seven bits find room beside 128; the eighth makes 256 of another 128, which is subtracted.
-    float8: its bits are moved to where the float has its own, and the exponents' bias corrected by a product. No NaN.
+    int4, and int8 to float16: plus 8 or 128 a code is a natural number. Put into the low bits of a float that is 128
+      (bfloat16) or 1024 (float16), it is added to it. The offset and that number are subtracted.
+    int8 to bfloat16: the low bits of 128 have room for seven bits. The eighth bit makes 256 of another 128, which is
+      subtracted.
+    float8: the bits are moved to their place in the float, and a product corrects the exponent's bias. No NaN.
     """
     wide = dtype == "bfloat16"
     subtract = "sub.bf16x2 $0, t, u;" if wide else "sub.f16x2 $0, t, u;"
@@ -55,18 +56,20 @@ def pair_ptx(codes: str, part: int, dtype: str) -> str:
 
 
 def address(thread: Any) -> tuple[Any, Any]:
-    """The row of an operand's first 64, and the word of a row, that a warpgroup's thread begins to read at."""
+    """Returns where a warpgroup's thread begins to read: a row of an operand's first 64, and a word of that row."""
     return thread // 32 * 16 + thread % 32 // 4, thread % 4 * 4
 
 
 def tile_of(word: int, part: int, bits: int) -> int:
-    """Which eight inputs, counted from those of the first word, a word's pair belongs to."""
+    """Returns which eight inputs, counted from those of the first word, the pair of a word belongs to."""
     return parts(bits) * word + part
 
 
 def load_operand(words: Any, rows: int, piece: int, pieces: int, codes: jnp.dtype, dtype: jnp.dtype) -> jax.Array:
-    """From words int32 [rows, WORDS] in shared memory, as they are in global memory: the codes [rows, inputs] in
-    `dtype` as wgmma's first operand, of one of 1, 2 or 4 pieces that the chunk's inputs are cut into."""
+    """Loads codes as wgmma's first operand [rows, inputs], in `dtype`.
+
+    words: int32 [rows, WORDS] in shared memory, in the order of global memory. The chunk's inputs are cut into 1, 2 or
+    4 pieces, of which one is loaded."""
     bits, size = jax.dtypes.itemsize_bits(codes), 4 // pieces  # words of a thread
     inputs = 32 // bits * WORDS // pieces
     names = jnp.dtype(codes).name, jnp.dtype(dtype).name
@@ -99,7 +102,7 @@ def load_operand(words: Any, rows: int, piece: int, pieces: int, codes: jnp.dtyp
 
 
 def _address_values(i32: Any) -> tuple[Any, Any]:
-    """`address` of this thread, as instructions."""
+    """The instructions that compute `address` of this thread."""
     thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
     of_warp = arith.muli(arith.divui(thread, utils.c(32, i32)), utils.c(16, i32))
     of_lane = arith.divui(arith.remui(thread, utils.c(32, i32)), utils.c(4, i32))

@@ -1,20 +1,20 @@
 """Sizes of Hopper's kernel for quantized weights (`mosaic_gpu`): tiles, computing warpgroups, stages, splits.
 
-Nobody has measured any, so they are chosen by reckoning, in cycles; what `tuning` has comes first. A step is one of the
-loop over the inputs, of 128 x 128 weights for each warpgroup, with n tokens:
+Sizes in the tables of `tuning` come first. Others follow from an estimate in cycles, of which nothing has been
+measured. A step of the loop over the inputs multiplies 128 x 128 weights for each warpgroup with n tokens:
 
-  conversion  instructions of a scheduler for a warpgroup's step, by machine code: 300 + n of int4, 400 of 8 bits
+  conversion  instructions of a scheduler for a warpgroup's step, by machine code: 300 + n for int4, 400 for 8 bits
   products    8 n cycles of the matrix unit, which makes 2,048 products of 16 bits a cycle
-  computing   for the warpgroups of a multiprocessor the larger of the two each, since one converts while another
-              multiplies; at least what one takes alone, for both
+  computing   the larger of the two sums over a multiprocessor's warpgroups, as one warpgroup converts while another
+              multiplies; at least conversion plus products of one warpgroup
   memory      the codes, once
   L2 cache    the codes once per tile of tokens; x [n, k] for each step of each program
-  parts       float32 sums of each split, written here and read by whoever adds them
+  parts       float32 sums of each split, written by this kernel and read by the one that adds them
 
-With n = 32 the x of a step is as large as 128 x 128 codes of int4, so that the L2 cache is what bounds programs of 128
-outputs. Several warpgroups of a program, 128 outputs each, share one x. A multiprocessor's 65,536 registers allow two
-of them with 64 tokens, three with 32. Products bound int4 from some 55 tokens on: 64 of them take 7.9 us at 1.755 GHz
-for the [14336, 4096] that memory delivers in 6.8 us.
+With n = 32, the x of a step is as large as 128 x 128 codes of int4, so the L2 cache limits programs of 128 outputs.
+Several warpgroups of a program, 128 outputs each, share one x. The 65,536 registers of a multiprocessor allow two such
+warpgroups with 64 tokens, three with 32. Products limit int4 from about 55 tokens on: 64 tokens take 7.9 us at
+1.755 GHz for a [14336, 4096] weight, which memory delivers in 6.8 us.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from jax import lax
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.quant_matmul import fragments
 
-PROCESSORS = 132  # multiprocessors
-SLOT_BYTES = 72 << 10  # of shared memory for the slots of a program with few tokens: three fit a multiprocessor
-WIDE_SLOT_BYTES = 104 << 10  # with many tokens: two fit
-SHARED_SLOT_BYTES = 216 << 10  # of several warpgroups: one fits
-SWIZZLE_BITS = 256  # of a row in shared memory, at least
-MIN_STEPS = 4  # of the loop over the inputs per split
+PROCESSORS = 132  # multiprocessors of an H200
+SLOT_BYTES = 72 << 10  # of shared memory for a program's slots with few tokens: three programs fit a multiprocessor
+WIDE_SLOT_BYTES = 104 << 10  # with many tokens: two programs fit
+SHARED_SLOT_BYTES = 216 << 10  # of a program with several computing warpgroups: one program fits
+SWIZZLE_BITS = 256  # minimum width of a row in shared memory
+MIN_STEPS = 4  # minimum of steps of the loop over the inputs in a split
 FEW = 64  # tokens
-MEMORY_RATE = 2450  # bytes a cycle: 4.3 TB/s at 1.755 GHz
-CACHE_RATE = 3130  # 5.5 TB/s
-LONELY = 1.5  # cycles an instruction takes where a scheduler has one warp, which waits for its own results; a guess
+MEMORY_RATE = 2450  # bytes per cycle: 4.3 TB/s at 1.755 GHz
+CACHE_RATE = 3130  # bytes per cycle: 5.5 TB/s
+LONELY = 1.5  # cycles per instruction of a scheduler's only warp, which waits for its own results; a guess
 
 
 class Plan(NamedTuple):
@@ -49,21 +49,21 @@ class Plan(NamedTuple):
     group: int  # inputs per accumulator, at most k
     stages: int = 1
     splits: int = 1
-    steps: int = 1  # of the longest split
-    warpgroups: int = 1  # that compute; where several do, one more fetches for them
+    steps: int = 1  # steps of the longest split
+    warpgroups: int = 1  # computing warpgroups; if there are several, one more fetches for them
 
     @property
     def outputs(self) -> int:
-        """Of a program."""
+        """Outputs of a program."""
         return self.m * self.warpgroups
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that fetches and of one that computes, where several warpgroups compute."""
+        """Registers of a fetching thread and of a computing one, where several warpgroups compute."""
         return (40, 232) if self.warpgroups == 2 else (32, 160)
 
     def steps_of(self, split: Any, inputs: int) -> tuple[Any, Any]:
-        """A split's first step and number of steps; some have one less than others where they do not divide."""
+        """Returns a split's first step and number of steps. Some splits have one less than others."""
         total = inputs // self.k
         if total % self.splits == 0:
             return split * self.steps, self.steps
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
 
 
 def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int, shuffled: bool = False) -> Plan:
-    """For x [tokens, in] and a weight of `shape` [out, in] with codes of `bits` bits."""
+    """The sizes for x [tokens, in] and a weight of `shape` [out, in] with codes of `bits` bits."""
     out, inputs = shape
     grouped, few, tuned = block[1] < inputs, tokens <= FEW, measured(tokens, shape, block, bits)
     m = tuned.get("m") or (128 if out >= 128 else 64)
@@ -94,8 +94,8 @@ def divided(
     tuned: Mapping[str, int],
     most: int = 3,
 ) -> Plan:
-    """The sizes with warpgroups, at most `most`, and splits that take the fewest cycles for `columns` tiles of tokens,
-    and with the stages that there is room for."""
+    """Completes the sizes: at most `most` warpgroups, and splits, such that `columns` tiles of tokens take the fewest
+    cycles; and as many stages as shared memory has room for."""
     every, steps, most = [], shape[1] // sizes.k, _most_warpgroups(sizes, shape[0], few, most)
     for warpgroups in _range(tuned.get("warpgroups"), most, most):
         one = sizes._replace(warpgroups=warpgroups)
@@ -109,26 +109,26 @@ def divided(
 
 
 def _range(chosen: int | None, most: int, limit: int) -> Iterable[int]:
-    """1 to `most`, or what was chosen, at most `limit`."""
+    """Candidates: 1 to `most`, or only `chosen`; at most `limit`."""
     return range(1, most + 1) if chosen is None else (min(chosen, limit),)
 
 
 def _most_warpgroups(sizes: Plan, out: int, few: bool, most: int) -> int:
-    """That registers, and copies of x that pay, allow: one with eight tokens or more than 64."""
+    """Upper limit by registers and by what copies of x save: one with eight tokens or with more than 64."""
     if sizes.m < 128 or not few or sizes.n > FEW or sizes.n <= 8:
         return 1
     return min(3 if sizes.n <= 32 else 2, out // sizes.m, most)
 
 
 def _most_splits(sizes: Plan, shape: tuple[int, int], columns: int) -> int:
-    """As many as run at once, with some steps each."""
+    """Upper limit: as many splits as run at once, with at least MIN_STEPS steps each."""
     programs = -(-shape[0] // sizes.outputs) * columns
     at_once = 2 * PROCESSORS if sizes.warpgroups == 1 else PROCESSORS
     return max(min(at_once // programs, shape[1] // sizes.k // MIN_STEPS), 1)
 
 
 def cycles(sizes: Plan, shape: tuple[int, int], columns: int, bits: int) -> float:
-    """Of the kernel, and of adding the parts, with `columns` tiles of tokens."""
+    """Estimated cycles of the kernel with `columns` tiles of tokens, and of adding its parts."""
     (out, inputs), tiles = shape, -(-shape[0] // sizes.outputs)
     programs = tiles * columns * sizes.splits
     share = sizes.m * sizes.k / (128 * 128)
@@ -144,13 +144,13 @@ def cycles(sizes: Plan, shape: tuple[int, int], columns: int, bits: int) -> floa
 
 
 def _even_tile(tokens: int, most: int) -> int:
-    """Tokens per tile, a multiple of eight: all tiles are about as full."""
+    """Tokens per tile, a multiple of eight, such that all tiles are about equally full."""
     tiles = -(-tokens // most)
     return -(-tokens // (8 * tiles)) * 8
 
 
 def step_size(inputs: int, group: int, bits: int, most: int) -> int | None:
-    """Inputs per step of the pipeline: whole groups, or a part of one that is a piece of wgmma's own size."""
+    """Inputs per step of the pipeline: whole groups, or a part of a group that is a multiple of wgmma's own size."""
     for k in (128, 64, 32):
         one_scale, whole_groups = group >= inputs or group % k == 0, k % group == 0 and group % 32 == 0
         if k <= most and inputs % k == 0 and k * bits >= SWIZZLE_BITS and (one_scale or whole_groups):
@@ -159,6 +159,6 @@ def step_size(inputs: int, group: int, bits: int, most: int) -> int | None:
 
 
 def measured(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int) -> Mapping[str, int]:
-    """Sizes that were measured for a problem."""
+    """The sizes that were measured for a problem."""
     group, (out, inputs) = block[1] if block[1] < shape[1] else 0, shape
     return tuning.lookup("matmul", "mosaic_gpu", bits=bits, group=group, out=out, inputs=inputs, tokens=tokens)

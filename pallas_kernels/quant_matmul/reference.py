@@ -1,8 +1,8 @@
-"""Products with quantized weights in plain XLA: the oracle of the kernels, and what runs where there is none.
+"""Products with quantized weights in plain XLA: the oracle of the kernels, and the fallback without one.
 
-XLA materializes the operands of a dot, so a weight is dequantized in blocks of rows of at most BLOCK_BYTES, and there
-is no copy of all of it. Where a row has one scale, the codes enter the product as they are, in the dtype of x, which
-holds every code exactly, and the scale multiplies the result.
+XLA writes the operands of a dot to memory. So a weight is dequantized in blocks of rows of at most BLOCK_BYTES, and the
+whole weight is never dequantized at once. Where a row has one scale, the codes are converted to the dtype of x, which
+holds every code exactly, and the scale multiplies the product.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
 
 
 def expand(values: jax.Array, block: tuple[int, int], shape: tuple[int, ...]) -> jax.Array:
-    """One value per block [..., ceil(out / rows), ceil(in / inputs)] -> one per weight [..., out, in], float32."""
+    """Repeats values per block [..., ceil(out / rows), ceil(in / inputs)] to one per weight, float32 [..., out, in]."""
     values = values.astype(jnp.float32)
     for axis, size in ((-2, block[0]), (-1, block[1])):
         repeated = values if values.shape[axis] == shape[axis] else jnp.repeat(values, size, axis)
@@ -35,7 +35,7 @@ def expand(values: jax.Array, block: tuple[int, int], shape: tuple[int, ...]) ->
 
 
 def per_row(w: QuantArray) -> QuantArray:
-    """The same weight with blocks of one row."""
+    """Returns an equal weight with blocks of one row."""
 
     def spread(values):
         return None if values is None else jnp.repeat(values, w.block[0], -2)[..., : w.shape[-2], :]
@@ -44,7 +44,7 @@ def per_row(w: QuantArray) -> QuantArray:
 
 
 def dequantize(w: QuantArray | BlockArray) -> jax.Array:
-    """The weight [..., out, in] in float32."""
+    """Returns the weight [..., out, in] in float32."""
     if isinstance(w, BlockArray):
         return blocks.dequantize(w)
     w = in_order(w)
@@ -58,7 +58,7 @@ def dequantize(w: QuantArray | BlockArray) -> jax.Array:
 
 
 def quant_matmul(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
-    """x [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out]. `count` is ignored."""
+    """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out]. `count` is ignored."""
     out, inputs = w.shape
     step = max(BLOCK_BYTES // (4 * inputs), 1)
     if step >= out:
@@ -78,15 +78,15 @@ def quant_matmul(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array |
 
 
 def grouped_quant_matmul(x: jax.Array, w: QuantArray | BlockArray, group_sizes: jax.Array) -> jax.Array:
-    """Each expert's tokens times its weight, which is dequantized on its own.
+    """Multiplies each expert's tokens by the expert's weight. Weights are dequantized one at a time.
 
     Args:
       x: [tokens, in], sorted by expert.
-      w: [experts, out, in], all its arrays with the leading dimension of experts.
-      group_sizes: int32 [experts], tokens of each; those beyond their sum belong to nobody.
+      w: [experts, out, in]; all its arrays have the leading dimension of experts.
+      group_sizes: int32 [experts], tokens of each expert. Tokens beyond their sum belong to no expert.
 
     Returns:
-      float32 [tokens, out], zero for tokens of nobody.
+      float32 [tokens, out], zero for tokens without an expert.
     """
     last = jnp.cumsum(group_sizes)
     token = jnp.arange(len(x))
@@ -101,7 +101,7 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray | BlockArray, group_sizes: 
 
 
 def _rows(w: QuantArray | BlockArray, start: jax.Array | int, size: int) -> QuantArray | BlockArray:
-    """Rows [start, start + size), of which `start` begins a block."""
+    """Returns rows [start, start + size). `start` must be the first row of a block."""
     if isinstance(w, BlockArray):
         return jax.tree.map(lambda field: lax.dynamic_slice_in_dim(field, start, size), w)
     first, blocks = start // w.block[0], -(-size // w.block[0])

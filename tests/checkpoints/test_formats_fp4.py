@@ -11,7 +11,7 @@ from jaxserve.checkpoints.formats import mxfp4
 from jaxserve.checkpoints.int4 import FLOAT4, PackedInt4
 from jaxserve.checkpoints.quantized import common_form, dequantize, refine, with_bytes
 from jaxserve.devices.mesh import make_mesh
-from jaxserve.models.quantized import _put
+from jaxserve.models.quantized import put
 from jaxserve.pallas_kernels.types import QuantArray
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -116,7 +116,7 @@ def test_codes_travel_in_half_bytes():
     mesh, w = make_mesh(4), random_mxfp4()
     assert isinstance(w.codes, PackedInt4)
     for spec in (PartitionSpec("tensor"), PartitionSpec(None, "tensor")):
-        codes = _put(w.codes, NamedSharding(mesh, spec))
+        codes = put(w.codes, NamedSharding(mesh, spec))
         assert (codes.dtype, codes.shape) == (FLOAT4, w.shape)
         np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), np.asarray(w.codes).view(np.uint8))
     np.testing.assert_array_equal(dequantize(refine(w, (1, 8))), dequantize(w))

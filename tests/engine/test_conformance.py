@@ -15,7 +15,7 @@ GOLDENS = Path(__file__).parent.parent / "goldens"
 def test_logits_and_greedy_tokens(case, model_folders):
     golden = np.load(GOLDENS / f"{case}.npz")
     assert str(golden["fingerprint"]) == fingerprint(case), "the weights differ from the recorded ones"
-    engine = make_engine(model_folders(case), tokens=256, decode_steps=False)
+    engine = make_engine(model_folders(case), tokens=320, decode_steps=False, **CASES[case].options)
     prompts = [golden[f"prompt_{i}"] for i in range(4)]
 
     hidden_states = []

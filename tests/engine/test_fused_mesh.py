@@ -72,8 +72,19 @@ def answer(folder, devices: int, **options) -> SimpleNamespace:
     )
 
 
-# Repeated KV heads; biases, which are Rows of one array; norms of queries and keys with the head tied.
-@pytest.mark.parametrize(("case", "devices"), [("tp_gqa", 8), ("llama_biases", 2), ("qwen3_tied", 2)])
+# Repeated KV heads; biases, which are Rows of one array; norms of queries and keys with the head tied; operations that
+# no fused kernel knows beside some that they know.
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [
+        ("tp_gqa", 8),
+        ("llama_biases", 2),
+        ("qwen3_tied", 2),
+        ("gemma3_older", 2),
+        ("cohere_qk_norm", 4),
+        ("opt_350m", 2),
+    ],
+)
 def test_same_answer(case, devices, model_folders, kernels, monkeypatch):
     folder = model_folders(case)
     found = answer(folder, devices)

@@ -19,7 +19,7 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import families, read_model_config
 from jaxserve.models.load import compute_dtype, read_model
 from jaxserve.models.rope import inverse_frequencies
-from jaxserve.models.spec import ModelConfig, sharded_kv_heads
+from jaxserve.models.spec import ModelConfig, NormSpec, QKNormSpec, sharded_kv_heads
 
 LLAMA_2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",
@@ -275,9 +275,10 @@ PUBLISHED = [  # text, what it means
     (QWEN_25_05B_INSTRUCT, {"family": "qwen2", "num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "windows": {None},
         "tie_embeddings": True, "qkv_bias": True, "out_bias": False, "norm_eps": 1e-6, "eos_token_ids": (151645,)}),
     (QWEN_25_7B_INSTRUCT, {"family": "qwen2", "num_heads": 28, "num_kv_heads": 4, "head_dim": 128,
-        "tie_embeddings": False, "qkv_bias": True, "qk_norm": False, "windows": {None}}),
-    (QWEN3_06B, {"family": "qwen3", "hidden_size": 1024, "num_heads": 16, "head_dim": 128, "qk_norm": True,
-        "tie_embeddings": True, "qkv_bias": False, "max_position": 40960, "windows": {None}}),
+        "tie_embeddings": False, "qkv_bias": True, "qk_norm": None, "windows": {None}}),
+    (QWEN3_06B, {"family": "qwen3", "hidden_size": 1024, "num_heads": 16, "head_dim": 128,
+        "qk_norm": QKNormSpec(norm=NormSpec(eps=1e-6)), "tie_embeddings": True, "qkv_bias": False,
+        "max_position": 40960, "windows": {None}}),
     (QWEN3_8B, {"family": "qwen3", "num_layers": 36, "head_dim": 128, "num_kv_heads": 8, "tie_embeddings": False}),
 ]
 ROPES = [  # text, what its rotary settings mean

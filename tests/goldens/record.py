@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import dense_models  # noqa: E402
 import tiny_models  # noqa: E402
 
 NEW_TOKENS = 64
@@ -46,13 +47,25 @@ def load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def check_manifest(model: PreTrainedModel, config: dict) -> None:
-    """Our names and shapes are those which save_pretrained writes."""
+def written_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors which save_pretrained writes."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with safe_open(Path(folder) / "model.safetensors", "np") as file:
-            written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    difference = written.items() ^ tiny_models.manifest(config).items()
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def note_shapes(name: str, folder: Path) -> None:
+    """Finds out what a dense case's tensors are called, from a model of its config."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(tiny_models.CASES[name].config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    dense_models.recorded[name] = written_shapes(model)
+
+
+def check_manifest(model: PreTrainedModel, name: str) -> None:
+    """Our names and shapes are those which save_pretrained writes."""
+    difference = written_shapes(model).items() ^ tiny_models.shapes_of(name).items()
     if difference:
         raise RuntimeError(f"manifest and save_pretrained differ: {sorted(difference)}")
 
@@ -98,9 +111,13 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     """The content of the case's file. Of each prompt the first seed is taken whose greedy path is unambiguous for any
     float32 implementation and free of end-of-sequence tokens."""
     case = tiny_models.CASES[name]
+    if name in dense_models.DENSE_CASES:
+        note_shapes(name, folder)
     model = load(tiny_models.build(name, folder))
-    check_manifest(model, case.config)
+    check_manifest(model, name)
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
+    if name in dense_models.recorded:
+        content["manifest"] = np.array(json.dumps(dense_models.recorded[name]))
     seeds, margins = [], []
     for slot in range(len(case.prompt_lengths)):
         for seed in range(SEEDS):

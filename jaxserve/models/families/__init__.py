@@ -1,6 +1,6 @@
 """Model families, one file each: how its config.json reads, and what its tensors are called.
 
-A file in this folder that defines `FAMILY` is found by itself.
+A file in this folder that defines `FAMILY`, or several `FAMILIES`, is found by itself.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ class Family:
     read_config: Callable[[HFConfig], ModelConfig]
     names: Names
     ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
+    variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
+
+    def roles(self, config: ModelConfig) -> Names:
+        """The names of a model's tensors."""
+        return {**self.names, **self.variant(config)}
 
 
 @cache
 def families() -> tuple[Family, ...]:
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
-    return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+    found = (getattr(module, "FAMILIES", None) or [getattr(module, "FAMILY", None)] for module in modules)
+    return tuple(family for some in found for family in some if family is not None)
 
 
 def find_family(hf: HFConfig) -> Family:

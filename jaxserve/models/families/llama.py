@@ -10,7 +10,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
 from jaxserve.models.rope import read_rope
-from jaxserve.models.spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from jaxserve.models.spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 
 NAMES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -36,20 +36,41 @@ IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints saved
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def read_shared(hf: HFConfig) -> dict[str, Any]:
-    """The fields of ModelConfig, but for the layers, that all descendants of Llama write alike."""
-    max_position = hf.take("max_position_embeddings", None) or hf.take("max_sequence_length", 2048)
-    hf.expect("max_sequence_length", max_position)  # what the first conversions of Llama wrote beside it
-    return {
+def read_shared(hf: HFConfig, *, tied: bool = False, **given: Any) -> dict[str, Any]:
+    """The fields of ModelConfig, but for the layers, that all descendants of Llama write alike, but for those `given`;
+    `tied`: where the config does not say so."""
+    max_position = given.get("max_position") or read_max_position(hf)
+    fields = {
         "vocab_size": hf.take("vocab_size"),
         "hidden_size": hf.take("hidden_size"),
-        "norm_eps": float(hf.take("rms_norm_eps", 1e-6)),
-        "ropes": {"default": read_rope(hf, max_position)},
         "max_position": max_position,
-        "tie_embeddings": bool(hf.take("tie_word_embeddings", False)),
+        "tie_embeddings": bool(hf.take("tie_word_embeddings", tied)),
         "eos_token_ids": take_token_ids(hf.take("eos_token_id", None)),
         "dtype": hf.take("torch_dtype", None) or hf.take("dtype", None) or "float32",
+        **given,
     }
+    if "norm" not in given:
+        fields["norm"] = read_norm(hf)
+    if "ropes" not in given:
+        fields["ropes"] = {"default": read_rope(hf, max_position)}
+    return fields
+
+
+def read_max_position(hf: HFConfig, default: int = 2048) -> int:
+    max_position = hf.take("max_position_embeddings", None) or hf.take("max_sequence_length", default)
+    hf.expect("max_sequence_length", max_position)  # what the first conversions of Llama wrote beside it
+    return max_position
+
+
+def read_norm(hf: HFConfig, default: float = 1e-6, **choices: Any) -> NormSpec:
+    """The norm that a config's `rms_norm_eps` is for. `choices`: other fields."""
+    return NormSpec(eps=float(hf.take("rms_norm_eps", default)), **choices)
+
+
+def read_layer_norm(hf: HFConfig, key: str = "layer_norm_eps", **choices: Any) -> NormSpec:
+    """A LayerNorm with a bias, unless `choices` say otherwise."""
+    usual: dict[str, Any] = {"kind": "layer", "bias": True, "eps": float(hf.take(key, 1e-5))}
+    return NormSpec(**usual | choices)
 
 
 def read_attention(hf: HFConfig, *, head_dim: int | None = None, **choices: Any) -> AttentionSpec:
@@ -65,6 +86,8 @@ def read_attention(hf: HFConfig, *, head_dim: int | None = None, **choices: Any)
 
 def read_mlp(hf: HFConfig, **choices: Any) -> MLPSpec:
     """`choices`: fields that this family has beyond its size and activation."""
+    if "activation" in choices:
+        return MLPSpec(**{"size": choices.get("size") or hf.take("intermediate_size")} | choices)
     hf.expect("hidden_act", *ACTIVATIONS)
     hf.expect("activation", "swiglu")  # Falcon 3's word for the gate that all of these have
     activation = ACTIVATIONS[hf.take("hidden_act", "silu")]
@@ -72,11 +95,22 @@ def read_mlp(hf: HFConfig, **choices: Any) -> MLPSpec:
 
 
 def alike(
-    hf: HFConfig, attention: AttentionSpec, mlp: MLPSpec, windows: Sequence[int | None] | None = None
+    hf: HFConfig,
+    attention: AttentionSpec,
+    mlp: MLPSpec,
+    windows: Sequence[int | None] | None = None,
+    ropes: Sequence[str] | None = None,
+    **choices: Any,
 ) -> tuple[LayerSpec, ...]:
-    """The config's number of layers, which differ in nothing but their `windows` (see `read_windows`)."""
-    windows = windows or [None] * hf.take("num_hidden_layers")
-    return tuple(LayerSpec(attention=replace(attention, window=window), mlp=mlp) for window in windows)
+    """The config's number of layers, which differ in nothing but their `windows` (see `read_windows`) and `ropes`.
+    `choices`: other fields of LayerSpec."""
+    count = hf.take("num_hidden_layers")
+    windows, ropes = windows or [None] * count, ropes or [attention.rope] * count
+    choices = choices if "norm" in choices else choices | {"norm": read_norm(hf)}
+    return tuple(
+        LayerSpec(attention=replace(attention, window=window, rope=rope), mlp=mlp, **choices)
+        for window, rope in zip(windows, ropes, strict=True)
+    )
 
 
 def read_windows(hf: HFConfig, *, used: bool, first_layer: int = 0) -> list[int | None]:

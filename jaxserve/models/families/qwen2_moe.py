@@ -1,5 +1,6 @@
 """Qwen2-MoE: Qwen2 with experts beside a shared MLP that has a sigmoid gate, in all layers or in some."""
 
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.models.config import HFConfig
@@ -36,7 +37,7 @@ def with_experts(hf: HFConfig, layers: tuple[LayerSpec, ...], mixture: MLPSpec) 
     """The layers, with the mixture in each `decoder_sparse_step`-th one that is not among `mlp_only_layers`."""
     step, dense = hf.take("decoder_sparse_step", 1), set(hf.take("mlp_only_layers", None) or [])
     return tuple(
-        LayerSpec(attention=layer.attention, mlp=mixture) if i not in dense and (i + 1) % step == 0 else layer
+        replace(layer, mlp=mixture) if i not in dense and (i + 1) % step == 0 else layer
         for i, layer in enumerate(layers)
     )
 

@@ -2,14 +2,23 @@
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_mlp,
+    read_norm,
+    read_shared,
+    read_windows,
+)
 from jaxserve.models.families.qwen2_moe import EXPERTS, read_experts, with_experts
-from jaxserve.models.spec import ModelConfig
+from jaxserve.models.spec import ModelConfig, QKNormSpec
 
 
 def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
-    attention = read_attention(hf, qk_norm=True, qkv_bias=bias, out_bias=bias)
+    attention = read_attention(hf, qk_norm=QKNormSpec(norm=read_norm(hf)), qkv_bias=bias, out_bias=bias)
     hf.take("max_window_layers", None)  # which only the dense models read
     windows = read_windows(hf, used=bool(hf.take("use_sliding_window", False)))
     layers = alike(hf, attention, read_mlp(hf), windows)

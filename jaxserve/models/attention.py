@@ -1,0 +1,94 @@
+"""The attention of a layer: projections, and what happens to queries and keys before they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.layers import Linear, weight
+from jaxserve.models.norms import HeadNorm
+from jaxserve.models.rope import Angles
+from jaxserve.models.spec import AttentionSpec, QKNormSpec
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import Heads, Parts, value_of
+from jaxserve.pallas_kernels.types import QuantRows
+
+Ropes = Mapping[str, Angles]  # name in `ModelConfig.ropes` -> angles of all tokens
+
+
+class AttentionFn(Protocol):
+    """Writes the layer's new keys and values (`Ops.rotate_and_write`, or `rotate`) and attends over all that its tokens
+    may see."""
+
+    def __call__(self, heads: Heads) -> jax.Array:
+        """What attention gives [tokens, kv_heads, group, head_dim]."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: fused QKV projection, rotary positions, output projection.
+
+    `kv_heads` may exceed the model's own when each is repeated over more devices than there are heads.
+    """
+
+    spec: AttentionSpec
+    hidden_size: int
+    kv_heads: int
+    dtype: Any
+    ops: Ops
+
+    @nn.compact
+    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
+        spec, dim = self.spec, self.spec.head_dim
+        group = spec.num_heads // self.kv_heads
+
+        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
+            return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
+
+        shape = (self.kv_heads, group + 2, dim)
+        qkv = linear("qkv", (self.hidden_size,), shape, ("kv_heads", None, None, "embed"), spec.qkv_bias)(x)
+        sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
+        qkv = Parts(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
+        heads = self._heads(qkv, ropes[spec.rope])
+        if spec.sinks:
+            init = nn.initializers.normal(1.0)
+            sinks = weight(self, "sinks", init, ("kv_heads", None), (self.kv_heads, group), self.dtype)
+            heads = heads._replace(sinks=sinks)
+        out_axes = ("embed", "kv_heads", None, None)
+        return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(attend(heads))
+
+    def _heads(self, qkv: Parts, angles: Angles) -> Heads:
+        """What `attend` gets. It rotates, and it computes the commonest norm; all else is done here, by XLA, which
+        knows how the heads are split over devices."""
+        spec, chosen = self.spec, self.spec.qk_norm
+        norms = [] if chosen is None else self._norms(chosen)
+        fused = chosen is None or (chosen.fused and angles.query_scale is None)
+        if fused and spec.clip is None and angles.query_scale is None:
+            return Heads(qkv, angles.cos, angles.sin, *(norm.scale() for norm in norms))
+        whole = qkv.whole(self.dtype)
+        if spec.clip is not None:
+            whole = jnp.clip(whole, -spec.clip, spec.clip)
+        q, k, v = whole[:, :, :-2], whole[:, :, -2:-1], whole[:, :, -1:]
+        cos, sin = angles.cos, angles.sin
+        if chosen is not None and chosen.after_rope:
+            q, k = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin)
+            cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)
+        if chosen is not None and not fused:
+            axes = (-3, -2, -1) if chosen.over == "width" else -1
+            q, k = norms[0](q, axes), norms[1](k, axes)
+        if angles.query_scale is not None:
+            q = q * angles.query_scale.astype(q.dtype)[:, None, None, None]
+        scales = [norm.scale() for norm in norms] if fused else []
+        return Heads(Parts(jnp.concatenate([q, k, v], axis=2)[None]), cos, sin, *scales)
+
+    def _norms(self, chosen: QKNormSpec) -> list[HeadNorm]:
+        """Of queries [tokens, kv_heads, group, head_dim], and of keys [tokens, kv_heads, 1, head_dim]."""
+        spec, dim = self.spec, self.spec.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"q_norm": (dim,), "k_norm": (dim,)}
+        if chosen.over != "head":
+            group = spec.num_heads // self.kv_heads
+            shapes = {"q_norm": (self.kv_heads, group, dim), "k_norm": (self.kv_heads, 1, dim)}
+        return [HeadNorm(chosen.norm, shape, self.dtype, name=name) for name, shape in shapes.items()]

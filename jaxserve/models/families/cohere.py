@@ -1,0 +1,73 @@
+"""Command-R: attention and MLP in parallel on one LayerNorm without bias, interleaved rotation, scaled logits; and
+Command-R7B and Command-A: windows on three of four layers, and no positions on the fourth."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_layer_norm,
+    read_max_position,
+    read_mlp,
+    read_shared,
+)
+from jaxserve.models.families.shared import read_activation, read_sliding, windows_of
+from jaxserve.models.rope import UNTURNED, read_rope
+from jaxserve.models.spec import ModelConfig, QKNormSpec
+
+THETA = 500000.0
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    bias, norm = bool(hf.take("attention_bias", False)), read_layer_norm(hf, bias=False)
+    qk_norm = QKNormSpec(norm=norm, over="each_head") if hf.take("use_qk_norm", False) else None
+    attention = read_attention(hf, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
+    rope = read_rope(hf, read_max_position(hf, 8192), theta=THETA, interleaved=True)
+    mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
+    return ModelConfig(
+        family="cohere",
+        layers=alike(hf, attention, mlp, norm=norm, residual="parallel"),
+        logit_scale=hf.take("logit_scale", 0.0625),
+        **read_shared(hf, tied=True, norm=norm, ropes={"default": rope}),
+    )
+
+
+FIRST = Family("cohere", ("CohereForCausalLM",), _read, NAMES, IGNORED)
+
+
+def _read_second(hf: HFConfig) -> ModelConfig:
+    for key, only in WRITTEN.items():
+        hf.expect(key, only)
+    hf.take("order_of_interleaved_layers", None), hf.take("layer_switch", None), hf.take("rotary_pct", None)
+    bias, norm = bool(hf.take("attention_bias", False)), read_layer_norm(hf, bias=False)
+    sliding = read_sliding(hf, 4)
+    rope = read_rope(hf, read_max_position(hf, 8192), interleaved=True)
+    return ModelConfig(
+        family="cohere2",
+        layers=alike(
+            hf,
+            read_attention(hf, qkv_bias=bias, out_bias=bias),
+            read_mlp(hf, activation=read_activation(hf, "silu")),
+            windows_of(sliding, hf.take("sliding_window", 4096)),
+            ["sliding" if slides else "full" for slides in sliding],
+            norm=norm,
+            residual="parallel",
+        ),
+        logit_scale=hf.take("logit_scale", 0.0625),
+        **read_shared(hf, tied=True, norm=norm, ropes={"sliding": rope, "full": UNTURNED}),
+    )
+
+
+# What published configs say beside what transformers reads.
+WRITTEN = {
+    "position_embedding_type": "rope_gptj",
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": False,
+}
+FAMILIES = (FIRST, Family("cohere2", ("Cohere2ForCausalLM",), _read_second, NAMES, IGNORED))

@@ -1,0 +1,39 @@
+"""Gemma 3, text: Gemma 2 with norms of queries and keys in the place of caps, and five layers with a window, which have
+a rotary base of their own, to one without."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.gemma import read_gemma_mlp
+from jaxserve.models.families.gemma2 import SANDWICH_NAMES, read_cap
+from jaxserve.models.families.llama import IGNORED, alike, read_attention, read_max_position, read_norm, read_shared
+from jaxserve.models.families.shared import read_ropes, read_sliding, windows_of
+from jaxserve.models.spec import ModelConfig, QKNormSpec
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    hf.expect("use_bidirectional_attention", False)
+    bias, max_position = bool(hf.take("attention_bias", False)), read_max_position(hf, 131072)
+    norm, window, sliding = read_norm(hf, offset=1.0), hf.take("sliding_window", 4096), read_sliding(hf, 6)
+    attention = read_attention(
+        hf,
+        head_dim=256,
+        scale=hf.take("query_pre_attn_scalar", 256) ** -0.5,
+        softcap=read_cap(hf, "attn_logit_softcapping", None),
+        qk_norm=QKNormSpec(norm=norm),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    windows, ropes = windows_of(sliding, window), ["sliding" if slides else "full" for slides in sliding]
+    of_kinds = read_ropes(hf, max_position, theta=1e6, local_theta=1e4)
+    return ModelConfig(
+        family="gemma3",
+        layers=alike(hf, attention, read_gemma_mlp(hf), windows, ropes, norm=norm, residual="sandwich"),
+        embed_scale=hf.take("hidden_size") ** 0.5,
+        logit_softcap=read_cap(hf, "final_logit_softcapping", None),
+        **read_shared(hf, tied=True, norm=norm, max_position=max_position, ropes=of_kinds),
+    )
+
+
+FAMILY = Family("gemma3", ("Gemma3ForCausalLM",), _read, SANDWICH_NAMES, IGNORED)

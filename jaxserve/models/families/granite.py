@@ -1,0 +1,25 @@
+"""Granite 3: Llama with multipliers of embeddings, of attention's scores, of what layers add, and of logits."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared
+from jaxserve.models.spec import ModelConfig
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    bias = bool(hf.take("attention_bias", False))
+    scale = hf.take("attention_multiplier", 1.0)
+    attention = read_attention(hf, scale=scale, qkv_bias=bias, out_bias=bias)
+    mlp = read_mlp(hf, bias=bool(hf.take("mlp_bias", False)))
+    return ModelConfig(
+        family="granite",
+        layers=alike(hf, attention, mlp, residual_scale=hf.take("residual_multiplier", 1.0)),
+        embed_scale=hf.take("embedding_multiplier", 1.0),
+        logit_scale=1.0 / hf.take("logits_scaling", 1.0),
+        **read_shared(hf),
+    )
+
+
+FAMILY = Family("granite", ("GraniteForCausalLM",), _read, NAMES, IGNORED)

@@ -1,0 +1,51 @@
+"""OPT: learned positions, LayerNorms and biases; one size has its norms after the sums, and smaller embeddings."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import alike, read_attention, read_mlp, read_shared
+from jaxserve.models.families.shared import read_activation
+from jaxserve.models.rope import UNTURNED
+from jaxserve.models.spec import LearnedPositions, ModelConfig, NormSpec
+
+LAYER = "model.decoder.layers.{i}"
+ROLES = {
+    "attention_norm": f"{LAYER}.self_attn_layer_norm",
+    "mlp_norm": f"{LAYER}.final_layer_norm",
+    **{role: f"{LAYER}.self_attn.{role}_proj" for role in ("q", "k", "v")},
+    "o": f"{LAYER}.self_attn.out_proj",
+    "up": f"{LAYER}.fc1",
+    "down": f"{LAYER}.fc2",
+    "norm": "model.decoder.final_layer_norm",
+}
+NAMES = {
+    "embed.weight": "model.decoder.embed_tokens.weight",
+    "positions.weight": "model.decoder.embed_positions.weight",
+    "project_in.weight": "model.decoder.project_in.weight",
+    "project_out.weight": "model.decoder.project_out.weight",
+    "head.weight": "lm_head.weight",
+    **{f"{role}.{kind}": f"{name}.{kind}" for role, name in ROLES.items() for kind in ("weight", "bias")},
+}
+OFFSET = 2  # rows of the table of positions that no position has
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    hf.rename(ffn_dim="intermediate_size", activation_function="hidden_act")
+    bias, affine = bool(hf.take("enable_bias", True)), bool(hf.take("layer_norm_elementwise_affine", True))
+    before, size = hf.take("do_layer_norm_before", True), hf.take("word_embed_proj_dim", None)
+    norm = NormSpec(kind="layer", eps=1e-5, scale=affine, bias=affine)
+    last = norm if before and not hf.take("_remove_final_layer_norm", False) else None
+    max_position, hidden = hf.take("max_position_embeddings", 2048), hf.take("hidden_size")
+    mlp = read_mlp(hf, gated=False, bias=bias, activation=read_activation(hf, "relu"))
+    attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
+    return ModelConfig(
+        family="opt",
+        layers=alike(hf, attention, mlp, norm=norm, residual="pre" if before else "post_ln"),
+        embed_size=None if size in (None, hidden) else size,
+        learned_positions=LearnedPositions(rows=max_position + OFFSET, offset=OFFSET),
+        **read_shared(hf, tied=True, norm=last, max_position=max_position, ropes={"default": UNTURNED}),
+    )
+
+
+FAMILY = Family("opt", ("OPTForCausalLM",), _read, NAMES)

@@ -1,0 +1,35 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama with fused projections, LongRoPE and a window; the smallest Phi-4 rotates part of
+each head."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_max_position,
+    read_mlp,
+    read_shared,
+)
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import ModelConfig
+
+FUSED_NAMES = NAMES | {
+    "qkv.weight": "model.layers.{i}.self_attn.qkv_proj.weight",
+    "gate_up.weight": "model.layers.{i}.mlp.gate_up_proj.weight",
+}
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    max_position, window = read_max_position(hf, 4096), hf.take("sliding_window", None)
+    hf.expect("attention_bias", False)
+    hf.expect("mlp_bias", False)
+    layers = alike(hf, read_attention(hf), read_mlp(hf), [window] * hf.take("num_hidden_layers"))
+    rope = read_rope(hf, max_position, partial=1.0)
+    return ModelConfig(family="phi3", layers=layers, **read_shared(hf, ropes={"default": rope}))
+
+
+FAMILY = Family("phi3", ("Phi3ForCausalLM",), _read, FUSED_NAMES, IGNORED)

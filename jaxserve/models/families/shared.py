@@ -1,0 +1,73 @@
+"""What several families write alike in their configs, beyond what they have from Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.config import ConfigError
+from jaxserve.models.config import HFConfig
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import Activation, RopeConfig
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+KINDS = ("full_attention", "sliding_attention")
+
+
+def read_activation(hf: HFConfig, default: str, key: str = "hidden_act") -> Activation:
+    """Of any kind. Raises ConfigError for one that is not known."""
+    hf.expect(key, *ACTIVATIONS)
+    return ACTIVATIONS[hf.take(key, default)]
+
+
+def read_sliding(hf: HFConfig, pattern: int, key: str = "sliding_window_pattern") -> list[bool]:
+    """Which layers have a window: by `layer_types`, else all but each `pattern`-th, where the config sets no other."""
+    count = hf.take("num_hidden_layers")
+    hf.take(f"_{key}", None)
+    pattern = hf.take(key, pattern)
+    types = hf.take("layer_types", None)
+    if types is None:
+        if type(pattern) is not int or pattern < 1:
+            raise ConfigError(f"{hf.source}: {key} must be a positive integer, got {pattern!r}")
+        return [(i + 1) % pattern != 0 for i in range(count)]
+    if unknown := set(types) - set(KINDS):
+        raise ConfigError(f"{hf.source}: layer_types {sorted(unknown)} are not supported (only {sorted(KINDS)})")
+    if len(types) != count:
+        raise ConfigError(f"layer_types has {len(types)} entries, num_hidden_layers is {count}")
+    return [kind == "sliding_attention" for kind in types]
+
+
+def windows_of(sliding: Sequence[bool], window: int | None) -> list[int | None]:
+    return [window if slides else None for slides in sliding]
+
+
+def read_ropes(
+    hf: HFConfig, max_position: int, *, theta: float = 10000.0, local_theta: float | None = None, **options: Any
+) -> dict[str, RopeConfig]:
+    """Rotary embeddings "full" and "sliding", of layers without and with a window. transformers 5 writes an object for
+    each kind of layer; before, `rope_scaling` and `rope_theta` were of full layers, and `rope_local_base_freq` of the
+    others, which are not stretched. local_theta: theirs by default; None: the same as that of full layers."""
+    own_theta, nested = hf.take("rope_theta", None), hf.take("rope_parameters", None) or {}
+    local_theta = hf.take("rope_local_base_freq", None) or local_theta or own_theta or theta
+    if not nested.keys() & set(KINDS):
+        full = read_rope(hf, max_position, theta=theta, **options)
+        plain = {"rope_theta": local_theta}
+        return {"full": full, "sliding": read_rope(hf, max_position, parameters=plain, **options)}
+    thetas = (theta, local_theta)
+    full, sliding = (
+        read_rope(hf, max_position, parameters=nested.get(kind) or {}, theta=default, **options)
+        for kind, default in zip(KINDS, thetas, strict=True)
+    )
+    return {"full": full, "sliding": sliding}

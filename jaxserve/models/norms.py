@@ -1,0 +1,84 @@
+"""Norms of the residual stream, and of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.layers import weight
+from jaxserve.models.spec import NormSpec
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import Parts, Row, value_of
+from jaxserve.pallas_kernels.types import QuantArray
+
+
+def normalize(
+    x: jax.Array, spec: NormSpec, scale: jax.Array | None, bias: jax.Array | None, axes: int | Sequence[int] = -1
+) -> jax.Array:
+    """x normed over its last axes, in plain XLA; computed in float32, from which the result is rounded once."""
+    wide = x.astype(jnp.float32)
+    if spec.kind == "layer":
+        wide -= jnp.mean(wide, axis=axes, keepdims=True)
+    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + spec.eps)
+    if scale is not None:
+        wide *= scale.astype(jnp.float32)
+    if bias is not None:
+        wide += bias.astype(jnp.float32)
+    return wide.astype(x.dtype)
+
+
+def vectors(
+    module: nn.Module, spec: NormSpec, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype: Any
+) -> tuple[jax.Array | Row | None, jax.Array | Row | None]:
+    """Declares a norm's scale and bias, as far as it has them."""
+    scale = bias = None
+    if spec.scale:  # what 1 + w is in bfloat16 has lost most of a small w
+        kept = jnp.float32 if spec.offset else dtype
+        scale = weight(module, "scale", nn.initializers.ones, axes, shape, kept)
+    if spec.bias:
+        bias = weight(module, "bias", nn.initializers.zeros, axes, shape, dtype)
+    return scale, bias
+
+
+class Norm(nn.Module):
+    """A norm over the last axis: of x, or of x plus what a layer adds to it; and that sum."""
+
+    spec: NormSpec
+    size: int
+    dtype: Any = jnp.float32
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(self, x: jax.Array, y: Parts | None = None, reader: QuantArray | None = None) -> tuple[jax.Array, Any]:
+        """`reader`: the weight that multiplies the norm, where it says how to round it."""
+        scale, bias = vectors(self, self.spec, (None,), (self.size,), self.dtype)
+        if self.spec.kind == "rms" and scale is not None and bias is None:
+            return self.ops.add_norm(x, y, scale, self.spec.eps, reader)
+        total = x if y is None else x + y.whole(x.dtype)
+        scale, bias = (None if vector is None else value_of(vector) for vector in (scale, bias))
+        return total, normalize(total, self.spec, scale, bias)
+
+
+class HeadNorm(nn.Module):
+    """The parameters of a norm of queries or keys, whose scale and bias have `shape`, and the norm in plain XLA."""
+
+    spec: NormSpec
+    shape: tuple[int, ...]  # [head_dim], or [kv_heads, …, head_dim]
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        axes = ("kv_heads", *(None,) * (len(self.shape) - 1)) if len(self.shape) > 1 else (None,)
+        self.vectors = vectors(self, self.spec, axes, self.shape, self.dtype)
+
+    def scale(self) -> jax.Array | Row:
+        """For an operation that computes the norm."""
+        assert self.vectors[0] is not None
+        return self.vectors[0]
+
+    def __call__(self, x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
+        scale, bias = (None if vector is None else value_of(vector) for vector in self.vectors)
+        return normalize(x, self.spec, scale, bias, axes)

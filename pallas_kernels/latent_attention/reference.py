@@ -1,0 +1,187 @@
+"""Latent attention in plain XLA: the oracle of every kernel; it runs everywhere.
+
+Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) caches one row of rank + rope numbers per token, which all
+heads share: the latent, from which keys and values are projected, and a rotated key. In the absorbed form, which this
+is, the caller multiplies queries with the keys' projection beforehand, and results with the values' projection
+afterwards. What is left between is attention with one key-value head: a token's key is its whole row, its value the
+latent.
+
+Two loops, both bounded by what the batch holds, so that padding costs nothing and memory stays small:
+
+  decode rows   blocks of ROWS rows x blocks of KV_BLOCK cached tokens; one query token a row
+  prompt rows   tiles of TILE query tokens of one row x blocks of KV_BLOCK cached tokens, up to the causal diagonal
+
+Each block gathers its pages through the tables and updates a running softmax, in float32.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.pallas_kernels.kv_write import quantize
+from jaxserve.pallas_kernels.paged_attention.reference import MASKED, Softmax
+from jaxserve.pallas_kernels.registry import Device, LatentProblem
+from jaxserve.pallas_kernels.types import LatentPages
+
+ROWS = 8  # decode rows per block
+TILE = 32  # query tokens per tile of a prompt
+KV_BLOCK = 128  # cached tokens per step of the running softmax
+
+
+def why_not(device: Device, problem: LatentProblem) -> str | None:
+    """Plain XLA runs everything, everywhere."""
+    return None
+
+
+def write_latent(
+    pages: LatentPages, rows: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0, *, rank: int
+) -> LatentPages:
+    """Scatters new rows into the pages of the cache.
+
+    Args:
+      pages: donated by the caller, and returned updated.
+      rows: [tokens, rank + rope], latents and rotated keys.
+      slots: int32 [tokens], page * page_size + offset, of which -1 is padding.
+      first_page: int32 scalar, the page from which slots count: where an array holds several layers' pages, the layer's
+        first, which nobody owns and where padding may go.
+      rank: numbers of the latent. Where the pages have scales, the latent and the rotated key of each token get the
+        one with which their largest number is the largest code.
+    """
+    slots = jnp.maximum(slots, 0)
+    page, offset = slots // pages.page_size + first_page, slots % pages.page_size
+    scale = pages.scale
+    if scale is not None:
+        parts = [quantize(part, pages.data.dtype) for part in (rows[:, :rank], rows[:, rank:])]
+        rows = jnp.concatenate([codes for codes, _ in parts], axis=1)
+        own = jnp.stack([factor for _, factor in parts], axis=1)  # [tokens, 2]
+        scale = scale.at[page, :, offset].set(own, mode="promise_in_bounds")
+    rows = jnp.pad(rows, ((0, 0), (0, pages.width - rows.shape[1]))).astype(pages.data.dtype)
+    return LatentPages(pages.data.at[page, offset].set(rows, mode="promise_in_bounds"), scale)
+
+
+@partial(jax.jit, static_argnames=("scale", "rank", "decode_only"))
+def latent_attention(
+    q: jax.Array,
+    pages: LatentPages,
+    tables: jax.Array,
+    q_start: jax.Array,
+    kv_len: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    scale: float,
+    rank: int,
+    first_page: jax.Array | int = 0,
+    decode_only: bool = False,
+) -> jax.Array:
+    """Causal attention of ragged query rows over their cached latents, the new ones already written.
+
+    Args:
+      q: [tokens, heads, rank + rope], rows back to back: queries of latents, then of rotated keys.
+      pages: the layer's cache.
+      tables: int32 [rows, max_pages], the pages of each row in order.
+      q_start: int32 [rows + 1], where each row's tokens begin; equal neighbours are an empty row.
+      kv_len: int32 [rows], cached tokens of each row, its new ones included; its last query token is the last of them.
+      num_decodes: int32 scalar; so many leading rows have exactly one token each (row r is token r).
+      scale: multiplies the scores. It is that of the model, of the width before absorption.
+      rank: numbers of a latent.
+      first_page: int32 scalar, the page from which tables count.
+      decode_only: promises that all rows beyond num_decodes are empty.
+
+    Returns:
+      [tokens, heads, rank] in the queries' type; rows of padding tokens are unspecified but finite.
+    """
+    tables = tables + first_page
+    out = _decode_rows(q, pages, tables, kv_len, num_decodes, scale, rank)
+    return out if decode_only else _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale)
+
+
+def block_tokens(pages: LatentPages, tables: jax.Array) -> int:
+    """Cached tokens in a block of `gather`."""
+    return min(max(KV_BLOCK // pages.page_size, 1), tables.shape[-1]) * pages.page_size
+
+
+def gather(
+    pages: LatentPages, rank: int, width: int, table: jax.Array, block: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Rows of the cache, float32 [..., block tokens, width], of one block of each row of the table; and their
+    positions, which are the largest int32 where an earlier block had them."""
+    size = pages.page_size
+    count = block_tokens(pages, table) // size
+    # dynamic_slice clamps at the end of the table, and the positions follow the clamped start.
+    start = jnp.minimum(block * count, table.shape[-1] - count)
+    chosen = lax.dynamic_slice_in_dim(table, start, count, axis=-1)
+    position = start * size + jnp.arange(count * size)
+    position = jnp.where(position < block * count * size, jnp.iinfo(jnp.int32).max, position)
+    found = pages.data.at[chosen].get(mode="clip")[..., :width].astype(jnp.float32)
+    if pages.scale is not None:
+        own = pages.scale.at[chosen].get(mode="clip")  # [..., count, 2, page_size]
+        part = jnp.arange(width) >= rank
+        found *= jnp.where(part, own[..., 1, :, None], own[..., 0, :, None])
+    return found.reshape(*found.shape[:-3], count * size, width), position
+
+
+def _decode_rows(q, pages, tables, kv_len, num_decodes, scale, rank):
+    """[tokens, heads, rank]: row r's single query is token r; zeros beyond the last block of decodes."""
+    rows, width = min(ROWS, tables.shape[0], q.shape[0]), q.shape[-1]
+    tokens = block_tokens(pages, tables)
+
+    def row_block(i, out):
+        # The last block may overlap the one before it; it then computes those rows again, with the same result.
+        first_row = jnp.minimum(i * rows, min(tables.shape[0], q.shape[0]) - rows)
+        query = lax.dynamic_slice_in_dim(q, first_row, rows).astype(jnp.float32) * scale
+        table = lax.dynamic_slice_in_dim(tables, first_row, rows)
+        length = lax.dynamic_slice_in_dim(kv_len, first_row, rows)
+
+        def kv_block(block, state):
+            found, position = gather(pages, rank, width, table, block)
+            seen = position < length[:, None]
+            found = jnp.where(seen[..., None], found, 0.0)
+            scores = jnp.where(seen[:, None], jnp.einsum("rhd,rsd->rhs", query, found), MASKED)
+            return state.update(scores, lambda p: jnp.einsum("rhs,rsd->rhd", p, found[..., :rank]), axis=-1)
+
+        last = (jnp.max(length) + tokens - 1) // tokens
+        state = lax.fori_loop(0, last, kv_block, Softmax.empty(query.shape[:-1], rank))
+        return lax.dynamic_update_slice_in_dim(out, state.result().astype(out.dtype), first_row, 0)
+
+    out = jnp.zeros((*q.shape[:-1], rank), q.dtype)
+    return lax.fori_loop(0, (num_decodes + rows - 1) // rows, row_block, out)
+
+
+def _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale):
+    num_tokens, _, width = q.shape
+    rank, tile, tokens = out.shape[-1], min(TILE, num_tokens), block_tokens(pages, tables)
+    before = tiles_before(q_start, num_decodes, tile)
+    padded = jnp.concatenate([q, jnp.zeros((tile, *q.shape[1:]), q.dtype)])
+
+    def query_tile(i, out):
+        row = jnp.searchsorted(before, i, side="right") - 1
+        start = q_start[row] + (i - before[row]) * tile
+        query = lax.dynamic_slice_in_dim(padded, start, tile).astype(jnp.float32) * scale
+        # Position of each query token; those beyond the row's end belong to the next row, whose own tile comes later
+        # and overwrites what this one leaves there.
+        where = kv_len[row] - q_start[row + 1] + start + jnp.arange(tile)
+        newest = jnp.minimum(where[-1], kv_len[row] - 1)
+
+        def kv_block(block, state):
+            found, position = gather(pages, rank, width, tables[row], block)
+            found = jnp.where((position < kv_len[row])[:, None], found, 0.0)
+            seen = (position <= where[:, None]) & (position < kv_len[row])
+            scores = jnp.where(seen[:, None], jnp.einsum("thd,sd->ths", query, found), MASKED)
+            return state.update(scores, lambda p: jnp.einsum("ths,sd->thd", p, found[:, :rank]), axis=-1)
+
+        state = lax.fori_loop(0, newest // tokens + 1, kv_block, Softmax.empty(query.shape[:-1], rank))
+        return lax.dynamic_update_slice_in_dim(out, state.result().astype(out.dtype), start, 0)
+
+    out = jnp.concatenate([out, jnp.zeros((tile, *out.shape[1:]), out.dtype)])
+    return lax.fori_loop(0, before[-1], query_tile, out)[:num_tokens]
+
+
+def tiles_before(q_start: jax.Array, num_decodes: jax.Array, tile: int) -> jax.Array:
+    """Int32 [rows + 1]: how many tiles of `tile` query tokens the prompts before each row need; the last is of all."""
+    q_len = q_start[1:] - q_start[:-1]
+    tiles = jnp.where(jnp.arange(len(q_len)) >= num_decodes, (q_len + tile - 1) // tile, 0)
+    return jnp.concatenate([jnp.zeros(1, tiles.dtype), jnp.cumsum(tiles)])

@@ -1,0 +1,239 @@
+"""Latent attention and its write against exact answers on the device at hand, before they are trusted there; as
+`selfcheck` does it for keys and values, with the same errors and tolerances.
+
+The rows' first and last tokens are LOUD times as large as the others, so that none of them is missed in silence; their
+scores deviate as much more, but where such a token dominates, an error of its score moves the result little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.pallas_kernels.registry import LatentProblem
+from jaxserve.pallas_kernels.selfcheck import REPEATS, Answer, Finding, _code_error, _compile, _run, tolerance
+from jaxserve.pallas_kernels.selfcheck_cases import DECODES, LAYER, Rows, quantize
+from jaxserve.pallas_kernels.types import LatentPages
+
+LOUD = 3.0
+PROMPTS = (
+    (105, 131),
+    (9, 0),
+    (41, 500),
+    (137, 3),
+    (25, 64),
+    (1, 1999),
+    (73, 0),
+    (17, 700),
+)  # begin at any offset mod 8
+STARTUP = Rows(DECODES, PROMPTS)
+
+
+class LatentBatch(NamedTuple):
+    """Arguments of `latent_attention` on the host; cached: of each row, float64 [cached tokens, rank + rope]."""
+
+    problem: LatentProblem
+    rows: Rows
+    q: np.ndarray
+    pages: np.ndarray
+    scale: np.ndarray | None
+    tables: np.ndarray
+    cached: list[np.ndarray]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As `latent_attention` takes them, on the device."""
+        new = [new for new, _ in self.rows.lengths] + [0] * self.rows.empty
+        lengths = [length for _, length in self.rows.lengths] + [0] * self.rows.empty
+        pages = LatentPages(jnp.asarray(self.pages), None if self.scale is None else jnp.asarray(self.scale))
+        arrays = self.tables, np.cumsum([0, *new]).astype(np.int32), np.asarray(lengths, np.int32)
+        return jnp.asarray(self.q), pages, *map(jnp.asarray, arrays), jnp.int32(len(self.rows.decodes))
+
+
+def make_latent_batch(problem: LatentProblem, rows: Rows, seed: int = 0) -> LatentBatch:
+    """Normal queries and rows of the cache, rotated keys twice as large as latents. What no row owns is NaN (77 in
+    int8): other layers, the layer's own first page, and the rest of each row's last page; entries of the tables beyond
+    a row's pages are stale."""
+    rng, size, dim = np.random.default_rng(seed), problem.page_size, problem.rank + problem.rope
+    needed = [-(-length // size) for _, length in rows.lengths]
+    count = sum(needed) + 1
+    poison = 77 if problem.kv_dtype == np.int8 else np.nan
+    pages = np.full((LAYER + count, size, problem.row_width), poison, problem.kv_dtype)
+    scale = np.full((LAYER + count, 2, size), np.nan, np.float32) if problem.has_scale else None
+    tables = rng.integers(0, count, (len(needed) + rows.empty, max(needed))).astype(np.int32)
+    owned = np.split(1 + rng.permutation(count - 1).astype(np.int32), np.cumsum(needed)[:-1])
+    cached = []
+    for row, ((_, length), mine) in enumerate(zip(rows.lengths, owned, strict=True)):
+        tables[row, : len(mine)] = mine
+        new = rng.standard_normal((length, dim), np.float32)
+        new[:, problem.rank :] *= 2
+        new[[0, length - 1]] *= LOUD
+        codes, own = _codes(new, problem)
+        page, offset = LAYER + mine[np.arange(length) // size], np.arange(length) % size
+        pages[page, offset] = np.pad(codes.astype(np.float32), ((0, 0), (0, problem.row_width - dim)))
+        exact = codes.astype(np.float64)
+        if scale is not None:
+            scale[page, :, offset] = own
+            exact *= np.repeat(own, [problem.rank, problem.rope], axis=1)
+        cached.append(exact)
+    tokens = -(-rows.tokens // 8) * 8  # what the engine's buckets are multiples of
+    q = rng.standard_normal((tokens, problem.heads, dim), np.float32)
+    return LatentBatch(problem, rows, q.astype(problem.q_dtype), pages, scale, tables, cached)
+
+
+def _codes(rows: np.ndarray, problem: LatentProblem) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [tokens, rank + rope] in the cache's type, and their scales [tokens, 2]."""
+    if not problem.has_scale:
+        return rows.astype(problem.kv_dtype), np.ones((len(rows), 2), np.float32)
+    parts = [quantize(part, problem.kv_dtype) for part in np.split(rows, [problem.rank], axis=1)]
+    return np.concatenate([codes for codes, _ in parts], axis=1), np.stack([own for _, own in parts], axis=1)
+
+
+def exact_latent(batch: LatentBatch, scale: float, *, decode_only: bool = False) -> Iterator[Answer]:
+    """The tokens of each row, and their results, float64 [tokens, heads, rank]."""
+    start = 0
+    for (new, length), cached in zip(batch.rows.lengths, batch.cached, strict=True):
+        tokens = slice(start, start + new)
+        start += new
+        if decode_only and new > 1:
+            return
+        q = batch.q[tokens].astype(np.float64) * scale
+        scores = q @ cached.T  # [tokens, heads, keys]
+        hidden = np.arange(length) > np.arange(length - new, length)[:, None]
+        np.copyto(scores, -np.inf, where=hidden[:, None])
+        np.exp(scores - scores.max(-1, keepdims=True), out=scores)
+        yield tokens, scores @ cached[:, : batch.problem.rank] / scores.sum(-1, keepdims=True)
+
+
+def check_latent(
+    attend: Callable[..., jax.Array],
+    problem: LatentProblem,
+    *,
+    rows: Rows = STARTUP,
+    variants: Sequence[str] = ("mixed", "decode"),
+    repeats: int = REPEATS,
+) -> list[Finding]:
+    """Of `latent_attention` by `attend`: a finding for each variant."""
+    scale = (problem.rank + problem.rope) ** -0.5
+    found = []
+    for variant in variants:
+        batch = make_latent_batch(problem, Rows(rows.decodes) if variant == "decode" else rows)
+        options = {"scale": scale, "rank": problem.rank, "decode_only": variant == "decode"}
+
+        def call(*arguments: Any, options: dict[str, Any] = options) -> jax.Array:
+            return attend(*arguments, first_page=jnp.int32(LAYER), **options)
+
+        ((program, arguments),) = _compile([(call, batch.arguments())])
+        answers = list(exact_latent(batch, scale, decode_only=variant == "decode"))  # while the compiler works
+        found.append(_judge(f"{variant} rows", batch, answers, partial(program.result(), *arguments), repeats))
+    return found
+
+
+def _judge(
+    what: str, batch: LatentBatch, answers: Sequence[Answer], call: Callable[[], jax.Array], repeats: int
+) -> Finding:
+    used, allowed = batch.rows.tokens, tolerance(batch.q.dtype)
+    shape = (*batch.q.shape[:2], batch.problem.rank)
+    found, different = _run(call, (shape, batch.q.dtype), repeats, used)
+    whole = found.astype(np.float64)
+    if whole.shape != shape or not np.isfinite(whole).all():
+        return Finding(what, float("inf"), allowed, f"not finite, or not of shape {shape}")
+    if different:
+        return Finding(what, float("inf"), allowed, f"{different} of {repeats} equal calls gave another result")
+    worst, where = 0.0, ""
+    for row, (tokens, exact) in enumerate(answers):
+        error = np.linalg.norm(whole[tokens] - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+        if error.max() > worst:
+            token, head = (int(i) for i in np.unravel_index(error.argmax(), error.shape))
+            worst, cached = float(error.max()), batch.rows.lengths[row][1]
+            where = f"row {row} of {cached} cached tokens, its new token {token}, head {head}"
+    return Finding(what, worst, allowed, where)
+
+
+# The write
+
+
+class LatentWrite(NamedTuple):
+    """Arguments of `write_latent` on the host."""
+
+    pages: np.ndarray
+    scale: np.ndarray | None
+    rows: np.ndarray
+    slots: np.ndarray
+
+    def arguments(self) -> tuple[Any, ...]:
+        pages = LatentPages(jnp.asarray(self.pages), None if self.scale is None else jnp.asarray(self.scale))
+        return pages, jnp.asarray(self.rows), jnp.asarray(self.slots), jnp.int32(LAYER)
+
+
+def make_latent_write(problem: LatentProblem) -> LatentWrite:
+    """A prompt's run of tokens that begins and ends within pages, single tokens far apart, padding among them and at
+    the end. One token is all zeros, which no scale must make NaN."""
+    rng, size, dim = np.random.default_rng(2), problem.page_size, problem.rank + problem.rope
+    pages = 24 + 64 // size
+    before = rng.standard_normal(((LAYER + pages + 1) * size, dim), np.float32)
+    codes, own = _codes(before, problem)
+    codes = np.pad(codes.astype(np.float32), ((0, 0), (0, problem.row_width - dim))).astype(problem.kv_dtype)
+    scale = np.ascontiguousarray(np.moveaxis(own.reshape(-1, size, 2), 2, 1)) if problem.has_scale else None
+    run = size + 3 + np.arange(61 + size)  # from page 1 on
+    beyond = np.arange((run[-1] // size + 1) * size, pages * size)
+    alone = rng.choice(beyond, min(48, len(beyond) // 2), replace=False)
+    slots = np.concatenate([run, alone[:24], [-1] * 5, alone[24:]])
+    slots = np.concatenate([slots, np.full(8 + -len(slots) % 8, -1)]).astype(np.int32)
+    rows = rng.standard_normal((len(slots), dim), np.float32)
+    rows[:, problem.rank :] *= 7
+    rows[5] = 0
+    data = codes.reshape(-1, size, problem.row_width)
+    return LatentWrite(data, scale, rows.astype(problem.q_dtype), slots)
+
+
+def check_write_latent(
+    write: Callable[..., LatentPages], problem: LatentProblem, *, repeats: int = REPEATS
+) -> list[Finding]:
+    """Of `write_latent` by `write`: what was written, and that all the rest is as it was, to the bit."""
+    case = make_latent_write(problem)
+    ((program, arguments),) = _compile([(partial(write, rank=problem.rank), case.arguments())])
+    write_once = program.result()
+    pages = jax.tree.map(np.asarray, write_once(*arguments))
+    findings = _judge_write(case, problem, *pages)
+    kept = slice(LAYER), slice(LAYER + 1, None)  # padding may go to the page between
+    for _ in range(repeats):
+        again = jax.tree.map(np.asarray, write_once(*arguments))
+        if any(
+            a[k].tobytes() != b[k].tobytes() for a, b in zip(again, pages, strict=True) if a is not None for k in kept
+        ):
+            return [*findings, Finding("write", float("inf"), 0.0, "equal calls gave other pages")]
+    return findings
+
+
+def _judge_write(
+    case: LatentWrite, problem: LatentProblem, data: np.ndarray, scale: np.ndarray | None
+) -> list[Finding]:
+    size, rank, dim = problem.page_size, problem.rank, problem.rank + problem.rope
+    real = case.slots >= 0
+    page, offset = LAYER + case.slots[real] // size, case.slots[real] % size
+    kept = np.ones(data.shape[:2], bool)
+    kept[page, offset] = False
+    kept[LAYER] = False  # nobody owns a layer's first page, and padding may go there
+    changed = sum(a.tobytes() != b.tobytes() for a, b in zip(case.pages[kept], data[kept], strict=True))
+    if scale is not None and case.scale is not None:
+        before, after = (np.moveaxis(x, 1, 2)[kept] for x in (case.scale, scale))
+        changed += sum(a.tobytes() != b.tobytes() for a, b in zip(before, after, strict=True))
+    new, found = case.rows[real].astype(np.float32), data[page, offset].astype(np.float32)
+    error, allowed = 0.0, 0.0
+    if scale is None:
+        error = float(np.abs(found[:, :dim] - new.astype(data.dtype).astype(np.float32)).max())
+    else:
+        own, allowed = scale[page, :, offset], 0.51
+        for i, part in enumerate((slice(0, rank), slice(rank, dim))):
+            error = max(error, _code_error(found[:, part], own[:, i], new[:, part], data.dtype))
+    if not np.isfinite(error) or found[:, dim:].any():
+        error = float("inf")
+    return [
+        Finding("written tokens", error, allowed, "in units of the last place of a code" if scale is not None else ""),
+        Finding("places that no token was written to", float(changed), 0.0, "so many have changed"),
+    ]

@@ -1,0 +1,197 @@
+"""Small random checkpoints of dense families that differ from Llama, for `tiny_models`.
+
+The names and shapes of their tensors are those which transformers writes for such a config; `goldens/record.py` records
+them with the results.
+"""
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+@dataclass(frozen=True)
+class DenseCase:
+    """config: of config.json, but for what `base` has. norm: mean of the norms' scales. gain: of the output head."""
+
+    config: dict[str, Any]
+    norm: float = 1.0
+    gain: float = 2.0
+    embed: float | None = None  # deviation of embeddings; None: 1, or the root of their size's inverse if tied
+    prompt_lengths: tuple[int, ...] = (1, 7, 37, 130)
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine
+
+
+def dense(architecture: str, model_type: str, *, hidden: int = 64, heads: int = 4, layers: int = 2, modern: bool = True,
+          norm: float = 1.0, gain: float = 2.0, embed: float | None = None, prompts: tuple[int, ...] = (1, 7, 37, 130),
+          options: dict[str, Any] | None = None, **config: Any) -> DenseCase:  # fmt: skip
+    """`modern` as in `tiny_models`."""
+    base: dict[str, Any] = {
+        "architectures": [architecture],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_size": hidden,
+        "intermediate_size": 160,
+        "max_position_embeddings": 512,
+        "model_type": model_type,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "pad_token_id": 0,
+        "vocab_size": 512,
+        "transformers_version": "5.0.0" if modern else "4.45.2",
+        "dtype" if modern else "torch_dtype": "float32",
+    }
+    values = {key: value for key, value in (base | config).items() if value is not ABSENT}
+    return DenseCase(dict(sorted(values.items())), norm, gain, embed, prompts, options or {})
+
+
+ABSENT = object()  # in the place of a value: the key is not in the file
+THREE_TO_ONE = ["sliding_attention"] * 3 + ["full_attention"]
+GEMMA = {"norm": 0.0, "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "rms_norm_eps": 1e-5}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 0.5}
+
+DENSE_CASES: dict[str, DenseCase] = {
+    "gemma_mqa": dense(
+        "GemmaForCausalLM", "gemma", modern=False, norm=0.0, head_dim=32, num_key_value_heads=1, hidden_act="gelu",
+        hidden_activation=None, rms_norm_eps=1e-5, rope_theta=10000.0, hidden=72,
+    ),
+    "gemma2_caps": dense(
+        "Gemma2ForCausalLM", "gemma2", **GEMMA, modern=False, head_dim=32, hidden_act="gelu_pytorch_tanh", layers=3,
+        hidden_activation="gelu_pytorch_tanh", sliding_window=16, attn_logit_softcapping=3.0, rope_theta=10000.0,
+        final_logit_softcapping=2.5, cache_implementation="hybrid", hidden=72,
+    ),
+    "gemma3_older": dense(
+        "Gemma3ForCausalLM", "gemma3_text", **GEMMA, modern=False, head_dim=32, layers=4, sliding_window=24,
+        hidden_activation="gelu_pytorch_tanh", rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=3,
+        rope_scaling={"rope_type": "linear", "factor": 4.0}, attn_logit_softcapping=None, final_logit_softcapping=None,
+    ),
+    "gemma3_layer_types": dense(
+        "Gemma3ForCausalLM", "gemma3_text", **GEMMA, head_dim=16, layers=4, sliding_window=20, layer_types=THREE_TO_ONE,
+        hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=False, attention_bias=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    ),
+    "neox_parallel": dense(
+        "GPTNeoXForCausalLM", "gpt_neox", modern=False, hidden=96, heads=3, hidden_act="gelu", rotary_pct=0.25,
+        rotary_emb_base=5000, use_parallel_residual=True, layer_norm_eps=1e-3, tie_word_embeddings=False,
+    ),
+    "neox_sequential": dense(
+        "GPTNeoXForCausalLM", "gpt_neox", hidden=80, hidden_act="gelu_new", use_parallel_residual=False,
+        layer_norm_eps=1e-3,
+        rope_parameters={"rope_theta": 7000.0, "partial_rotary_factor": 0.6, "rope_type": "default"},
+    ),
+    "opt_pre": dense(
+        "OPTForCausalLM", "opt", modern=False, hidden=72, intermediate_size=ABSENT, ffn_dim=136,
+        activation_function="relu", word_embed_proj_dim=72, do_layer_norm_before=True, dropout=0.1, init_std=0.02,
+        layerdrop=0.0, _remove_final_layer_norm=False,
+    ),
+    "opt_350m": dense(
+        "OPTForCausalLM", "opt", modern=False, hidden=96, intermediate_size=ABSENT, ffn_dim=160,
+        activation_function="relu", word_embed_proj_dim=40, do_layer_norm_before=False, gain=3.0,
+    ),
+    "opt_untied": dense(
+        "OPTForCausalLM", "opt", intermediate_size=ABSENT, ffn_dim=160, activation_function="gelu",
+        tie_word_embeddings=False, enable_bias=False, layer_norm_elementwise_affine=False,
+    ),
+    "cohere_interleaved": dense(
+        "CohereForCausalLM", "cohere", modern=False, hidden=96, num_key_value_heads=2, logit_scale=0.7,
+        hidden_act="silu", layer_norm_eps=1e-3, rope_theta=7000.0, use_qk_norm=False,
+    ),
+    "cohere_qk_norm": dense(
+        "CohereForCausalLM", "cohere", hidden=128, heads=8, num_key_value_heads=2, logit_scale=0.7, hidden_act="silu",
+        layer_norm_eps=1e-3, use_qk_norm=True, attention_bias=True,
+        rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+    ),
+    "cohere2_windows": dense(
+        "Cohere2ForCausalLM", "cohere2", modern=False, layers=4, num_key_value_heads=2, logit_scale=0.7, head_dim=16,
+        hidden_act="silu", layer_norm_eps=1e-3, rope_theta=7000.0, sliding_window=16, sliding_window_pattern=3,
+        order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj", rotary_pct=1.0,
+        layer_switch=3, use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True,
+        use_parallel_embedding=False,
+    ),
+    "olmo_clip": dense(
+        "OlmoForCausalLM", "olmo", modern=False, num_key_value_heads=2, hidden_act="silu", clip_qkv=0.9,
+        tie_word_embeddings=False, rope_theta=10000.0,
+    ),
+    "olmo2_post": dense(
+        "Olmo2ForCausalLM", "olmo2", hidden=128, heads=8, num_key_value_heads=2, hidden_act="silu", rms_norm_eps=1e-3,
+        intermediate_size=256, rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+    ),
+    "olmo3_yarn": dense(
+        "Olmo3ForCausalLM", "olmo3", modern=False, layers=4, num_key_value_heads=2, hidden_act="silu", hidden=96,
+        rms_norm_eps=1e-3, sliding_window=20, layer_types=THREE_TO_ONE, rope_theta=500000.0,
+        rope_scaling=_YARN | {"attention_factor": 1.2},
+    ),
+    "granite_multipliers": dense(
+        "GraniteForCausalLM", "granite", modern=False, hidden=96, num_key_value_heads=2, hidden_act="silu",
+        embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.4, attention_multiplier=0.11,
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_theta=10000.0, rms_norm_eps=1e-3,
+    ),
+    "phi3_window": dense(
+        "Phi3ForCausalLM", "phi3", modern=False, hidden=96, num_key_value_heads=2, hidden_act="silu", sliding_window=19,
+        rope_theta=10000.0, rope_scaling=None, original_max_position_embeddings=512, rms_norm_eps=1e-3,
+        attention_bias=False, resid_pdrop=0.0, embd_pdrop=0.0,
+    ),
+    "phi3_longrope": dense(
+        "Phi3ForCausalLM", "phi3", modern=False, num_key_value_heads=2, hidden_act="silu", rope_theta=10000.0,
+        original_max_position_embeddings=32, prompts=(33, 41, 70, 130), partial_rotary_factor=0.75, rms_norm_eps=1e-3,
+        rope_scaling={
+            "type": "longrope", "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        },
+    ),
+    "phi3_longrope_short": dense(
+        "Phi3ForCausalLM", "phi3", num_key_value_heads=2, hidden_act="silu", original_max_position_embeddings=256,
+        rms_norm_eps=1e-3, options={"max_model_len": 256}, max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [8.0] * 8, "partial_rotary_factor": 1.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0],
+        },
+    ),
+}  # fmt: skip
+
+recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
+
+
+@cache
+def _stored(name: str) -> dict[str, tuple[int, ...]]:
+    with np.load(GOLDENS / f"{name}.npz") as golden:
+        return {tensor: tuple(shape) for tensor, shape in json.loads(str(golden["manifest"])).items()}
+
+
+def dense_manifest(name: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a case's checkpoint."""
+    return recorded.get(name) or _stored(name)
+
+
+def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], transposed: bool) -> tuple[float, float]:
+    """As `tiny_models._mean_and_std`; norms are the only weights of one axis. Tied embeddings are small, so that not
+    every token predicts itself, and the norm before them is large."""
+    tied = case.config.get("tie_word_embeddings", case.config["model_type"] not in UNTIED)
+    if name.endswith("bias"):
+        return 0.0, 0.1
+    if len(shape) == 1 or "norm" in name:
+        queries = any(part in name for part in ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm"))
+        last = tied and not any(part.isdigit() for part in name.split("."))
+        return case.norm + 0.5 * queries + 2.0 * last, 0.1
+    if "position" in name or "wpe" in name:
+        return 0.0, 0.1
+    if ("embed" in name and "out" not in name) or "wte" in name:
+        return 0.0, case.embed or (0.4 * shape[1] ** -0.5 if tied else 1.0)
+    fan_in = shape[0] if transposed else shape[1]
+    heads = ("lm_head", "embed_out")
+    return 0.0, (case.gain if any(part in name for part in heads) else 1.5) * fan_in**-0.5
+
+
+# Families whose head is not the embedding, unless the config says so.
+UNTIED = (
+    "gpt_neox", "olmo", "olmo2", "olmo3", "granite", "phi", "phi3", "stablelm", "glm", "glm4", "exaone4", "seed_oss",
+    "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron",
+)  # fmt: skip
