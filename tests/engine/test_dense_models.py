@@ -22,10 +22,10 @@ from jaxserve.models.rope import inverse_frequencies
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 # Norms that are split over devices, norms that need all of them, and several kinds of layers.
-ON_DEVICES = ("cohere_qk_norm", "olmo2_post", "gemma3_older")
+ON_DEVICES = ("cohere_qk_norm", "olmo2_post", "gemma3_older", "deepseek_v3_groups")
 ON_EIGHT = ("cohere_qk_norm", "olmo2_post", "falcon_40b")  # with eight query heads
 ODD = ("neox_parallel", "gpt2_scaled", "falcon_7b")  # heads that two devices cannot share
-IN_PARTS = ("gemma3_older", "opt_350m")
+IN_PARTS = ("gemma3_older", "opt_350m", "deepseek_v3_groups")
 
 
 def cases(usual):
@@ -173,6 +173,6 @@ def test_any_change_of_a_config_gives_a_model_or_a_config_error(case, data):
         refusal = str(error)
     else:
         with np.errstate(over="ignore"):
-            assert all(np.isfinite(inverse_frequencies(rope, model.head_dim)).all() for rope in model.ropes.values())
+            assert all(np.isfinite(inverse_frequencies(rope, model.rotated_dim)).all() for rope in model.ropes.values())
         return
     assert refusal.startswith("some/config.json")

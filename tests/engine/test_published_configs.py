@@ -1,7 +1,7 @@
 """The config.json of repositories that people have: read whole, and as a small model of the same kind that computes.
 
-`published_configs.json` holds the settings of the most used ones, as they are published; `published_dense.json` those of
-families that differ from Llama.
+`published_configs.json` holds the settings of the most used ones, as they are published; `published_dense.json` those
+of families that differ from Llama.
 """
 
 import dataclasses
@@ -43,8 +43,6 @@ BILLIONS = {  # of parameters, as their cards say, embeddings included once wher
 }  # fmt: skip
 LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a million tokens on
 OTHERS = {
-    "openai/gpt-oss-20b": "GptOssForCausalLM",
-    "deepseek-ai/DeepSeek-V3": "DeepseekV3ForCausalLM",
     "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2_5_VLForConditionalGeneration",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "Llama4ForConditionalGeneration",
 }
