@@ -64,4 +64,4 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
 
 
-FAMILY = Family("falcon", ("FalconForCausalLM", "RWForCausalLM"), _read, NAMES, IGNORED, _variant)
+FAMILY = Family("falcon", ("FalconForCausalLM", "RWForCausalLM"), _read, NAMES, IGNORED, variant=_variant)
