@@ -13,10 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
+from jaxserve.pallas_kernels.registry import (
+    AttentionProblem,
+    BackendError,
+    Device,
+    LatentProblem,
+    MatmulProblem,
+    choose,
+    load,
+)
 from jaxserve.pallas_kernels.types import QuantArray
 
 if TYPE_CHECKING:  # imported only where a device is tried
@@ -49,6 +58,22 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
         check = partial(check_write_and_attend, both, attend, problem)
         both = both if as_before and _is_right("write_and_attend", backend, check) else None
     return replace(ops, paged_attention=attend, write_kv=write, write_and_attend=both)
+
+
+def checked_latent(ops: Ops, problem: LatentProblem, backend: str) -> Ops:
+    """The same, after its latent attention and its write of latents were tried, as `checked`."""
+    from jaxserve.pallas_kernels.selfcheck_latent import check_latent, check_write_latent
+
+    attend, write = ops.latent_attention, ops.write_latent
+    if attend is not latent.latent_attention and not _is_right(
+        "latent", backend, lambda: check_latent(attend, problem)
+    ):
+        attend = latent.latent_attention
+    if write is not latent.write_latent and not _is_right(
+        "write_latent", backend, lambda: check_write_latent(write, problem)
+    ):
+        write = latent.write_latent
+    return replace(ops, latent_attention=attend, write_latent=write)
 
 
 def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,21 @@ import jax.numpy as jnp
 from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.latent_attention import reference as latent
+from jaxserve.pallas_kernels.latent_attention.expanded import absorb, project_values
 from jaxserve.pallas_kernels.paged_attention import reference
-from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
-from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, choose, load
 from jaxserve.pallas_kernels.routing import Router, route
-from jaxserve.pallas_kernels.types import BlockArray, KVPages, MixedArray, PanelArray, QuantArray, QuantRows
-
-if TYPE_CHECKING:  # imported only where a device is tried
-    pass
-
-log = logging.getLogger(__name__)
+from jaxserve.pallas_kernels.types import (
+    BlockArray,
+    KVPages,
+    LatentPages,
+    MixedArray,
+    PanelArray,
+    QuantArray,
+    QuantRows,
+)
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
@@ -178,6 +180,8 @@ class Ops:
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
     write_and_attend: Callable[..., tuple[jax.Array, KVPages]] | None = None
+    latent_attention: Callable[..., jax.Array] = latent.latent_attention
+    write_latent: Callable[..., LatentPages] = latent.write_latent
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     count: jax.Array | None = None  # leading rows that matter, see `counting`
@@ -292,100 +296,19 @@ class Ops:
         q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
         return self.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
 
+    def attend_latent(
+        self, heads: LatentHeads, pages: LatentPages, slots: jax.Array, rows: tuple[jax.Array, ...],
+        first_page: jax.Array | int, *, scale: float, decode_only: bool,
+    ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
+        """Writes a layer's new latents to the pages, then computes attention [tokens, heads, v_dim]. `rows` are arguments
+        of `latent_attention`."""
+        rank = heads.k_up.shape[-1]
+        pages = self.write_latent(pages, heads.row, slots, first_page, rank=rank)
+        q = absorb(heads.q, heads.k_up)
+        options: Any = {"first_page": first_page, "scale": scale, "rank": rank, "decode_only": decode_only}
+        return project_values(self.latent_attention(q, pages, *rows, **options), heads.v_up), pages
+
     def counting(self, count: jax.Array) -> Ops:
         """Returns operations that compute only the `count` (int32 scalar) leading rows of their inputs."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
         return replace(self, count=count, **{name: partial(getattr(self, name), count=count) for name in counted})
-
-
-def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """Returns `multiply` of `quant_matmul` for `device`. It raises BackendError for a weight that the backend cannot
-    do.
-
-    With `parts` it returns `Parts.sums`. Where a weight says how its inputs are rounded, `auto` uses 8-bit products if
-    the device has them; otherwise rounded inputs become floats again.
-    """
-
-    def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
-        if isinstance(w, QuantArray) and w.activations is not None:
-            rows = x if isinstance(x, QuantRows) else w8a8.quantize(x, w)
-            if backend == "auto" and w8a8.why_not(device, MatmulProblem.of(rows, w, partitioned)) is None:
-                return w8a8.quant_matmul_parts(rows, w) if parts else w8a8.quant_matmul(rows, w)
-            y = w8a8.emulated(rows, w, partial(multiply, count=count))
-            return y.astype(rows.dtype)[None] if parts else y
-        module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
-        if not parts:
-            return module.quant_matmul(x, w, count=count)
-        if hasattr(module, "quant_matmul_parts"):
-            return module.quant_matmul_parts(x, w, count=count)
-        return module.quant_matmul(x, w, count=count).astype(x.dtype)[None]
-
-    return multiply
-
-
-def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """Returns `experts.grouped_matmul` for `device`. The backend of a single weight also multiplies quantized stacks of
-    its form, if it supports stacks; otherwise plain XLA does."""
-
-    def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
-        if isinstance(w, PanelArray):
-            from jaxserve.pallas_kernels import cpu_panels
-
-            return cpu_panels.grouped_matmul(x, w, group_sizes)
-        if isinstance(w, QuantArray) and w.order is not None:
-            expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right", method="compare_all")
-            order = w.order[jnp.minimum(expert, len(w.order) - 1)]
-            x, w = jnp.take_along_axis(x, order, axis=1), replace(w, order=None)
-        if isinstance(w, QuantArray | BlockArray):
-            module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
-            if hasattr(module, "grouped_quant_matmul") and not isinstance(w, BlockArray):
-                return module.grouped_quant_matmul(x, w, group_sizes)
-        return experts.grouped_matmul(x, w, group_sizes)
-
-    return multiply
-
-
-def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """Returns `experts.mixture` for `device`."""
-    multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
-
-    def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
-        if isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
-            from jaxserve.pallas_kernels import cpu_panels
-
-            return cpu_panels.mixture(x, chosen, weights, w, **options)
-        return experts.mixture(x, chosen, weights, w, multiply=multiply, **options)
-
-    return mixture
-
-
-def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "auto", partitioned: bool = False) -> Ops:
-    """Returns the operations for a model on `device`. `backend` is the one requested for attention. Raises
-    BackendError.
-
-    XLA splits `partitioned` models over devices, but can split only its own dense operations. So the caller must run
-    kernels, those of `fused` included, on each device's own part.
-    """
-    from jaxserve.pallas_kernels import cpu  # imports this module
-
-    module = load("attention", choose("attention", device, attention, backend))
-    kinds: dict[str, Any] = {"paged_attention": module.paged_attention}
-    kinds["write_kv"] = getattr(module, "write_kv", write_kv)
-    kinds["write_and_attend"] = getattr(module, "write_and_attend", None)
-    if device.platform == "cpu" and not partitioned:
-        return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
-    return _with_triton(Ops(**kinds), device, attention.q_dtype)
-
-
-def _with_triton(ops: Ops, device: Device, dtype: Any) -> Ops:
-    """Adds the kernels that do several operations in one launch, if `device` can use them."""
-    if device.platform != "gpu":
-        return ops
-    try:
-        from jaxserve.pallas_kernels import draw_triton, fused_triton
-    except ImportError as error:
-        log.warning("%s is not installed, so steps launch more kernels", error.name)
-        return ops
-    if draw_triton.why_not(device) is None:
-        ops = replace(ops, draw=draw_triton.draw)
-    return ops if fused_triton.why_not(device, dtype) else replace(ops, fused=fused_triton)

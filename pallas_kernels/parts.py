@@ -54,3 +54,18 @@ class Heads(NamedTuple):
     q_norm: jax.Array | Row | None = None
     k_norm: jax.Array | Row | None = None
     sinks: jax.Array | Row | None = None
+
+
+class LatentHeads(NamedTuple):
+    """What multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) takes of new tokens, norms and rotary positions
+    applied.
+
+    q: [tokens, heads, nope + rope].
+    row: [tokens, rank + rope], a latent and the rotated key, which all heads share.
+    k_up: [heads, nope, rank], which makes a head's keys of latents; v_up: [heads, v_dim, rank], its values.
+    """
+
+    q: jax.Array
+    row: jax.Array
+    k_up: jax.Array
+    v_up: jax.Array

@@ -54,6 +54,12 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _SIZE),
     **dict.fromkeys(("norm_topk_prob", "qkv_bias"), _FLAG),
     "decoder_sparse_step": _count(2**12),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _SIZE),
+    **dict.fromkeys(("n_routed_experts", "n_group", "topk_group"), _count(2**12)),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), _count(2**12, least=0)),
+    "routed_scaling_factor": _POSITIVE,
+    **dict.fromkeys(("topk_method", "scoring_func"), _TEXT),
+    "rope_interleave": _FLAG,
     "mlp_only_layers": (
         "a list of layers' numbers",
         lambda value: type(value) is list and all(type(x) is int for x in value),

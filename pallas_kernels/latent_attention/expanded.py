@@ -12,6 +12,7 @@ and v6e, not yet run on them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -90,6 +91,55 @@ def project_values(out: jax.Array, v_up: jax.Array) -> jax.Array:
     v_up: [heads, v_dim, rank], which makes a head's values of latents.
     """
     return jnp.einsum("thr,hvr->thv", out, v_up, preferred_element_type=jnp.float32).astype(out.dtype)
+
+
+def attention_of_heads(
+    attend: Callable[..., jax.Array],
+    q: jax.Array,
+    pages: LatentPages,
+    k_up: jax.Array,
+    v_up: jax.Array,
+    tables: jax.Array,
+    q_start: jax.Array,
+    kv_len: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    scale: float,
+    first_page: jax.Array | int = 0,
+    decode_only: bool = False,
+    expand: bool = False,
+    compute_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """From heads' queries to heads' results: decodes in the absorbed form by `attend`, a backend's `latent_attention`;
+    prompts so, too, or expanded.
+
+    Args:
+      q: [tokens, heads, nope + rope], not absorbed.
+      k_up: [heads, nope, rank]; v_up: [heads, v_dim, rank].
+      expand: has the rows from num_decodes on computed in the expanded form; `cheaper_form` tells when to.
+      Others as `reference.latent_attention` and `expanded_attention`.
+
+    Returns:
+      [tokens, heads, v_dim] in the queries' type; rows of padding tokens are unspecified but finite.
+    """
+    tokens, rank = len(q), k_up.shape[-1]
+    expand = expand and not decode_only
+    options: dict[str, Any] = {"scale": scale, "first_page": first_page}
+    decodes = min(tokens, len(tables)) if expand else tokens
+    # Only decodes are left to `attend`: the rows behind them become empty.
+    starts = jnp.minimum(q_start, num_decodes) if expand else q_start
+    absorbed = attend(
+        absorb(q[:decodes], k_up), pages, tables, starts, kv_len, num_decodes,
+        rank=rank, decode_only=decode_only or expand, **options,
+    )  # fmt: skip
+    out = project_values(absorbed, v_up)
+    if not expand:
+        return out
+    prompts = expanded_attention(
+        q, pages, k_up, v_up, tables, q_start, kv_len, num_decodes, compute_dtype=compute_dtype, **options
+    )
+    out = jnp.pad(out, ((0, tokens - decodes), (0, 0), (0, 0)))
+    return jnp.where(jnp.arange(tokens)[:, None, None] < num_decodes, out, prompts)
 
 
 @partial(jax.jit, static_argnames=("scale", "compute_dtype"))

@@ -53,14 +53,22 @@ def write_latent(
     """
     slots = jnp.maximum(slots, 0)
     page, offset = slots // pages.page_size + first_page, slots % pages.page_size
+    new, own = as_stored(pages, rows, rank)
     scale = pages.scale
     if scale is not None:
+        scale = scale.at[page, :, offset].set(own, mode="promise_in_bounds")
+    return LatentPages(pages.data.at[page, offset].set(new, mode="promise_in_bounds"), scale)
+
+
+def as_stored(pages: LatentPages, rows: jax.Array, rank: int) -> tuple[jax.Array, jax.Array | None]:
+    """Rows [tokens, rank + rope] as the pages hold them, [tokens, width], and their scales, float32 [tokens, 2], or
+    None."""
+    own = None
+    if pages.scale is not None:
         parts = [quantize(part, pages.data.dtype) for part in (rows[:, :rank], rows[:, rank:])]
         rows = jnp.concatenate([codes for codes, _ in parts], axis=1)
-        own = jnp.stack([factor for _, factor in parts], axis=1)  # [tokens, 2]
-        scale = scale.at[page, :, offset].set(own, mode="promise_in_bounds")
-    rows = jnp.pad(rows, ((0, 0), (0, pages.width - rows.shape[1]))).astype(pages.data.dtype)
-    return LatentPages(pages.data.at[page, offset].set(rows, mode="promise_in_bounds"), scale)
+        own = jnp.stack([factor for _, factor in parts], axis=1)
+    return jnp.pad(rows, ((0, 0), (0, pages.width - rows.shape[1]))).astype(pages.data.dtype), own
 
 
 @partial(jax.jit, static_argnames=("scale", "rank", "decode_only"))

@@ -13,8 +13,9 @@ ON_DEVICES = (
     "cohere_qk_norm",
     "olmo2_post",
     "gemma3_older",
+    "deepseek_v3_groups",
 )  # norms split over devices, and norms that need all of them
-IN_PARTS = ("gemma3_older", "opt_350m")
+IN_PARTS = ("gemma3_older", "opt_350m", "deepseek_v3_groups")
 
 
 def cases(usual):

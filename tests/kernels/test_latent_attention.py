@@ -179,6 +179,28 @@ def test_expanded_keys_and_values_give_the_same(config, tile, monkeypatch):
         np.testing.assert_allclose(np.asarray(projected)[: len(gold)], gold, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("rows", [[(1, 300), (1, 5), (50, 60), (30, 90)], [(1, 40), (1, 9)], [(60, 90)]])
+@pytest.mark.parametrize("expand", [False, True])
+def test_from_heads_queries_to_heads_results(backend, expand, rows):
+    config = CONFIGS[2]
+    rng = np.random.default_rng(5)
+    k_up = rng.standard_normal((config.heads, 24, config.rank)).astype(np.float32) / config.rank**0.5
+    v_up = rng.standard_normal((config.heads, 20, config.rank)).astype(np.float32)
+    batch = make_batch(config, rows, 1)
+    q = rng.standard_normal((config.tokens, config.heads, 24 + config.rope)).astype(np.float32)
+    batch.q = np.concatenate([np.einsum("thn,hnr->thr", q[..., :24], k_up), q[..., 24:]], axis=-1)
+    gold = np.einsum("thr,hvr->thv", batch.gold(), v_up.astype(np.float64))
+    _, pages, *arrays = batch.arguments()
+    options = {"scale": config.scale, "first_page": jnp.int32(config.first_page), "expand": expand}
+    options["decode_only"] = all(new == 1 for new, _ in rows)
+    call = jax.jit(lambda *a: expanded.attention_of_heads(backend.latent_attention, *a, **options))
+    out = np.asarray(call(jnp.asarray(q), pages, k_up, v_up, *arrays))
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[: len(gold)], gold, rtol=0, atol=2e-4)
+    program = call.lower(jnp.asarray(q), pages, k_up, v_up, *arrays).as_text()
+    assert ("expanded_attention" in program) == (expand and not options["decode_only"])
+
+
 def test_which_form_is_cheaper():
     """Operations of DeepSeek-V3's heads, counted by hand; a decode is never cheaper expanded, a long prompt always."""
     one = expanded.form_operations(1, 1000, 128)

@@ -26,6 +26,7 @@ class Family:
     read_config: Callable[[HFConfig], ModelConfig]
     names: Names
     ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
+    more_layers: bool = False  # files hold layers behind the last one, which predict several tokens at a time
     variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
 
     def roles(self, config: ModelConfig) -> Names:
