@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -26,7 +26,13 @@ from jaxserve.pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -41,7 +47,26 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+# Where the Hugging Face model of an architecture has other names. Stacks of experts [experts, out, in] have an expert's
+# name without its number (see `stacks`).
+_OTHER_LAYER = {
+    "llama": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.w2",
+    }
+}
+_STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -59,6 +84,13 @@ class GGUFTensor(TensorInfo):
     @property
     def rows_at_once(self) -> int:
         return self.head_dim or 1
+
+    def entry(self, index: int, name: str) -> Self:
+        """As of TensorInfo; `nbytes` is of floats here."""
+        whole = StoredTensor(self.name, self.path, self.type, self.shape, self.start)
+        return replace(
+            self, name=name, shape=self.shape[1:], start=self.start + index * (whole.nbytes // self.shape[0])
+        )
 
     def read_blocks(self) -> QuantArray | np.ndarray:
         """The whole tensor; quantized if its type is one that `decode` keeps quantized."""
@@ -150,7 +182,7 @@ def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
     tensors = {}
     for stored in file.tensors.values():
         if stored.name != _ROPE_FACTORS:
-            tensor = _tensor(stored, head_dim if keys.architecture == "llama" else 0)
+            tensor = _tensor(stored, head_dim if keys.architecture == "llama" else 0, keys.architecture)
             tensors[tensor.name] = tensor
     kinds = {tensor.type for tensor in tensors.values()}
     if others := sorted(kind.name for kind in kinds if needs_package(kind)):
@@ -186,6 +218,10 @@ class _Keys:
 
     def size(self, key: str, default: int | None = None) -> int:
         return self.take(key, lambda value: type(value) is int and 0 < value < 2**31, default)
+
+    def count(self, key: str) -> int:
+        """A size that may be 0, which is also what its absence means."""
+        return self.take(key, lambda value: type(value) is int and 0 <= value < 2**31, 0)
 
     def real(self, key: str, default: float | None = None) -> float:
         """A positive number: the shortest decimal that rounds to the file's float32, such as 1e-05."""
@@ -234,10 +270,12 @@ def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
     }
     if scaling := _rope_scaling(file, keys, config):
         config["rope_scaling"] = scaling
-    if keys.architecture != "qwen2":
+    if keys.architecture not in ("qwen2", "qwen2moe"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if keys.architecture == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if experts := keys.count("expert_count"):
+        config |= _experts(keys, experts)
         if keys.left.get("attention.sliding_window"):
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": keys.size("attention.sliding_window")}
     keys.expect("attention.value_length", head_dim)
@@ -247,6 +285,27 @@ def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
         keys.left.pop(harmless, None)
     keys.finish()
     return config
+
+
+def _experts(keys: _Keys, count: int) -> dict[str, Any]:
+    """Settings of a mixture of experts, which llama.cpp's code for an architecture says in part."""
+    top_k = keys.size("expert_used_count")
+    if keys.architecture == "llama":
+        return {"architectures": ["MixtralForCausalLM"], "num_local_experts": count, "num_experts_per_tok": top_k}
+    made = {"num_experts": count, "num_experts_per_tok": top_k, "norm_topk_prob": keys.architecture == "qwen3moe"}
+    made["moe_intermediate_size"] = keys.size("expert_feed_forward_length", _inputs_of(keys, "ffn_down_exps"))
+    if keys.architecture == "qwen2moe":
+        shared = keys.size("expert_shared_feed_forward_length", _inputs_of(keys, "ffn_down_shexp"))
+        made["shared_expert_intermediate_size"] = shared
+    return made
+
+
+def _inputs_of(keys: _Keys, part: str) -> int:
+    """The inputs of a tensor of the first layer, which older files leave unsaid."""
+    tensor = keys.file.tensors.get(f"blk.0.{part}.weight")
+    if tensor is None or len(tensor.shape) < 2:
+        raise keys.refuse(f"there is no tensor blk.0.{part}.weight")
+    return tensor.shape[-1]
 
 
 def _dtype(kinds: set[str]) -> str:
@@ -303,14 +362,14 @@ def _llama3_scaling(file: GGUFFile, keys: _Keys, theta: float, head_dim: int) ->
     raise keys.refuse(f"{_ROPE_FACTORS} holds no scaling of Llama 3.1's kind: {divisors.tolist()}")
 
 
-def _tensor(stored: StoredTensor, head_dim: int) -> GGUFTensor:
+def _tensor(stored: StoredTensor, head_dim: int, architecture: str) -> GGUFTensor:
     """A tensor under its Hugging Face name. `head_dim` is 0 unless queries and keys are stored in pairs of rows."""
     parsed = _NAME.fullmatch(stored.name)
     layer, part, kind = parsed.groups() if parsed else (None, "", "")
-    name = (_LAYER if layer else _TOP).get(part)
+    name = (_LAYER | _OTHER_LAYER.get(architecture, {}) if layer else _TOP).get(part)
     if name is None:
         raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is of a kind that is not supported")
-    if stored.type.name not in FLOATS and len(stored.shape) != 2:
+    if stored.type.name not in FLOATS and len(stored.shape) != (3 if part in _STACKS else 2):
         raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is quantized, but no matrix")
     pairs = head_dim if part in ("attn_q", "attn_k") else 0
     if pairs and (pairs % 2 or stored.shape[0] % pairs):

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats import QuantReader
 from jaxserve.checkpoints.int4 import PackedInt4
-from jaxserve.checkpoints.mixed import mixed_array, rows_of, widens
+from jaxserve.checkpoints.mixed import mixed_array, widens
 from jaxserve.checkpoints.quantized import StoredRows, common_form, dequantize
 from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.pallas_kernels.types import MixedArray, QuantArray
@@ -42,14 +42,12 @@ class Piece:
 
     Attributes:
       name: the tensor's in the file.
-      shape: the tensor's in the file, or that of the part which `rows` or `transposed` make of it.
+      shape: the tensor's in the file, or that of its transpose.
       view: the weight's host array -> a writable view with the tensor's axes. Further rows of the view stay zero.
       split: shape that the tensor is reshaped to before it is copied to the view, with broadcasting; None: its own.
       take: the tensor's numbers -> those that belong there, in the order of the view: a part of a fused tensor, other
         rows first, the transpose. It may copy. None: all of them.
         Neither `view`, `split` nor `take` depends on the number of columns, so that they also apply to scales.
-      rows: (first, all) of a tensor with so many rows, of which the piece is shape[0] from the first on, as of fused
-        projections; None: the piece is all of the tensor.
       transposed: where the tensor holds floats, it is [in, out], and the piece its transpose. Quantized ones are not.
     """
 
@@ -58,18 +56,12 @@ class Piece:
     view: Callable[[np.ndarray], np.ndarray]
     split: tuple[int, ...] | None = None
     take: Callable[[np.ndarray], np.ndarray] | None = None
-    rows: tuple[int, int] | None = None
     transposed: bool = False
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of all rows of the tensor, not transposed."""
-        return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in the file where it holds floats."""
-        return self.whole_shape[::-1] if self.transposed else self.whole_shape
+        return self.shape[::-1] if self.transposed else self.shape
 
 
 @dataclass(frozen=True)
@@ -227,9 +219,7 @@ def _sources(pieces: list[Piece], sizes: Sequence[int], out: int) -> np.ndarray:
 
 
 def _rows_of(piece: Piece, reader: RowReader) -> StoredRows:
-    data = reader.read_bytes(piece.name, piece.whole_shape)
-    if piece.rows is not None:
-        data = data[piece.rows[0] : piece.rows[0] + piece.shape[0]]
+    data = reader.read_bytes(piece.name, piece.shape)
     return StoredRows([(str(reader.type_of(piece.name)), data)], np.arange(len(data)), piece.shape[1])
 
 
@@ -240,28 +230,12 @@ def _rows(pieces: list[Piece], reader: RowReader, shape: tuple[int, ...]) -> Sto
 
 def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader) -> np.ndarray | QuantArray:
     if not reader.parts(piece.name):
-        return _floats_of(piece, tensors[piece.name])
+        floats = tensors[piece.name].read()
+        return floats.T if piece.transposed else floats
     assert len(piece.shape) == 2, f"{piece.name} is no matrix"
-    out, inputs = piece.whole_shape
-    value = reader.read(piece.name, (out, inputs))
-    assert value.shape == (out, inputs), (piece.name, value.shape)
-    if piece.rows is None:
-        return value
-    wanted = np.arange(piece.rows[0], piece.rows[0] + piece.shape[0])
-    if not isinstance(value, QuantArray):
-        return value[wanted]
-    in_rows = common_form([value])  # blocks of one row
-    assert in_rows is not None
-    rows = rows_of(in_rows[0], wanted)
-    assert isinstance(rows, QuantArray)
-    return rows
-
-
-def _floats_of(piece: Piece, tensor: TensorInfo) -> np.ndarray:
-    """All of a piece at once, from a tensor of floats."""
-    value = tensor.read()
-    value = value.T if piece.transposed else value
-    return value if piece.rows is None else value[piece.rows[0] : piece.rows[0] + piece.shape[0]]
+    value = reader.read(piece.name, (piece.shape[0], piece.shape[1]))
+    assert value.shape == piece.shape, (piece.name, value.shape)
+    return value
 
 
 def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) -> QuantArray:
@@ -331,8 +305,8 @@ def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
     if piece.take is not None:
         _put(host, piece, tensor.read())
         return
-    if piece.transposed or piece.rows is not None:
-        _put(host, piece, _floats_of(piece, tensor))
+    if piece.transposed:
+        _put(host, piece, tensor.read().T)
         return
     view, split = _view(host, piece), piece.split
     per_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor

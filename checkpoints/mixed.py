@@ -57,7 +57,7 @@ def mixed_array(parts: Sequence[Part], source: np.ndarray) -> MixedArray | None:
     edges = [0, *(1 + np.flatnonzero(np.diff(kind[:period]))), period]
     joined = {number: _joined(some) for number, some in groups.items()}
     spans = list(pairwise(edges))
-    made = [rows_of(joined[int(kind[a])], place.reshape(-1, period)[:, a:b].reshape(-1)) for a, b in spans]
+    made = [_rows(joined[int(kind[a])], place.reshape(-1, period)[:, a:b].reshape(-1)) for a, b in spans]
     return MixedArray(tuple(made), tuple(int(b - a) for a, b in spans))
 
 
@@ -109,7 +109,7 @@ def _joined(parts: list[Part]) -> Part:
     return replace(form[0], **{name: below(name) for name in ("codes", "scale", "zero", "bias", "gain")})
 
 
-def rows_of(w: Part, places: np.ndarray) -> Part:
+def _rows(w: Part, places: np.ndarray) -> Part:
     """Some rows of a weight; of a QuantArray, whose blocks have one row."""
     if isinstance(w, StoredRows):
         return replace(w, source=w.source[places])

@@ -26,7 +26,12 @@ PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{role}_proj": f"ffn_{role}_shexp" for role in ("gate", "up", "down")},
 }
+EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -36,6 +41,8 @@ def gguf_name(name: str) -> str:
     if stem in TOP:
         return f"{TOP[stem]}.{kind}"
     _, _, number, part = stem.split(".", 3)
+    if ".experts." in part:
+        return f"blk.{number}.ffn_{EXPERTS[part.rsplit('.', 1)[1]]}_exps.{kind}"
     return f"blk.{number}.{PARTS[part]}.{kind}"
 
 
@@ -81,7 +88,7 @@ def write_gguf(folder: Path, path: Path, kind: Callable[[str], Kind] = lambda na
     Types that the package cannot quantize to get random blocks. `options` are GGUFWriter's.
     """
     config = json.loads((folder / "config.json").read_text())
-    family = config["model_type"].replace("mistral", "llama")
+    family = config["model_type"].replace("mistral", "llama").replace("mixtral", "llama").replace("_moe", "moe")
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, family, **options)
@@ -89,11 +96,17 @@ def write_gguf(folder: Path, path: Path, kind: Callable[[str], Kind] = lambda na
     add_rope(writer, config, head_dim)
     if (folder / "tokenizer.json").exists():
         add_tokenizer(writer, folder)
+    stacks: dict[str, list[np.ndarray]] = {}
     for name, tensor in read_folder(folder).items():
         values, stored = tensor.read().astype(np.float32), gguf_name(name)
+        if "_exps" in stored:
+            stacks.setdefault(stored, []).append(values)
+            if len(stacks[stored]) < (config.get("num_experts") or config["num_local_experts"]):
+                continue
+            values = np.stack(stacks[stored])
         if family == "llama" and "_proj" in name and stored.split(".")[2] in ("attn_q", "attn_k"):
             values = in_pairs(values, heads if "attn_q" in stored else kv_heads)
-        number = kind(name) if values.ndim == 2 else Kind.F32
+        number = kind(name) if values.ndim > 1 else Kind.F32
         writer.add_tensor(stored, stored_as(values, number), raw_dtype=number)
     return write(writer, path)
 
@@ -102,7 +115,8 @@ def stored_as(values: np.ndarray, kind: Kind) -> np.ndarray:
     try:
         return gguf.quants.quantize(values, kind)
     except NotImplementedError:
-        return random_blocks(kind, *values.shape)
+        rows = values.reshape(-1, values.shape[-1])
+        return random_blocks(kind, *rows.shape).reshape(*values.shape[:-1], -1)
 
 
 def write(writer: gguf.GGUFWriter, path: Path) -> Path:
@@ -125,6 +139,13 @@ def add_shape(writer: gguf.GGUFWriter, config: dict, heads: int, kv_heads: int, 
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if count := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config.get("sliding_window") and config["model_type"] == "mistral":
         writer.add_sliding_window(config["sliding_window"])
 

@@ -83,6 +83,29 @@ def as_bytes(state):
     return np.frombuffer(json.dumps(state).encode(), np.uint8)
 
 
+def pack_words(codes: np.ndarray) -> np.ndarray:
+    """Codes of 0 to 15 [rows, columns] -> int32 [rows / 8, columns], the first of eight in the lowest bits."""
+    eight = codes.astype(np.uint32).reshape(-1, 8, codes.shape[1])
+    return sum(eight[:, i] << np.uint32(4 * i) for i in range(8)).view(np.int32)
+
+
+def gptq(weight: np.ndarray, group_of: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A weight [out, in] rounded to GPTQ's tensors, of which input i belongs to group_of[i]; and their values."""
+    groups = group_of.max() + 1
+    low, high = (np.stack([f(weight[:, group_of == g], axis=1) for g in range(groups)]) for f in (np.min, np.max))
+    scale = ((high - low) / 15).astype(np.float16)
+    zero = np.clip(np.round(-low / scale), 1, 15)  # [groups, out]; stored less one
+    codes = np.clip(np.round(weight.T / scale[group_of] + zero[group_of]), 0, 15)
+    values = ((codes - zero[group_of]) * scale[group_of].astype(np.float32)).T
+    tensors = {
+        "qweight": pack_words(codes),
+        "qzeros": pack_words(zero.T - 1).T.copy(),
+        "scales": scale,
+        "g_idx": group_of,
+    }
+    return tensors, np.ascontiguousarray(values, np.float32)
+
+
 def bit_rows(codes, bits):
     """ExLlamaV2's pack_columns, one Python number per column: codes [in, out] -> int32 [in * bits / 32, out]."""
     rows = len(codes) * bits // 32

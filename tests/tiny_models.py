@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from dense_models import DENSE_CASES, dense_manifest, dense_mean_and_std
+from moe_models import MOE_CASES
 from safetensors.numpy import save_file
 
 UNK, BOS, EOS, IM_START, IM_END = range(5)
@@ -304,14 +305,15 @@ CASES: dict[str, Case] = {
     "tp_mha": _case("qwen2", hidden=128, heads=8, kv_heads=8, intermediate=256, theta=1000000.0),
 }
 
-for _name, _dense in DENSE_CASES.items():
+OTHER_CASES = DENSE_CASES | MOE_CASES
+for _name, _dense in OTHER_CASES.items():
     _generation = {"bos_token_id": BOS, "eos_token_id": EOS}
     CASES[_name] = Case(_dense.config, _generation, "float32", _dense.prompt_lengths, _dense.options)
 
 
 def shapes_of(case_name: str) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in a case's checkpoint."""
-    return dense_manifest(case_name) if case_name in DENSE_CASES else manifest(CASES[case_name].config)
+    return dense_manifest(case_name) if case_name in OTHER_CASES else manifest(CASES[case_name].config)
 
 
 def _experts(config: dict[str, Any], layer: int) -> dict[str, tuple[int, int, bool]]:
@@ -404,7 +406,7 @@ def tensors(case_name: str) -> Iterator[tuple[str, np.ndarray]]:
     """The checkpoint's tensors in the dtype they are stored in, in the order of `manifest`."""
     case = CASES[case_name]
     for name, shape in shapes_of(case_name).items():
-        if dense := DENSE_CASES.get(case_name):
+        if dense := OTHER_CASES.get(case_name):
             mean, std = dense_mean_and_std(dense, name, shape, case.config["model_type"] == "gpt2")
         else:
             mean, std = _mean_and_std(name, shape, case.config["tie_word_embeddings"])

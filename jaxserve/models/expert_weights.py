@@ -26,7 +26,10 @@ def expert_pieces(
     if experts.router_bias:
         made["mlp/router/bias"] = [_piece(names, "router.bias", layer, (experts.count,))]
     if experts.router.corrected:
-        made["mlp/correction"] = [_piece(names, "correction", layer, (experts.count,), lambda t: t)]
+        row = "correction_row" in names
+        shape = (1, experts.count) if row else (experts.count,)
+        role = "correction_row" if row else "correction"
+        made["mlp/correction"] = [_piece(names, role, layer, shape, lambda t: t.reshape(shape))]
     fused = "expert_gate_up.weight" in names
     if fused and "expert_gate.weight" in names:
         fused = not has(names["expert_gate.weight"].format(i=layer, e=0))

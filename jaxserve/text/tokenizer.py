@@ -94,6 +94,7 @@ class Tokenizer:
         own_eos = [] if hf_tokenizer.eos_token_id is None else [hf_tokenizer.eos_token_id]
         self.eos_token_ids = tuple(dict.fromkeys([*own_eos, *self.generation_defaults.eos_token_ids]))
         added = hf_tokenizer.added_tokens_decoder
+        self.eos_token_ids = tuple(dict.fromkeys([*self.eos_token_ids, *_turn_ends(added)]))
         self.special_ids = frozenset(hf_tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
         self._added = {i: token.content for i, token in added.items()}
         steps = _decoder_steps(self._backend)
@@ -279,6 +280,13 @@ class Tokenizer:
             ) from None
         except Exception as error:  # a template is a program that may raise anything about these messages
             raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
+
+
+def _turn_ends(added: Mapping[int, Any]) -> list[int]:
+    """Ids of the tokens that end an answer of gpt-oss, whatever its configuration says: `<|return|>` and, after a call,
+    `<|call|>`."""
+    ids = {token.content: i for i, token in added.items()}
+    return [ids["<|return|>"], ids["<|call|>"]] if {"<|channel|>", "<|return|>", "<|call|>"} <= ids.keys() else []
 
 
 def load_tokenizer(

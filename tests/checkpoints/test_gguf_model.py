@@ -138,7 +138,10 @@ def altered(model_folders, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"architecture": "gemma"}, r"general.architecture 'gemma' is not supported \(only llama, qwen2, qwen3\)"),
+        (
+            {"architecture": "gemma"},
+            r"general.architecture 'gemma' is not supported \(only llama, qwen2, qwen3, qwen2moe",
+        ),
         ({"architecture": [1, 2]}, "general.architecture .* is not supported"),
         ({"block_count": None}, "llama.block_count=None is not supported"),
         ({"block_count": "two"}, "llama.block_count='two' is not supported"),
@@ -151,11 +154,11 @@ def altered(model_folders, tmp_path, monkeypatch):
         ({"rope__scaling__type": "longrope"}, "llama.rope.scaling.type='longrope' is not supported"),
         ({"rope__scaling__type": "linear", "rope__scaling__yarn_attn_factor": 1.5}, "yarn_attn_factor=1.5"),
         ({"attention__causal": False}, "llama.attention.causal=False is not supported"),
-        ({"expert_count": 8}, "settings that are not understood: llama.expert_count=8"),
+        ({"expert_count": 8}, "llama.expert_used_count=None is not supported"),
         ({"logit_scale": 0.5}, "settings that are not understood: llama.logit_scale=0.5"),
         (
-            {"tensors": {"blk.0.ffn_gate_inp.weight": np.ones((2, 2), np.float32)}},
-            "'blk.0.ffn_gate_inp.weight' is of a",
+            {"tensors": {"blk.0.ssm_in.weight": np.ones((2, 2), np.float32)}},
+            "'blk.0.ssm_in.weight' is of a",
         ),
         (
             {"rope__scaling__factor": 2.0, "tensors": {"rope_freqs.weight": np.ones(64, np.float32)}},

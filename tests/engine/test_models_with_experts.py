@@ -1,6 +1,7 @@
 """Models with experts: over several devices, beside other requests, quantized in every way."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -8,10 +9,15 @@ import pytest
 import tiny_models
 from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
+from gguf_files import Kind, write_gguf
+from moe_models import MOE_CASES
+from quantized_files import gptq
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.config import ConfigError
+from jaxserve.models.load import Checkpoint
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 CASE = "mixtral_experts"  # 5 experts, 2 for each token
@@ -29,7 +35,12 @@ def stacks(engine):
     return {path: w for path, w in flat.items() if path.endswith(("experts_gate_up", "experts_down"))}
 
 
-@pytest.mark.parametrize("case", [CASE, "qwen2_moe_shared", "qwen3_moe_step"])
+USUAL = (CASE, "qwen2_moe_shared", "gpt_oss_sinks", "glm4_moe_groups")  # the others run with -m slow
+
+
+@pytest.mark.parametrize(
+    "case", [*USUAL, *(pytest.param(case, marks=pytest.mark.slow) for case in MOE_CASES if case not in USUAL)]
+)
 def test_devices_and_neighbours_change_no_token(case, model_folders):
     folder = model_folders(case)
     alone = [answers(make_engine(folder), 1), answers(make_engine(folder), 4)]
@@ -85,6 +96,44 @@ def test_panels_of_experts(model_folders):
         assert len({tuple(ids) for ids in answers(engine, 4)}) > 1
 
 
+GGUF_KINDS = {"F16": Kind.F16, "Q8_0": Kind.Q8_0, "Q4_K": Kind.Q4_K, "Q6_K": Kind.Q6_K}
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [(CASE, "Q8_0"), (CASE, "F16"), ("qwen2_moe_gguf", "Q8_0"), ("wide", "Q4_K"), ("wide", "Q6_K")]
+)
+def test_gguf(case, kind, tmp_path, model_folders):
+    """Stacks of experts in a GGUF file: the tokens of the same values in files of floats, on one device and two."""
+    folder = model_folders(case) if case in tiny_models.CASES else other_case(case, tmp_path / "case")
+    of_experts = GGUF_KINDS[kind]
+    path = write_gguf(folder, tmp_path / "model.gguf", lambda name: of_experts if "experts" in name else Kind.F32)
+    file = Checkpoint.open(path)
+    stored = {name: dequantized(file, name) for name in file.tensors}
+    (tmp_path / "floats").mkdir()
+    plain = answers(make_engine(float_copy(folder, stored, tmp_path / "floats")), 4)
+    engine = make_engine(path, matmul_backend="cpu", dtype="float32")
+    assert {type(w) for w in stacks(engine).values()} == {PanelArray}
+    assert answers(engine, 4) == plain
+    if kind == "Q4_K":
+        assert answers(make_engine(path, tensor_parallel_size=2), 4) == plain
+
+
+def dequantized(file, name):
+    tensor = file.tensors[name]
+    return np.ascontiguousarray(tensor.read().astype(np.float32))
+
+
+def other_case(name, folder):
+    """Cases that transformers did not compute."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 3}
+    base = tiny_models.CASES[CASE] if name == "wide" else tiny_models.CASES["qwen2_moe_shared"]
+    changed = (
+        wide if name == "wide" else {"mlp_only_layers": [], "moe_intermediate_size": 64, "use_sliding_window": False}
+    )
+    tiny_models.CASES[name] = replace(base, config=base.config | changed)
+    return tiny_models.build(name, folder)
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_dummy_weights(scheme, devices, model_folders):
@@ -93,3 +142,65 @@ def test_dummy_weights(scheme, devices, model_folders):
     floats = [x.dtype for x in jax.tree.leaves(stacks(engine)) if x.ndim == 3 and x.dtype in ("float32", "bfloat16")]
     assert len(floats) <= len(stacks(engine)), "only scales are floats"
     assert len({tuple(ids) for ids in answers(engine, 4)}) > 1
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq(act_order, tmp_path, model_folders):
+    """Experts in GPTQ's tensors, each expert its own; with act-order each has its own order of inputs."""
+    quantized, plain, order, rng = {}, {}, {}, np.random.default_rng(4)
+    for name, tensor in tiny_models.tensors(CASE):
+        if ".experts." not in name:
+            quantized[name] = plain[name] = tensor
+            continue
+        stem, inputs = name.removesuffix(".weight"), tensor.shape[1]
+        groups = np.arange(inputs, dtype=np.int32) // 32
+        key = stem.rsplit(".", 1)[0] if stem.endswith(("w1", "w3")) else stem
+        of_input = order.setdefault(key, rng.permutation(groups) if act_order else groups)
+        parts, plain[name] = gptq(tensor.astype(np.float32), of_input)
+        quantized |= {f"{stem}.{part}": value for part, value in parts.items()}
+    folders = [tmp_path / "gptq", tmp_path / "floats"]
+    for folder, values in zip(folders, (quantized, plain), strict=True):
+        folder.mkdir()
+        float_copy(model_folders(CASE), values, folder)
+    config = json.loads((folders[0] / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": act_order}
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    expected = answers(make_engine(folders[1]), 4)
+    engine = make_engine(folders[0], matmul_backend="cpu")
+    assert all(isinstance(w, QuantArray) and (w.order is not None) == act_order for w in stacks(engine).values())
+    assert answers(engine, 4) == expected
+    if act_order:
+        with pytest.raises(ConfigError, match="desc_act are served by one device only"):
+            make_engine(folders[0], tensor_parallel_size=2)
+    else:
+        assert answers(make_engine(folders[0], tensor_parallel_size=2), 4) == expected
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_mxfp4(devices, tmp_path, model_folders):
+    """gpt-oss as it is published: stacks of experts in MXFP4, [experts, out, in / 32, 16], beside floats."""
+    case, rng = "gpt_oss_sinks", np.random.default_rng(6)
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    quantized, plain = {}, {}
+    for name, tensor in tiny_models.tensors(case):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            quantized[name] = plain[name] = tensor
+            continue
+        experts, inputs, out = tensor.shape
+        blocks = rng.integers(0, 256, (experts, out, inputs // 32, 16), np.uint8)
+        scales = rng.integers(121, 125, (experts, out, inputs // 32), np.uint8)
+        values = np.stack([table[blocks & 15], table[blocks >> 4]], -1).reshape(*scales.shape, 32)
+        values = (values * np.exp2(scales.astype(np.float32) - 127)[..., None]).reshape(experts, out, inputs)
+        plain[name] = np.ascontiguousarray(values.swapaxes(1, 2))
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    folders = [tmp_path / "mxfp4", tmp_path / "floats"]
+    for folder, values in zip(folders, (quantized, plain), strict=True):
+        folder.mkdir()
+        float_copy(model_folders(case), values, folder)
+    config = json.loads((folders[0] / "config.json").read_text())
+    modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    engine = make_engine(folders[0], matmul_backend="cpu" if devices == 1 else "auto", tensor_parallel_size=devices)
+    assert {type(w) for w in stacks(engine).values()} == ({PanelArray} if devices == 1 else {QuantArray})
+    assert answers(engine, 4) == answers(make_engine(folders[1]), 4)

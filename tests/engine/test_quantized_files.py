@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_models
 from engines import generate, make_engine, request
+from quantized_files import gptq
 from safetensors.numpy import save_file
 
 from jaxserve.pallas_kernels.cpu_panels import PanelType
@@ -20,24 +21,6 @@ CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": Tr
 
 def is_quantized(x) -> bool:
     return isinstance(x, QuantArray)
-
-
-def pack(codes: np.ndarray) -> np.ndarray:
-    """Codes of 0 to 15 [rows, columns] -> int32 [rows / 8, columns], the first of eight in the lowest bits."""
-    eight = codes.astype(np.uint32).reshape(-1, 8, codes.shape[1])
-    return sum(eight[:, i] << np.uint32(4 * i) for i in range(8)).view(np.int32)
-
-
-def gptq(weight: np.ndarray, group_of: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """A weight [out, in] rounded to GPTQ's tensors, of which input i belongs to group_of[i]; and their values."""
-    groups = group_of.max() + 1
-    low, high = (np.stack([f(weight[:, group_of == g], axis=1) for g in range(groups)]) for f in (np.min, np.max))
-    scale = ((high - low) / 15).astype(np.float16)
-    zero = np.clip(np.round(-low / scale), 1, 15)  # [groups, out]; stored less one
-    codes = np.clip(np.round(weight.T / scale[group_of] + zero[group_of]), 0, 15)
-    values = ((codes - zero[group_of]) * scale[group_of].astype(np.float32)).T
-    tensors = {"qweight": pack(codes), "qzeros": pack(zero.T - 1).T.copy(), "scales": scale, "g_idx": group_of}
-    return tensors, np.ascontiguousarray(values, np.float32)
 
 
 @pytest.fixture(scope="module", params=["one order", "orders that differ"])

@@ -111,7 +111,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     """The content of the case's file. Of each prompt the first seed is taken whose greedy path is unambiguous for any
     float32 implementation and free of end-of-sequence tokens."""
     case = tiny_models.CASES[name]
-    if name in dense_models.DENSE_CASES:
+    if name in tiny_models.OTHER_CASES:
         note_shapes(name, folder)
     model = load(tiny_models.build(name, folder))
     check_manifest(model, name)

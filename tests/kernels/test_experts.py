@@ -1,17 +1,28 @@
 """A mixture of experts against NumPy in float64: routing, groups of any size, padding, quantized weights."""
 
+from dataclasses import replace
+
+import gguf
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import Kind, random_blocks
 
+from jaxserve.checkpoints.quantize import Scheme, rtn
+from jaxserve.checkpoints.quantized import dequantize as host_values
+from jaxserve.models.quantized import FORMS
+from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.experts import ExpertWeights, grouped_matmul, mixture
-from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.ops import Ops, grouped_matmul_of, mixture_of
 from jaxserve.pallas_kernels.quant_matmul.reference import dequantize
+from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.routing import Router, route
 from jaxserve.pallas_kernels.types import QuantArray
 
 TOKENS, EXPERTS, INPUTS, SIZE = 13, 6, 32, 24
+CPU = Device("cpu", "cpu")
 rng = np.random.default_rng(3)
 
 
@@ -86,3 +97,143 @@ def test_quantized_experts():
         np.testing.assert_allclose(found[at : at + size], x[at : at + size] @ whole[expert].T, rtol=1e-4, atol=1e-4)
         at += size
     np.testing.assert_array_equal(found[at:], 0)
+
+
+def exact_route(logits, router, correction):
+    """Token by token in float64, as the routers' papers describe it."""
+    found = []
+    for row in logits.astype(np.float64):
+        scores = softmax(row) if router.score == "softmax" else 1 / (1 + np.exp(-row))
+        order = scores + (0 if correction is None else correction)
+        grouped = np.sort(order.reshape(router.groups, -1))
+        groups = grouped[:, -1] if router.group_score == "max" else grouped[:, -2:].sum(1)
+        best = np.argsort(-groups)[: router.top_groups]
+        allowed = np.repeat(np.isin(np.arange(router.groups), best), len(row) // router.groups)
+        own = np.argsort(-np.where(allowed, order, -np.inf))[: router.top_k]
+        weights = scores[own]
+        if router.normalized:
+            weights = weights / max(weights.sum(), router.least_sum, 1e-20)
+        found.append((own.tolist(), weights * router.scale))
+    return found
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"score": "sigmoid"},
+        {"score": "sigmoid", "normalized": False, "weighs_inputs": True},
+        {"score": "sigmoid", "corrected": True, "groups": 4, "top_groups": 2, "group_score": "top2", "scale": 2.5},
+        {"groups": 4, "top_groups": 2, "normalized": False, "scale": 16.0},
+        {"groups": 3, "top_groups": 1, "normalized": True},
+        {"corrected": True, "least_sum": 0.4},
+        {"least_sum": 1e-12, "scale": 0.5},
+    ],
+)
+def test_routers(choices):
+    router = Router(top_k=3, **choices)
+    assert router.problem(12) is None
+    logits = rng.standard_normal((40, 12)).astype(np.float32) * 2
+    correction = rng.standard_normal(12).astype(np.float32) if router.corrected else None
+    given = None if correction is None else jnp.asarray(correction)
+    chosen, weights = route(jnp.asarray(logits), router, given)
+    for (own, expected), row, weight in zip(
+        exact_route(logits, router, correction), np.asarray(chosen), np.asarray(weights), strict=True
+    ):
+        assert row.tolist() == own
+        np.testing.assert_allclose(weight, expected, rtol=1e-5)
+
+
+def test_impossible_routers():
+    assert "between 1 and the 4 experts" in Router(top_k=5).problem(4)
+    assert "3 equal groups" in Router(top_k=1, groups=3).problem(4)
+    assert "fewer than 3" in Router(top_k=3, groups=4, top_groups=1).problem(8)
+    assert "no two greatest" in Router(top_k=1, groups=4, group_score="top2").problem(4)
+
+
+PANELS = ["float32", "bfloat16", "Q8_0", "Q4_K", "Q6_K", "int4", "int8", "mxfp4", "nvfp4"]
+
+
+def panel_stack(kind, out, inputs, arithmetic):
+    """A stack of random weights in panels, and their values [experts, out, inputs] in float64."""
+    members, values = [], []
+    for expert in range(EXPERTS):
+        if kind in ("float32", "bfloat16"):
+            plain = (rng.standard_normal((out, inputs)) / 8).astype(ml_dtypes.bfloat16 if kind == "bfloat16" else "f4")
+            members.append(cpu_panels.pack_floats(plain, arithmetic))
+            values.append(plain.astype(np.float64))
+            continue
+        if kind in cpu_panels.GGUF_TYPES:
+            data = random_blocks(Kind[kind], out, inputs, expert)
+            part = cpu_panels.Rows(cpu_panels.GGUF_TYPES[kind], data)
+            members.append(cpu_panels.pack([part], np.arange(out), inputs, arithmetic))
+            values.append(gguf.quants.dequantize(data, Kind[kind]).astype(np.float64))
+            continue
+        dtype, group, scale = FORMS[kind]
+        if kind in ("mxfp4", "nvfp4"):
+            codes = rng.integers(0, 16, (out, inputs), np.uint8).view(dtype)
+        else:
+            codes = rng.integers(-8, 8, (out, inputs), np.int8).astype(dtype)
+        scales = rng.uniform(0.01, 0.03, (out, inputs // (group or inputs))).astype(scale)
+        gain = rng.uniform(0.5, 1, (out, 1)).astype(np.float32) if kind == "nvfp4" else None
+        w = QuantArray(codes, scales, block=(1, group or inputs), gain=gain)
+        members.append(cpu_panels.pack_quantized(w, arithmetic))
+        values.append(host_values(w).astype(np.float64))
+    return cpu_panels.stack(iter(members), EXPERTS), np.stack(values)
+
+
+@pytest.mark.skipif(not cpu_panels.available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("kind", PANELS)
+def test_panels(kind):
+    """One call for a mixture with weights in panels, against plain XLA with the same values: tokens that share experts,
+    some beyond the count, experts without tokens, biases, every activation."""
+    size, inputs, out = (256, 256, 272) if kind.startswith("Q") else (128, 128, 40)
+    gate_up, first = panel_stack(kind, 2 * size, inputs, "float32")
+    down, second = panel_stack(kind, out, size, "float32")
+    assert (gate_up.shape, down.shape) == (first.shape, second.shape)
+    first_scale, second_scale = np.abs(first).max(), np.abs(second).max()
+    bias = rng.standard_normal((EXPERTS, 2 * size)).astype(np.float32)
+    x = (rng.standard_normal((TOKENS, inputs)) / first_scale / np.sqrt(inputs)).astype(np.float32)
+    chosen = np.stack([rng.permutation(EXPERTS - 1)[:3] for _ in range(TOKENS)]).astype(np.int32)
+    weights = rng.uniform(0.2, 1, (TOKENS, 3)).astype(np.float32)
+    chosen[2, 1] = EXPERTS  # none
+    cases = [("silu", None, True), ("silu", 0.7, True), ("gelu", None, False), ("gelu_tanh", None, True)]
+    for (activation, limit, biased), weighs_inputs, count in zip(
+        cases, (False, True, False, False), (TOKENS, 9, 1, 0), strict=True
+    ):
+        gate = Ops().gate_of(activation, limit)
+        w = ExpertWeights(gate_up, down, jnp.asarray(bias) if biased else None)
+        options = {"gate": gate, "count": jnp.int32(count), "weighs_inputs": weighs_inputs}
+        found = np.asarray(mixture_of(CPU)(*map(jnp.asarray, (x, chosen, weights)), w, **options))
+        plain = ExpertWeights(*(jnp.asarray(v.astype(np.float32)) for v in (first, second)), w.gate_up_bias)
+        expected = np.asarray(mixture(*map(jnp.asarray, (x, chosen, weights)), plain, **options))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5 * max(second_scale, 1) * np.sqrt(size))
+        assert (found[count:] == 0).all()
+    rows = jnp.asarray(rng.standard_normal((9, inputs)).astype(np.float32))
+    sizes = jnp.asarray([0, 4, 0, 1, 2, 0], jnp.int32)
+    found = np.asarray(grouped_matmul_of(CPU)(rows, gate_up, sizes))
+    expected = np.asarray(grouped_matmul(rows, jnp.asarray(first.astype(np.float32)), sizes))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3 * first_scale)
+
+
+def test_clamped_gate():
+    pairs = (rng.standard_normal((4, 5, 2)) * 5).astype(np.float32)
+    gate, up = np.minimum(pairs[..., 0], 2.0).astype(np.float64), np.clip(pairs[..., 1], -2, 2)
+    found = Ops().gate_of("silu", 2.0)(jnp.asarray(pairs))
+    np.testing.assert_allclose(np.asarray(found), (up + 1) * gate / (1 + np.exp(-1.702 * gate)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_quantized_stacks_on_cpu(kind):
+    """Stacks that have no panels, by the C++ kernel, against plain XLA."""
+    members = [rtn(rng.standard_normal((24, 64)).astype(np.float32), Scheme(kind, 32 if kind == "int4" else None))
+               for _ in range(EXPERTS)]  # fmt: skip
+    w = jax.tree.map(lambda *a: jnp.asarray(np.stack([np.asarray(x) for x in a])), *members)
+    x, sizes = jnp.asarray(rng.standard_normal((TOKENS, 64)).astype(np.float32)), jnp.asarray([2, 0, 9, 0, 0, 1])
+    found = np.asarray(grouped_matmul_of(CPU)(x, w, sizes.astype(jnp.int32)))
+    np.testing.assert_allclose(found, np.asarray(grouped_matmul(x, w, sizes.astype(jnp.int32))), rtol=1e-5, atol=1e-5)
+    order = jnp.asarray(np.stack([rng.permutation(64) for _ in range(EXPERTS)]).astype(np.int32))
+    ordered = np.asarray(grouped_matmul_of(CPU)(x, replace(w, order=order), sizes.astype(jnp.int32)))
+    owner = np.repeat(np.arange(EXPERTS), np.asarray(sizes))
+    for row, expert in enumerate(owner):
+        alone = x[row][order[expert]] @ np.asarray(dequantize(w))[expert].T
+        np.testing.assert_allclose(ordered[row], alone, rtol=1e-4, atol=1e-4)

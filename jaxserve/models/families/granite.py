@@ -8,13 +8,13 @@ from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention
 from jaxserve.models.spec import ModelConfig
 
 
-def _read(hf: HFConfig) -> ModelConfig:
+def read_granite(hf: HFConfig, family: str = "granite") -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     scale = hf.take("attention_multiplier", 1.0)
     attention = read_attention(hf, scale=scale, qkv_bias=bias, out_bias=bias)
     mlp = read_mlp(hf, bias=bool(hf.take("mlp_bias", False)))
     return ModelConfig(
-        family="granite",
+        family=family,
         layers=alike(hf, attention, mlp, residual_scale=hf.take("residual_multiplier", 1.0)),
         embed_scale=hf.take("embedding_multiplier", 1.0),
         logit_scale=1.0 / hf.take("logits_scaling", 1.0),
@@ -22,4 +22,4 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
 
 
-FAMILY = Family("granite", ("GraniteForCausalLM",), _read, NAMES, IGNORED)
+FAMILY = Family("granite", ("GraniteForCausalLM",), read_granite, NAMES, IGNORED)

@@ -1,0 +1,30 @@
+"""Granite-MoE: Granite 3 with experts, whose weights its files stack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.granite import read_granite
+from jaxserve.models.families.llama import IGNORED, NAMES
+from jaxserve.models.spec import ExpertsSpec, ModelConfig
+from jaxserve.pallas_kernels.routing import Router
+
+MOE = "model.layers.{i}.block_sparse_moe"
+GRANITE_MOE_NAMES = NAMES | {
+    "router.weight": f"{MOE}.router.layer.weight",
+    "expert_gate_up.weight": f"{MOE}.{{e}}.input_linear.weight",
+    "expert_fused_down.weight": f"{MOE}.{{e}}.output_linear.weight",
+}
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    dense = read_granite(hf, "granite_moe")
+    router = Router(top_k=hf.take("num_experts_per_tok", 2))
+    experts = ExpertsSpec(count=hf.take("num_local_experts", 8), router=router)
+    layers = tuple(replace(layer, mlp=replace(layer.mlp, experts=experts)) for layer in dense.layers)
+    return replace(dense, layers=layers)
+
+
+FAMILY = Family("granite_moe", ("GraniteMoeForCausalLM",), _read, GRANITE_MOE_NAMES, IGNORED)

@@ -1,0 +1,108 @@
+"""Llama 4's text model: experts whose inputs are weighted, beside a shared one; layers without positions.
+
+The layers with positions see chunks of `attention_chunk_size` tokens. Contexts of one chunk are served, in which that
+is all that came before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve.config import ConfigError
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_max_position,
+    read_mlp,
+    read_norm,
+    read_shared,
+)
+from jaxserve.models.rope import UNTURNED, read_rope
+from jaxserve.models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    MLPSpec,
+    ModelConfig,
+    NormSpec,
+    QKNormSpec,
+    QueryScale,
+)
+from jaxserve.pallas_kernels.routing import Router
+
+MLP = "model.layers.{i}.feed_forward"
+ROLES = ("gate", "up", "down")
+LLAMA4_NAMES = NAMES | {
+    **{f"{role}.weight": f"{MLP}.{role}_proj.weight" for role in ROLES},
+    "router.weight": f"{MLP}.router.weight",
+    **{f"shared_{role}.weight": f"{MLP}.shared_expert.{role}_proj.weight" for role in ROLES},
+    "expert_gate_up.weight": f"{MLP}.experts.{{e}}.gate_up_proj",
+    "expert_gate_up.floats": "transposed",
+    "expert_fused_down.weight": f"{MLP}.experts.{{e}}.down_proj",
+    # As quantized files have them.
+    **{f"expert_{role}.weight": f"{MLP}.experts.{{e}}.{role}_proj.weight" for role in ROLES},
+}
+THETA = 500000.0
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    count, norm = hf.take("num_hidden_layers"), read_norm(hf, 1e-5)
+    turning = _turning(hf, count)
+    max_position = read_max_position(hf, 131072)
+    chunk = hf.take("attention_chunk_size", 8192 if "attention_chunk_size" not in hf.values else None)
+    if chunk is not None and any(turning):
+        max_position = min(max_position, chunk)
+    plain = read_mlp(hf)
+    size = plain.size
+    router = Router(top_k=hf.take("num_experts_per_tok", 1), score="sigmoid", normalized=False, weighs_inputs=True)
+    experts = ExpertsSpec(count=hf.take("num_local_experts", 16), router=router, shared_size=size)
+    mixture = replace(plain, experts=experts)
+    dense = MLPSpec(size=hf.take("intermediate_size_mlp", 16384), activation=plain.activation)
+    mixed = _mixed(hf, count)
+    bias = bool(hf.take("attention_bias", False))
+    attention = read_attention(hf, head_dim=128, qkv_bias=bias, out_bias=bias)
+    qk_norm = QKNormSpec(norm=NormSpec(eps=norm.eps, scale=False), after_rope=True)
+    turned = replace(attention, qk_norm=qk_norm if hf.take("use_qk_norm", True) else None)
+
+    def attention_of(turns: bool) -> AttentionSpec:
+        return replace(turned, rope="default") if turns else replace(attention, rope="none")
+
+    layers = tuple(
+        replace(layer, attention=attention_of(turning[i]), mlp=mixture if i in mixed else dense)
+        for i, layer in enumerate(alike(hf, attention, plain, norm=norm))
+    )
+    ropes = {"default": read_rope(hf, read_max_position(hf, 131072), theta=THETA, interleaved=True)}
+    ropes["none"] = replace(UNTURNED, query_scale=_query_scale(hf))
+    shared = read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)
+    return ModelConfig(family="llama4", layers=layers, **shared)
+
+
+def _turning(hf: HFConfig, count: int) -> list[bool]:
+    """Which layers have rotary positions."""
+    interval, given = hf.take("no_rope_layer_interval", 4), hf.take("no_rope_layers", None)
+    found = [bool(turns) for turns in given] if given else [(i + 1) % interval != 0 for i in range(count)]
+    types = hf.take("layer_types", None)
+    if len(found) < count or (
+        types and types != ["chunked_attention" if t else "full_attention" for t in found[:count]]
+    ):
+        raise ConfigError(f"{hf.source}: layer_types, no_rope_layers and {count} layers do not fit each other")
+    return found[:count]
+
+
+def _mixed(hf: HFConfig, count: int) -> set[int]:
+    """The layers that have experts."""
+    step, given = hf.take("interleave_moe_layer_step", 1), hf.take("moe_layers", None)
+    return set(range(step - 1, count, step)) if given is None else set(given)
+
+
+def _query_scale(hf: HFConfig) -> QueryScale | None:
+    """Of the layers without positions."""
+    slope, period = hf.take("attn_scale", 0.1), hf.take("floor_scale", 8192)
+    used = bool(hf.take("attn_temperature_tuning", True))
+    return QueryScale(slope=float(slope), period=float(period), shift=1) if used else None
+
+
+FAMILY = Family("llama4", ("Llama4ForCausalLM",), _read, LLAMA4_NAMES, IGNORED)
