@@ -61,7 +61,7 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
 
 
 def checked_latent(ops: Ops, problem: LatentProblem, backend: str) -> Ops:
-    """The same, after its latent attention and its write of latents were tried, as `checked`."""
+    """Tries latent attention and the write of latents of `ops`, as `checked` does for other caches."""
     from jaxserve.pallas_kernels.selfcheck_latent import check_latent, check_write_latent
 
     attend, write = ops.latent_attention, ops.write_latent
