@@ -260,17 +260,26 @@ def test_every_pair_of_types_and_sizes_that_fill_no_registers(dtype, kv_dtype):
 
 @needs_kernel
 def test_a_query_s_result_does_not_depend_on_how_its_prompt_was_cut():
+    """Nor on whether the threads share its parts: one token alone has few tiles, all tokens together have many."""
     rng = np.random.default_rng(1)
-    pages = LatentPages(jnp.asarray(rng.standard_normal((20, 16, 80)), jnp.float32))
-    q = jnp.asarray(rng.standard_normal((300, 7, 80)), jnp.float32)
+    pages = LatentPages(jnp.asarray(rng.standard_normal((90, 16, 80)), jnp.float32))
+    q = jnp.asarray(rng.standard_normal((1300, 7, 80)), jnp.float32)
 
     def call(first, end):
-        rest = jnp.arange(20, dtype=jnp.int32)[None], jnp.array([0, end - first]), jnp.array([end])
+        rest = jnp.arange(90, dtype=jnp.int32)[None], jnp.array([0, end - first]), jnp.array([end])
         return cpu.latent_attention(q[first:end], pages, *rest, jnp.int32(end - first == 1), scale=0.1, rank=64)
 
-    whole = np.asarray(call(0, 300))
-    for first, end in ((0, 77), (77, 300), (150, 166), (299, 300)):
+    whole = np.asarray(call(0, 1300))
+    for first, end in ((0, 77), (77, 300), (150, 166), (299, 300), (1299, 1300), (1020, 1030), (500, 1300)):
         np.testing.assert_array_equal(call(first, end), whole[first:end])
+
+
+@needs_kernel
+@pytest.mark.parametrize("length", [511, 512, 513, 1025, 2000])
+def test_parts_of_long_rows(length):
+    config = Config(heads=9, max_pages=130, tokens=30)
+    check(cpu, config, [(1, length)], length, decode_only=True)
+    check(cpu, config, [(1, length), (29, length)], length)
 
 
 @needs_kernel
