@@ -106,18 +106,18 @@ def latent_attention(
     return out if decode_only else _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale)
 
 
-def block_tokens(pages: LatentPages, tables: jax.Array) -> int:
-    """Cached tokens in a block of `gather`."""
-    return min(max(KV_BLOCK // pages.page_size, 1), tables.shape[-1]) * pages.page_size
+def block_tokens(pages: LatentPages, tables: jax.Array, most: int = KV_BLOCK) -> int:
+    """Cached tokens in a block of `gather`: whole pages of about `most` tokens, no more than a row has."""
+    return min(max(most // pages.page_size, 1), tables.shape[-1]) * pages.page_size
 
 
 def gather(
-    pages: LatentPages, rank: int, width: int, table: jax.Array, block: jax.Array
+    pages: LatentPages, rank: int, width: int, table: jax.Array, block: jax.Array, most: int = KV_BLOCK
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers one block for each row of the table: rows of the cache, float32 [..., block tokens, width], and their
     positions. Positions that an earlier block had are replaced by the largest int32."""
     size = pages.page_size
-    count = block_tokens(pages, table) // size
+    count = block_tokens(pages, table, most) // size
     # dynamic_slice clamps at the end of the table, and the positions follow the clamped start.
     start = jnp.minimum(block * count, table.shape[-1] - count)
     chosen = lax.dynamic_slice_in_dim(table, start, count, axis=-1)
