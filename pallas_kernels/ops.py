@@ -325,6 +325,8 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
     """`experts.grouped_matmul` as `device` runs it. Quantized stacks are multiplied by the backend that single weights
     of their form are multiplied by, where it knows stacks, else in plain XLA."""
 
+    floats = _grouped_floats(device)
+
     def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
         if isinstance(w, PanelArray):
             from jaxserve.pallas_kernels import cpu_panels
@@ -338,9 +340,22 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
             module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
             if hasattr(module, "grouped_quant_matmul") and not isinstance(w, BlockArray):
                 return module.grouped_quant_matmul(x, w, group_sizes)
+        elif floats is not None and x.dtype == w.dtype:
+            return floats(x, w, group_sizes)
         return experts.grouped_matmul(x, w, group_sizes)
 
     return multiply
+
+
+def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
+    """A device's kernel for grouped products with floats; None: XLA's is good there, or there is no kernel."""
+    if device.platform != "gpu" or (device.capability or (0, 0)) < (8, 0):
+        return None
+    try:
+        from jaxserve.pallas_kernels.quant_matmul import triton_gpu
+    except ImportError:  # of jax_triton, which `_with_triton` tells
+        return None
+    return triton_gpu.grouped_matmul
 
 
 def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:

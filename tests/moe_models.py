@@ -22,7 +22,8 @@ MOE_CASES: dict[str, DenseCase] = {
         "Glm4MoeForCausalLM", "glm4_moe", **_SHARED, modern=False, hidden=96, layers=3, head_dim=32,
         n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=2,
         moe_intermediate_size=40, norm_topk_prob=True, routed_scaling_factor=1.7, first_k_dense_replace=1,
-        use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5, rope_theta=10000.0, num_nextn_predict_layers=0,
+        use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5, rope_theta=10000.0,
+        num_nextn_predict_layers=0,
     ),
     "glm4_moe_plain": dense(
         "Glm4MoeForCausalLM", "glm4_moe", **_SHARED, layers=2, n_routed_experts=6, num_experts_per_tok=2, n_group=1,

@@ -105,7 +105,7 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
         tile = Tiles(pad(min(tokens, 32), 16), 32, piece, piece, 1, 4, 2)
     elif tokens <= 64:
         # Memory stays busy if some 40 KiB of codes are in flight on each multiprocessor.
-        step = 256 if codes in ("int4", FLOAT4) and tokens <= 32 else 128
+        step = 256 if codes in ("int4", FLOAT4) and tokens <= 32 else 64 if codes in FLOATS else 128
         tile = Tiles(pad(tokens, 16), 64, min(within, 128), step, 1, 4, 4)
     else:
         # Capabilities 8.6, 8.9 and 12.0 have 99 KiB of shared memory, the others at least 163.
@@ -323,6 +323,11 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) ->
     tile = tile._replace(splits=1 << (max(tile.splits // len(items), 1).bit_length() - 1))
     y = _sum(_call(x, w, tile, group_sizes, items, jnp.float32))
     return jnp.where((jnp.arange(tokens) < group_sizes.sum())[:, None], y, 0.0)
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The same with weights [experts, out, in] in the dtype of x: codes whose scale is 1. XLA would transpose them."""
+    return grouped_quant_matmul(x, QuantArray(w, jnp.ones((len(w), 1, 1), jnp.float32), block=w.shape[1:]), group_sizes)
 
 
 def _work_items(group_sizes: jax.Array, tokens: int, size: int) -> jax.Array:
