@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.experts import ExpertWeights
@@ -348,14 +349,17 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
 
 
 def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
-    """A device's kernel for grouped products with floats; None: XLA's is good there, or there is no kernel."""
-    if device.platform != "gpu" or (device.capability or (0, 0)) < (8, 0):
-        return None
+    """A device's kernel for grouped products with floats in the dtype of x, which XLA would transpose first in each
+    step; None: there is none."""
+    name = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(device.platform)
     try:
-        from jaxserve.pallas_kernels.quant_matmul import triton_gpu
+        module = None if name is None else load("matmul", name)
     except ImportError:  # of jax_triton, which `_with_triton` tells
         return None
-    return triton_gpu.grouped_matmul
+    probe = MatmulProblem(np.dtype("bfloat16"), np.dtype("int8"), 128, 128, (1, 128))
+    if module is None or module.why_not(device, probe) is not None:
+        return None
+    return lambda x, w, group_sizes: module.grouped_quant_matmul(x, experts.as_codes(w), group_sizes)
 
 
 def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:

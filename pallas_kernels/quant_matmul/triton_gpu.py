@@ -325,11 +325,6 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) ->
     return jnp.where((jnp.arange(tokens) < group_sizes.sum())[:, None], y, 0.0)
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The same with weights [experts, out, in] in the dtype of x: codes whose scale is 1. XLA would transpose them."""
-    return grouped_quant_matmul(x, QuantArray(w, jnp.ones((len(w), 1, 1), jnp.float32), block=w.shape[1:]), group_sizes)
-
-
 def _work_items(group_sizes: jax.Array, tokens: int, size: int) -> jax.Array:
     """Expert, first token and end of each tile of `size` tokens, int32 [items, 3]; empty where there are none left."""
     experts, ends = len(group_sizes), jnp.cumsum(group_sizes)

@@ -24,6 +24,14 @@ QWEN3_30B = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "sliding_window": None,
+}
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -43,9 +51,9 @@ CASES = [
     pytest.param("h200x1", "mosaic_gpu", 16, "fp8", QWEN3_30B, id="h200 qwen3 fp8"),
     pytest.param("h200x1", "triton", 16, "mxfp4", GPT_OSS, id="h200 gpt-oss mxfp4"),
     pytest.param("h200x8", "mosaic_gpu", 16, "int8", QWEN3_30B, id="h200x8 qwen3 int8"),
-    pytest.param("v6e-4", "mosaic_tpu", 128, "bf16", QWEN3_30B, id="v6e qwen3 bf16"),
+    pytest.param("v6e-4", "mosaic_tpu", 128, "bf16", MIXTRAL, id="v6e mixtral bf16"),
     pytest.param("v6e-4", "mosaic_tpu", 128, "int4", QWEN3_30B, id="v6e qwen3 int4"),
-    pytest.param("v5e-4", "mosaic_tpu", 128, "int8", QWEN3_30B, id="v5e qwen3 int8"),
+    pytest.param("v5e-4", "mosaic_tpu", 128, "int8", MIXTRAL, id="v5e mixtral int8"),
 ]
 
 
