@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.pallas_kernels import cpu, cpu_panels, experts
 from jaxserve.pallas_kernels.experts import ExpertWeights
@@ -51,6 +52,8 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
     """Returns `experts.grouped_matmul` for `device`. The backend of a single weight also multiplies quantized stacks of
     its form, if it supports stacks; otherwise plain XLA does."""
 
+    floats = _grouped_floats(device)
+
     def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
         if isinstance(w, PanelArray):
             return cpu_panels.grouped_matmul(x, w, group_sizes)
@@ -62,9 +65,25 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
             module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
             if hasattr(module, "grouped_quant_matmul") and not isinstance(w, BlockArray):
                 return module.grouped_quant_matmul(x, w, group_sizes)
+        elif floats is not None and x.dtype == w.dtype:
+            return floats(x, w, group_sizes)
         return experts.grouped_matmul(x, w, group_sizes)
 
     return multiply
+
+
+def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
+    """A device's kernel for grouped products with floats in the dtype of x, which XLA would transpose first in each
+    step; None: there is none."""
+    name = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(device.platform)
+    try:
+        module = None if name is None else load("matmul", name)
+    except ImportError:  # of jax_triton, which `_with_triton` tells
+        return None
+    probe = MatmulProblem(np.dtype("bfloat16"), np.dtype("int8"), 128, 128, (1, 128))
+    if module is None or module.why_not(device, probe) is not None:
+        return None
+    return lambda x, w, group_sizes: module.grouped_quant_matmul(x, experts.as_codes(w), group_sizes)
 
 
 def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
