@@ -183,7 +183,7 @@ class ChatRun:
         self._is_framed = splitter is not None and splitter.is_framed
         if self._is_framed and self._mode in ("required", "named"):
             self._tool_format = getattr(self._reasoning, "tool_format", None)
-        self.keeps_special_tokens = getattr(self._reasoning, "keeps_special_tokens", False)
+        self.keeps_special_tokens = splitter is not None and not tokenizer.special_texts.isdisjoint(splitter.marks)
         if self._tool_format is not None:
             self.keeps_special_tokens |= self._tool_format.Parser.keeps_special_tokens
         functions = None
