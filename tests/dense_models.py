@@ -165,35 +165,6 @@ DENSE_CASES: dict[str, DenseCase] = {
             "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0],
         },
     ),
-    # DeepSeek: latent attention, experts from the second layer on.
-    "deepseek_v2_lite": dense(
-        "DeepseekV2ForCausalLM", "deepseek_v2", modern=False, layers=3, hidden_act="silu", rms_norm_eps=1e-5,
-        q_lora_rank=None, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=20,
-        num_key_value_heads=4, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3, n_group=1, topk_group=1,
-        moe_intermediate_size=48, first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax",
-        norm_topk_prob=False, routed_scaling_factor=1.5, moe_layer_freq=1, rope_theta=10000.0,
-        rope_scaling={
-            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1,
-            "mscale": 0.707, "mscale_all_dim": 0.707,
-        },
-    ),
-    "deepseek_v2_groups": dense(
-        "DeepseekV2ForCausalLM", "deepseek_v2", layers=2, hidden_act="silu", rms_norm_eps=1e-5, attention_bias=True,
-        q_lora_rank=36, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=24,
-        num_key_value_heads=4, n_routed_experts=12, n_shared_experts=1, num_experts_per_tok=3, n_group=4, topk_group=2,
-        moe_intermediate_size=32, first_k_dense_replace=0, topk_method="group_limited_greedy", norm_topk_prob=True,
-        routed_scaling_factor=2.0, rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-    ),
-    "deepseek_v3_groups": dense(
-        "DeepseekV3ForCausalLM", "deepseek_v3", layers=3, heads=8, hidden_act="silu", rms_norm_eps=1e-5,
-        q_lora_rank=36, kv_lora_rank=48, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
-        num_key_value_heads=8, n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=4, n_group=4, topk_group=2,
-        moe_intermediate_size=40, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
-        rope_interleave=True, rope_parameters={
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.8, "mscale_all_dim": 1.0,
-        },
-    ),
     "phi_parallel": dense(
         "PhiForCausalLM", "phi", modern=False, hidden=80, hidden_act="gelu_new", partial_rotary_factor=0.4,
         layer_norm_eps=1e-3, qk_layernorm=False, rope_theta=10000.0, num_key_value_heads=4, embd_pdrop=0.0,
@@ -307,6 +278,57 @@ DENSE_CASES: dict[str, DenseCase] = {
         hidden_act="relu2", partial_rotary_factor=0.5, rope_theta=10000.0, norm_eps=1e-3, attention_bias=True,
         mlp_bias=True,
     ),
+    "ernie_biases": dense(
+        "Ernie4_5ForCausalLM", "ernie4_5", modern=False, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        use_bias=True, rope_theta=5e5, rms_norm_eps=1e-3,
+    ),
+    "helium_pairs": dense(
+        "HeliumForCausalLM", "helium", hidden=96, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        attention_bias=True, mlp_bias=True, rope_parameters={"rope_theta": 5e4, "rope_type": "default"},
+        rms_norm_eps=1e-3, tie_word_embeddings=False,
+    ),
+    "arcee_squares": dense(
+        "ArceeForCausalLM", "arcee", modern=False, hidden_act="relu2", num_key_value_heads=2, head_dim=24,
+        attention_bias=True, mlp_bias=True, rope_theta=1e4, rms_norm_eps=1e-3, tie_word_embeddings=False,
+        rope_scaling=_YARN,
+    ),
+    "cwm_windows": dense(
+        "CwmForCausalLM", "cwm", layers=5, hidden_act="silu", num_key_value_heads=2, head_dim=24, sliding_window=15,
+        rms_norm_eps=1e-3, tie_word_embeddings=False,
+        rope_parameters={
+            "rope_theta": 1e6, "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    # DeepSeek: latent attention, experts from the second layer on.
+    "deepseek_v2_lite": dense(
+        "DeepseekV2ForCausalLM", "deepseek_v2", modern=False, layers=3, hidden_act="silu", rms_norm_eps=1e-5,
+        q_lora_rank=None, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=20,
+        num_key_value_heads=4, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3, n_group=1, topk_group=1,
+        moe_intermediate_size=48, first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax",
+        norm_topk_prob=False, routed_scaling_factor=1.5, moe_layer_freq=1, rope_theta=10000.0,
+        rope_scaling={
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+    ),
+    "deepseek_v2_groups": dense(
+        "DeepseekV2ForCausalLM", "deepseek_v2", layers=2, hidden_act="silu", rms_norm_eps=1e-5, attention_bias=True,
+        q_lora_rank=36, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=24,
+        num_key_value_heads=4, n_routed_experts=12, n_shared_experts=1, num_experts_per_tok=3, n_group=4, topk_group=2,
+        moe_intermediate_size=32, first_k_dense_replace=0, topk_method="group_limited_greedy", norm_topk_prob=True,
+        routed_scaling_factor=2.0, rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    ),
+    "deepseek_v3_groups": dense(
+        "DeepseekV3ForCausalLM", "deepseek_v3", layers=3, heads=8, hidden_act="silu", rms_norm_eps=1e-5,
+        q_lora_rank=36, kv_lora_rank=48, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
+        num_key_value_heads=8, n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=4, n_group=4, topk_group=2,
+        moe_intermediate_size=40, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+        rope_interleave=True, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.8, "mscale_all_dim": 1.0,
+        },
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
@@ -345,5 +367,6 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
 # Families whose head is not the embedding, unless the config says so.
 UNTIED = (
     "gpt_neox", "olmo", "olmo2", "olmo3", "granite", "phi", "phi3", "stablelm", "glm", "glm4", "exaone4", "seed_oss",
-    "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "deepseek_v2", "deepseek_v3",
+    "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm", "deepseek_v2",
+    "deepseek_v3",
 )  # fmt: skip

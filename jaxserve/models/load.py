@@ -56,7 +56,7 @@ from jaxserve.models.quantized import (
     splits_evenly,
 )
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
-from jaxserve.models.splits import sharded_kv_heads
+from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_latent, checked_matmul
@@ -128,11 +128,10 @@ class Checkpoint:
             layer = name.removeprefix(before).partition(".")[0] if before and name.startswith(before) else ""
             return layer.isdecimal() and int(layer) >= decoder.config.num_layers
 
-        def is_ignored(name: str) -> bool:
-            unread = name.endswith(family.ignored) or name.startswith(family.unread)
-            return name in tied_head or unread or is_of_more_layers(name)
+        def is_unread(name: str) -> bool:
+            return name.endswith(family.ignored) or name.startswith(family.unread)
 
-        return is_ignored
+        return lambda name: name in tied_head or is_unread(name) or is_of_more_layers(name)
 
 
 def find_files(config: EngineConfig) -> tuple[Path, Path]:

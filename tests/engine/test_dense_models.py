@@ -173,6 +173,6 @@ def test_any_change_of_a_config_gives_a_model_or_a_config_error(case, data):
         refusal = str(error)
     else:
         with np.errstate(over="ignore"):
-            assert all(np.isfinite(inverse_frequencies(rope, model.head_dim)).all() for rope in model.ropes.values())
+            assert all(np.isfinite(inverse_frequencies(rope, model.rotated_dim)).all() for rope in model.ropes.values())
         return
     assert refusal.startswith("some/config.json")

@@ -20,7 +20,7 @@ from jaxserve.models.families import families, read_model_config
 from jaxserve.models.load import compute_dtype, read_model
 from jaxserve.models.rope import inverse_frequencies
 from jaxserve.models.spec import ModelConfig, NormSpec, QKNormSpec
-from jaxserve.models.splits import sharded_kv_heads
+from jaxserve.models.splitting import sharded_kv_heads
 
 LLAMA_2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",

@@ -1,4 +1,4 @@
-"""How a model's heads and MLPs are shared out over devices."""
+"""Over how many devices a model can be split, and how often its heads of keys and values then stand."""
 
 from __future__ import annotations
 
