@@ -29,7 +29,6 @@ class Family:
     ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
     more_layers: bool = False  # files hold layers behind the last one, which predict several tokens at a time
     variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
-
     layouts: tuple[Mapping[str, str], ...] = ()  # other beginnings of names in some files, by the usual ones
     unread: tuple[str, ...] = ()  # beginnings of names of tensors of which nothing is served
 
