@@ -1,4 +1,4 @@
-"""Folders of compiled code. Who can write to one can have us run what they like, so it must be ours alone."""
+"""Folders of compiled code. Whoever can write to such a folder can run code as this user, so only this user may."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CacheFolder(NamedTuple):
-    """A folder whose files nobody but this user or root has written.
+    """A folder whose files were written only by this user or root.
 
     Attributes:
-      is_private: it is this user's, who may also write to it. Native libraries are loaded from such a folder alone.
+      is_private: the folder is this user's, who may write to it. Native libraries are loaded only from such a folder.
     """
 
     path: Path
@@ -25,11 +25,10 @@ class CacheFolder(NamedTuple):
 
 
 def open_cache(path: Path) -> CacheFolder | None:
-    """The cache at `path`, which is created where it is missing, together with its parents, all with mode 0700.
+    """Opens the cache at `path`. Creates it and its parents with mode 0700 if they are missing.
 
-    In a folder that others can write to, or that is another user's, a folder `user-UID` takes its place. A folder that
-    cannot be written to is taken as it is where root or this user owns it. None, and a warning, where there is no
-    folder that can be trusted.
+    If others can write to the folder, or another user owns it, its subfolder `user-UID` is used instead. A read-only
+    folder is used if root or this user owns it. Returns None, with a warning, if no folder can be trusted.
     """
     try:
         _make(path)
@@ -50,7 +49,7 @@ def open_cache(path: Path) -> CacheFolder | None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file or folder is there and is this user's, and nobody else may write to it."""
+    """Whether a file or folder exists, is this user's, and nobody else may write to it."""
     try:
         found = path.stat()
     except OSError:
@@ -59,7 +58,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _is_writable(path: Path, found: os.stat_result) -> bool:
-    """Also root does not write to a folder without write permissions."""
+    """Whether this user may write here. Root is held to the permissions of the folder, too."""
     return bool(found.st_mode & (stat.S_IWUSR | _OTHERS_WRITE)) and os.access(path, os.W_OK | os.X_OK)
 
 

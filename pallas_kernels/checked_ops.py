@@ -1,4 +1,4 @@
-"""Operations that were tried on this machine's device, and plain XLA in the place of those that are wrong there."""
+"""Operations that were tried on this machine's device. Plain XLA replaces those that are wrong there."""
 
 from __future__ import annotations
 
@@ -13,24 +13,33 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, load
+from jaxserve.pallas_kernels.registry import (
+    AttentionProblem,
+    BackendError,
+    Device,
+    LatentProblem,
+    MatmulProblem,
+    choose,
+    load,
+)
 from jaxserve.pallas_kernels.types import QuantArray
 
-if TYPE_CHECKING:  # which is imported where a device is tried
+if TYPE_CHECKING:  # imported only where a device is tried
     from jaxserve.pallas_kernels.selfcheck import Finding
 
 log = logging.getLogger(__name__)
 
 
 def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool = True) -> Ops:
-    """The same, after its attention and its write to the cache were tried on the first of this machine's devices; with
-    windows where the model has some.
+    """Tries attention and the cache write of `ops` on this machine's first device. `windows`: whether the model has
+    any.
 
-    A kernel that is wrong there gives way to plain XLA, with a warning; when it was asked for by name, to BackendError.
-    What is plain XLA already is not tried: there would be nothing to take its place.
+    If a kernel is wrong, plain XLA replaces it, with a warning. If it was requested by name, BackendError is raised.
+    Operations that are plain XLA already are not tried, as nothing could replace them.
     """
     from jaxserve.pallas_kernels.selfcheck import check_attention, check_write
     from jaxserve.pallas_kernels.selfcheck_fused import check_write_and_attend
@@ -44,16 +53,32 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
     if write is not write_kv and not _is_right("write_kv", backend, lambda: check_write(write, problem)):
         write = write_kv
     both = ops.write_and_attend
-    if both is not None:  # it shares its code with the two
+    if both is not None:  # shares its code with the two others
         as_before = attend is ops.paged_attention and write is ops.write_kv
         check = partial(check_write_and_attend, both, attend, problem)
         both = both if as_before and _is_right("write_and_attend", backend, check) else None
     return replace(ops, paged_attention=attend, write_kv=write, write_and_attend=both)
 
 
+def checked_latent(ops: Ops, problem: LatentProblem, backend: str) -> Ops:
+    """Tries latent attention and the write of latents of `ops`, as `checked` does for other caches."""
+    from jaxserve.pallas_kernels.selfcheck_latent import check_latent, check_write_latent
+
+    attend, write = ops.latent_attention, ops.write_latent
+    if attend is not latent.latent_attention and not _is_right(
+        "latent", backend, lambda: check_latent(attend, problem)
+    ):
+        attend = latent.latent_attention
+    if write is not latent.write_latent and not _is_right(
+        "write_latent", backend, lambda: check_write_latent(write, problem)
+    ):
+        write = latent.write_latent
+    return replace(ops, latent_attention=attend, write_latent=write)
+
+
 def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:
-    """The same, after its fused kernels were tried on the first of this machine's devices; without them, and with a
-    warning, where one is wrong."""
+    """Tries the fused kernels of `ops` on this machine's first device. If one is wrong, returns `ops` without them,
+    with a warning."""
     from jaxserve.pallas_kernels.selfcheck_fused import check_fused
 
     if ops.fused is None or _is_right("fused", "auto", lambda: check_fused(ops.fused, problem)):
@@ -62,8 +87,8 @@ def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:
 
 
 def checked_draw(ops: Ops, vocab: int) -> Ops:
-    """The same, after the kernel that draws was tried on rows of so many tokens; without it, and with a warning, where
-    it is wrong."""
+    """Tries the drawing kernel of `ops` on rows of `vocab` tokens. If it is wrong, returns `ops` without it, with a
+    warning."""
     from jaxserve.pallas_kernels.selfcheck_draw import check_draw
 
     draw = ops.draw
@@ -75,21 +100,20 @@ def checked_draw(ops: Ops, vocab: int) -> Ops:
 def checked_matmul(
     device: Device, problems: Iterable[MatmulProblem], backend: str, grouped: Iterable[MatmulProblem] = ()
 ) -> str:
-    """The backend to use for products with quantized weights of these forms, after what it does was compared with plain
-    XLA on the first of this machine's devices: `backend`, or xla where that was auto and is wrong.
+    """Returns the backend for products with quantized weights of these forms: `backend`, or xla where `auto` is wrong.
 
-    grouped: forms of experts' weights, whose grouped products are tried as well.
-
-    Raises BackendError for one asked for by name that cannot do a form, or does it wrong.
+    The products are compared with plain XLA on this machine's first device, as are grouped products with experts'
+    weights of the forms `grouped`. Raises BackendError where a backend that was requested by name cannot do a form, or
+    does it wrong.
     """
     from jaxserve.pallas_kernels.selfcheck import check_grouped, check_matmul, check_parts
 
     problems = list(problems)
     rounding = [p for p in problems if backend == "auto" and w8a8.why_not(device, p) is None]
-    # Where rounded inputs are computed with as floats, the kernels are those of the weights alone.
+    # Where rounded inputs become floats again, the kernels are those of products without rounded inputs.
     others = dict.fromkeys(replace(p, activations=None) for p in problems if p not in rounding)
     chosen = [(problem, choose("matmul", device, problem, backend)) for problem in others]
-    with ThreadPoolExecutor(4) as pool:  # most of the time goes to compiling
+    with ThreadPoolExecutor(4) as pool:  # most of the time is spent compiling
         checks = []
         for problem, name in chosen:
             if name in ("xla", "cpu"):
@@ -119,14 +143,14 @@ def _rounding_product(parts: bool, x: jax.Array, w: QuantArray) -> jax.Array:
 
 
 def _is_right(operation: str, backend: str, check: Callable[[], Iterable[Finding]]) -> bool:
-    """Whether all findings are right; warns of the first that is not, or raises BackendError where the kernel was asked
-    for by name."""
+    """Whether all findings are right. Otherwise warns of the first that is wrong, or raises BackendError if the kernel
+    was requested by name."""
     try:
         wrong = next((finding for finding in check() if not finding.right), None)
         if wrong is None:
             return True
         said = f"is wrong on this device: {wrong}"
-    except Exception as failure:  # whatever a compiler or a driver may raise
+    except Exception as failure:  # a compiler or driver may raise anything
         said = f"does not run: {failure}"
     if backend != "auto":
         raise BackendError(f"the {operation} backend {backend} {said}")

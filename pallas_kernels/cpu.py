@@ -1,14 +1,14 @@
-"""Matmul, norm, rotary positions, gate and the likeliest token on CPU, in C++ (`cpu_kernels.cc`, `cpu_heads.h`). XLA's
-own matmul is far from the machine's limits; the others compute padding too, and each call of XLA's costs microseconds.
+"""Matmul, norm, rotary positions, gate and arg max on CPU, in C++ (`cpu_kernels.cc`, `cpu_heads.h`). XLA's own matmul
+uses little of the machine's speed. Its other operations compute padding too, and each call costs microseconds.
 
-Grid: pieces of 48 outputs, handed to XLA's threads as they come free; within one, tiles of 3 rows x 4 outputs or 4 x 3,
-  or from 40 rows on of 6 rows x 16 outputs against a transposed panel of the weight.
-Traffic: the weight once, x once per piece, from the cache.
-Pipeline: while a tile's or a panel's weights are multiplied, the next ones come into the second-level cache, a share of
-  them in each pass over the present ones.
+Grid: pieces of 48 outputs. XLA's threads take the next piece when they are free. Tiles within a piece are 3 rows x 4
+  outputs or 4 x 3; from 40 rows on 6 rows x 16 outputs, against a transposed panel of the weight.
+Traffic: the weight once; x once per piece, from the CPU's cache.
+Pipeline: while a tile's or panel's weights are multiplied, the next ones are prefetched to the second-level cache, some
+  in each pass over the current ones.
 
-The source is compiled for the machine at hand by its C++ compiler, once, into the user's cache folder; that of products
-with quantized weights (`cpu_quant_matmul.cc`) when there are such. Without a compiler everything runs in plain XLA.
+This machine's C++ compiler compiles the source once, into the user's cache folder. Products with quantized weights
+(`cpu_quant_matmul.cc`) are compiled when the first one is needed. Without a compiler everything runs in plain XLA.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ FUNCTIONS = {
 
 
 def available(name: str = KERNELS) -> bool:
-    """Whether a library's kernels are there; builds and registers them when called first, from whichever thread."""
+    """Whether a library's kernels are available. The first call, from any thread, builds and registers them."""
     with _building:
         return jax.default_backend() == "cpu" and _register(name)
 
@@ -85,11 +85,11 @@ def _register(name: str) -> bool:
     return True
 
 
-_pools: list[int] = []  # the address of the first library's threads
+_pools: list[int] = []  # the address of the first library's thread pool
 
 
 def _share_threads(library: ctypes.CDLL) -> None:
-    """All libraries run their loops on the threads of the first one."""
+    """Makes all libraries run their loops on the threads of the first one."""
     library.jaxserve_pool.restype = ctypes.c_void_p
     if not _pools:
         _pools.append(library.jaxserve_pool())
@@ -104,8 +104,8 @@ def _call(
     count: jax.Array | None,
     **attributes: Any,
 ) -> jax.Array:
-    """What the kernel `target` makes of float32 arrays, of which `count` rows matter: float32 `shape`. Elsewhere, for
-    other types and without kernels, what `plain` does."""
+    """Calls the kernel `target` with float32 arrays, of which `count` rows matter. Returns float32 `shape`. On other
+    platforms, for other dtypes and without kernels it calls `plain`."""
     if any(x.dtype != jnp.float32 for x in arrays) or not available():
         return plain(*arrays)
 
@@ -117,15 +117,15 @@ def _call(
 
 
 def untouched(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """An array of any contents, whose memory the system hands out page by page as it is first written; zeros, written
-    at once, without the kernels."""
+    """An array with undefined contents. The system provides its memory page by page on the first write. Without the
+    kernels it is zeros, written at once."""
     if not available():
         return jnp.zeros(shape, dtype)
     return jax.ffi.ffi_call("jaxserve_untouched", jax.ShapeDtypeStruct(shape, dtype))()
 
 
 def zeros(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """As `jnp.zeros`, but memory is taken page by page as it is first written."""
+    """`jnp.zeros`, but the system provides the memory page by page on the first write."""
     if not available():
         return jnp.zeros(shape, dtype)
     size = np.int64(np.prod(shape) * np.dtype(dtype).itemsize)
@@ -133,30 +133,30 @@ def zeros(shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def arg_max(x: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """The place of the largest number in each row of float32 x [rows, size], the first of several -> int32 [rows]; of
-    the first `count` rows, where that is given. On CPU, with kernels."""
+    """Index of the first largest number in each row of float32 x [rows, size] -> int32 [rows]. If given, only the first
+    `count` rows are computed. Requires a CPU with kernels."""
     call = jax.ffi.ffi_call("jaxserve_arg_max", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))
     return call(x, jnp.int32(len(x)) if count is None else count)
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """As `ops.matmul`."""
+    """See `ops.matmul`."""
     return _call("jaxserve_matmul", ops.matmul, (x.shape[0], w.shape[0]), (x, w), count)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None = None) -> jax.Array:
-    """As `ops.rms_norm`."""
+    """See `ops.rms_norm`."""
     plain = partial(ops.rms_norm, eps=eps)
     return _call("jaxserve_rms_norm", plain, x.shape, (x, scale), count, eps=np.float32(eps))
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """As `ops.rope`."""
+    """See `ops.rope`."""
     return _call("jaxserve_rope", ops.rope, x.shape, (x, cos, sin), count)
 
 
 def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
-    """As `ops.gate`; by the kernel where the activation is silu."""
+    """See `ops.gate`. The kernel supports silu; other activations are plain XLA."""
     plain = partial(ops.gate, activation=activation)
     if activation != "silu":
         return plain(gate_up)
@@ -165,8 +165,8 @@ def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) ->
 
 @dataclass(frozen=True)
 class CpuOps(ops.Ops):
-    """The operations of a CPU with kernels: what lies between two products is one call, as each costs microseconds of
-    XLA and passes over memory."""
+    """The operations of a CPU with kernels. All that lies between two products is one call, since each call of XLA
+    costs microseconds and a pass over memory."""
 
     @property
     def arg_max(self) -> Callable[[jax.Array], jax.Array] | None:
@@ -175,7 +175,7 @@ class CpuOps(ops.Ops):
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
     ) -> tuple[jax.Array, jax.Array | QuantRows]:
-        """As `Ops.add_norm`; the sum, too, of those rows alone that matter. Nothing is rounded for a `reader`."""
+        """See `Ops.add_norm`. Only rows that matter are added. Nothing is rounded for a `reader`."""
         if y is None or len(y.sums) > 1 or x.dtype != jnp.float32 or not available():
             return super().add_norm(x, y, scale, eps)
         shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
@@ -187,8 +187,8 @@ class CpuOps(ops.Ops):
     def rotate_and_write(
         self, heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int
     ) -> tuple[jax.Array, KVPages]:
-        """As `Ops.rotate_and_write`."""
-        from jaxserve.pallas_kernels.paged_attention import cpu as attention  # which needs the functions above
+        """See `Ops.rotate_and_write`."""
+        from jaxserve.pallas_kernels.paged_attention import cpu as attention  # imports this module
 
         ours = self.write_kv is attention.write_kv and available(ATTENTION)
         if not ours or len(heads.qkv.sums) > 1 or dtype != jnp.float32:
@@ -211,5 +211,5 @@ class CpuOps(ops.Ops):
 
 
 def _floats(x: jax.Array | Row | None) -> jax.Array:
-    """In float32; an empty array for None."""
+    """Converts to float32; None becomes an empty array."""
     return jnp.zeros(0, jnp.float32) if x is None else value_of(x).astype(jnp.float32)

@@ -1,23 +1,24 @@
-// Paged attention on CPU, called by XLA through its foreign function interface; and, in cpu_heads.h, what comes before it.
+// Paged attention on CPU, called by XLA through its foreign function interface. cpu_heads.h has the operations before
+// it.
 //
-// A tile of queries of one head goes over the cached tokens in blocks, with a running softmax (Milakov & Gimelshein
-// 2018, arXiv:1805.02867). What pages hold becomes float32 in registers; sums are in float32 throughout. Blocks begin at
-// multiples of kBlock of the row's own positions, so that a query's result depends on nothing but its row.
+// A tile of queries of one head loops over the cached tokens in blocks, with a running softmax (Milakov & Gimelshein
+// 2018, arXiv:1805.02867). Contents of pages become float32 in registers; all sums are float32. Blocks begin at
+// multiples of kBlock of the row's own positions, so that a query's result depends only on its row.
 
 #include <cmath>
 #include <vector>
 
 #include "cpu_heads.h"
 
-constexpr int64_t kBlock = 64;  // cached tokens
-constexpr int64_t kRows = 64;    // queries of a tile, about
-constexpr int64_t kAhead = 16;   // tokens whose keys or values are fetched ahead
-constexpr int64_t kMany = 10;    // queries from which on keys are transposed, a block at a time
+constexpr int64_t kBlock = 64;  // cached tokens of a block
+constexpr int64_t kRows = 64;    // queries of a tile, approximately
+constexpr int64_t kAhead = 16;   // how many tokens ahead keys or values are prefetched
+constexpr int64_t kMany = 10;    // from this number of queries on, blocks of keys are transposed
 constexpr float kMasked = -1e30f;
 
-// The products.
+// Products of scores and of values.
 
-// y[m] += sum over s < count of weights[m, s] * rows[s], in D registers from rows[s] + d on, for M rows y.
+// y[m] += sum over s < count of weights[m, s] * rows[s] for M rows y, in D registers of columns from d on.
 template <class E, int M, int D>
 static void mix_columns(const float* weights, int64_t weights_row, const typename E::Stored* const* rows, int64_t count,
                         int64_t d, float* y, int64_t y_row) {
@@ -38,7 +39,7 @@ static void mix_columns(const float* weights, int64_t weights_row, const typenam
     for (int i = 0; i < D; i++) reg(y + m * y_row + d + i * kWidth) = sums[m][i];
 }
 
-// The same in all columns, `width` of them, a multiple of kWidth. `rows` goes on for kAhead entries.
+// mix_columns for all `width` columns, a multiple of kWidth. `rows` must have kAhead more entries.
 template <class E, int M>
 static void mix(const float* weights, int64_t weights_row, const typename E::Stored* const* rows, int64_t count,
                 int64_t width, float* y, int64_t y_row) {
@@ -49,7 +50,7 @@ static void mix(const float* weights, int64_t weights_row, const typename E::Sto
   for (; d < width; d += kWidth) mix_columns<E, M, 1>(weights, weights_row, rows, count, d, y, y_row);
 }
 
-// For any number of rows y, in strips of up to kTall.
+// `mix` for any number of rows y, in strips of up to kTall.
 constexpr int kTall = 6;
 template <class E, int M = kTall>
 static void mix_strip(int64_t height, const float* weights, int64_t weights_row, const typename E::Stored* const* rows,
@@ -59,7 +60,7 @@ static void mix_strip(int64_t height, const float* weights, int64_t weights_row,
   mix<E, M>(weights, weights_row, rows, count, width, y, y_row);
 }
 
-// scores[m, s] = queries[m] . keys[s] for M queries and kWidth keys, a few of these at a time. Fetches the keys that
+// scores[m, s] = queries[m] . keys[s] for M queries and kWidth keys, several keys at a time. Prefetches the keys that
 // come kAhead later.
 template <class E, int M>
 static void dot_keys(const float* queries, int64_t dim, const typename E::Stored* const* keys, float* scores) {
@@ -90,7 +91,7 @@ static void dot_keys(const float* queries, int64_t dim, const typename E::Stored
   }
 }
 
-// panel[c, d, j] = keys[c * kColumns + j][d], zeros for d in [dim, width): what `mix` takes for its rows.
+// panel[c, d, j] = keys[c * kColumns + j][d], zeros for d in [dim, width). `mix` takes it as its rows.
 constexpr int64_t kColumns = (kRegisters == 32 ? 4 : 2) * kWidth;
 template <class E>
 static void pack_keys(const typename E::Stored* const* keys, int64_t count, int64_t dim, int64_t width, float* panel) {
@@ -105,15 +106,15 @@ static void pack_keys(const typename E::Stored* const* keys, int64_t count, int6
   }
 }
 
-// The softmax.
+// Softmax.
 
 struct Scoring {
   float softcap;  // 0: none
-  const float *key_scale, *value_scale;  // of each cached token of a block; null: none
+  const float *key_scale, *value_scale;  // of each cached token of a block; null: no scales
 };
 
-// A query's running softmax takes in a block: of its scores [count], a multiple of kWidth, those in [first, end) become
-// weights of the values, the others 0. Returns what earlier weighted values are to be multiplied with.
+// Adds a block to a query's running softmax. Scores [count], a multiple of kWidth, become weights of the values in
+// [first, end), and 0 elsewhere. Returns the factor for the values that were added before.
 static float take_in(float* scores, int64_t first, int64_t end, int64_t count, const Scoring& how, float& peak,
                      float& total) {
   if (first >= end) {
@@ -148,23 +149,23 @@ static float take_in(float* scores, int64_t first, int64_t end, int64_t count, c
   return keep;
 }
 
-// A tile.
+// Tiles.
 
 struct Problem {
   const Array *q, *pages, *scales, *tables, *sinks, *out;
-  int64_t heads, group, dim, width;  // width: dim, to a multiple of kWidth
+  int64_t heads, group, dim, width;  // width: dim rounded up to a multiple of kWidth
   int64_t page_size, page_dim, page_table, first_page, window;
   float scale, softcap;
 };
 
-struct Tile {  // query tokens [begin, end) of a row, those of one head; the first is at `position`
+struct Tile {  // query tokens [begin, end) of a row, for one head; token `begin` is at `position`
   int64_t row, head, begin, end, position;
 };
 
 static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// A block of cached tokens [begin, begin + count): the first `padded` rows are keys, of which the last stands for those
-// behind, then come the values, and then kAhead keys of the next block.
+// A block of cached tokens [begin, begin + count). Its rows are `padded` keys (the last key fills the padding), then
+// the values, then the kAhead first keys of the next block.
 template <class E>
 struct Block {
   const typename E::Stored* rows[2 * kBlock + kAhead];
@@ -183,7 +184,7 @@ struct Block {
   }
 
  private:
-  // Where the keys (0) or values (1) of `some` tokens lie, and their scales, page by page.
+  // Finds the addresses of the keys (0) or values (1) of `some` tokens, and their scales, page by page.
   static void find(const Problem& p, const Tile& tile, int64_t begin, int64_t some, int64_t which,
                    const typename E::Stored** rows, float* scale) {
     const int32_t* table = data<int32_t>(*p.tables) + tile.row * p.page_table;
@@ -198,14 +199,14 @@ struct Block {
   }
 };
 
-struct Queries {  // of a tile, token by token, and what has come of them
+struct Queries {  // a tile's queries, token by token, and their results so far
   int64_t count;
   float *in, *scores, *out;             // [count, width], [count, kBlock], [count, width]
   float *peaks, *totals;                // [count]
-  int64_t *first, *end;                 // the cached tokens that each sees in the present block, from its beginning on
+  int64_t *first, *end;                 // the tokens of the current block that each query sees, [first, end)
 };
 
-// The scores of a few queries.
+// Scores of a few queries.
 template <class E>
 static void score_few(const Queries& queries, const Block<E>& block, int64_t width) {
   for (int64_t m = 0; m < queries.count;) {
@@ -222,7 +223,7 @@ static void score_few(const Queries& queries, const Block<E>& block, int64_t wid
   }
 }
 
-// Runs f(first query, height, first and end of the tokens that one of them sees) for strips of queries.
+// Runs f(first query, height, first, end) for strips of queries. [first, end): the tokens that any of them sees.
 template <class F>
 static void for_strips(const Queries& queries, F f) {
   for (int64_t m = 0, strips = (queries.count + kTall - 1) / kTall; strips; strips--) {
@@ -233,7 +234,7 @@ static void for_strips(const Queries& queries, F f) {
   }
 }
 
-// Those of many, with the keys transposed in `panel` [padded, width].
+// Scores of many queries. The keys are transposed to `panel` [padded, width].
 template <class E>
 static void score_many(const Queries& queries, const Block<E>& block, int64_t dim, int64_t width, float* panel) {
   pack_keys<E>(block.rows, block.padded, dim, width, panel);
@@ -251,7 +252,7 @@ static void score_many(const Queries& queries, const Block<E>& block, int64_t di
   }
 }
 
-// Adds the weighted values; of those that do not fill registers, or for many queries, as float32 in `wide`.
+// Adds the weighted values. `wide` has values as float32, for many queries and for rows that do not fill registers.
 template <class E>
 static void weigh(const Queries& queries, const Block<E>& block, int64_t dim, int64_t width, float* wide) {
   const auto add = [&](auto element, auto rows) {
@@ -300,7 +301,7 @@ static void attend(const Problem& p, const Tile& tile, const Queries& queries) {
   }
 }
 
-// One tile from its queries to its results.
+// Computes one tile.
 static void run_tile(const Problem& p, const Tile& tile) {
   const int64_t count = (tile.end - tile.begin) * p.group, width = p.width;
   static thread_local std::vector<float> floats;
@@ -333,9 +334,9 @@ static void run_tile(const Problem& p, const Tile& tile) {
   });
 }
 
-// q [tokens, heads, group, dim]; pages [pages, 2, heads, page_size, at least dim], their scales or nothing; block tables
-// [rows, most pages]; where each row's tokens begin [rows + 1]; its cached tokens [rows]; the page from which the tables
-// count; sinks [heads, group] or nothing. As paged_attention/reference.py says.
+// Arguments: q [tokens, heads, group, dim]; pages [pages, 2, heads, page_size, at least dim]; their scales or an empty
+// array; block tables [rows, most pages]; the begin of each row's tokens [rows + 1]; its cached tokens [rows]; the page
+// from which the tables count; sinks [heads, group] or an empty array. See paged_attention/reference.py.
 static void paged_attention(const Call& call) {
   const Array &q = call.argument(0), &pages = call.argument(1), &tables = call.argument(3);
   Problem p{&q, &pages, &call.argument(2), &tables, &call.argument(7), &call.result()};

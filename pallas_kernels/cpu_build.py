@@ -1,6 +1,6 @@
-"""Builds the CPU kernels with the machine's C++ compiler, once. Imports nothing heavy, so that it can begin early.
+"""Builds the CPU kernels with the machine's C++ compiler, once. Light imports only, so that it can start early.
 
-A library is named by its source, without suffix.
+A library has the name of its source file, without suffix.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jaxserve.pallas_kernels.cache_folder import is_ours, open_cache
 
 KERNELS, ATTENTION, PANELS, LATENT = "cpu_kernels", "cpu_attention", "cpu_panel_matmul", "cpu_latent"
 FOLDER = Path(__file__).parent
-# Of the vector instructions that this machine has; Arm's compilers know them by the processor.
+# Compile for this machine's vector instructions. Arm's compilers choose them by the processor.
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w"]
 
 
 def load(name: str = KERNELS) -> ctypes.CDLL:
-    """The compiled library, which is kept in the cache, and named by all that it depends on.
+    """Returns the compiled library from the cache. Its file name depends on everything that it was built from.
 
-    Without a cache that is ours alone it is built for this process. Raises OSError without a compiler,
-    subprocess.CalledProcessError when it fails.
+    Without a private cache it is built for this process only. Raises OSError without a compiler, and
+    subprocess.CalledProcessError if the compiler fails.
     """
     cache = _cache_folder()
     if cache is not None:
@@ -43,7 +43,7 @@ def load(name: str = KERNELS) -> ctypes.CDLL:
 
 
 def possible(name: str = KERNELS) -> bool:
-    """Whether `load` can be expected to succeed: there is a compiler, or the library is there."""
+    """Whether `load` can be expected to succeed: there is a compiler, or the library is in the cache."""
     if _compiler() is not None:
         return True
     cache = _cache_folder()
@@ -51,17 +51,17 @@ def possible(name: str = KERNELS) -> bool:
 
 
 def lacking() -> str | None:
-    """What keeps the kernels from being built here, and what that costs; None: nothing that can be seen beforehand."""
+    """Returns what prevents building the kernels here and what that costs, or None if nothing is known beforehand."""
     if _compiler() is not None:
         return None
-    # Measured on two cores with 100 million parameters, 8 requests at a time.
+    # Measured on two cores with 100 million parameters and 8 concurrent requests.
     cost = "plain XLA takes the kernels' place, 1.5 times slower with float32 weights, 5 times with quantized ones"
     return f"there is no C++ compiler: no {_compiler_name()!r} (CXX) on the PATH; {cost}. Install g++ or clang"
 
 
 def begin() -> None:
-    """Has what every model needs built in the background, unless this process will not use the CPU; failures show when
-    it is needed."""
+    """Builds what every model needs in the background, unless this process will not use the CPU. Failures show when
+    the library is needed."""
 
     def quietly(name: str) -> None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -74,10 +74,10 @@ def begin() -> None:
 
 
 def _build(name: str, folder: Path) -> Path:
-    """The library in `folder`, compiled where it is not there, or where others may have written it."""
+    """Returns the library in `folder`. Compiles it if it is missing, or if others may have written it."""
     library = _library(name, folder)
     with library.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another thread or process may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another thread or process may be building it
         if not is_ours(library):
             compiler = _compiler()
             if compiler is None:
@@ -85,7 +85,7 @@ def _build(name: str, folder: Path) -> Path:
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 built = Path(temporary) / "kernels.so"
                 command = [compiler, *_flags(), f"-I{_headers()}", str(_source(name)), "-o", str(built)]
-                # its working folder too: compilers look there where a search path has an empty entry
+                # The temporary folder is also the working folder, since compilers search it for empty path entries.
                 subprocess.run(command, check=True, capture_output=True, text=True, cwd=temporary)
                 built.chmod(0o700)
                 built.replace(library)
@@ -101,7 +101,7 @@ def _library(name: str, folder: Path) -> Path:
 
 
 def _compiler() -> str | None:
-    """The compiler's absolute path; relative entries of PATH are left out, as they lead into the current folder."""
+    """The compiler's absolute path. Relative entries of PATH are ignored, as they lead into the current folder."""
     folders = [folder for folder in os.get_exec_path() if os.path.isabs(folder)]
     found = shutil.which(_compiler_name(), path=os.pathsep.join(folders))
     return found and os.path.abspath(found)
@@ -112,12 +112,12 @@ def _compiler_name() -> str:
 
 
 def _flags() -> list[str]:
-    """JAXSERVE_CXXFLAGS come last: another -march, say, for the oldest of the machines that share a cache."""
+    """JAXSERVE_CXXFLAGS come last, so that -march may name the oldest of several machines that share a cache."""
     return [*FLAGS, *shlex.split(os.environ.get("JAXSERVE_CXXFLAGS", ""))]
 
 
 def _headers() -> Path:
-    """Of XLA's foreign function interface; as `jax.ffi.include_dir()`."""
+    """The folder of XLA's foreign function interface, like `jax.ffi.include_dir()`, but without importing JAX."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or spec.origin is None:
         raise FileNotFoundError("jaxlib is not installed")
@@ -125,7 +125,7 @@ def _headers() -> Path:
 
 
 def _key(name: str) -> str:
-    info = Path("/proc/cpuinfo")  # of Linux alone
+    info = Path("/proc/cpuinfo")  # exists only on Linux
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
     cpu = [line for line in lines if line.startswith(("flags", "Features", "model name"))] or lines
     sources = [path.read_text() for path in (*sorted(FOLDER.glob("cpu_*.h")), _source(name))]
@@ -134,7 +134,7 @@ def _key(name: str) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Where libraries may be loaded from; None where no folder is ours alone."""
+    """The folder from which libraries may be loaded, or None if no folder is private."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = open_cache(Path(os.environ.get("JAXSERVE_CACHE") or user_cache / "jaxserve"))
     return cache.path if cache is not None and cache.is_private else None

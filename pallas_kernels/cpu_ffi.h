@@ -1,6 +1,6 @@
-// How XLA calls a kernel: the C side of its foreign function interface (xla/ffi/api/c_api.h of jaxlib).
+// The interface between XLA and a kernel: the C side of its foreign function interface (xla/ffi/api/c_api.h of jaxlib).
 //
-// With the C++ side all of this takes the compiler more than twice as long, and someone waits for it: at a first start.
+// The C++ side would more than double the compiler's time, for which the first start waits.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Call {
   const Array& argument(int64_t i) const { return *static_cast<const Array*>(frame->args.args[i]); }
   const Array& result(int64_t i = 0) const { return *static_cast<const Array*>(frame->rets.rets[i]); }
 
-  // A number that the caller gave by this name.
+  // The number that the caller passed under this name.
   template <class T>
   T attribute(std::string_view name) const {
     for (int64_t i = 0; i < frame->attrs.size; i++)
@@ -67,7 +67,8 @@ struct Call {
   }
 };
 
-// Runs a kernel on arguments of these types. Before the first call, XLA asks for the version of the interface instead.
+// Runs a kernel after checking its arguments' types. Before the first call, XLA asks for the interface's version
+// instead.
 static XLA_FFI_Error* run(XLA_FFI_CallFrame* frame, void (*kernel)(const Call&), std::initializer_list<int> types) {
   if (const auto extension = frame->extension_start; extension && extension->type == XLA_FFI_Extension_Metadata) {
     XLA_FFI_Metadata* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(extension)->metadata;
@@ -86,6 +87,6 @@ static XLA_FFI_Error* run(XLA_FFI_CallFrame* frame, void (*kernel)(const Call&),
   return nullptr;
 }
 
-// Makes a kernel one that XLA can call as `name`; then follow its arguments' types.
+// Defines the entry point `name` for XLA. The kernel's argument types follow.
 #define DEFINE_HANDLER(name, kernel, ...) \
   extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) { return run(frame, kernel, {__VA_ARGS__}); }

@@ -1,5 +1,5 @@
-// New tokens' heads on the way to attention: norms of queries and keys, rotary positions, and the write of keys and values
-// into the cache's pages.
+// Prepares new tokens' heads for attention: norms of queries and keys, rotary positions, and the write of keys and
+// values into the cache's pages.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "cpu_registers.h"
 #include "cpu_threads.h"
 
-// Runs f(element) with what stands for an array's type.
+// Runs f(element) with the C++ type for an array's dtype.
 template <class F>
 static auto with_element(int type, F f) {
   switch (type) {
@@ -22,7 +22,7 @@ static auto with_element(int type, F f) {
   }
 }
 
-// A head's key or value [dim] into its place [page_dim], of which the rest becomes 0; with `scale`, as codes.
+// Writes a head's key or value [dim] to its slot [page_dim] and fills the rest with 0. With `scale`, it writes codes.
 template <class From, class To>
 static void write_head(const typename From::Stored* from, int64_t dim, typename To::Stored* to, int64_t page_dim,
                        float* scale) {
@@ -45,12 +45,12 @@ static void write_head(const typename From::Stored* from, int64_t dim, typename 
   if (d < page_dim) std::fill(to + d, to + page_dim, 0);
 }
 
-// The pages of the cache [pages, 2, heads, page_size, page_dim] and their scales or nothing.
+// The pages of the cache [pages, 2, heads, page_size, page_dim], and their scales or an empty array.
 struct Pages {
   const Array &data, &scales;
   int64_t heads = data.dims[2], size = data.dims[3], dim = data.dims[4];
 
-  // Writes a head's key (0) or value (1) [from_dim] of a token into its slot, which counts from first_page.
+  // Writes a token's key (0) or value (1) [from_dim] of one head to its slot, which counts from first_page.
   template <class From, class To>
   void write(const typename From::Stored* from, int64_t from_dim, int64_t first_page, int64_t slot, int64_t which,
              int64_t head) const {
@@ -60,8 +60,8 @@ struct Pages {
   }
 };
 
-// Pages and their scales, which the results are in the same memory; keys and values [tokens, heads, dim]; slots [tokens],
-// -1 for padding; the page from which they count.
+// Arguments: pages and their scales, which share their memory with the results; keys and values [tokens, heads, dim];
+// slots [tokens], -1 for padding; the page from which they count.
 static void write_kv(const Call& call) {
   const Array &keys = call.argument(2), &values = call.argument(3);
   const Pages pages{call.result(0), call.result(1)};
@@ -84,8 +84,8 @@ static void write_kv(const Call& call) {
 }
 DEFINE_HANDLER(WriteKv, write_kv, kAny, kF32, kAny, kAny, kS32, kS32)
 
-// A head of queries or keys [dim], of which the bias may be null: its norm where there is a scale [dim], then its rotation
-// by angles [dim / 2]. `to` may be `from`.
+// Prepares a head of queries or keys [dim]: adds its bias unless null, applies the norm if there is a scale [dim], then
+// rotates by angles [dim / 2]. `to` may be `from`.
 static void prepare_head(const float* from, const float* bias, const float* scale, float eps, const float* cos,
                          const float* sin, int64_t dim, float* to) {
   for (int64_t i = 0; i < dim; i++) to[i] = bias ? from[i] + bias[i] : from[i];
@@ -105,9 +105,9 @@ static void prepare_head(const float* from, const float* bias, const float* scal
   }
 }
 
-// qkv [tokens, heads, group + 2, dim]: of each head the group's queries, the key and the value, and a bias for them or
-// nothing; cosines and sines [tokens, dim / 2]; scales of the norms of queries and keys [dim], or nothing; pages, their
-// scales, slots and the page from which they count as in `write_kv`; how many leading tokens matter. Results: the queries
+// Arguments: qkv [tokens, heads, group + 2, dim], for each head the group's queries, the key and the value; their bias
+// or an empty array; cosines and sines [tokens, dim / 2]; norm scales of queries and keys [dim], or empty arrays;
+// pages, scales, slots and first page as in `write_kv`; the number of leading tokens that matter. Results: the queries
 // [tokens, heads, group, dim], and the pages.
 static void rotate_and_write(const Call& call) {
   const Array &qkv = call.argument(0), &angles = call.argument(2);
@@ -122,7 +122,7 @@ static void rotate_and_write(const Call& call) {
   const int32_t* slots = data<int32_t>(call.argument(8));
   const float *from = data<float>(qkv), eps = call.attribute<float>("eps");
   float* queries = data<float>(call.result(0));
-  const int64_t some = std::max<int64_t>(1, (1 << 13) / (parts * dim));  // heads that a thread takes at once
+  const int64_t some = std::max<int64_t>(1, (1 << 13) / (parts * dim));  // heads of a thread's piece
   with_element(pages.data.dtype, [&](auto element) {
     using To = decltype(element);
     parallel_for(call, (tokens * heads + some - 1) / some, [&](int64_t piece) {

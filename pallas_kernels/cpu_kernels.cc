@@ -1,4 +1,4 @@
-// Matmul, norm, rotary positions and gate on CPU, called by XLA through its foreign function interface; float32.
+// Matmul, norm, rotary positions and gate on CPU in float32, called by XLA through its foreign function interface.
 
 #include "cpu_kernels.h"
 
@@ -8,9 +8,9 @@
 #include <unistd.h>
 #endif
 
-constexpr int64_t kMany = 40;  // rows from which on a panel is worth its transposing
+constexpr int64_t kMany = 40;  // from this number of rows on, transposing a panel pays
 
-// y = x w^T for the first `count` rows of x [tokens, in], and w [out, in]; the other rows of y are left as they are.
+// y = x w^T for the first `count` rows of x [tokens, in], and w [out, in]. Other rows of y are not written.
 static void matmul(const Call& call) {
   const Array &x = call.argument(0), &w = call.argument(1), &count = call.argument(2);
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(count)), in = x.dims[1], out = w.dims[0];
@@ -24,7 +24,7 @@ static void matmul(const Call& call) {
 }
 DEFINE_HANDLER(Matmul, matmul, kF32, kF32, kS32)
 
-// Runs f(token) for the first `count` tokens of x [tokens, ...], some at once.
+// Runs f(token) for the first `count` tokens of x [tokens, ...], in parallel.
 template <class F>
 static void for_tokens(const Call& call, const Array& x, const Array& count, F f) {
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(count));
@@ -45,7 +45,7 @@ static void norm(const float* x, const float* scale, float eps, int64_t size, fl
   for (i = 0; i < size; i++) y[i] = x[i] * factor * scale[i];
 }
 
-// The norm of each vector of x [tokens, .., size].
+// Norms each vector of x [tokens, .., size].
 static void rms_norm(const Call& call) {
   const Array &x = call.argument(0), &scale = call.argument(1);
   const int64_t size = scale.dims[0], rows = element_count(x) / size / x.dims[0];
@@ -58,7 +58,7 @@ static void rms_norm(const Call& call) {
 }
 DEFINE_HANDLER(RmsNorm, rms_norm, kF32, kF32, kS32)
 
-// x + y [tokens, size], and its norm; a bias [size] of y, or nothing.
+// Computes x + y [tokens, size], and its norm. y has a bias [size], or an empty array.
 static void add_norm(const Call& call) {
   const Array &x = call.argument(0), &bias = call.argument(2);
   const int64_t size = x.dims[1];
@@ -119,7 +119,7 @@ static void silu_gate(const Call& call) {
 }
 DEFINE_HANDLER(SiluGate, silu_gate, kF32, kS32)
 
-// The place of the largest number in each of the first `count` rows of x [rows, size], the first of several; 0 for others.
+// Index of the first largest number in each of the first `count` rows of x [rows, size]; 0 for other rows.
 static void arg_max(const Call& call) {
   const Array& x = call.argument(0);
   const int64_t rows = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(1))), size = x.dims[1];
@@ -127,7 +127,7 @@ static void arg_max(const Call& call) {
   int32_t* places = data<int32_t>(call.result());
   std::fill_n(places, x.dims[0], 0);
   parallel_for(call, rows, [=](int64_t row) {
-    constexpr int64_t kPiece = 1024;  // numbers whose largest is found before anybody asks where it is
+    constexpr int64_t kPiece = 1024;  // the largest number of a piece is found first, then its index
     const float* from = xs + row * size;
     float top = from[0];
     int64_t best = 0;
@@ -146,12 +146,12 @@ static void arg_max(const Call& call) {
 }
 DEFINE_HANDLER(ArgMax, arg_max, kF32, kS32)
 
-// Writes nothing: a large result stays memory that the system has promised and not handed out yet.
+// Writes nothing, so that the memory of a large result stays reserved by the system but not provided yet.
 static void untouched(const Call&) {}
 DEFINE_HANDLER(Untouched, untouched)
 
-// Zeros, for which the system hands out memory when they are first written: whole pages of it are given back, and come
-// anew as zeros.
+// Writes zeros such that the system provides memory on the first write: whole pages are returned to the system, which
+// provides zeros when they are used.
 static void zeros(const Call& call) {
   char *begin = data<char>(call.result()), *end = begin + call.attribute<int64_t>("bytes"), *rest = begin;
 #ifdef __linux__

@@ -1,6 +1,6 @@
-// What the CPU's matmuls share: vectors, and products with a transposed panel of a weight; float32.
+// The common part of the CPU's matmuls: vectors, and products with a transposed panel of a weight, in float32.
 //
-// How the work is cut over threads does not touch the results: each sum runs in one fixed order.
+// Results do not depend on the division of work among threads: the order of each sum is fixed.
 
 #pragma once
 
@@ -23,7 +23,7 @@ static inline float sum(Vec v) {
   return v[0] + v[1];
 }
 
-// The same of four vectors, added up in the same order.
+// Sums of four vectors, in the same order as the sum of one.
 typedef float Four __attribute__((vector_size(16), aligned(4)));
 static inline Four sum(Vec a, Vec b, Vec c, Vec d) {
   const auto halves = [](Vec v) {
@@ -40,7 +40,7 @@ static inline Four sum(Vec a, Vec b, Vec c, Vec d) {
 static inline Vec exponential(Vec x) {
   typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
   x = x < -87.f ? Vec{} - 87.f : x;
-  Vec n = x * 1.44269504f + 12582912.f;  // the addend leaves no room for a fraction
+  Vec n = x * 1.44269504f + 12582912.f;  // the addend leaves no bits for a fraction
   Int power = ((Int)n << 23) + (127 << 23);
   n -= 12582912.f;
   Vec r = x - n * 0.693145752f - n * 1.42860677e-6f;
@@ -48,23 +48,23 @@ static inline Vec exponential(Vec x) {
   return p * (Vec)power;
 }
 
-// Fetches 32 floats into the second-level cache. A small batch waits for its weights: so the rows of w that come next are
-// fetched while the present ones are multiplied, a share of them in each pass over these.
+// Prefetches 32 floats to the second-level cache. A small batch is limited by reading its weights. So the next rows of
+// w are prefetched while the current ones are multiplied, a part of them in each pass.
 static inline void prefetch(const float* p) {
   __builtin_prefetch(p, 0, 2);
   __builtin_prefetch(p + 16, 0, 2);
 }
 
-// Keeps v in a register: GCC would rather load it again at each use, and loads are what a tile has least room for.
+// Keeps v in a register. GCC would load it again at each use, and loads are the scarcest resource of a tile.
 static inline void hold(Vec& v) {
 #ifdef __AVX__
   asm("" : "+x"(v));
 #endif
 }
 
-// y[m, n] = x[m] . w[n] for M rows x [in], contiguous, and N rows w [in], `row` apart: as many sums as the registers
-// hold beside the shorter side and one vector of the other. Meanwhile fetches from `next` on, `stride` for each kLanes
-// of in.
+// y[m, n] = x[m] . w[n] for M rows x [in], contiguous, and N rows w [in], `row` apart. All sums are in registers,
+// beside the vectors of the shorter side and one vector of the other. Prefetches from `next` on, `stride` for each
+// kLanes of in.
 template <int M, int N>
 static void tile(const float* x, const float* w, float* y, int64_t in, int64_t row, int64_t out, const float* next,
                  int64_t stride) {
@@ -99,7 +99,7 @@ static void tile(const float* x, const float* w, float* y, int64_t in, int64_t r
   }
 }
 
-// The same for any number of rows x, in passes of nearly the same height; fetches N rows from `next` on.
+// `tile` for any number of rows x, in passes of nearly equal height. Prefetches N rows from `next` on.
 template <int N>
 static void dot(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out,
                 const float* next) {
@@ -113,7 +113,7 @@ static void dot(const float* x, const float* w, float* y, int64_t rows, int64_t 
   }
 }
 
-// Many rows x pay for a transposed copy of w: no sums over lanes, and a tile needs two loads of w for its twelve sums.
+// For many rows x, w is transposed first: then no sums over lanes are needed, and a tile loads w twice for twelve sums.
 
 constexpr int kPanel = 2 * kLanes, kTall = 6;
 
@@ -159,7 +159,7 @@ static void transpose(const float* w, int64_t in, int64_t row, float* panel) {
     for (int n = 0; n < kPanel; n++) panel[k * kPanel + n] = w[n * row + k];
 }
 
-// The same for many rows x and kPanel rows w.
+// y[m, n] = x[m] . w[n] for many rows x and kPanel rows w.
 static void many_rows(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t row, int64_t out,
                       const float* next) {
   constexpr decltype(&multiply<1>) of_height[] = {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>};
@@ -174,10 +174,10 @@ static void many_rows(const float* x, const float* w, float* y, int64_t rows, in
   }
 }
 
-constexpr int64_t kPiece = 48;  // outputs that a thread takes at once; a multiple of what tiles and panels have
+constexpr int64_t kPiece = 48;  // outputs of a thread's piece; a multiple of the outputs of tiles and panels
 
-// y[m, n] = x[m] . w[n] for `rows` rows x and `size` rows w; from `many` rows x on by panels. Fetches the rows that
-// follow, or as many from `next` on.
+// y[m, n] = x[m] . w[n] for `rows` rows x and `size` rows w. From `many` rows x on it uses panels. Prefetches the rows
+// that follow, or rows from `next` on.
 static void multiply_rows(const float* x, const float* w, float* y, int64_t rows, int64_t size, int64_t in, int64_t row,
                           int64_t out, int64_t many, const float* next = nullptr) {
   int64_t n = 0;
@@ -186,7 +186,7 @@ static void multiply_rows(const float* x, const float* w, float* y, int64_t rows
       multiply(x, w + n * row, y + n, rows, in, row, out, next ? next + n * row : w + (n + wide) * row);
   };
   if (rows >= many) pass(many_rows, kPanel);
-  if ((rows + 3) / 4 < (rows + 2) / 3)  // fewer passes by tiles of 4 x 3 than of 3 x 4
+  if ((rows + 3) / 4 < (rows + 2) / 3)  // tiles of 4 x 3 need fewer passes than 3 x 4
     pass(dot<3>, 3);
   else if (rows > 1)
     pass(dot<4>, 4);

@@ -1,7 +1,7 @@
-// A mixture of experts with weights in panels: of each token, the gated MLPs of its experts, added up by their weights.
+// A mixture of experts with weights in panels: for each token, the weighted sum of its experts' gated MLPs.
 //
-// Rows, one for each token and expert, are sorted by expert, so that an expert's weights are read once for all of its
-// rows, and those of experts without rows not at all. Tokens that count for nothing have no rows.
+// There is a row for each token and expert. Rows are sorted by expert, so that the weights of an expert are read once
+// for all its rows, and weights of experts without rows are not read. Tokens that do not matter have no rows.
 
 #pragma once
 
@@ -14,10 +14,10 @@ enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kClamped };  // see `cpu_pa
 struct Experts {
   int64_t tokens, top_k, count, rows = 0;
   std::vector<int32_t> first;  // [count + 1], each expert's first row
-  std::vector<int32_t> pair;   // [rows], the row's place in `chosen`: token * top_k + number
+  std::vector<int32_t> pair;  // [rows], the row's index in `chosen`: token * top_k + number
   std::vector<int32_t> busy;   // experts that have rows
 
-  // Rows that are sorted already, so many of each expert.
+  // For rows that are sorted already: expert e has sizes[e] rows.
   Experts(const int32_t* sizes, int64_t count) : tokens(0), top_k(1), count(count), first(count + 1) {
     std::partial_sum(sizes, sizes + count, first.begin() + 1);
     for (int64_t e = 0; e < count; e++)
@@ -40,8 +40,8 @@ struct Experts {
   }
 };
 
-// y [rows, out] = each row of x [rows, in] times its expert's weight of the stack w. row(i) is where row i of x is; they
-// follow each other, unless only their rounded forms are multiplied.
+// y [rows, out] = each row of x [rows, in] times the weight of its expert in the stack w. row(i): address of row i of
+// x. Rows must be adjacent, unless only their rounded forms are multiplied.
 template <class F>
 static void multiply_by_expert(const Call& call, const Experts& experts, const Panels& w, int64_t arithmetic, F row,
                                float* y) {
@@ -57,8 +57,8 @@ static void multiply_by_expert(const Call& call, const Experts& experts, const P
   });
 }
 
-// y = each row of x [rows, in] times its expert's weight of a stack in panels [experts, out, in], transposed; x is sorted
-// by expert, of each so many rows as `sizes` say. Rows beyond are zeros.
+// y = each row of x [rows, in] times the transposed weight of its expert, of a stack in panels [experts, out, in]. x is
+// sorted by expert; expert e has sizes[e] rows. Rows of y beyond all experts' rows become zeros.
 static void panel_grouped_matmul(const Call& call) {
   const Array &x = call.argument(0), &sizes = call.argument(3);
   const int64_t in = x.dims[1], out = call.result().dims[1];
@@ -71,7 +71,7 @@ static void panel_grouped_matmul(const Call& call) {
 }
 DEFINE_HANDLER(PanelGroupedMatmul, panel_grouped_matmul, kF32, XLA_FFI_DataType_U8, kS32, kS32)
 
-// to[j] = activation of the pairs (gate, up) [size, 2], to each of which a bias is added first, where there is one.
+// to[j] = activation of the pairs (gate, up) [size, 2]. If `bias` is not null, it is added to the pairs first.
 static void gate_row(const float* from, const float* bias, int64_t size, int64_t activation, float limit, float* to) {
   const auto gated = [activation, limit](Vec gate, Vec up) {
     Vec factor = gate;
@@ -103,9 +103,9 @@ static void gate_row(const float* from, const float* bias, int64_t size, int64_t
   }
 }
 
-// y [tokens, out]; zeros for tokens beyond `count`. Arguments: x [tokens, in], chosen and weights [tokens, top_k], panels
-// of gate_up [experts, 2 * size, in] and of down [experts, out, size], biases of the former [experts, 2 * size] or
-// nothing, count.
+// y [tokens, out], with zeros for tokens beyond `count`. Arguments: x [tokens, in], chosen and weights [tokens, top_k],
+// panels of gate_up [experts, 2 * size, in] and of down [experts, out, size], biases of gate_up [experts, 2 * size] or
+// an empty array, count.
 static void panel_experts(const Call& call) {
   const Array &x = call.argument(0), &chosen = call.argument(1), &biases = call.argument(7);
   const int64_t in = x.dims[1], size = call.attribute<int64_t>("size"), out = call.result().dims[1];

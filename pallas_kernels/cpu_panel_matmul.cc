@@ -1,9 +1,9 @@
-// Products with weights in panels (cpu_panels.h), rows of such weights, and mixtures of experts with such weights, called
-// by XLA through its foreign function interface. Results are float32.
+// Products with weights in panels (cpu_panels.h), rows of such weights, and mixtures of experts, called by XLA through
+// its foreign function interface. Results are float32.
 
 #include "cpu_panel_experts.h"
 
-// y = x w^T for the first `count` rows of x [tokens, in]; the other rows of y are left as they are.
+// y = x w^T for the first `count` rows of x [tokens, in]. Other rows of y are not written.
 static void panel_matmul(const Call& call) {
   const Array& x = call.argument(0);
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(3)));
@@ -21,7 +21,7 @@ static void panel_matmul(const Call& call) {
 }
 DEFINE_HANDLER(PanelMatmul, panel_matmul, kF32, XLA_FFI_DataType_U8, kS32, kS32)
 
-// y[i] = row ids[i] of the weight in float32; ids beyond its rows are brought among them.
+// y[i] = row ids[i] of the weight in float32. ids are clamped to its rows.
 static void panel_rows(const Call& call) {
   const Array& ids = call.argument(0);
   const Panels w(call, 1, call.attribute<int64_t>("out"), call.attribute<int64_t>("inputs"));

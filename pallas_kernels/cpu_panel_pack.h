@@ -1,12 +1,12 @@
-// From rows as files have them to panels. Rows are float32, float16, bfloat16, GGUF's blocks (ggml-common.h), or for
-// grouped types: a byte for each code [in], float32 scales, then float32 shifts [groups]; for 4-bit floats: a byte for
-// each code [in], a byte for each scale [groups], and of NVFP4 a float32 gain.
+// Packs rows into panels. Rows are float32, float16, bfloat16 or GGUF's blocks (ggml-common.h). Rows of grouped types
+// are a byte for each code [in], float32 scales, then float32 shifts [groups]. Rows of 4-bit floats are a byte for each
+// code [in], a byte for each scale [groups], and for NVFP4 a float32 gain.
 
 #pragma once
 
 #include "cpu_panels.h"
 
-// Codes of one row into a record, from its block `first` on, four at a time.
+// Packs codes of one row into a record, from its block `first` on, four at a time.
 template <class R>
 static void put_codes(const uint8_t* codes, int64_t inputs, int64_t blocks_of, int64_t row, int64_t first,
                       uint8_t* record) {
@@ -32,13 +32,13 @@ static void put_codes(const uint8_t* codes, int64_t inputs, int64_t blocks_of, i
   }
 }
 
-// Bytes of a block of 32 in a file: a scale, for some a shift, bits beyond 4, codes.
+// Bytes of a block of 32 in a file: a scale, a shift (some types), the bits of codes beyond 4, the other bits.
 template <class R>
 static constexpr int64_t small_bytes() {
   return R::kCodes / 32 + R::kHigh * 4 + (R::kEight ? 32 : 16);
 }
 
-// GGUF's blocks, which begin at `from`, as codes and scales of one row of a record.
+// Packs GGUF's blocks, which begin at `from`, as codes and scales of one row of a record.
 template <class R>
 static void pack_record(const uint8_t* from, int64_t row, uint8_t* record, int64_t blocks) {
   uint8_t codes[256];
@@ -114,7 +114,7 @@ static void pack_row(const uint8_t* from, int64_t in, int64_t blocks_of, int64_t
   }
 }
 
-// All rows of a panel of floats, of which null ones stay zero; Item holds what one row has of kInputs inputs.
+// Packs all rows of a panel of floats. Null rows stay zero. Item: kInputs inputs of one row.
 template <class Item, int kInputs>
 static void pack_floats(const uint8_t* const* rows, int64_t in, uint8_t* panel) {
   constexpr int64_t kSize = sizeof(Item) / kInputs;
@@ -127,7 +127,7 @@ extern "C" int64_t jaxserve_panel_bytes(int32_t type, int64_t in, int64_t blocks
   return panel_bytes(type, in, blocks_of);
 }
 
-// Packs `rows` [panels * 16], of which null ones are left as they are: zero. Panel p is of types[p] and goes to
+// Packs `rows` [panels * 16]. Null rows are not written, and so stay zero. Panel p has types[p] and goes to
 // to + offsets[p].
 extern "C" void jaxserve_pack_panels(int64_t panels, int64_t in, int64_t blocks_of, const int32_t* types,
                                      const int64_t* offsets, const uint8_t* const* rows, uint8_t* to) {

@@ -1,7 +1,7 @@
-// Products with weights in panels: x, the panels and how they are multiplied.
+// Products with weights in panels.
 //
-// The sum of one output runs over the inputs in their order, whatever number of rows x has and however the work is cut:
-// a row's results do not depend on its neighbours.
+// The sum of an output is in the order of the inputs, for any number of rows of x and any division of the work. So a
+// row's results do not depend on its neighbours.
 
 #pragma once
 
@@ -12,13 +12,13 @@ enum Arithmetic : int64_t { kExact, kInteger, kShort };  // see `cpu_panels.py`
 
 struct Panels {
   const uint8_t* data;
-  const int32_t* table;  // of each panel: where it begins, in units of 64 bytes; its type; blocks of a record
+  const int32_t* table;  // for each panel: its begin in units of 64 bytes, its type, blocks of a record
   int64_t out, in;
 
   Panels(const Call& call, int64_t argument, int64_t out, int64_t in)
       : data(::data<const uint8_t>(call.argument(argument))), table(::data<int32_t>(call.argument(argument + 1))),
         out(out), in(in) {}
-  // A weight of a stack of such ones.
+  // Returns one weight of a stack.
   Panels of(int64_t expert) const {
     Panels one = *this;
     one.table += 3 * count() * expert;
@@ -27,14 +27,14 @@ struct Panels {
   const uint8_t* begin(int64_t panel) const { return data + int64_t{64} * table[3 * panel]; }
   int32_t type(int64_t panel) const { return table[3 * panel + 1]; }
   int64_t blocks(int64_t panel) const { return table[3 * panel + 2]; }
-  // Of rows of NVFP4.
+  // Gains of a panel's rows, only in NVFP4.
   const float* gains(int64_t panel) const {
     return reinterpret_cast<const float*>(begin(panel) + panel_bytes(kNvfp4, in, 0)) - kPanelRows;
   }
   int64_t count() const { return (out + kPanelRows - 1) / kPanelRows; }
 };
 
-// One matmul: rows x, their rounded forms, which begin with row `first_row` of `rounded`, and the weight.
+// One matmul: rows x, the weight, and the rows' rounded forms, which begin at row `first_row` of `rounded`.
 struct Product {
   const float* x;
   int64_t tokens;
@@ -43,7 +43,7 @@ struct Product {
   int64_t first_row, arithmetic;
   float* y;
 
-  // The columns' sums in their places of y.
+  // Writes sums of columns to y.
   void write(const float* sums, int64_t panel, int64_t panels) const {
     const int64_t first = panel * kPanelRows, count = std::min(panels * kPanelRows, w.out - first);
     for (int64_t m = 0; m < tokens; m++) std::copy_n(sums + m * kColumns * kWidth, count, y + m * w.out + first);
@@ -100,7 +100,7 @@ struct Product {
       const int64_t end = std::min(rounded.blocks, first + kChunk);
       for (int c = 0; c < C; c++)
         unpack<R>(w.begin(panel + c / kParts), blocks_of, first, end, c % kParts, c, unpacked);
-      // The next chunk of these panels, or the first one of those that follow.
+      // Prefetch the next chunk of these panels, or the first chunk of the panels that follow.
       const int64_t per_block = R::bytes(blocks_of) / blocks_of, next = end < rounded.blocks ? end : 0;
       Ahead ahead;
       ahead.lines = per_block / 64 / passes + 1;
@@ -142,7 +142,7 @@ struct Product {
     }
   }
 
-  // Panels of one type, at most as many as kColumns have.
+  // Computes panels of one type, at most kColumns of them.
   void run(int64_t panel, int64_t count) const {
     static thread_local std::vector<float> sums;
     sums.assign(tokens * kColumns * kWidth, 0.f);
@@ -161,7 +161,7 @@ struct Product {
     write(sums.data(), panel, count);
   }
 
-  // Neighbouring panels, from `first` up to `end`.
+  // Computes the panels [first, end).
   void run_all(int64_t first, int64_t end) const {
     constexpr int64_t kTogether = kColumns / kParts;
     for (int64_t next; first < end; first = next) {
@@ -172,7 +172,7 @@ struct Product {
   }
 };
 
-// What of x the types of a weight and the arithmetic ask for, rounded by all threads; row(i) is where row i of x is.
+// Rounds x on all threads, to the forms that a weight's types and the arithmetic need. row(i): address of row i of x.
 template <class F>
 static void round_rows(const Call& call, const Panels& w, int64_t arithmetic, int64_t rows, Rounded& r, F row) {
   const int64_t in = w.in;
@@ -197,8 +197,8 @@ static void round_rows(const Call& call, const Panels& w, int64_t arithmetic, in
   });
 }
 
-// How many neighbouring panels a thread takes at once, so that what follows in memory is what it needs next, where there
-// are `panels` in all.
+// How many of `panels` panels are a thread's piece. They are neighbours, so that a thread continues with the memory
+// that follows.
 static int64_t panels_at_once(const Call& call, int64_t panels) {
   constexpr int64_t kTogether = kColumns / kParts;
   const int64_t groups = (panels + kTogether - 1) / kTogether;

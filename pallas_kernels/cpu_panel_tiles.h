@@ -1,22 +1,22 @@
-// Tiles of products with weights in panels: some rows of x times some columns of a panel, in float32, in bfloat16 pairs
-// and in integers; and x rounded for the latter two.
+// Tiles of products with weights in panels: some rows of x times some columns of a panel, in float32, in pairs of
+// bfloat16, or in integers. Also the rounding of x for the latter two.
 
 #pragma once
 
 #include "cpu_panels.h"
 
-// Columns that are multiplied at once, and rows x: as many sums as registers hold beside the numbers that pass.
+// Columns and rows of x that are multiplied at once: as many sums as registers hold beside the operands.
 constexpr int kColumns = kWidth == 8 ? 2 : 4;
 constexpr int kFloatTall = 6;
 constexpr int kIntColumns = kWidth == 4 ? 4 : 2, kIntTall = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 3;
 
-// Heights of tiles, the tallest first: nearly even, from those that there are (1, 2, 3, 4 and 6).
+// The height of the next tile, of 1, 2, 3, 4 and 6, such that tiles have nearly equal heights; the tallest come first.
 static int64_t next_height(int64_t left, int64_t tallest) {
   const int64_t passes = (left + tallest - 1) / tallest, height = (left + passes - 1) / passes;
   return height == 5 ? 4 : height;
 }
 
-// Calls f(std::integral_constant<int, height>) for tiles of at most `kTallest` rows.
+// Calls f(std::integral_constant<int, height>) for a tile of `height` rows, at most kTallest.
 template <int kTallest, class F>
 static void by_height(int64_t height, F f) {
   if (height == 1) f(std::integral_constant<int, 1>());
@@ -26,7 +26,7 @@ static void by_height(int64_t height, F f) {
   if (kTallest >= 6 && height == 6) f(std::integral_constant<int, kTallest >= 6 ? 6 : 1>());
 }
 
-// Floats: how the vectors of one or two inputs come out of a panel.
+// Floats. Each struct unpacks the vectors of one or two inputs from a panel.
 
 struct Float32 {
   static constexpr int kInputs = 1, kType = kFloat32;
@@ -47,8 +47,8 @@ struct Bfloat16 {
   }
 };
 
-// to[m, c] += x[m, :in] . column c, for M rows x, `row` apart, and C columns of W, of which the kParts of a panel lie
-// side by side; sums [.., kColumns * kWidth].
+// to[m, c] += x[m, :in] . column c, for M rows x, `row` apart, and C columns of W. The kParts columns of a panel are
+// adjacent. Sums are [.., kColumns * kWidth].
 template <class W, int M, int C>
 static void float_tile(const float* x, int64_t row, const uint8_t* const* panels, int64_t in, float* to) {
   Floats sums[M][C];
@@ -73,7 +73,7 @@ static void float_tile(const float* x, int64_t row, const uint8_t* const* panels
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-// The same for bfloat16, with x rounded to it, in pairs [tokens, row]: products of pairs, sums in float32.
+// float_tile for bfloat16, with x rounded to pairs [tokens, row]: products of pairs, sums in float32.
 constexpr bool kHasShort = true;
 template <int M, int C>
 static void short_tile(const int32_t* x, int64_t row, const uint8_t* const* panels, int64_t in, float* to) {
@@ -98,13 +98,13 @@ static void short_tile(const int32_t* x, int64_t row, const uint8_t* const* pane
 constexpr bool kHasShort = false;
 #endif
 
-// x rounded: to bfloat16 in pairs, and to signed bytes with a scale for each block.
+// x rounded to pairs of bfloat16, or to signed bytes with a scale for each block.
 struct Rounded {
   int64_t inputs = 0, blocks = 0;       // inputs is a multiple of kBlock
   std::unique_ptr<int32_t[]> pairs;     // [tokens, inputs / 2]
-  std::unique_ptr<int32_t[]> codes;     // [tokens, inputs / 4], four in each
-  std::unique_ptr<float[]> scale, sum;  // [tokens, blocks]; sum is that of the block's codes, times its scale
-  std::unique_ptr<float[]> half_sum;    // [tokens, 2 * blocks], of each 16 inputs
+  std::unique_ptr<int32_t[]> codes;     // [tokens, inputs / 4], four codes in each
+  std::unique_ptr<float[]> scale, sum;  // [tokens, blocks]; sum of the block's codes, times its scale
+  std::unique_ptr<float[]> half_sum;    // [tokens, 2 * blocks], sum of each 16 inputs
 
   void round_pairs(const float* x, int64_t token, int64_t in) {
     uint16_t* to = reinterpret_cast<uint16_t*>(pairs.get()) + token * inputs;
@@ -118,7 +118,7 @@ struct Rounded {
 
   void round_block(const float* x, int64_t count, int64_t token, int64_t block) {
     constexpr int kVectors = kBlock / kWidth;
-    constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to whole numbers, which the lowest bits hold
+    constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the lowest bits
     float last[kBlock] = {};
     if (count < kBlock) std::memcpy(last, x, count * sizeof(float)), x = last;
     Floats v[kVectors], top = {}, all = {};
@@ -126,7 +126,7 @@ struct Rounded {
       v[i] = load<Floats>(x + i * kWidth);
       const Floats size = (Floats)((Ints)v[i] & 0x7fffffff);
       top = size > top ? size : top;
-      all += v[i] * 0.f;  // zero, or not a number where x is none or infinite, and so is the scale then
+      all += v[i] * 0.f;  // zero, or NaN if x is NaN or infinite; the scale is then NaN, too
     }
     float tops[kWidth], poison = 0;
     std::memcpy(tops, &top, sizeof tops);
@@ -148,14 +148,15 @@ struct Rounded {
   }
 };
 
-// total += (acc * scale of x) * scale + (sum of x) * shift: one group's part of a sum, in one order for all kernels.
+// total += (acc * scale of x) * scale + (sum of x) * shift. One group's part of a sum, in the same order in all
+// kernels.
 static inline void add_group(Floats& total, Ints acc, float x_scale, float x_sum, const Floats& scale,
                              const Floats& shift) {
   total = fused(__builtin_convertvector(acc, Floats) * x_scale, scale, total);
   total = fused(shift, x_sum - Floats{}, total);
 }
 
-// Sums [M, kColumns * kWidth] of M rows x, from `token` on, with one column of a panel: codes are unpacked in registers.
+// Sums [M, kColumns * kWidth] of M rows x, from `token` on, with one column of a panel. Unpacks codes in registers.
 template <class R, int M>
 static void int_column(const Rounded& x, int64_t token, const uint8_t* record, int64_t blocks_of, int part, float* to) {
   constexpr int kSteps = R::kSub / 4;
@@ -208,8 +209,8 @@ static void unpack(const uint8_t* panel, int64_t blocks_of, int64_t first, int64
   }
 }
 
-// What is to come into the second-level cache while something else is computed: some pieces of memory, so many lines of
-// each for each block of the tiles.
+// Memory to prefetch to the second-level cache during other work: some pieces, and how many cache lines of each to
+// prefetch for each block of the tiles.
 struct Ahead {
   const uint8_t* from[kIntColumns / kParts + 1] = {};
   int64_t pieces = 0, lines = 0;
@@ -219,7 +220,7 @@ struct Ahead {
   }
 };
 
-// to[m, c] += the same as `int_column` for blocks that are unpacked, from block `first` of x on.
+// to[m, c] += the sums of `int_column`, for unpacked blocks, from block `first` of x on.
 template <int M, int C, int kSub, bool kEight>
 static void int_tile(const Rounded& x, int64_t token, const Unpacked& w, int64_t first, int64_t count, Ahead& ahead,
                      float* to) {
@@ -253,7 +254,7 @@ static void int_tile(const Rounded& x, int64_t token, const Unpacked& w, int64_t
     for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &totals[m][c], sizeof totals[m][c]);
 }
 
-// Some columns' inputs in float32, as panels of Float32 [inputs, kPanelRows].
+// Dequantizes some inputs of the columns to float32, as panels of Float32 [inputs, kPanelRows].
 template <class R>
 static void dequantize(const uint8_t* panel, int64_t blocks_of, int64_t first, int64_t end, float* to) {
   for (int64_t at = first; at < end; at++)
@@ -265,7 +266,7 @@ static void dequantize(const uint8_t* panel, int64_t blocks_of, int64_t first, i
         Floats scale, shift;
         R::scales(record, group, part, scale, shift);
         for (int i = 0; i < 4; i++) {
-          const Ints numbers = ((Ints)codes >> 8 * i) & 255;  // of each row the i-th of its four
+          const Ints numbers = ((Ints)codes >> 8 * i) & 255;  // the i-th of four codes of each row
           const Floats value = fused(__builtin_convertvector(numbers, Floats), scale, shift);
           std::memcpy(to + ((at - first) * kBlock + q * 4 + i) * kPanelRows + part * kWidth, &value, sizeof value);
         }

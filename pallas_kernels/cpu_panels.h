@@ -1,11 +1,11 @@
-// Weights as the CPU's products read them: panels of 16 rows, one after the other, each in a type of its own.
+// Weights in the form that the CPU's products read: panels of 16 rows in sequence. Each panel has a type of its own.
 //
-// What the 16 rows have for the same inputs lies side by side, so that a vector of the weight meets one number of x, all
-// sums run in the order of the inputs, and memory is read from front to back. Floats are [in][16] (bfloat16 in pairs of
-// inputs, [in / 2][16][2]). Quantized panels are records of so many blocks of 32 inputs: scales of the 16 rows, then
-// codes in vectors of 16 rows x 4 inputs; what a code has beyond 4 bits lies behind. A value is code * scale + shift, with
-// codes from 0 on. 4-bit floats are codes that a table of 16 in a register turns into such ones; of NVFP4 a gain of each
-// row, 16 in float32 behind the last record, multiplies the sums.
+// The values of the 16 rows for the same inputs are adjacent. So a vector of the weight is multiplied by one number of
+// x, all sums are in the order of the inputs, and memory is read from front to back. Floats are [in][16] (bfloat16 in
+// pairs of inputs, [in / 2][16][2]). Quantized panels are records of several blocks of 32 inputs: scales of the 16
+// rows, then codes in vectors of 16 rows x 4 inputs, then the bits of codes beyond 4. A value is code * scale + shift,
+// with codes from 0 on. 4-bit floats are turned into such codes by a table of 16 in a register. In NVFP4 each row has a
+// gain, which multiplies the sums: 16 float32 after the last record.
 
 #pragma once
 
@@ -14,13 +14,13 @@
 #include "cpu_kernels.h"
 #include "cpu_vectors.h"
 
-constexpr int kPanelRows = 16, kParts = kPanelRows / kWidth;  // a panel is so many columns of kWidth rows
+constexpr int kPanelRows = 16, kParts = kPanelRows / kWidth;  // a panel has kParts columns of kWidth rows
 constexpr int64_t kBlock = 32;                                // inputs of x that share a scale
 
 typedef uint8_t Bytes __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Words __attribute__((vector_size(4 * kWidth)));
 
-// a * b + c, rounded once where the machine can, in every kernel alike: left to the compiler it differs by the loop.
+// a * b + c, with one rounding where the machine can. Explicit, since the compiler's choice would differ by loop.
 static inline Floats fused(Floats a, Floats b, Floats c) {
 #if CPU_WIDTH == 16
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -33,14 +33,14 @@ static inline Floats fused(Floats a, Floats b, Floats c) {
   return c;
 }
 
-static inline float float_of_half(uint16_t half) {  // exact for subnormal numbers too, which XLA's threads flush
+static inline float float_of_half(uint16_t half) {  // exact for subnormal numbers, which XLA's threads flush
   const int32_t size = half & 0x7fff, subnormal = (size - 0x400) >> 31;  // 0 or -1
   const float value = __builtin_bit_cast(float, (size << 13) + ((112 - subnormal) << 23)) -
                       __builtin_bit_cast(float, subnormal & 113 << 23);
   return half >> 15 ? -value : value;
 }
 
-// kWidth numbers in float32: float16, bytes, signed bytes.
+// Loads kWidth numbers as float32: float16, bytes, signed bytes.
 static inline Floats of_halves(const uint8_t* from) {
 #if CPU_WIDTH == 16
   return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
@@ -73,7 +73,7 @@ static inline Floats of_bytes(const uint8_t* from) {
 #endif
 }
 
-// 4-bit floats (e2m1, codes below 16) twice as large and 12 more, which are whole numbers from 0 to 24.
+// Twice the values of 4-bit floats (e2m1, codes below 16), plus 12: integers from 0 to 24.
 static inline Bytes of_float4(Bytes codes) {
   alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 #if CPU_WIDTH == 16 && defined(__AVX512BW__)
@@ -87,20 +87,20 @@ static inline Bytes of_float4(Bytes codes) {
   return codes;
 }
 
-// kWidth bytes as integers.
+// Loads kWidth bytes as integers.
 static inline Ints ints_of_bytes(const uint8_t* from) {
   typedef uint8_t Few __attribute__((vector_size(kWidth)));
   return __builtin_convertvector(load<Few>(from), Ints);
 }
 
-// Half of powers of two (e8m0, 2^(code - 127)); 0 for the two smallest, whose halves are no normal floats.
+// Halves of powers of two (e8m0, 2^(code - 127)); 0 for the two smallest, whose halves are subnormal.
 static inline Floats half_of_e8m0(const uint8_t* from) {
   const Ints exponent = ints_of_bytes(from) - 1;
   return (Floats)((exponent > 0 ? exponent : Ints{}) << 23);
 }
 
-// Half of float8_e4m3fn, whose exponents have a bias of 7 and stand for multiples of 2^-9 where they are 0 (no detour
-// through subnormal floats: XLA's threads flush them). NaNs become +-240.
+// Halves of float8_e4m3fn, whose exponents have a bias of 7; exponent 0 means multiples of 2^-9. The conversion avoids
+// subnormal floats, which XLA's threads flush to zero. NaNs become +-240.
 static inline Floats half_of_e4m3(const uint8_t* from) {
   const Ints code = ints_of_bytes(from);
   Floats size = (Floats)(((code & 0x7f) << 20) + (119 << 23));
@@ -108,14 +108,15 @@ static inline Floats half_of_e4m3(const uint8_t* from) {
   return (Floats)((Ints)size | (code & 0x80) << 24);
 }
 
-// sum[i] + the product of the i-th four codes and the four signed bytes of x; codes have 8 bits, or 7 at most.
+// sum[i] + the products of the i-th four codes and the four signed bytes of x. Codes have 8 bits (kEight), or at most
+// 7.
 template <bool kEight>
 static inline Ints dot_bytes(Ints sum, Bytes codes, int32_t x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
 #elif defined(__AVX512BW__) && defined(__AVX512VL__)
   const __m512i w = (__m512i)codes, all = _mm512_set1_epi32(x);
-  if (!kEight)  // pairs of products fit 16 bits
+  if (!kEight)  // sums of two products fit 16 bits
     return sum + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(w, all), _mm512_set1_epi16(1));
   const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(255)),
                                          _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8));
@@ -148,8 +149,9 @@ enum PanelType : int32_t {
   kMxfp4, kNvfp4
 };
 
-// Records. kSub: inputs that share a scale; kBlocks: of a record, 0 where the panel says; kCodes: where they begin;
-// kHigh: how many bits beyond 4 lie behind. GGUF's types have its own blocks' numbers, two of 32 in a record.
+// Records. kSub: inputs that share a scale. kBlocks: blocks of a record, or 0 if each panel says. kCodes: offset of the
+// codes. kHigh: bits of a code beyond 4, stored after the codes. GGUF's types keep the numbers of GGUF's own blocks; a
+// record has two of its blocks of 32.
 template <int type, int bits, int sub, int blocks, int codes_at>
 struct Record {
   static constexpr int kType = type, kBits = bits, kSub = sub, kBlocks = blocks, kCodes = codes_at;
@@ -173,7 +175,7 @@ struct Record {
     return kFloat4 ? of_float4((Bytes)low) : (Bytes)low;
   }
 
-  // The numbers of a group of kSub inputs of a record.
+  // The scale and shift of a group of kSub inputs of a record.
   static inline void scales(const uint8_t* record, int64_t group, int part, Floats& scale, Floats& shift) {
     const auto half = [&](int64_t at) { return of_halves(record + at + part * 2 * kWidth); };
     const auto byte = [&](int64_t at) { return record + at + group * kPanelRows + part * kWidth; };
@@ -205,7 +207,7 @@ using Grouped4 = Record<kGrouped4, 4, 32, 0, 128>;
 using Mxfp4 = Record<kMxfp4, 4, 32, 4, 64>;
 using Nvfp4 = Record<kNvfp4, 4, 16, 4, 128>;
 
-// f(record type) for a quantized type.
+// Calls f(record type) for a quantized type.
 template <class F>
 static void with_record(int32_t type, F f) {
   if (type == kQ8_0) f(Q8_0());
@@ -222,7 +224,7 @@ static void with_record(int32_t type, F f) {
   if (type == kNvfp4) f(Nvfp4());
 }
 
-// `blocks_of`: blocks of a record where its type does not say.
+// Bytes of a panel. `blocks_of`: blocks of a record, if its type does not say.
 static int64_t panel_bytes(int32_t type, int64_t in, int64_t blocks_of) {
   int64_t size = in * kPanelRows * 4;
   if (type == kFloat16) size = in * kPanelRows * 2;

@@ -1,10 +1,10 @@
-"""Weights in panels for the CPU: packing them on the host, products with them, rows of them (`cpu_panel_matmul.cc`).
+"""Weights in panels for the CPU: packing on the host, products, and single rows (`cpu_panel_matmul.cc`).
 
-Grid: pieces of 64 outputs, handed to XLA's threads as they come free; within one, tiles of up to 6 rows of x.
-Traffic: the weight once, in the width of the file; x once per piece, from the cache.
-Pipeline: memory is read from front to back, which the processor's own prefetching follows.
+Grid: pieces of 64 outputs. XLA's threads take the next piece when they are free. Tiles within it have up to 6 rows of
+x. Traffic: the weight once, in the file's width; x once per piece, from the CPU's cache.
+Pipeline: memory is read from front to back, which suits the processor's own prefetching.
 
-A row's results do not depend on the number of rows, as every sum runs in the order of the inputs.
+A row's results do not depend on the number of rows, as every sum is in the order of the inputs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.ops import Gate
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
-ROWS, BLOCK, UNIT = 16, 32, 64  # of a panel; inputs of x that share a scale; bytes that offsets count in
+ROWS, BLOCK, UNIT = 16, 32, 64  # rows of a panel; inputs of x that share a scale; bytes that are a unit of offsets
 
-# What products are computed in.
-#   float32: everything; results are those of the same values in float32, to the bit.
-#   int8: x is rounded to signed bytes in blocks of 32 inputs for quantized panels; sums within a block are exact.
-#   bfloat16: x is rounded to bfloat16 for bfloat16 panels where the processor multiplies such pairs; else float32.
+# The arithmetic of products.
+#   float32: everything. Results are bitwise those of the dequantized weight in float32.
+#   int8: for quantized panels x is rounded to signed bytes in blocks of 32 inputs. Sums within a block are exact.
+#   bfloat16: for bfloat16 panels x is rounded to bfloat16 if the processor multiplies pairs of them; else float32.
 ARITHMETIC = {"float32": 0, "int8": 1, "bfloat16": 2}
 
 
 class PanelType(IntEnum):
-    """What a panel holds; as in `cpu_panels.h`. Rows of the first ones are packed as they stand in files."""
+    """The contents of a panel, with the values of `cpu_panels.h`. Rows of the first types are packed as in files."""
 
     F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, GROUPED_8, GROUPED_4, MXFP4, NVFP4 = range(15)
 
@@ -51,8 +51,8 @@ GGUF_TYPES = {kind.name: kind for kind in PanelType if kind.name.startswith("Q")
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a weight in one type: bytes [rows, bytes of a row], contiguous; `blocks` of 32 inputs share a scale where
-    the type is a grouped one."""
+    """Rows of a weight in one type: bytes [rows, bytes of a row], contiguous. `blocks`: for a grouped type, how many
+    blocks of 32 inputs share a scale."""
 
     type: PanelType
     data: np.ndarray
@@ -70,13 +70,16 @@ def _library() -> ctypes.CDLL:
 
 
 def available() -> bool:
-    """Whether there are kernels for weights in panels here."""
+    """Whether this machine has kernels for weights in panels."""
     return cpu.available(cpu_build.PANELS)
 
 
 def pack(parts: Sequence[Rows], source: np.ndarray, inputs: int, arithmetic: str) -> PanelArray | None:
-    """A weight [len(source), inputs] on the host of rows of parts: `source` int64 counts through the rows of all parts,
-    -1 is a row of zeros. None where rows of one panel have different types."""
+    """Packs a weight [len(source), inputs] on the host from rows of `parts`.
+
+    `source` int64 has the index of each row among the rows of all parts, or -1 for a row of zeros. Returns None if
+    rows of one panel have different types.
+    """
     out = len(source)
     types = np.concatenate([np.full(len(part.data), part.type, np.int32) for part in parts])
     addresses = np.concatenate(
@@ -102,7 +105,7 @@ def pack(parts: Sequence[Rows], source: np.ndarray, inputs: int, arithmetic: str
 
 
 def pack_floats(values: np.ndarray, arithmetic: str) -> PanelArray:
-    """A matrix of one of FLOATS."""
+    """Packs a matrix of one of the dtypes in FLOATS."""
     assert values.ndim == 2
     values = np.ascontiguousarray(values)
     packed = pack([Rows(FLOATS[values.dtype], values)], np.arange(len(values)), values.shape[1], arithmetic)
@@ -111,7 +114,7 @@ def pack_floats(values: np.ndarray, arithmetic: str) -> PanelArray:
 
 
 def type_of(w: QuantArray) -> PanelType | None:
-    """The type that panels have for a quantized weight, of arrays or of their shapes."""
+    """Returns the panel type for a quantized weight, given as arrays or as their shapes, or None if there is none."""
     if w.order is not None:
         return None
     if w.codes.dtype == ml_dtypes.float4_e2m1fn:
@@ -126,7 +129,7 @@ def type_of(w: QuantArray) -> PanelType | None:
 
 
 def pack_quantized(w: QuantArray, arithmetic: str) -> PanelArray:
-    """A quantized weight of NumPy arrays that panels have a type for."""
+    """Packs a quantized weight of NumPy arrays, which must have a panel type."""
     kind, (out, inputs) = type_of(w), w.shape
     assert kind is not None
     floats = kind in (PanelType.MXFP4, PanelType.NVFP4)
@@ -138,7 +141,7 @@ def pack_quantized(w: QuantArray, arithmetic: str) -> PanelArray:
 
 
 def _float4_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
-    """Codes, scales and gains of rows as the packing wants them, bytes [out, bytes of a row]."""
+    """Codes, scales and gains of rows in the form that packing expects, bytes [out, bytes of a row]."""
     parts = [np.asarray(w.codes).view(np.uint8), np.asarray(w.scale).view(np.uint8)]
     if kind == PanelType.NVFP4:
         gain = np.ones((w.shape[0], 1), np.float32) if w.gain is None else np.asarray(w.gain, np.float32)
@@ -147,7 +150,7 @@ def _float4_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
 
 
 def _grouped_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
-    """Codes from 0 on, scales and shifts, likewise."""
+    """Codes from 0 on, scales and shifts of rows in the form that packing expects, bytes [out, bytes of a row]."""
     codes, out = np.asarray(w.codes), w.shape[0]
     offset = 8 if kind == PanelType.GROUPED_4 else 128
 
@@ -163,7 +166,7 @@ def _grouped_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
 
 
 def abstract(shape: tuple[int, ...], kind: PanelType, arithmetic: str, group: int = 0) -> PanelArray:
-    """The shapes of a weight in panels of one type; `group`: inputs that share a scale of a grouped one."""
+    """The shapes of a weight in panels of one type. `group`: inputs that share a scale of a grouped type."""
     out, inputs = shape
     count, blocks = -(-out // ROWS), -(-min(group, inputs) // BLOCK)
     size = count * _library().jaxserve_panel_bytes(int(kind), inputs, blocks)
@@ -172,7 +175,7 @@ def abstract(shape: tuple[int, ...], kind: PanelType, arithmetic: str, group: in
 
 
 def stack(members: Iterable[PanelArray | None], count: int) -> PanelArray | None:
-    """A stack of `count` weights in panels, on the host. None where one is not in panels, or larger than the first."""
+    """Stacks `count` weights in panels on the host. None if one is not in panels, or its panels differ in form."""
     members = iter(members)
     first = next(members)
     if first is None:
@@ -188,7 +191,7 @@ def stack(members: Iterable[PanelArray | None], count: int) -> PanelArray | None
 
 
 def abstract_stack(one: PanelArray, count: int) -> PanelArray:
-    """The shapes of a stack of such weights, of arrays or of their shapes."""
+    """The shapes of a stack of `count` weights like `one`, which has arrays or shapes."""
     data, table = (
         jax.ShapeDtypeStruct((count * array.shape[0], array.shape[1]), array.dtype) for array in (one.data, one.table)
     )
@@ -196,7 +199,7 @@ def abstract_stack(one: PanelArray, count: int) -> PanelArray:
 
 
 def matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.Array:
-    """As `ops.panel_matmul`."""
+    """See `ops.panel_matmul`."""
     assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
     assert available()
     count = jnp.int32(len(x)) if count is None else count
@@ -206,14 +209,14 @@ def matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.A
 
 
 def grouped_matmul(x: jax.Array, w: PanelArray, group_sizes: jax.Array) -> jax.Array:
-    """As `experts.grouped_matmul`, for float32 x and a stack in panels."""
+    """`experts.grouped_matmul` for float32 x and a stack in panels."""
     assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
     assert available()
     call = jax.ffi.ffi_call("jaxserve_panel_grouped_matmul", jax.ShapeDtypeStruct((len(x), w.shape[1]), jnp.float32))
     return call(x, w.data, w.table, group_sizes.astype(jnp.int32), arithmetic=np.int64(ARITHMETIC[w.arithmetic]))
 
 
-# What lies between the products of a gated MLP, as in `cpu_panel_experts.h`.
+# The operations between the products of a gated MLP, with the values of `cpu_panel_experts.h`.
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
 
 
@@ -227,8 +230,7 @@ def mixture(
     count: jax.Array | None = None,
     weighs_inputs: bool = False,
 ) -> jax.Array:
-    """As `experts.mixture`, for float32 x and stacks in panels. The weights of an expert that no token goes through are
-    not read."""
+    """`experts.mixture` for float32 x and stacks in panels. Weights of experts that no token uses are not read."""
     assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
     assert available()
     first, second = w.gate_up, w.down
@@ -254,14 +256,14 @@ def mixture(
 
 
 def rows(w: PanelArray, ids: jax.Array) -> jax.Array:
-    """Rows ids int32 [n] of a weight in panels -> float32 [n, in]; ids beyond its rows are brought among them."""
+    """Rows ids int32 [n] of a weight in panels -> float32 [n, in]. ids are clamped to its rows."""
     assert available()
     call = jax.ffi.ffi_call("jaxserve_panel_rows", jax.ShapeDtypeStruct((len(ids), w.shape[1]), jnp.float32))
     return call(ids, w.data, w.table, out=np.int64(w.shape[0]), inputs=np.int64(w.shape[1]))
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Zeros at an address that JAX takes as its own array."""
+    """Zeros at an address whose alignment lets JAX use the array without a copy."""
     raw = np.zeros(size + UNIT, np.uint8)
     start = -raw.ctypes.data % UNIT
     return raw[start : start + size]

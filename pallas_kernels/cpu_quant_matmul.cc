@@ -1,7 +1,7 @@
-// Products with quantized weights on CPU, called by XLA through its foreign function interface; x and sums in float32.
+// Products with quantized weights on CPU, called by XLA through its foreign function interface. x and sums are float32.
 //
-// A few rows x multiply codes that become floats in registers. More rows share a few dequantized rows of the weight,
-// which stay in cache meanwhile. Either way memory delivers codes alone, and once.
+// A few rows of x are multiplied with codes that become floats in registers. More rows share a few dequantized rows of
+// the weight, which stay in the cache meanwhile. In both cases memory delivers only codes, once.
 
 #include <cstring>
 
@@ -9,7 +9,7 @@
 
 typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
 
-// Formats of codes: kLanes consecutive ones as floats.
+// Formats of codes. Each loads kLanes consecutive codes as floats.
 
 struct Int8 {
   static constexpr int64_t kBits = 8;
@@ -29,8 +29,8 @@ struct Int4 {  // two in a byte, the low half first
   }
 };
 
-// float8_e4m3fn: exponents have a bias of 7, of which 0 means multiples of 2^-9 (no detour through subnormal floats:
-// XLA's threads flush them). NaNs become +-480.
+// float8_e4m3fn: exponents have a bias of 7; exponent 0 means multiples of 2^-9. The conversion avoids subnormal
+// floats, which XLA's threads flush to zero. NaNs become +-480.
 struct Float8 {
   static constexpr int64_t kBits = 8;
   static Vec load(const uint8_t* from) {
@@ -42,17 +42,17 @@ struct Float8 {
 };
 
 struct Weight {
-  const uint8_t* codes;  // [out, in], each row whole bytes
+  const uint8_t* codes;  // [out, in]; rows are whole bytes
   int64_t out, in, row_bytes;
   int64_t block, group, groups;
-  const uint8_t *scale, *bias;  // [out / block, groups] of `type`; no bias is null, and so is no zero
+  const uint8_t *scale, *bias;  // [out / block, groups] of `type`; null: no bias, or no zero points
   const int8_t* zero;
   XLA_FFI_DataType type;
 };
 
 static inline float as_float(int32_t bits) { return __builtin_bit_cast(float, bits); }
 
-// `count` numbers of a 16-bit or 32-bit type, from the first-th on, in float32.
+// Converts `count` numbers of a 16-bit or 32-bit type to float32, starting with number `first`.
 static void widen(const uint8_t* from, XLA_FFI_DataType type, int64_t first, int64_t count, float* __restrict to) {
   const uint16_t* half = reinterpret_cast<const uint16_t*>(from) + first;
   if (type == XLA_FFI_DataType_F32)
@@ -67,11 +67,11 @@ static void widen(const uint8_t* from, XLA_FFI_DataType type, int64_t first, int
     }
 }
 
-// N rows of a weight, of which those behind its last are the last again. A value is code * scale + shift.
+// N rows of a weight; rows beyond the last repeat it. A value is code * scale + shift.
 template <int N>
 struct Rows {
   const uint8_t* codes[N];
-  const float *scale[N], *shift[N];  // of each group
+  const float *scale[N], *shift[N];  // for each group
 
   Rows(const Weight& w, int64_t first) {
     static thread_local std::vector<float> numbers;
@@ -90,7 +90,7 @@ struct Rows {
   }
 };
 
-// The last inputs of a row, fewer than kLanes, with zeros behind.
+// Loads the last inputs of a row, fewer than kLanes, followed by zeros.
 template <class Codes>
 static Vec load_last(const uint8_t* codes, int64_t count) {
   uint8_t padded[kLanes] = {};
@@ -98,8 +98,8 @@ static Vec load_last(const uint8_t* codes, int64_t count) {
   return Codes::load(padded);
 }
 
-// y[m, n] = x[m] . w[n] for M rows x, `in` apart, and N of the kWide rows w, from the first-th on, of which `wide`
-// count. One scale a row multiplies the sum. The codes that follow are fetched into cache meanwhile.
+// y[m, n] = x[m] . w[n] for M rows x, `in` apart, and N of the kWide rows w, of which `wide` exist, from `first` on. A
+// single scale per row multiplies the sum. Prefetches the codes that follow.
 constexpr int kWide = 4;
 template <class Codes, bool kGrouped, int M, int N>
 static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>& rows, int first, float* y,
@@ -132,7 +132,7 @@ static void tile(const float* x, int64_t in, const Weight& w, const Rows<kWide>&
       y[m * w.out + first + n] = sum(sums[n][m]) * (kGrouped ? 1 : rows.scale[first + n][0]);
 }
 
-// The same for any number of rows x and all kWide rows w.
+// `tile` for any number of rows x, and all kWide rows w.
 template <class Codes, bool kGrouped>
 static void few_rows(const float* x, int64_t tokens, int64_t in, const Weight& w, int64_t first, float* y,
                      int64_t wide) {
@@ -150,7 +150,7 @@ static void few_rows(const float* x, int64_t tokens, int64_t in, const Weight& w
   }
 }
 
-// kPanel rows in float32, `row` apart.
+// Dequantizes kPanel rows to float32, `row` apart.
 template <class Codes>
 static void dequantize(const Weight& w, int64_t first, float* to, int64_t row) {
   const Rows<kPanel> rows(w, first);
@@ -168,7 +168,7 @@ static void dequantize(const Weight& w, int64_t first, float* to, int64_t row) {
 template <class Codes>
 static void product(const Call& call, const float* x, int64_t tokens, int64_t in, const Weight& w, float* y) {
   constexpr int64_t kFew = 8;
-  const int64_t row = in + 2 * kLanes;  // no power of two, lest dequantized rows share one place in the cache
+  const int64_t row = in + 2 * kLanes;  // not a power of two, so that dequantized rows do not compete for one cache set
   parallel_for(call, (w.out + kPiece - 1) / kPiece, [=](int64_t piece) {
     const int64_t first = piece * kPiece, end = std::min(w.out, first + kPiece);
     if (tokens <= kFew) {
@@ -186,8 +186,8 @@ static void product(const Call& call, const float* x, int64_t tokens, int64_t in
   });
 }
 
-// A weight [.., out, in] with blocks of block x group: the one at `expert` of a stack, or the only one. Arguments from
-// `first` on: codes, scale, zero, bias; an empty zero or bias is none.
+// A weight [.., out, in] with blocks of block x group: number `expert` of a stack, or a single one. Arguments from
+// `first` on: codes, scale, zero, bias. Zero and bias may be empty arrays.
 static Weight weight_of(const Call& call, int64_t first, int64_t expert) {
   const Array &codes = call.argument(first), &scale = call.argument(first + 1);
   const auto last = [](const Array& a, int64_t i) { return a.dims[a.rank - i]; };
@@ -214,8 +214,8 @@ static void multiply(const Call& call, const Array& codes, const float* x, int64
   by_type(call, x, tokens, in, w, y);
 }
 
-// y = x w^T for the first `count` rows of x [tokens, in]; the other rows of y are left as they are. x has zeros behind
-// its inputs, to a multiple of kLanes.
+// y = x w^T for the first `count` rows of x [tokens, in]. Other rows of y are not written. x has zeros after its
+// inputs, to a multiple of kLanes.
 static void quant_matmul(const Call& call) {
   const Array& x = call.argument(0);
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(5)));
@@ -224,8 +224,8 @@ static void quant_matmul(const Call& call) {
 }
 DEFINE_HANDLER(QuantMatmul, quant_matmul, kF32, kAny, kAny, kS8, kAny, kS32)
 
-// The same where neighbouring rows of x belong to each weight of a stack [experts, out, in], so many as `sizes` say; rows
-// beyond are zeros in y. Weights without rows are not read.
+// The products with a stack of weights [experts, out, in]. Expert e has the next sizes[e] rows of x. Rows of y beyond
+// all experts' rows become zeros. Weights of experts without rows are not read.
 static void grouped_quant_matmul(const Call& call) {
   const Array &x = call.argument(0), &sizes = call.argument(5);
   const int32_t* rows = data<int32_t>(sizes);
@@ -239,8 +239,8 @@ static void grouped_quant_matmul(const Call& call) {
 }
 DEFINE_HANDLER(GroupedQuantMatmul, grouped_quant_matmul, kF32, kAny, kAny, kS8, kAny, kS32)
 
-// The bytes [...] as int4 numbers, two of each, which is what they are in memory already.
-constexpr int64_t kCopy = 1 << 18;  // bytes that a thread takes at once
+// Copies the bytes [...]. The result has int4 numbers, two in each byte, which is their form in memory already.
+constexpr int64_t kCopy = 1 << 18;  // bytes of a thread's piece
 
 static void int4_of_bytes(const Call& call) {
   const Array& bytes = call.argument(0);

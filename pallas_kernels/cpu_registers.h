@@ -1,7 +1,7 @@
-// Registers of floats, and the numbers that pages hold, widened to them.
+// Registers of floats, and conversions to them from the types that pages hold.
 //
-// Written in the vector extensions that GCC and Clang share: they compile for AVX-512, AVX2, SSE and Arm's NEON alike.
-// The few intrinsics, for 16-bit floats, have a plain form beside them.
+// Written in the vector extensions of GCC and Clang, which compile for AVX-512, AVX2, SSE and Arm's NEON. Each of the
+// few intrinsics, for 16-bit floats, has a plain alternative beside it.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #include "cpu_vectors.h"
 
-typedef float Reg __attribute__((vector_size(4 * kWidth), aligned(4)));  // which may lie anywhere in memory
+typedef float Reg __attribute__((vector_size(4 * kWidth), aligned(4)));  // at any address
 typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * kWidth), aligned(2)));
 typedef int16_t SignedShorts __attribute__((vector_size(2 * kWidth)));
@@ -20,7 +20,7 @@ typedef int8_t Bytes __attribute__((vector_size(kWidth), aligned(1)));
 static inline Reg& reg(float* p) { return *reinterpret_cast<Reg*>(p); }
 static inline const Reg& reg(const float* p) { return *reinterpret_cast<const Reg*>(p); }
 
-// Of a pair (a, b), lanes in blocks of H: `even` has the even blocks of a, each followed by b's; `odd` the odd ones.
+// For registers a and b, in blocks of H lanes: `even` has each even block of a followed by b's; `odd` the odd blocks.
 template <int H, size_t... I>
 static inline Reg even(Reg a, Reg b, std::index_sequence<I...>) {
   return __builtin_shufflevector(a, b, (I & H ? static_cast<int>(I) - H + kWidth : static_cast<int>(I))...);
@@ -42,8 +42,8 @@ static inline void transpose(Reg* a) {
   if constexpr (H > 1) transpose<H / 2>(a);
 }
 
-// Adds up lanes of N registers, N and First powers of two: lane i of the result has, for i & First * (N - 1), a share of
-// the sum of a[i / First % N]. With First = 1 and N = kWidth that is the sum itself.
+// Sums lanes of N registers (N and First are powers of two). Lane i of the result is a part of the sum of
+// a[i / First % N]. With First = 1 and N = kWidth it is the whole sum of a[i].
 template <int N, int First = 1>
 static inline Reg fold(Reg* a) {
   for (int i = 0; i < N; i += 2) a[i / 2] = even<First>(a[i], a[i + 1], Lanes()) + odd<First>(a[i], a[i + 1], Lanes());
@@ -53,7 +53,7 @@ static inline Reg fold(Reg* a) {
     return a[0];
 }
 
-// All lanes in one, by an operation on two registers.
+// Reduces all lanes to one, with an operation on two registers.
 template <int H, size_t... I>
 static inline Reg swap(Reg v, std::index_sequence<I...>) {
   return __builtin_shufflevector(v, v, static_cast<int>(I ^ H)...);
@@ -73,11 +73,11 @@ static inline float sum_of(Reg v) {
   return across(v, [](Reg a, Reg b) { return a + b; });
 }
 
-// exp(x) for x <= 0, to about 2 units in the last place: 2^round(x / ln 2) times a polynomial of the rest. Below -87 it
-// stays what it is there.
+// exp(x) for x <= 0, to about 2 units in the last place: 2^round(x / ln 2) times a polynomial of the rest. Smaller x
+// than -87 count as -87.
 static inline Reg exp_of(Reg x) {
   x = x < -87.f ? Reg{} - 87.f : x;
-  Reg n = x * 1.44269504f + 12582912.f;  // the addend leaves no room for a fraction
+  Reg n = x * 1.44269504f + 12582912.f;  // the addend leaves no bits for a fraction
   const Ints power = ((Ints)n << 23) + (127 << 23);
   n -= 12582912.f;
   const Reg r = x - n * 0.693145752f - n * 1.42860677e-6f;
@@ -85,8 +85,8 @@ static inline Reg exp_of(Reg x) {
   return p * (Reg)power;
 }
 
-// What pages hold. `load` widens kWidth numbers, each of which is then the stored one over kUnit; `round` is the way back,
-// to the nearest and of two to the even one, as bits. Those of 0 are 0.
+// Element types of pages. `load` converts kWidth stored numbers to floats, which are the numbers divided by kUnit.
+// `round` converts floats to stored bits, rounding to nearest even. 0 has the bits 0.
 
 struct Float32 {
   using Stored = float;
@@ -114,7 +114,8 @@ struct Float16 {
 #elif CPU_WIDTH == 8 && defined(__F16C__)
     return (Reg)_mm256_cvtph_ps((__m128i)half);
 #else
-    // Exponents count from 112 below float's. A subnormal's is 1, and it has no leading one: that of 2^-14 is taken off.
+    // The exponent's bias is 112 less than float's. A subnormal has exponent 1 without a leading one, so 2^-14 is
+    // subtracted.
     const Ints all = (Ints)__builtin_convertvector(half, Bits), size = all & 0x7fff;
     const Reg normal = (Reg)((size << 13) + (112 << 23)), small = (Reg)((size << 13) + (113 << 23)) - 0x1p-14f;
     const Reg value = size < 0x400 ? small : normal;
@@ -125,7 +126,7 @@ struct Float16 {
   static Reg load(const uint16_t* p) { return widen(::load<Shorts>(p)); }
   static Ints round(Reg x) {
     const Ints bits = (Ints)x, size = bits & INT32_MAX;
-    // Below 2^-14 to multiples of 2^-24, which is the addend's last place.
+    // Numbers below 2^-14 are rounded to multiples of 2^-24, the last place of the addend.
     const Ints small = (Ints)((Reg)size + 0.5f) - 0x3f000000, normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
     const Ints finite = size < 0x38800000 ? small : normal, large = size > 0x7f800000 ? Ints{} + 0x7e00 : Ints{} + 0x7c00;
     return (size >= 0x477ff000 ? large : finite) | (bits >> 16 & 0x8000);
@@ -142,8 +143,8 @@ struct Int8 {
   static Ints round(Reg x) { return (Ints)(x + 12582912.f) - 0x4b400000; }  // of numbers up to 127
 };
 
-// float8_e4m3fn: with its exponent's bias of 7 taken for 15, it is a float16 with fewer bits, 2^8 times too small. NaNs
-// become +-480 / kUnit.
+// float8_e4m3fn. Read with a bias of 15 instead of 7, it is a float16 with fewer bits, 2^8 times too small. NaNs become
+// +-480 / kUnit.
 struct Float8 {
   using Stored = int8_t;
   static constexpr float kUnit = 256;
@@ -159,7 +160,7 @@ struct Float8 {
   }
 };
 
-// The same for fewer than kWidth numbers, with zeros behind.
+// Loads fewer than kWidth numbers, followed by zeros.
 template <class E>
 static inline Reg load_some(const typename E::Stored* p, int64_t count) {
   if (count >= kWidth) return E::load(p);
@@ -168,7 +169,7 @@ static inline Reg load_some(const typename E::Stored* p, int64_t count) {
   return E::load(padded);
 }
 
-// Rounds x and stores the first `count` of its numbers, up to kWidth.
+// Rounds x and stores its first `count` numbers, up to kWidth.
 template <class E>
 static inline void store_some(Reg x, typename E::Stored* p, int64_t count) {
   typedef std::make_unsigned_t<std::conditional_t<sizeof *p == 4, int32_t, typename E::Stored>> Number;

@@ -1,7 +1,7 @@
-// A loop over threads of our own, which wait for the next one with open eyes.
+// A parallel loop on a thread pool of our own, whose threads busy-wait for the next loop.
 //
-// A step is hundreds of loops of some microseconds each, one right after the other. To wake a thread that sleeps takes
-// longer than many of them, so a thread that has nothing to do looks out for work for a while before it sleeps.
+// A step has hundreds of loops of a few microseconds each, in direct sequence. Waking a sleeping thread takes longer
+// than many of them, so an idle thread polls for a while before it sleeps.
 
 #pragma once
 
@@ -19,10 +19,11 @@
 #include <immintrin.h>
 #endif
 
-// The threads of a process, which all libraries share (`jaxserve_use_pool`). One loop at a time.
+// The threads of a process, which all libraries share (`jaxserve_use_pool`). Only one loop at a time.
 class Pool {
  public:
-  // Calls f(context, i) for i < count, on the caller and up to `threads - 1` others. False where another loop is running.
+  // Calls f(context, i) for i < count, on the caller and up to `threads - 1` others. Returns false if a loop is
+  // running.
   bool run(int64_t threads, int64_t count, void (*f)(const void*, int64_t), const void* context) {
     if (busy_.exchange(true, std::memory_order_acquire)) return false;
     for (; started_ < threads - 1; started_++) std::thread([this] { help(); }).detach();
@@ -36,7 +37,8 @@ class Pool {
       for (int64_t i = started_ - sleeping; i < wanted; i++) wake_.notify_one();
     }
     work();
-    // Whoever comes now finds the loop closed; those who came are waited for, as they may be at the last pieces.
+    // The loop is closed to threads that come now. Threads that came before are awaited: they may be at the last
+    // pieces.
     const uint64_t came = state_.fetch_and(~kOpen) & (kOpen - 1);
     for (int64_t i = 0; left_.load(std::memory_order_acquire) < came; i++) rest(i);
     busy_.store(false, std::memory_order_release);
@@ -53,7 +55,7 @@ class Pool {
   int64_t count_ = 0, started_ = 0;
   uint64_t control_ = 0;
   std::atomic<int64_t> asleep_{0};
-  alignas(64) std::atomic<uint64_t> state_{0};  // which loop, whether it is open, how many came to help
+  alignas(64) std::atomic<uint64_t> state_{0};  // number of the loop, whether it is open, how many helpers came
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<uint64_t> left_{0};
   std::mutex mutex_;
@@ -63,7 +65,7 @@ class Pool {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) f_(context_, i);
   }
 
-  // Goes on looking: at first at once, then leaving the core to others who want it.
+  // Waits a little before polling again. Every 32nd turn yields the core to other threads.
   static void rest(int64_t turn) {
 #if defined(__x86_64__)
     _mm_pause();
@@ -73,7 +75,7 @@ class Pool {
     if (turn % 32 == 31) std::this_thread::yield();
   }
 
-  // How the caller rounds and whether numbers near zero count as zero, which helpers have to do alike.
+  // The caller's rounding mode, and whether it flushes subnormal numbers. Helpers must use the same modes.
 #if defined(__x86_64__)
   static uint64_t control() { return _mm_getcsr() & ~0x3fu; }
   static void adopt(uint64_t control) { _mm_setcsr(control); }
@@ -89,7 +91,7 @@ class Pool {
   static void adopt(uint64_t) {}
 #endif
 
-  // A thread's life.
+  // The main function of a helper thread.
   void help() {
     uint64_t seen = 0;
     auto until = std::chrono::steady_clock::now() + kLookout;
@@ -123,8 +125,8 @@ static Pool*& pool() {
 extern "C" void* jaxserve_pool() { return pool(); }
 extern "C" void jaxserve_use_pool(void* shared) { pool() = static_cast<Pool*>(shared); }
 
-// Runs f(0) .. f(count - 1) on the caller and as many other threads as XLA would use; returns when all are done. On the
-// caller alone where the threads have another loop to do.
+// Runs f(0) .. f(count - 1) on the caller and as many other threads as XLA would use. Returns when all are done. Runs
+// on the caller only if the threads are busy with another loop.
 template <class F>
 static void parallel_for(const Call& call, int64_t count, F f) {
   const auto one = [](const void* context, int64_t i) { (*static_cast<const F*>(context))(i); };

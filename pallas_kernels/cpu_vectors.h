@@ -1,4 +1,4 @@
-// Vectors of floats of whatever width the machine has, in the extensions that GCC and Clang share.
+// Vectors of floats as wide as the machine's, in the vector extensions of GCC and Clang.
 
 #pragma once
 
@@ -35,7 +35,7 @@ static inline Vector load(const void* from) {
   return v;
 }
 
-// Keeps v in a register where the compiler would rather load it again at each use.
+// Keeps v in a register, where the compiler would load it again at each use.
 template <class Vector>
 static inline void keep(Vector& v) {
 #if defined(__AVX512F__)

@@ -1,25 +1,24 @@
-"""From logits to tokens on NVIDIA GPUs, in one launch, in Triton: greedy, or at a temperature with top-k, top-p and
-min-p. Compiled for H200, not yet run on.
+"""From logits to tokens on NVIDIA GPUs in one launch, in Triton: greedy, or at a temperature with top-k, top-p and
+min-p. Compiled for H200, not yet run on one.
 
 Grid: (rows,). A program draws the token of one row, in these steps:
 
-  1. It passes over the row and keeps, of each chunk of 128 tokens, the largest logit and the sum of its exponentials.
-     Rows at temperature 0 end here, with the chunk that has the largest of them. So do rows without a filter, with the
-     chunk in which the running sum of the probabilities passes the row's random number.
-  2. Where there is a filter, most tokens are out of the question. At least k logits reach the k-th largest of the
-     chunks' maxima, so that top-k keeps nothing below it. Tokens less likely than half of (1 - p) / vocab are together
-     less likely than 1 - p, so that top-p does without them. The program lists the chunks that have candidates, and
-     copies the candidates out of these.
+  1. It passes over the row, and keeps the largest logit and the sum of exponentials of each chunk of 128 tokens. At
+     temperature 0 the row ends here, with a token of the chunk with the largest logit. Rows without a filter also end
+     here, with the chunk in which the running sum of probabilities passes the row's random number.
+  2. With a filter, most tokens can be excluded. At least k logits reach the k-th largest of the chunks' maxima, so
+     top-k keeps nothing below it. All tokens less likely than half of (1 - p) / vocab are together less likely than
+     1 - p, so top-p keeps none of them. The program lists the chunks that have candidates, and copies the candidates.
   3. The thresholds of top-k and top-p are found exactly among the candidates, in rounds that settle four bits of a
      float32 pattern each, as in `jaxserve.execution.filters`.
-  4. A second pass over the listed chunks adds up what is kept, and the draw is as without a filter.
+  4. A second pass over the listed chunks sums the tokens that are kept, and the draw is as without a filter.
 
-Traffic: each logit once, and again those of the listed chunks. Rows of 128,256 tokens with top-k 50 list 50 chunks of
-1,002, with top-p alone nearly all of them. For 256 rows the first pass takes 131 MB, 31 us at 4.3 TB/s.
-More than CANDIDATES candidates, as flat distributions or very large k have, are not copied: each of the 16 rounds then
-passes over the row instead, as all rows did without this kernel.
-Pipeline: `num_stages` tiles of 16 KiB on their way while one is worked on; two programs of 8 warps a multiprocessor.
-Every sum has a fixed order, which depends on the row alone, so that a row draws the same token in every batch.
+Traffic: each logit once, and those of the listed chunks again. Rows of 128,256 tokens with top-k 50 list 50 chunks of
+1,002; with only top-p they list nearly all. For 256 rows the first pass takes 131 MB, 31 us at 4.3 TB/s. More than
+CANDIDATES candidates, from flat distributions or a very large k, are not copied; each of the 16 rounds passes over the
+row instead.
+Pipeline: `num_stages` tiles of 16 KiB in flight while one is computed; two programs of 8 warps on a multiprocessor.
+Every sum has a fixed order, which depends only on the row, so that a row draws the same token in every batch.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from jaxserve.pallas_kernels.types import DrawSettings
 CHUNK = 128  # tokens
 TILE = 32  # chunks that a program reads at a time
 LANES, DEPTH = 256, 4  # values that a round reads at a time: one column for each thread
-CANDIDATES = 8192  # of a row, that are copied
-COLDEST = 1e-5  # temperatures below it are greedy: logits divided by them could overflow
+CANDIDATES = 8192  # maximum of candidates of a row that are copied
+COLDEST = 1e-5  # lower temperatures are greedy: logits divided by them could overflow
 
 
 def why_not(device: Device) -> str | None:
-    """The reason why `device` cannot use the kernel, or None."""
+    """Returns the reason why `device` cannot use the kernel, or None where it can."""
     if device.platform != "gpu" or (device.capability or (0, 0)) < (8, 0):
         return "it is for NVIDIA GPUs of compute capability 8.0 or newer"
     return None
@@ -50,7 +49,7 @@ def why_not(device: Device) -> str | None:
 
 @triton.jit
 def _float_of(order):
-    """The float32 of a pattern in an order in which larger patterns are larger floats; -inf for those below it."""
+    """The float32 of a pattern. Larger patterns are larger floats; patterns below the first one are -inf."""
     bits = tl.where(order >= 0x80000000, order & 0x7FFFFFFF, ~order)
     return tl.where(order < 0x00800000, float("-inf"), bits.to(tl.float32, bitcast=True))
 
@@ -60,10 +59,11 @@ def _threshold(
     copied, copies, row, count, floor, goal, total, peak, rate,
     BY_MASS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The largest float32 such that the weights of values at or above it, and at or above `floor`, reach the goal; at
-    most the peak. The values are the first `count` of `copied` or of the row; weights are 1, or by mass exponentials.
+    """The largest float32 such that the weights of all values at or above it reach the goal; at most the peak.
 
-    By mass, the goal is a part of `total`, or where that is negative, of the weights of all values.
+    Only values at or above `floor` count. The values are the first `count` of `copied`, or those of the row. Weights
+    are 1, or exponentials (BY_MASS). By mass, the goal is a part of `total`, or where that is negative, of the weights
+    of all values.
     """
     digit = tl.arange(0, 16)
     place = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -86,13 +86,13 @@ def _threshold(
         reached = tl.sum(((kept >= goal) & (digit > 0)).to(tl.uint32), 0)
         found = found | (reached << shift)
     value = _float_of(found)
-    return tl.where(value <= peak, value, peak)  # also where it is no number
+    return tl.where(value <= peak, value, peak)  # the peak also where value is NaN
 
 
 @triton.jit
 def _crossing(weight, index, uniform):
-    """The index at which the sum of the weights passes a part `uniform` of all, and the part of its own weight at which
-    it does. Never one whose weight is 0, whatever the rounding."""
+    """The index at which the sum of weights passes a part `uniform` of the total, and the part of that index's own
+    weight at which it does. Rounding never yields an index of weight 0."""
     up_to = tl.cumsum(weight, 0)
     aim = uniform * tl.max(up_to, 0)
     last = tl.max(tl.where(weight > 0, index, 0), 0)
@@ -108,20 +108,20 @@ def _draw(
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, COLDEST: tl.constexpr, GREEDY: tl.constexpr, CANDIDATES: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A row's token. settings: [rows, 5], as `DrawSettings`. maxima, masses, listed [rows, CHUNKS]
-    and copied [rows, CANDIDATES] are the program's notes."""
+    """Draws a row's token. settings: [rows, 5], as `DrawSettings`. maxima, masses, listed [rows, CHUNKS] and copied
+    [rows, CANDIDATES] are scratch memory."""
     at_row = tl.program_id(0).to(tl.int64)
     row = logits + at_row * VOCAB
     maxima, masses, listed = maxima + at_row * CHUNKS, masses + at_row * CHUNKS, listed + at_row * CHUNKS
     copied += at_row * CANDIDATES
     lane, chunk = tl.arange(0, CHUNK), tl.arange(0, CHUNKS)
-    real: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK  # chunks
+    real: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK  # number of chunks
     settings += at_row * 5
     rate = tl.full([], 0.0, tl.float32)
     if not GREEDY:
         temperature = tl.load(settings)
         if temperature >= COLDEST:
-            rate = 1.4426950408889634 / temperature  # for exponentials to the base of 2
+            rate = 1.4426950408889634 / temperature  # the exponentials have base 2
 
     for first in tl.range(0, real, TILE, num_stages=3):
         of_tile = first + tl.arange(0, TILE)
@@ -133,7 +133,7 @@ def _draw(
             least = tl.where(top > float("-inf"), top, 0.0)
             mass = tl.sum(tl.exp2((value - least[:, None]) * rate), 1)
             tl.store(masses + of_tile, mass, mask=of_tile < real)
-    tl.debug_barrier()  # what one thread notes, others read
+    tl.debug_barrier()  # threads read what others have written
 
     top = tl.load(maxima + chunk, mask=chunk < real, other=float("-inf"))
     peak = tl.max(top, 0)
@@ -153,7 +153,7 @@ def _draw(
             if by_count:
                 cutoff = _threshold(maxima, real, row, 0, cutoff, k, total, peak, rate, False, LANES, DEPTH)
                 cutoff = tl.where(k <= real, cutoff, float("-inf"))
-                total = tl.full([], -1.0, tl.float32)  # which top-k changes
+                total = tl.full([], -1.0, tl.float32)  # top-k replaces it
             elif by_mass:
                 cutoff = peak + tl.log2(0.5 * (1.0 - p) * total / VOCAB) / rate
             has_some = (chunk < real) & (top >= cutoff)
@@ -202,7 +202,7 @@ def _draw(
 
 
 def draw(logits: jax.Array, settings: DrawSettings | None) -> jax.Array:
-    """A token int32 [rows] for each row of float32 logits [rows, vocab]; without settings the most likely one."""
+    """Draws a token int32 [rows] for each row of float32 logits [rows, vocab]; without settings the likeliest."""
     rows, vocab = logits.shape
     greedy = settings is None
     packed = logits if settings is None else jnp.stack([x.astype(jnp.float32) for x in settings], 1)

@@ -1,19 +1,19 @@
-"""What lies between a decoder layer's products, in one launch each, for NVIDIA GPUs, in Triton. Compiled for H200, not
-yet run on.
+"""All operations between two products of a decoder layer in one launch, for NVIDIA GPUs, in Triton. Compiled for H200,
+not yet run on one.
 
-Products come as `Parts`: the kernels add up what a product's splits left, so that no launch is spent on that. All
-compute in float32 and round where the plain operations round.
+Products come as `Parts`: the kernels add the splits of a product, which saves a launch. All compute in float32 and
+round where the plain operations round.
 
-  add_norm   one program a token: the residual stream plus a layer's result, and its RMS norm. Reads and writes each
+  add_norm   One program a token: the residual stream plus a layer's result, and its RMS norm. It reads and writes each
              number once; a token's numbers stay in registers between the two passes over them.
-  gate       programs of 1,024 outputs of a token: activation(gate) * up, whose inputs lie in pairs.
-  quantize   one program a token: what attention gives, rounded to 8 bits.
-Where the next product wants its inputs in 8 bits (`types.Activations`), the first two round what they make in the same
-launch, as `quant_matmul.w8a8.quantize` does: from the numbers in the activations' dtype. `gate` needs all of a token in
-one program then, unless the scales are of groups, or given.
+  gate       A program has 1,024 outputs of a token: activation(gate) * up, whose inputs lie in pairs.
+  quantize   One program a token: attention's result, rounded to 8 bits.
+Where the next product takes its inputs in 8 bits (`types.Activations`), add_norm and gate round their results in the
+same launch, from the activations' dtype, as `quant_matmul.w8a8.quantize` does. A program of `gate` then needs all of a
+token, unless groups have scales or the scale is given.
 
-  rotate_and_write   one program for each new token and KV head: bias, norms and rotary positions of its queries and its
-             key, which then goes into its page, as does the value, as codes with a scale where the pages have scales.
+  rotate_and_write   One program for each new token and KV head: bias, norms and rotary positions of its queries and its
+             key. The program writes key and value to their page, as codes with a scale where pages have scales.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from jaxserve.pallas_kernels.types import KVPages, QuantArray, QuantRows
 FLOATS = ("bfloat16", "float16", "float32")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 GATE_BLOCK = 1024  # outputs of a program of `gate`
-WHOLE_GATE = 32768  # most outputs of a token that one program of `gate` holds
-TILE = 128  # tokens and outputs of a program of a matmul, and the least inputs, that `product` reckons with
+WHOLE_GATE = 32768  # maximum of a token's outputs that one program of `gate` holds
+TILE = 128  # assumed by `product`: tokens and outputs of a matmul's program, and its minimum of inputs
 
 
 def why_not(device: Device, dtype: Any) -> str | None:
-    """The reason why a model of activations `dtype` cannot use these kernels, or None."""
+    """Returns the reason why a model with activations of `dtype` cannot use these kernels, or None where it can."""
     if device.platform != "gpu" or (device.capability or (0, 0)) < (8, 0):
         return "they are for NVIDIA GPUs of compute capability 8.0 or newer"
     return None if jnp.dtype(dtype).name in FLOATS else f"activations must be one of {', '.join(FLOATS)}, not {dtype}"
@@ -59,7 +59,7 @@ def _added(sums, at, real, STRIDE: tl.constexpr, PARTS: tl.constexpr, dtype: tl.
 
 @triton.jit
 def _peak(values, axis: tl.constexpr):
-    """The largest magnitude; infinite where one is no number."""
+    """The largest magnitude; infinite if a value is NaN."""
     size = tl.where(values == values, tl.abs(values), float("inf"))
     return tl.max(size, axis)
 
@@ -76,8 +76,9 @@ def _store(
     value, out, out_scale, given, token, first, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr,
     GROUP: tl.constexpr, STATIC: tl.constexpr, CEILING: tl.constexpr, TINY: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Stores a token's numbers [BLOCK] from `first` on, zeros beyond SIZE, as `dtype`; with TOP as codes of them, whose
-    scale is `given` (STATIC), of each GROUP of them, or, as all of a token are here, of them all."""
+    """Stores a token's numbers [BLOCK] from `first` on as `dtype`; numbers beyond SIZE are zeros. With TOP it stores
+    codes instead. Their scale is `given` (STATIC), or that of each GROUP numbers, or that of the whole token, which
+    must then be in one block."""
     real = first + tl.arange(0, BLOCK) < SIZE
     at = token * SIZE + first + tl.arange(0, BLOCK)
     value = value.to(dtype)
@@ -123,7 +124,7 @@ def _add_norm(
         tl.store(total + at, value.to(dtype), mask=real)
     unit = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
     factor = tl.load(scale + tl.load(scale_row).to(tl.int64) * SIZE + column, mask=real, other=0.0)
-    value = factor.to(tl.float32) * unit.to(factor.dtype).to(tl.float32)  # a scale in float32 keeps its precision
+    value = factor.to(tl.float32) * unit.to(factor.dtype).to(tl.float32)  # keeps the precision of a float32 scale
     _store(
         value, normed, out_scale, given, tl.program_id(0).to(tl.int64), 0,
         SIZE, BLOCK, TOP, GROUP, STATIC, CEILING, TINY, dtype,
@@ -174,7 +175,7 @@ def _gate(
 
 @triton.jit
 def _half_norms(scales, row, is_it, half, at, DIM: tl.constexpr):
-    """A half of a norm's scale [head_dim / 2], in the rows where `is_it`, else 0."""
+    """A half of a norm's scale [head_dim / 2] in the rows where `is_it` holds, else 0."""
     start = tl.load(row).to(tl.int64) * DIM
     factor = tl.load(scales + start + at, mask=half, other=0.0).to(tl.float32)
     return tl.where(is_it[:, None], factor[None, :], 0.0)
@@ -187,8 +188,8 @@ def _rotate_and_write(
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EPS: tl.constexpr,
     HAS_SCALES: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """`data` and `scales` are the memory of `before` and `scales_before`. A program holds rows of a head's queries, its
-    key and its value, in halves that the rotation pairs: [ROWS, HALF] each, of which GROUP + 2 and DIM / 2 are real."""
+    """`data` and `scales` alias `before` and `scales_before`. A program holds rows of a head's queries, its key and its
+    value, in the two halves that the rotation pairs: [ROWS, HALF] each, of which GROUP + 2 and DIM / 2 are real."""
     dtype: tl.constexpr = q.dtype.element_ty
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, HALF)
@@ -210,7 +211,7 @@ def _rotate_and_write(
         of_right = _half_norms(q_norm, q_row, is_q, half, column + DIM // 2, DIM)
         of_right += _half_norms(k_norm, k_row, is_k, half, column + DIM // 2, DIM)
         normed = (row <= GROUP)[:, None]
-        precise: tl.constexpr = q_norm.dtype.element_ty  # of a scale in float32 the product is rounded once
+        precise: tl.constexpr = q_norm.dtype.element_ty  # with a float32 scale, only the product is rounded
         left = tl.where(normed, (of_left * (left * unit).to(precise).to(tl.float32)).to(dtype).to(tl.float32), left)
         right = tl.where(normed, (of_right * (right * unit).to(precise).to(tl.float32)).to(dtype).to(tl.float32), right)
     angle = token * (DIM // 2) + column
@@ -226,7 +227,7 @@ def _rotate_and_write(
     tl.store(q + to + DIM // 2, new_right, mask=queries)
 
     slot = tl.load(slots + token).to(tl.int64)
-    kept = (row >= GROUP) & (row < tl.where(slot >= 0, GROUP + 2, GROUP))  # padding writes nothing
+    kept = (row >= GROUP) & (row < tl.where(slot >= 0, GROUP + 2, GROUP))  # padding writes no key or value
     slot = tl.maximum(slot, 0)
     page = slot // PAGE + tl.load(first_page).to(tl.int64)
     place = ((page * 2 + tl.maximum(row - GROUP, 0)) * HEADS + head) * PAGE + slot % PAGE
@@ -245,7 +246,7 @@ def _rotate_and_write(
 
 
 def _row(vector: jax.Array | Row) -> tuple[jax.Array, jax.Array]:
-    """An array of vectors, and which of them, int32 scalar."""
+    """Returns an array of vectors, and the index of one of them, int32 scalar."""
     return (vector.array, vector.place) if isinstance(vector, Row) else (vector, jnp.int32(0))
 
 
@@ -256,29 +257,29 @@ def _like(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
 def _rounding(
     reader: QuantArray | None, tokens: int, size: int, dtype: Any
 ) -> tuple[jax.Array, list[jax.ShapeDtypeStruct], dict[str, Any]]:
-    """For a kernel that makes the inputs [tokens, size] of a product with `reader`: the scale that is given, or
-    anything; the outputs, which are codes and scales, or else floats and nothing; and the kernel's constants."""
+    """Arguments for a kernel that makes the inputs [tokens, size] of a product with `reader`: the given scale, or a
+    placeholder; the outputs, which are codes and scales, or floats and a placeholder; and the kernel's constants."""
     wanted = None if reader is None else reader.activations
     if reader is None or wanted is None:
         none = {"TOP": 0, "GROUP": 0, "STATIC": False, "CEILING": 0.0, "TINY": TINY}
         return jnp.zeros(1, jnp.float32), [_like((tokens, size), dtype), _like((1,), jnp.float32)], none
     static, group = wanted.static, wanted.group or 0
     groups = 1 if static or not group else -(-size // group)
-    given = reader.input_scale if static else reader.scale  # which nobody reads
+    given = reader.input_scale if static else reader.scale  # a placeholder without static scales
     outputs = [_like((tokens, size), jnp.dtype(wanted.dtype)), _like((1 if static else tokens, groups), jnp.float32)]
     constants = {"TOP": int(TOPS[wanted.dtype]), "GROUP": group, "STATIC": static, "CEILING": wanted.ceiling or 0.0}
     return given, outputs, constants | {"TINY": TINY}
 
 
 def _made(reader: QuantArray | None, made: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array | QuantRows:
-    """What such a kernel has made."""
+    """Returns the result of a kernel with the outputs of `_rounding`."""
     if reader is None or reader.activations is None:
         return made
     return QuantRows(made, reader.input_scale if reader.activations.static else scale, jnp.dtype(dtype))
 
 
 def quantize(x: jax.Array, w: QuantArray, axes: tuple[str | None, str | None] = (None, None)) -> QuantRows:
-    """As `quant_matmul.w8a8.quantize`, for x [tokens, size]; `axes` as in `ops.quant_matmul`."""
+    """`quant_matmul.w8a8.quantize` for x [tokens, size]. `axes` as in `ops.quant_matmul`."""
     (tokens, size), dtype = x.shape, x.dtype
     given, outputs, constants = _rounding(w, tokens, size, dtype)
     made, scale = triton_compat.call(
@@ -291,14 +292,14 @@ def quantize(x: jax.Array, w: QuantArray, axes: tuple[str | None, str | None] = 
 
 
 def _warps(size: int) -> int:
-    """Of a program that holds a token's numbers: at most 64 of them in each thread."""
+    """Warps of a program that holds a token's numbers: at most 64 numbers in each thread."""
     return 4 if size <= 2048 else max(8, pad(size) // 2048)
 
 
 def add_norm(
     x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
 ) -> tuple[jax.Array, jax.Array | QuantRows]:
-    """As `Ops.add_norm`, for x [tokens, size]."""
+    """See `Ops.add_norm`. x: [tokens, size]."""
     (tokens, size), (scales, scale_row) = x.shape, _row(scale)
     bias, bias_row = (scales, scale_row) if y is None or y.bias is None else _row(y.bias)
     given, outputs, constants = _rounding(reader, tokens, size, x.dtype)
@@ -313,7 +314,7 @@ def add_norm(
 
 
 def gate(y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
-    """As `Ops.gated`, for sums [parts, tokens, 2 * size]."""
+    """See `Ops.gated`. Sums: [parts, tokens, 2 * size]."""
     (parts, tokens, double), wanted = y.sums.shape, None if reader is None else reader.activations
     size = double // 2
     block, warps = min(GATE_BLOCK, pad(size)), 4
@@ -334,14 +335,14 @@ def gate(y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None
 def rotate_and_write(
     heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int
 ) -> tuple[jax.Array, KVPages]:
-    """As `Ops.rotate_and_write`, in place."""
+    """See `Ops.rotate_and_write`. Writes in place."""
     sums, bias = heads.qkv.sums, heads.qkv.sums if heads.qkv.bias is None else value_of(heads.qkv.bias)
     parts, tokens, kv_heads, rows, dim = sums.shape
     scales, top = pages.scale, QUANTIZED.get(pages.data.dtype.name, 0)
     nothing = (slots, slots)
     norms = [nothing if norm is None else _row(norm) for norm in (heads.q_norm, heads.k_norm)]
     block = pad(rows) * pad(dim // 2)
-    # Without scales the place of theirs is taken by the slots, and by an output that nobody reads.
+    # Without scales, placeholders replace them: the slots as an input, and an output that nothing reads.
     q, data, new_scales = triton_compat.call(
         _rotate_and_write, sums, bias, heads.cos, heads.sin, *norms[0], *norms[1], slots,
         jnp.asarray(first_page, jnp.int32), pages.data, slots if scales is None else scales,
@@ -357,7 +358,7 @@ def rotate_and_write(
 
 
 def splits(tokens: int, out: int, inputs: int) -> int:
-    """Into how many parts of the inputs a matmul of XLA's is split, so that a device is full with few tokens."""
+    """Parts into which XLA's matmul splits the inputs, so that a few tokens fill the device."""
     count, programs = 1, -(-out // TILE) * -(-tokens // TILE)
     while count * programs < triton_compat.target().cores and inputs % (2 * count * TILE) == 0:
         count *= 2
@@ -365,8 +366,8 @@ def splits(tokens: int, out: int, inputs: int) -> int:
 
 
 def product(x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None] = (None, None)) -> jax.Array:
-    """As `Ops.product`, of XLA's matmul: with few tokens the inputs are split, as XLA itself would do, so that the
-    device is full; what adds up the parts is the next kernel instead of one for that alone."""
+    """See `Ops.product`, for XLA's matmul. With few tokens the inputs are split to fill the device, as XLA would do.
+    The next kernel adds the parts, which saves XLA's own launch for that."""
     tokens, (out, inputs) = len(x), w.shape
     count = splits(tokens, out, inputs)
     if count == 1:

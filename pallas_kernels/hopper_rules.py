@@ -1,21 +1,21 @@
-"""Copies between global and shared memory on Hopper GPUs, checked against what its copy engine (TMA) demands.
+"""Copies between global and shared memory on Hopper GPUs, checked against the rules of its copy engine (TMA).
 
-Interpreters copy whatever they are told, and so does the compiler: an offset that the hardware cannot begin at gives
-zeros where data should be, and nothing says so. All Mosaic GPU kernels here copy through `fetch` and `store`, which
-check while the kernel is traced, for whatever is compiled or interpreted:
+Neither interpreters nor the compiler check these rules. An offset at which the hardware cannot begin gives zeros
+instead of data, without an error. All Mosaic GPU kernels here copy through `fetch` and `store`, which check while the
+kernel is traced, both for compiling and for interpreting:
 
-  offsets   Shared memory in tiles of (8, swizzle) makes the engine see an array [rows, columns] as [rows / 8,
-            columns / swizzle, 8, swizzle], where row i is (i // 8, i % 8): of a copy that begins at a row that is no
+  offsets   With tiles of (8, swizzle) in shared memory, the engine sees an array [rows, columns] as [rows / 8,
+            columns / swizzle, 8, swizzle], where row i is (i // 8, i % 8). If a copy begins at a row i that is not a
             multiple of eight, the last i % 8 rows of each eight lie outside and arrive as zeros
             (`TileTransform.transform_index` in JAX's launch_context.py; jax-ml/jax issue 34102). So offsets in tiled
-            dimensions are multiples of the tile; where one is computed, `Span.multiple` says of what it is one.
+            dimensions must be multiples of the tile. For a computed offset, `Span.multiple` declares a factor.
   boxes     at most 256 elements in each dimension and five dimensions; the innermost a multiple of 16 bytes, and as
             wide as the swizzle (CUDA driver API, cuTensorMapEncodeTiled)
   strides   of the array, multiples of 16 bytes
   addresses in shared memory, multiples of 128 bytes, or of eight rows of the swizzle
   bounds    within both arrays
 
-An `Interpreter` also checks the computed offsets as the kernel runs, each against its `multiple` and its array's size.
+An `Interpreter` also checks computed offsets while the kernel runs, against their `multiple` and the array's size.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ALIGNMENT = 128  # bytes of an address in shared memory
 
 
 class RuleError(ValueError):
-    """A copy that the hardware cannot do, or would do otherwise."""
+    """A copy that the hardware cannot do, or would do wrong."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Elements start … start + size of a dimension; a computed start is a multiple of `multiple`."""
+    """Elements start to start + size of a dimension. A computed start is a multiple of `multiple`."""
 
     start: Any  # int, or int32 scalar
     size: int
@@ -58,12 +58,12 @@ class Span:
         return (self.start if self.known else self.multiple) % tile == 0
 
 
-Index = Sequence[Any]  # of each leading dimension a Span, or one element (int or int32 scalar), which is dropped
+Index = Sequence[Any]  # by dimension: a Span, or one element (int or int32 scalar) without the dimension
 
 
 @dataclass(frozen=True)
 class _Window:
-    """A part of an array: a span of each dimension, and which of them stay."""
+    """A part of an array: a span of each dimension, and the dimensions that stay."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,13 +88,13 @@ class _Window:
         return tuple(self.spans[i].size for i in self.kept)
 
     def at(self, starts: Iterator[Any]) -> tuple[Any, ...]:
-        """As an index of the array, computed starts taken from `starts`."""
+        """Returns the index of the array, with computed starts taken from `starts`."""
         chosen = [span.start if span.known else next(starts) for span in self.spans]
         return tuple(pl.ds(s, self.spans[i].size) if i in self.kept else s for i, s in enumerate(chosen))
 
 
 def fetch(source: Any, window: Index, target: Any, place: Index, barrier: Any, *, interpret: Any = None) -> None:
-    """Copies source[window] in global memory to target[place] in shared memory; `barrier` is told when it arrived."""
+    """Copies source[window] in global memory to target[place] in shared memory. Completion arrives on `barrier`."""
     source, target = _checked(source, window, target, place, interpret)
     plgpu.copy_gmem_to_smem(source, target, barrier)
 
@@ -106,7 +106,7 @@ def store(source: Any, place: Index, target: Any, window: Index, *, interpret: A
 
 
 def _checked(outer: Any, window: Index, inner: Any, place: Index, interpret: Any) -> tuple[Any, Any]:
-    """outer.at[window] and inner.at[place]. Raises RuleError."""
+    """Returns outer.at[window] and inner.at[place]. Raises RuleError."""
     if outer.dtype != inner.dtype:
         raise RuleError(f"a copy does not convert {outer.dtype} and {inner.dtype} into each other")
     windows = _Window.of("global memory", outer, window), _Window.of("shared memory", inner, place)
@@ -120,7 +120,7 @@ def _checked(outer: Any, window: Index, inner: Any, place: Index, interpret: Any
 
 
 def _layout(ref: Any) -> tuple[tuple[int, ...], int]:
-    """Tile and swizzle in bytes of an array in shared memory; () and 0 where it has none."""
+    """Tile, and swizzle in bytes, of an array in shared memory; () and 0 where it has none."""
     tiling: tuple[int, ...] = ()
     swizzle = 0
     for transform in getattr(ref, "transforms", ()):
@@ -132,7 +132,7 @@ def _layout(ref: Any) -> tuple[tuple[int, ...], int]:
 
 
 def _check_box(window: _Window, tiling: tuple[int, ...], swizzle: int, bits: int) -> None:
-    """What the engine demands of the array in global memory and of the part of it that is copied."""
+    """Checks the array in global memory, and the part of it that is copied."""
     shape, kept = window.shape, window.kept
     if not kept or kept[-1] != len(shape) - 1:
         raise RuleError(f"the last dimension of {shape} must be a span")
@@ -148,7 +148,7 @@ def _check_box(window: _Window, tiling: tuple[int, ...], swizzle: int, bits: int
         box, outer = _tiled(box, tiling), _tiled(outer, tiling)
     if max(box) > MOST:
         raise RuleError(f"a box of {box} has more than {MOST} elements in a dimension")
-    dropped = any(size > 1 for i, size in enumerate(shape) if i not in kept)  # JAX makes one dimension of all of them
+    dropped = any(size > 1 for i, size in enumerate(shape) if i not in kept)  # JAX merges all of them into one
     if sum(size > 1 for size in outer) + dropped > MOST_DIMENSIONS:
         raise RuleError(f"a box of {box} of an array of shape {shape} has more than {MOST_DIMENSIONS} dimensions")
     if box[-1] * bits % 128 or (swizzle and box[-1] * bits != swizzle * 8):
@@ -172,10 +172,10 @@ def _check_tiled(name: str, span: Span, size: int, tile: int) -> None:
 
 
 def _check_address(window: _Window, tiling: tuple[int, ...], swizzle: int, bits: int) -> None:
-    """What the engine demands of the part of an array in shared memory: one piece, which begins where it may."""
+    """Checks the part of an array in shared memory: it must be contiguous, and its address aligned."""
     alignment = 8 * swizzle if swizzle else ALIGNMENT
     tiles = dict(zip(range(len(window.shape) - len(tiling), len(window.shape)), tiling, strict=True))
-    whole = True  # all dimensions further in are taken as a whole
+    whole = True  # whether all inner dimensions are taken entirely
     for i in reversed(range(len(window.shape))):
         span, size = window.spans[i], window.shape[i]
         if tiles.get(i):
@@ -183,7 +183,7 @@ def _check_address(window: _Window, tiling: tuple[int, ...], swizzle: int, bits:
         if span.size > 1 and not whole:
             raise RuleError(f"{window.sizes} of {window.shape} in shared memory is not one piece")
         whole = whole and span.size == size
-        stride = math.prod(window.shape[i + 1 :]) * bits // 8  # bytes; of tiles, that of their rows within
+        stride = math.prod(window.shape[i + 1 :]) * bits // 8  # in bytes; of tiles, the stride of their rows
         begins = (span.start if span.known else span.multiple) * stride
         if i not in tiles or i == min(tiles):
             if begins % alignment:
@@ -193,7 +193,7 @@ def _check_address(window: _Window, tiling: tuple[int, ...], swizzle: int, bits:
 
 
 def _watched(windows: Sequence[_Window], interpret: Any) -> Sequence[Any]:
-    """The computed starts of all spans, checked as the kernel runs where an Interpreter does it."""
+    """The computed starts of all spans. With an Interpreter they are checked while the kernel runs."""
     pairs = [(window, i) for window in windows for i, span in enumerate(window.spans) if not span.known]
     starts = [window.spans[i].start for window, i in pairs]
     if not starts or not isinstance(getattr(interpret, "violations", None), list):
@@ -205,7 +205,7 @@ def _watched(windows: Sequence[_Window], interpret: Any) -> Sequence[Any]:
 
 
 def _watch(violations: list[str], rules: Sequence[tuple[str, int, int, int]], *starts: Any) -> list[np.int32]:
-    """The starts, made lawful: to raise here would leave the kernel's other threads waiting for each other."""
+    """Notes violations and returns corrected starts. An exception here would leave other threads waiting for ever."""
     lawful = []
     for (name, count, multiple, size), start in zip(rules, map(int, starts), strict=True):
         if start % multiple:
@@ -222,11 +222,11 @@ if _Parameters is not None:
 
     @dataclass(frozen=True, kw_only=True, eq=False)
     class Interpreter(_Parameters):
-        """JAX's interpreter of Mosaic GPU kernels, which also notes what computed offsets break rules."""
+        """JAX's interpreter of Mosaic GPU kernels. It also records computed offsets that break the rules."""
 
         violations: list[str] = field(default_factory=list)
 
-        def __eq__(self, other: object) -> bool:  # a kernel that was traced for another writes to that one's list
+        def __eq__(self, other: object) -> bool:  # a traced kernel writes to its own instance's list
             return self is other
 
         def __hash__(self) -> int:
@@ -235,7 +235,7 @@ if _Parameters is not None:
 
 @contextmanager
 def interpreter(**options: Any) -> Iterator[Any]:
-    """An Interpreter, an `interpret` for kernels; raises RuleError at the end for what they did wrong."""
+    """Yields an Interpreter for the kernels' `interpret`. At the end it raises RuleError for recorded violations."""
     one = Interpreter(**options)
     yield one
     if one.violations:

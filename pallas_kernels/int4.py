@@ -1,4 +1,4 @@
-"""Numbers of 4 bits of bytes that hold two of them each."""
+"""4-bit numbers from bytes that hold two each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxserve.pallas_kernels import cpu
 
 
 def int4_of_bytes(data: jax.Array, dtype: Any = jnp.int4) -> jax.Array:
-    """uint8 [..., n] -> int4, or another type of 4 bits, [..., 2 n] by bitcast: the even column is a byte's low half.
+    """uint8 [..., n] -> int4, or another type of 4 bits, [..., 2 n] by bitcast. A byte's low half is the even column.
 
-    XLA computes that bit by bit on CPU, for ten times as long as copying takes; there it is a kernel, where there are
-    kernels.
+    On CPU, XLA computes this bit by bit, ten times slower than a copy. A kernel does it there, if kernels are
+    available.
     """
     shape = (*data.shape[:-1], 2 * data.shape[-1])
     if dtype == jnp.int4 and cpu.available(cpu.QUANT_MATMUL):

@@ -1,4 +1,4 @@
-"""Scatter of new keys and values into the pages of the cache, in plain XLA."""
+"""Scatters new keys and values into the pages of the cache, in plain XLA."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxserve.pallas_kernels.types import KVPages
 
 
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
-    """Writes k, v [tokens, kv_heads, head_dim] at slots int32 [tokens] (page * page_size + offset), of which -1 is
-    padding, in pages that count from `first_page`, int32 scalar: where an array holds several layers' pages, the
-    layer's first, which nobody owns and where padding may go.
+    """Writes k, v [tokens, kv_heads, head_dim] at slots int32 [tokens] (page * page_size + offset; -1 is padding).
 
-    `pages` is donated by the caller and returned updated.
-    Where the pages have scales, each token's head gets the one with which its largest number is the largest code.
+    Pages count from `first_page`, int32 scalar: where one array holds the pages of several layers, it is the layer's
+    first page. No sequence owns this page, and padding may be written to it. `pages` is donated by the caller and
+    returned updated. Where pages have scales, a token's head gets the scale that maps its largest number to the largest
+    code.
     """
     slots = jnp.maximum(slots, 0)
     page, offset = slots // pages.page_size + first_page, slots % pages.page_size
@@ -29,7 +29,7 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first
 
 
 def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """x [..., head_dim] as codes of int8 or float8_e4m3fn, and their scales, float32 [...]."""
+    """Rounds x [..., head_dim] to codes of int8 or float8_e4m3fn. Returns codes and their scales, float32 [...]."""
     largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     wide = x.astype(jnp.float32)
     peak = jnp.max(jnp.abs(wide), axis=-1)

@@ -1,24 +1,23 @@
-"""Write of new keys and values into the pages on TPU, in place.
+"""Writes new keys and values into the pages on TPU, in place.
 
-Compiled for v5e and v6e ahead of time, run in interpret mode only; not yet run on a device.
+Compiled for v5e and v6e ahead of time and run in interpret mode; not yet run on a device.
 
-Tokens are sorted by tile outside the kernel, padding last; the tokens of one tile are a group, and no two groups in
-flight touch the same tile. A copy to or from HBM moves words of 4 bytes in the direction of the tokens, and a tile is
-8 of those (`tpu_dma`). What is moved of a tile of all heads, keys and values, per group:
+XLA sorts the tokens by tile, padding last. The tokens of one tile are a group; no two groups in flight share a tile. A
+copy to or from HBM moves words of 4 bytes in the direction of the tokens, and a tile has 8 of them (`tpu_dma`). Moved
+for each group, with all heads, keys and values:
 
-  all its tokens are new      the tile is written; bytes written / new bytes: 1 (prompts)
-  one token is (decodes)      the token's word is read, changed and written; bytes moved / new bytes: 1 in float32,
-                              where nothing needs to be read, 4 in bfloat16, 8 in 8 bits. Tiles would be 16, 32, 64.
-  some are                    the tile is read, changed and written (a prompt's ends)
+  all tokens are new       the tile is written; bytes written / new bytes: 1 (prompts)
+  one token is (decodes)   the token's word is read, changed and written; bytes moved / new bytes: 1 in float32, where
+                           nothing needs to be read, 4 in bfloat16, 8 in 8 bits. Whole tiles would move 16, 32, 64.
+  some are                 the tile is read, changed and written (the ends of a prompt)
 
-In steps the attention kernel writes the decodes itself (`paged_attention/tpu_write.py`), and prompts alone come here.
+In the engine's steps, the attention kernel writes the decodes (`paged_attention/tpu_write.py`), and this kernel only
+prompts. Scales lie along lanes. A copy moves at least 128 of them, so a page's scales are read, changed and written.
 
-Scales lie along lanes, 128 of which are the least that a copy moves: those of a page are read, changed and written.
-
-Grid: one step per chunk of sorted tokens, only as many as hold real tokens. A chunk ends its groups and awaits its
-  writes, so that a tile shared by two chunks is written by one after the other.
-Memory traffic: the groups as above; the new rows once, in float32, because only there a row can be addressed by itself.
-Pipeline: a ring of RING tiles in VMEM; reads run AHEAD groups ahead, writes are awaited when their place is needed.
+Grid: one step per chunk of sorted tokens, for chunks with real tokens. A chunk ends its groups and waits for its
+  writes, so that two chunks write a shared tile one after the other.
+Memory traffic: the groups as above; the new rows once, in float32, the only type in which a single row is addressable.
+Pipeline: a ring of RING tiles in VMEM. Reads run AHEAD groups ahead. A write is awaited when its place is reused.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ from jaxserve.pallas_kernels.types import KVPages
 
 RING = 8
 AHEAD = 4
-CHUNK = 128  # most tokens in a chunk
+CHUNK = 128  # maximum of tokens in a chunk
 CHUNK_BYTES = 1 << 20
-MAX_TOKENS = 65536  # whose slots and groups still fit SMEM
+MAX_TOKENS = 65536  # slots and groups of this many still fit SMEM
 
 
 def write_vmem_bytes(kv_heads: int, head_dim: int) -> int:
-    """An upper estimate of what the kernel needs: the ring, two chunks, and a tile in float32 a few times."""
+    """Upper estimate of the VMEM that the kernel needs: the ring, two chunks, and a few tiles in float32."""
     lanes = -(-head_dim // 128) * 128
     tile = 2 * kv_heads * TILE_BYTES * lanes
     return RING * tile + 16 * tile + 2 * max(CHUNK_BYTES, 64 * kv_heads * lanes) + (1 << 20)
 
 
 class Plan(NamedTuple):
-    """What is fixed when a kernel is built. rows: tokens in a tile of the target; word: tokens in a word of it, 0 where
-    tokens lie along lanes; chunk: tokens in a chunk."""
+    """The static parameters of a kernel. rows: tokens in a tile of the target. word: tokens in a word, or 0 where
+    tokens lie along lanes. chunk: tokens in a chunk."""
 
     page_size: int
     rows: int
@@ -75,8 +74,8 @@ class Scalars(NamedTuple):
 
 @jax.jit
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
-    """As `kv_write.write_kv`, in place; padding is not written. Pages may be wider than head_dim; the rest is filled
-    with 0."""
+    """`kv_write.write_kv` in place. Padding is not written. Pages may be wider than head_dim; the rest is filled with
+    0."""
     if slots.shape[0] > MAX_TOKENS:
         raise ValueError(f"write_kv takes at most {MAX_TOKENS} tokens at once, not {slots.shape[0]}")
     new, *codes_scale = new_tokens(pages, k, v)
@@ -89,8 +88,8 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first
 
 
 def new_tokens(pages: KVPages, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-    """k, v [tokens, kv_heads, head_dim] as the pages take them, in float32, where a row can be addressed by itself:
-    numbers or codes [tokens, 2, kv_heads, 1, the pages' head_dim], and of codes the scales [tokens, 2, kv_heads, 1]."""
+    """Converts k, v [tokens, kv_heads, head_dim] to the pages' form, in float32, where a single row is addressable:
+    numbers or codes [tokens, 2, kv_heads, 1, the pages' head_dim], and for codes scales [tokens, 2, kv_heads, 1]."""
     new, scales = jnp.stack([k, v], axis=1), []
     if pages.scale is not None:
         new, scale = quantize(new, pages.data.dtype)
@@ -100,8 +99,8 @@ def new_tokens(pages: KVPages, k: jax.Array, v: jax.Array) -> list[jax.Array]:
 
 
 def _write(target: jax.Array, new: jax.Array, slots: jax.Array, first_page: jax.Array | int, plan: Plan) -> jax.Array:
-    """Writes new [tokens, 2, kv_heads, 1, ...] into target [pages, 2, kv_heads, page_size, ...]; the plan's chunk is
-    found here."""
+    """Writes new [tokens, 2, kv_heads, 1, ...] into target [pages, 2, kv_heads, page_size, ...]. Replaces the plan's
+    chunk by one that fits the tokens."""
     tokens = slots.shape[0]
     row_bytes = 2 * target.shape[2] * 4 * max(128, new.shape[-1])
     chunk = min(CHUNK, max(8, 1 << (CHUNK_BYTES // row_bytes).bit_length() - 1))
@@ -138,8 +137,8 @@ def _write(target: jax.Array, new: jax.Array, slots: jax.Array, first_page: jax.
 
 
 def _group(slots: jax.Array, rows: int, chunk: int) -> tuple[jax.Array, jax.Array, Scalars]:
-    """Order of the tokens by tile, padding last; number of real tokens; their groups, without the first page, so that
-    layers share the work."""
+    """Returns the order of the tokens by tile, padding last; the number of real tokens; and their groups. The first
+    page is not part of it, so that layers share the work."""
     tokens = slots.shape[0]
     tile = jnp.where(slots < 0, jnp.iinfo(jnp.int32).max, slots // rows)
     order = jnp.argsort(tile)
@@ -155,8 +154,8 @@ def _group(slots: jax.Array, rows: int, chunk: int) -> tuple[jax.Array, jax.Arra
 
 
 def _kernel(plan: Plan, *refs: Any) -> None:
-    """A chunk: new [chunk, 2, kv_heads, 1, ...], target in HBM, ring [RING, 2, kv_heads, rows, ...] and words [RING, 2,
-    kv_heads, word, ...] of the target's dtype, wide [2, kv_heads, rows, ...] in float32."""
+    """Writes a chunk: new [chunk, 2, kv_heads, 1, ...], target in HBM, ring [RING, 2, kv_heads, rows, ...] and words
+    [RING, 2, kv_heads, word, ...] of the target's dtype, wide [2, kv_heads, rows, ...] in float32."""
     scalars = Scalars(*refs[: len(Scalars._fields)])
     new, _, target, ring, words, wide, read, written = refs[len(Scalars._fields) :]
     slots, start = scalars.slots, scalars.start
@@ -170,7 +169,7 @@ def _kernel(plan: Plan, *refs: Any) -> None:
         return target.at[scalars.first_page[0] + slot // plan.page_size, :, :, pl.ds(row, rows)]
 
     def in_kind(group, *, one, some, whole):
-        """Calls what suits the number of the group's tokens; None does nothing."""
+        """Calls the function for the group's number of tokens; None does nothing."""
         tokens = start[group + 1] - start[group]
         alone = (tokens == 1) & (plan.word > 0)
         full = tokens == plan.rows
@@ -215,7 +214,7 @@ def _kernel(plan: Plan, *refs: Any) -> None:
         def change_word():
             word, token = words.at[place], start[group]
             here = lax.broadcasted_iota(jnp.int32, word.shape, 2) == slots[token] % plan.word
-            # Selected in float32, where it is exact for all dtypes: narrow ones lack masks on some chips.
+            # Selected in float32, which holds all dtypes exactly: some chips have no masks for narrow dtypes.
             word[...] = jnp.where(here, row_of(token), word[...].astype(jnp.float32)).astype(word.dtype)
 
         def change_tile():
@@ -227,7 +226,7 @@ def _kernel(plan: Plan, *refs: Any) -> None:
                 row = slots[token] % plan.rows
                 if plan.word:
                     wide[:, :, pl.ds(row, 1)] = row_of(token)
-                else:  # along lanes, of which one cannot be addressed
+                else:  # tokens lie along lanes, of which a single one is not addressable
                     here = lax.broadcasted_iota(jnp.int32, wide.shape, 2) == row
                     wide[...] = jnp.where(here, row_of(token), wide[...])
 

@@ -1,8 +1,8 @@
-"""The write of new keys and values on NVIDIA GPUs, in Triton. Compiled for H200, not yet run on.
+"""Writes new keys and values on NVIDIA GPUs, in Triton. Compiled for H200, not yet run on one.
 
 Grid: (tokens,). A program reads a token's keys and values, quantizes them, and writes them to their slot.
-Traffic: the new keys and values once in, once out; nothing else of the cache.
-Pipeline: none within a program, which does two loads and two stores; the many programs hide each other's waits.
+Traffic: the new keys and values, read once and written once; nothing else of the cache.
+Pipeline: none within a program, which does two loads and two stores. Many programs hide each other's latency.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from jaxserve.pallas_kernels import triton_compat
 from jaxserve.pallas_kernels.triton_compat import pad
 from jaxserve.pallas_kernels.types import KVPages
 
-QUANTIZED = {"int8": 127, "float8_e4m3fn": 448}  # largest code
+QUANTIZED = {"int8": 127, "float8_e4m3fn": 448}  # largest code of each type
 
 
 @triton.jit
 def codes(values, TOP: tl.constexpr):
-    """Values of at most TOP, or a rounding error more, as codes: rounded to even where TOP is int8's."""
+    """Values of at most TOP, plus a rounding error, as codes. Where TOP is int8's they are rounded to even."""
     values = tl.minimum(tl.maximum(values, -TOP), TOP)
     if TOP == 127:
-        values = (values + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: float32 keeps no fraction there
+        values = (values + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: float32 has no fraction bits there
     return values
 
 
@@ -42,10 +42,10 @@ def _write(
     HAS_SCALES: tl.constexpr, TOP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     HEADS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    """`data` and `scales` are the memory of `before` and `scales_before`. Slots count from the page `first_page`."""
+    """`data` and `scales` alias `before` and `scales_before`. Slots count from the page `first_page`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    heads = tl.where(slot >= 0, HEADS, 0)  # padding writes none
+    heads = tl.where(slot >= 0, HEADS, 0)  # none for padding
     slot = tl.maximum(slot, 0)
     head, dim = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
     real = (head < heads)[:, None] & (dim < DIM)[None, :]
@@ -64,12 +64,12 @@ def _write(
 
 @jax.jit
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
-    """As `kv_write.write_kv`, in place; padding is not written."""
+    """`kv_write.write_kv` in place. Padding is not written."""
     first_page = jnp.asarray(first_page, jnp.int32).reshape(1)
     tokens, heads, dim = k.shape
     scales = pages.scale
     arrays = [pages.data] if scales is None else [pages.data, scales]
-    # Without scales the place of theirs is taken by the data, once more, and by an output that nobody reads.
+    # Without scales, placeholders replace them: the data as an input, and an output that nothing reads.
     extra = (
         jax.ShapeDtypeStruct((1,), jnp.float32) if scales is None else jax.ShapeDtypeStruct(scales.shape, scales.dtype)
     )

@@ -1,38 +1,39 @@
-"""Dense operations in plain XLA, and the set of those that a model runs with."""
+"""Dense operations in plain XLA, and `Ops`, the set of operations that a model runs with."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.latent_attention import reference as latent
+from jaxserve.pallas_kernels.latent_attention.expanded import absorb, project_values
 from jaxserve.pallas_kernels.paged_attention import reference
-from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
-from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, choose, load
 from jaxserve.pallas_kernels.routing import Router, route
-from jaxserve.pallas_kernels.types import BlockArray, KVPages, MixedArray, PanelArray, QuantArray, QuantRows
-
-if TYPE_CHECKING:  # which is imported where a device is tried
-    pass
-
-log = logging.getLogger(__name__)
+from jaxserve.pallas_kernels.types import (
+    BlockArray,
+    KVPages,
+    LatentPages,
+    MixedArray,
+    PanelArray,
+    QuantArray,
+    QuantRows,
+)
 
 
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """x [tokens, in] times w [out, in], transposed -> float32 [tokens, out].
+    """x [tokens, in] times the transposed w [out, in] -> float32 [tokens, out].
 
-    `count`, an int32 scalar, says how many leading rows matter; what the others hold is unspecified.
+    `count`, an int32 scalar, is the number of leading rows that matter. Other rows of the result are unspecified.
     """
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
@@ -44,14 +45,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    if scale.dtype != x.dtype:  # a scale that is kept in float32 multiplies before the result is rounded
+    if scale.dtype != x.dtype:  # a float32 scale multiplies before the result is rounded
         return (scale.astype(jnp.float32) * wide).astype(x.dtype)
     return scale * wide.astype(x.dtype)
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """Rotates x [tokens, ..., head_dim], pairing channel i with i + head_dim / 2, by angles of which cos and sin are
-    [tokens, head_dim / 2]; computed in float32.
+    """Rotates x [tokens, ..., head_dim], in float32. Channel i is paired with i + head_dim / 2; cos and sin of the
+    angles are [tokens, head_dim / 2].
 
     Su et al. 2021, arXiv:2104.09864. `count` as in `matmul`.
     """
@@ -69,13 +70,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of gates in fused kernels
+FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # activations that fused kernels have for gates
 
 
 def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:
-    """gate_up [tokens, size, 2] -> activation(gate) * up [tokens, size], of a gated MLP; `count` as in `matmul`.
+    """The activation of a gated MLP: gate_up [tokens, size, 2] -> activation(gate) * up [tokens, size].
 
-    Shazeer 2020, arXiv:2002.05202.
+    Shazeer 2020, arXiv:2002.05202. `count` as in `matmul`.
     """
     return ACTIVATIONS[activation](gate_up[..., 0]) * gate_up[..., 1]
 
@@ -93,9 +94,9 @@ def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = Non
 
 @dataclass(frozen=True)
 class Gate:
-    """The activation of a gated MLP as a function of gate_up [tokens, size, 2] and `count`, and what it is.
+    """The activation of a gated MLP, called with gate_up [tokens, size, 2] and `count`, and its description.
 
-    `limit`: `clamped_gate` with it takes the place of the activation; None: `compute` has the activation.
+    With `limit` it is `clamped_gate`; otherwise `compute` with `activation`.
     """
 
     activation: str
@@ -117,11 +118,10 @@ def quant_matmul(
     multiply: Callable[..., jax.Array] = quantized.quant_matmul,
     **options: bool,
 ) -> jax.Array:
-    """x [tokens, in], or the same rounded as the weight says (QuantRows), times a quantized weight [out, in],
-    transposed -> float32 [tokens, out]; `count` as in `matmul`.
+    """x [tokens, in] times a transposed quantized weight [out, in] -> float32 [tokens, out]; `count` as in `matmul`.
 
-    `axes` names the weight's own, for an implementation that splits it over devices; `multiply`, which gets the
-    options, knows no order.
+    x may be rounded already, as the weight says (QuantRows). `axes` names the weight's axes, for an implementation that
+    splits it over devices. `multiply` gets the options; it need not know about reordered inputs (`QuantArray.order`).
     """
     if isinstance(w, QuantArray) and w.order is not None:
         assert not isinstance(x, QuantRows), "rounded before its columns were brought into order"
@@ -130,9 +130,9 @@ def quant_matmul(
 
 
 def panel_matmul(x: jax.Array, w: PanelArray, count: jax.Array | None = None) -> jax.Array:
-    """x float32 [tokens, in] times a weight in panels [out, in], transposed -> float32 [tokens, out]; `count` as in
-    `matmul`. On CPU alone."""
-    from jaxserve.pallas_kernels import cpu_panels  # which needs the functions above
+    """x float32 [tokens, in] times a transposed weight in panels [out, in] -> float32 [tokens, out]; `count` as in
+    `matmul`. Only on CPU."""
+    from jaxserve.pallas_kernels import cpu_panels  # imports this module
 
     return cpu_panels.matmul(x, w, count)
 
@@ -145,7 +145,7 @@ def rows_in_turn(w: MixedArray, products: Sequence[jax.Array]) -> jax.Array:
 
 
 def embed(table: jax.Array | QuantArray | BlockArray | PanelArray, ids: jax.Array) -> jax.Array:
-    """Rows ids int32 [tokens] of table [vocab, hidden]; of a quantized one, in blocks of one row, in float32."""
+    """Rows ids int32 [tokens] of table [vocab, hidden]; float32 for a quantized table, with blocks of one row."""
     if isinstance(table, PanelArray):
         from jaxserve.pallas_kernels import cpu_panels
 
@@ -164,9 +164,8 @@ class Ops:
     `draw`: tokens from logits in one launch, as `draw_triton.draw`, or None.
     `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
     `mixture`: as `experts.mixture`.
-    `write_and_attend`, where there is one, takes the place of `write_kv` and `paged_attention`.
-    `split_matmul`, where there is one, takes the place of `matmul` for weights that are split over devices; it is also
-    given their axes.
+    `write_and_attend`: if given, replaces `write_kv` and `paged_attention`.
+    `split_matmul`: if given, replaces `matmul` for weights that are split over devices. It also gets their axes.
     """
 
     matmul: Callable[..., jax.Array] = matmul
@@ -181,18 +180,20 @@ class Ops:
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., KVPages] = write_kv
     write_and_attend: Callable[..., tuple[jax.Array, KVPages]] | None = None
+    latent_attention: Callable[..., jax.Array] = latent.latent_attention
+    write_latent: Callable[..., LatentPages] = latent.write_latent
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
-    count: jax.Array | None = None  # see `counting`
+    count: jax.Array | None = None  # leading rows that matter, see `counting`
 
     @property
     def arg_max(self) -> Callable[[jax.Array], jax.Array] | None:
-        """The place of the largest number in each row, float32 [rows, size], that counts; None without a kernel."""
+        """Finds the largest number in each row of float32 [rows, size], for rows that matter; None without a kernel."""
         return None
 
     def linear(self, x: Any, w: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
-        """x [tokens, in] times a weight of any kind; see `matmul`, `quant_matmul` and `panel_matmul`. The result is
-        float32, or as x where it was added up over devices."""
+        """x [tokens, in] times a weight of any kind. See `matmul`, `quant_matmul` and `panel_matmul`. The result is
+        float32, or has x's dtype where it was summed over devices."""
         if isinstance(w, MixedArray):
             return rows_in_turn(w, [self.linear(x, part, axes) for part in w.parts])
         if isinstance(w, PanelArray):
@@ -202,10 +203,10 @@ class Ops:
         return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
     def product(self, x: jax.Array | QuantRows, w: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
-        """The same as `Parts.sums` [parts, tokens, out], of which whoever reads them makes the dtype of x."""
+        """The product as `Parts.sums` [parts, tokens, out]. The reader adds and rounds them to x's dtype."""
         if self.fused is None:
             return self.linear(x, w, axes).astype(x.dtype)[None]
-        if isinstance(w, MixedArray):  # their kernels may have split the inputs into different numbers of parts
+        if isinstance(w, MixedArray):  # kernels may have split the inputs of each part differently
             products = [Parts(self.product(x, part, axes)).whole(x.dtype) for part in w.parts]
             return rows_in_turn(w, products)[None]
         if not isinstance(w, QuantArray | BlockArray):
@@ -217,23 +218,23 @@ class Ops:
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
     ) -> tuple[jax.Array, jax.Array | QuantRows]:
-        """x [tokens, size], plus y where there is one; and the same after `rms_norm`, for a product with `reader`:
-        fused kernels round it as that weight says."""
+        """Returns x [tokens, size], plus y if given, and `rms_norm` of that. The norm is the input of a product with
+        `reader`: fused kernels round it as that weight says."""
         if self.fused is not None:
             return self.fused.add_norm(x, y, scale, eps, reader)
         total = x if y is None else x + y.whole(x.dtype)
         return total, self.rms_norm(total, value_of(scale), eps)
 
     def gated(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
-        """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups in turns -> [tokens, size]; `reader`
-        as in `add_norm`."""
+        """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups alternating -> [tokens, size].
+        `reader` as in `add_norm`."""
         if self.fused is not None and activation in FUSED_ACTIVATIONS:
             return self.fused.gate(y, activation, dtype, reader)
         whole = y.whole(dtype)
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
 
     def activated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
-        """The activation of y, of an MLP without a gate: sums [parts, tokens, size] -> [tokens, size]."""
+        """The activation of an MLP without a gate. The sums of y are [parts, tokens, size]; returns [tokens, size]."""
         return ACTIVATIONS[activation](y.whole(dtype))
 
     def experts(
@@ -247,9 +248,10 @@ class Ops:
         correction: jax.Array | None = None,
         down_bias: jax.Array | None = None,
     ) -> jax.Array:
-        """`mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see `route`.
+        """Computes `mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see
+        `route`.
 
-        down_bias: [experts, out], added to each expert's result; None: 0.
+        down_bias: [experts, out], added to each expert's result; None: no bias.
         """
         chosen, weights = route(logits, router, correction)
         y = self.mixture(x, chosen, weights, w, gate=gate, count=self.count, weighs_inputs=router.weighs_inputs)
@@ -259,11 +261,11 @@ class Ops:
         return y + experts.chosen_biases(chosen, shares, down_bias)
 
     def gate_of(self, activation: str, limit: float | None = None) -> Gate:
-        """`gate` with an activation, or `clamped_gate` with a limit."""
+        """`gate` with an activation, or `clamped_gate` if there is a limit."""
         return Gate(activation, limit, self.gate)
 
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""
+        """Returns q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""
         qkv = heads.qkv.whole(dtype)
         q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if heads.q_norm is not None and heads.k_norm is not None:
@@ -274,7 +276,7 @@ class Ops:
     def rotate_and_write(
         self, heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int
     ) -> tuple[jax.Array, KVPages]:
-        """The queries, and the pages with keys and values in them: `rotate`, then `write_kv`."""
+        """`rotate`, then `write_kv`. Returns the queries and the updated pages."""
         if self.fused is not None:
             return self.fused.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
         q, k, v = self.rotate(heads, eps, dtype)
@@ -284,8 +286,8 @@ class Ops:
         self, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
         *, eps: float, dtype: Any, **options: Any,
     ) -> tuple[jax.Array, KVPages]:  # fmt: skip
-        """Writes a layer's new keys and values to the pages, and attends; `rows` and the options are those of
-        `paged_attention`."""
+        """Writes a layer's new keys and values to the pages, then computes attention. `rows` and the options are
+        arguments of `paged_attention`."""
         if heads.sinks is not None:
             options["sinks"] = value_of(heads.sinks).astype(jnp.float32)
         if self.write_and_attend is not None:
@@ -294,114 +296,19 @@ class Ops:
         q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
         return self.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
 
+    def attend_latent(
+        self, heads: LatentHeads, pages: LatentPages, slots: jax.Array, rows: tuple[jax.Array, ...],
+        first_page: jax.Array | int, *, scale: float, decode_only: bool,
+    ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
+        """Writes a layer's new latents to the pages, then computes attention [tokens, heads, v_dim]. `rows` and the
+        options are arguments of `latent_attention`."""
+        rank = heads.k_up.shape[-1]
+        pages = self.write_latent(pages, heads.row, slots, first_page, rank=rank)
+        q = absorb(heads.q, heads.k_up)
+        options: Any = {"first_page": first_page, "scale": scale, "rank": rank, "decode_only": decode_only}
+        return project_values(self.latent_attention(q, pages, *rows, **options), heads.v_up), pages
+
     def counting(self, count: jax.Array) -> Ops:
-        """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
+        """Returns operations that compute only the `count` (int32 scalar) leading rows of their inputs."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
         return replace(self, count=count, **{name: partial(getattr(self, name), count=count) for name in counted})
-
-
-def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
-    weight that the backend cannot do. With `parts` it gives `Parts.sums`. Where a weight says how to round its inputs,
-    auto has a product of its own for that, if the device has; the others compute with rounded inputs as floats."""
-
-    def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
-        if isinstance(w, QuantArray) and w.activations is not None:
-            rows = x if isinstance(x, QuantRows) else w8a8.quantize(x, w)
-            if backend == "auto" and w8a8.why_not(device, MatmulProblem.of(rows, w, partitioned)) is None:
-                return w8a8.quant_matmul_parts(rows, w) if parts else w8a8.quant_matmul(rows, w)
-            y = w8a8.emulated(rows, w, partial(multiply, count=count))
-            return y.astype(rows.dtype)[None] if parts else y
-        module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
-        if not parts:
-            return module.quant_matmul(x, w, count=count)
-        if hasattr(module, "quant_matmul_parts"):
-            return module.quant_matmul_parts(x, w, count=count)
-        return module.quant_matmul(x, w, count=count).astype(x.dtype)[None]
-
-    return multiply
-
-
-def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """`experts.grouped_matmul` as `device` runs it. Quantized stacks are multiplied by the backend that single weights
-    of their form are multiplied by, where it knows stacks, else in plain XLA."""
-
-    floats = _grouped_floats(device)
-
-    def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
-        if isinstance(w, PanelArray):
-            from jaxserve.pallas_kernels import cpu_panels
-
-            return cpu_panels.grouped_matmul(x, w, group_sizes)
-        if isinstance(w, QuantArray) and w.order is not None:
-            expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right", method="compare_all")
-            order = w.order[jnp.minimum(expert, len(w.order) - 1)]
-            x, w = jnp.take_along_axis(x, order, axis=1), replace(w, order=None)
-        if isinstance(w, QuantArray | BlockArray):
-            module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
-            if hasattr(module, "grouped_quant_matmul") and not isinstance(w, BlockArray):
-                return module.grouped_quant_matmul(x, w, group_sizes)
-        elif floats is not None and x.dtype == w.dtype:
-            return floats(x, w, group_sizes)
-        return experts.grouped_matmul(x, w, group_sizes)
-
-    return multiply
-
-
-def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
-    """A device's kernel for grouped products with floats in the dtype of x, which XLA would transpose first in each
-    step; None: there is none."""
-    name = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(device.platform)
-    try:
-        module = None if name is None else load("matmul", name)
-    except ImportError:  # of jax_triton, which `_with_triton` tells
-        return None
-    probe = MatmulProblem(np.dtype("bfloat16"), np.dtype("int8"), 128, 128, (1, 128))
-    if module is None or module.why_not(device, probe) is not None:
-        return None
-    return lambda x, w, group_sizes: module.grouped_quant_matmul(x, experts.as_codes(w), group_sizes)
-
-
-def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """`experts.mixture` as `device` runs it."""
-    multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
-
-    def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
-        if isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
-            from jaxserve.pallas_kernels import cpu_panels
-
-            return cpu_panels.mixture(x, chosen, weights, w, **options)
-        return experts.mixture(x, chosen, weights, w, multiply=multiply, **options)
-
-    return mixture
-
-
-def choose_ops(device: Device, attention: AttentionProblem, *, backend: str = "auto", partitioned: bool = False) -> Ops:
-    """What a model on `device` runs with; `backend` is asked for attention. Raises BackendError.
-
-    `partitioned` models are split over devices by XLA, which can split none but its own dense operations: whoever
-    asks sees to it that each device runs the kernels, those of `fused` included, on its own part.
-    """
-    from jaxserve.pallas_kernels import cpu  # which needs the functions above
-
-    module = load("attention", choose("attention", device, attention, backend))
-    kinds: dict[str, Any] = {"paged_attention": module.paged_attention}
-    kinds["write_kv"] = getattr(module, "write_kv", write_kv)
-    kinds["write_and_attend"] = getattr(module, "write_and_attend", None)
-    if device.platform == "cpu" and not partitioned:
-        return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
-    return _with_triton(Ops(**kinds), device, attention.q_dtype)
-
-
-def _with_triton(ops: Ops, device: Device, dtype: Any) -> Ops:
-    """The same, with the kernels that do several operations in one launch, where `device` can use them."""
-    if device.platform != "gpu":
-        return ops
-    try:
-        from jaxserve.pallas_kernels import draw_triton, fused_triton
-    except ImportError as error:
-        log.warning("%s is not installed, so steps launch more kernels", error.name)
-        return ops
-    if draw_triton.why_not(device) is None:
-        ops = replace(ops, draw=draw_triton.draw)
-    return ops if fused_triton.why_not(device, dtype) else replace(ops, fused=fused_triton)

@@ -1,4 +1,4 @@
-"""What one operation leaves for the next to finish, so that a GPU launches one kernel for both."""
+"""Unfinished results that one operation passes to the next, so that a GPU launches one kernel for both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import lax
 
 
 class Row(NamedTuple):
-    """One of the rows of an array, which kernels read where it lies: XLA would copy it for them."""
+    """One row of an array. Kernels read it in place, where XLA would copy it for them."""
 
     array: jax.Array  # [rows, size]
     place: jax.Array  # int32 scalar
@@ -24,16 +24,16 @@ def value_of(vector: jax.Array | Row) -> jax.Array:
 
 
 class Parts(NamedTuple):
-    """A linear layer's result as parts: sums [parts, tokens, …], of which the sum over all parts, rounded to the dtype
-    of the activations, and then the bias [size or …], in that dtype, make the result. One part alone may have that
-    dtype itself; several are float32.
+    """A linear layer's result as parts: sums [parts, tokens, …]. The parts are added and rounded to the dtype of the
+    activations; then the bias [size or …] is added in that dtype. A single part may have that dtype itself; several are
+    float32.
     """
 
     sums: jax.Array
     bias: jax.Array | Row | None = None
 
     def whole(self, dtype: jnp.dtype) -> jax.Array:
-        """The result, [tokens, …] in `dtype`."""
+        """Returns the result [tokens, …] in `dtype`."""
         y = (self.sums[0] if len(self.sums) == 1 else self.sums.sum(0)).astype(dtype)
         return y if self.bias is None else y + value_of(self.bias)
 
@@ -41,11 +41,11 @@ class Parts(NamedTuple):
 class Heads(NamedTuple):
     """Queries, keys and values of new tokens before norms and rotary positions.
 
-    qkv: its sums are [parts, tokens, kv_heads, group + 2, head_dim]: the group's queries, the key, the value; its bias
-      has the last three of these dimensions.
+    qkv: its sums are [parts, tokens, kv_heads, group + 2, head_dim], in the order of the group's queries, the key, the
+      value. Its bias is [kv_heads, group + 2, head_dim].
     cos, sin: float32 [tokens, head_dim / 2].
     q_norm, k_norm: scales [head_dim] of RMS norms, or None.
-    sinks: a logit [kv_heads, group] that joins the softmax of each query head, or None.
+    sinks: logits [kv_heads, group], one for each query head, that join the softmax's denominator; or None.
     """
 
     qkv: Parts
@@ -54,3 +54,18 @@ class Heads(NamedTuple):
     q_norm: jax.Array | Row | None = None
     k_norm: jax.Array | Row | None = None
     sinks: jax.Array | Row | None = None
+
+
+class LatentHeads(NamedTuple):
+    """New tokens' inputs of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), after norms and rotary
+    positions.
+
+    q: [tokens, heads, nope + rope].
+    row: [tokens, rank + rope], a latent and the rotated key, which all heads share.
+    k_up, v_up: [heads, nope, rank] and [heads, v_dim, rank], which map latents to a head's keys and values.
+    """
+
+    q: jax.Array
+    row: jax.Array
+    k_up: jax.Array
+    v_up: jax.Array

@@ -1,7 +1,7 @@
-"""Which implementation of an operation a device uses, and why not the others.
+"""Chooses which implementation of an operation a device uses, and explains why not the others.
 
-A backend is a module with the operation's function and `why_not(device, problem)`, which names the reason why it cannot
-run that problem there, or returns None.
+A backend is a module with the operation's function, and with `why_not(device, problem)`. This returns the reason why
+the backend cannot run that problem on that device, or None where it can.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # the command line reads BACKENDS, and must not wait for JAX
+if TYPE_CHECKING:  # the command line reads BACKENDS without loading JAX
     from jaxserve.pallas_kernels.types import Activations
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
@@ -21,12 +21,14 @@ FOLDERS = {"attention": "paged_attention", "latent": "latent_attention", "matmul
 
 
 class BackendError(ValueError):
-    """The backend that was asked for cannot run, with the reason."""
+    """The requested backend cannot run. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a kernel must know of a device: platform "cpu", "gpu" or "tpu"; its kind; of GPUs the compute capability."""
+    """The properties of a device that kernels depend on: platform ("cpu", "gpu" or "tpu"), kind, and a GPU's compute
+    capability.
+    """
 
     platform: str
     kind: str
@@ -34,7 +36,7 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> Device:
-        """From a jax.Device, or one of a topology that is only compiled for."""
+        """Takes a jax.Device, or a device of a topology for ahead-of-time compiling."""
         platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
         capability = None
         if platform == "gpu":
@@ -46,7 +48,7 @@ class Device:
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """What `paged_attention` and `write_kv` are asked to do, sizes per device."""
+    """One problem of `paged_attention` and `write_kv`. Sizes are those on one device."""
 
     q_dtype: np.dtype
     kv_dtype: np.dtype
@@ -61,9 +63,9 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """What `latent_attention` and `write_latent` are asked to do, sizes per device.
+    """One problem of `latent_attention` and `write_latent`. Sizes are those on one device.
 
-    rank, rope: numbers of a token's latent and of its rotated key. width: of a row in the cache; 0: rank + rope.
+    rank, rope: sizes of a token's latent and of its rotated key. width: size of a row in the cache; 0: rank + rope.
     """
 
     q_dtype: np.dtype
@@ -82,24 +84,24 @@ class LatentProblem:
 
 @dataclass(frozen=True)
 class MatmulProblem:
-    """What `quant_matmul` is asked to do, sizes per device; `QuantArray` explains the fields."""
+    """One problem of `quant_matmul`. Sizes are those on one device; `QuantArray` explains the fields."""
 
     x_dtype: np.dtype
     codes_dtype: np.dtype
-    rows: int  # of the weight: outputs
+    rows: int  # of the weight, which are outputs
     inputs: int
     block: tuple[int, int]
     has_zero: bool = False
     has_bias: bool = False
-    partitioned: bool = False  # one of several devices does a part of it
+    partitioned: bool = False  # each of several devices computes a part
     kind: str = ""  # of a BlockArray, whose codes are bytes
-    scale_dtype: np.dtype | None = None  # of float4_e2m1fn codes, which tells MXFP4 (float8_e8m0fnu) from NVFP4
+    scale_dtype: np.dtype | None = None  # of float4_e2m1fn codes; distinguishes MXFP4 (float8_e8m0fnu) from NVFP4
     shuffled: bool = False
-    activations: Activations | None = None  # x is rounded first
+    activations: Activations | None = None  # x is rounded like this before the product
 
     @classmethod
     def of(cls, x: Any, w: Any, partitioned: bool = False) -> MatmulProblem:
-        """Of x and a QuantArray or BlockArray, or of their shapes."""
+        """The problem of x and a QuantArray or BlockArray, given as arrays or as shapes."""
         rows, inputs = w.shape[-2:]
         if not hasattr(w, "codes"):
             small, kind = np.dtype(np.uint8), w.kind
@@ -112,13 +114,13 @@ class MatmulProblem:
 
 
 def load(operation: str, backend: str) -> ModuleType:
-    """The module of an operation's backend."""
+    """Imports the module of an operation's backend."""
     names = {"mosaic_tpu": "tpu", "xla": "reference", "triton": "triton_gpu"}
     return importlib.import_module(f"{__package__}.{FOLDERS[operation]}.{names.get(backend, backend)}")
 
 
 def explain(operation: str, device: Device, problem: Any) -> dict[str, str | None]:
-    """Each backend and the reason why it cannot be used; None: it can. The first that can is the one `auto` takes."""
+    """Maps each backend to the reason why it cannot run, or to None where it can. `auto` takes the first with None."""
     reasons: dict[str, str | None] = {}
     for backend in BACKENDS:
         try:
@@ -130,7 +132,7 @@ def explain(operation: str, device: Device, problem: Any) -> dict[str, str | Non
 
 
 def choose(operation: str, device: Device, problem: Any, requested: str = "auto") -> str:
-    """The backend to use. Raises BackendError when the requested one cannot run."""
+    """Returns the backend to use. Raises BackendError if the requested one cannot run."""
     if requested not in ("auto", *BACKENDS):
         raise BackendError(
             f"there is no {operation} backend {requested!r}; it must be auto or one of {', '.join(BACKENDS)}"

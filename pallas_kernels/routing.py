@@ -1,4 +1,4 @@
-"""Which experts a token goes through, and what each of them counts: the routers of mixtures of experts, in float32."""
+"""Routers of mixtures of experts: they choose a token's experts and the weights of these, in float32."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Router:
 
     Attributes:
       normalized: the weights are divided by their sum, which is at least `least_sum`.
-      scale: multiplies the weights in the end.
+      scale: multiplies the final weights.
       corrected: a learned bias per expert is added to the scores for the choice (Wang et al. 2024, arXiv:2408.15664).
-        The weights are made of the scores without it.
-      groups: neighbouring experts form so many groups of equal size. Only experts of the `top_groups` best groups can
+        The weights are scores without it.
+      groups: how many groups of equal size neighbouring experts form. Only experts of the `top_groups` best groups can
         be chosen (DeepSeek-V2, arXiv:2405.04434). A group's score is its greatest one ("max"), or the sum of its two
         greatest ("top2", DeepSeek-V3, arXiv:2412.19437).
-      weighs_inputs: the weights multiply what goes into the experts instead of what comes out (Llama 4).
+      weighs_inputs: the weights multiply the experts' inputs instead of their results (Llama 4).
     """
 
     top_k: int
@@ -42,7 +42,7 @@ class Router:
     weighs_inputs: bool = False
 
     def problem(self, experts: int) -> str | None:
-        """Why it cannot choose among so many experts; None: it can."""
+        """Returns why the router cannot choose among this number of experts, or None where it can."""
         if not 0 < self.top_k <= experts:
             return f"num_experts_per_tok={self.top_k} must be between 1 and the {experts} experts"
         if experts % self.groups or not 0 < self.top_groups <= self.groups:
@@ -58,16 +58,16 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     """Chooses the experts of each token.
 
     Args:
-      logits: the router's, float32 [tokens, experts].
-      correction: float32 [experts], where the router is `corrected`.
+      logits: the router's logits, float32 [tokens, experts].
+      correction: float32 [experts], if the router is `corrected`.
 
     Returns:
-      int32 [tokens, top_k], the chosen experts, the best first, and their weights, float32 [tokens, top_k].
+      the chosen experts int32 [tokens, top_k], the best first, and their weights, float32 [tokens, top_k].
     """
     assert (correction is not None) == router.corrected
     logits = logits.astype(jnp.float32)
     if router.score == "softmax" and router.groups == 1 and correction is None and not router.least_sum:
-        # Logits order as their softmax does, also where this is too small for float32.
+        # Logits have the order of their softmax, even where the softmax is too small for float32.
         chosen, experts = jax.lax.top_k(logits, router.top_k)
         total = jax.nn.logsumexp(chosen if router.normalized else logits, axis=-1, keepdims=True)
         return experts.astype(jnp.int32), jnp.exp(chosen - total) * router.scale

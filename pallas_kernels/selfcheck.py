@@ -1,34 +1,36 @@
-"""Kernels against exact answers on the device at hand, before they are trusted there.
+"""Compares kernels with exact answers on the device at hand, before they are trusted there.
 
-Kernels are compiled for devices that nobody has run them on yet; drivers and compilers change. A ragged batch, a write
-of keys and values, and products of a few sizes tell within seconds whether this device computes what it should. Each
-check yields findings: an error beside what a right kernel may have.
+Kernels are compiled for devices on which nobody has run them yet, and drivers and compilers change. A ragged batch, a
+write of keys and values, and products of a few sizes show within seconds whether this device computes correctly. Each
+check yields findings: an error, and the error that a right kernel may have.
 
-What is seen (tests/kernels/test_selfcheck.py breaks a right kernel in each of these ways):
+What is detected (tests/kernels/test_selfcheck.py breaks a right kernel in each of these ways):
 
   attention  a page or the newest token left out, in any row; a softmax scale off by 2% in 16 bits; queries that arrive
              as zeros because a prompt begins at an offset that is no multiple of 8; a window off by one; a missing
-             sink; parts of a long row merged wrongly; scales of other tokens; layers mixed up (`first_page`); stale
-             table entries that are read; NaN from beyond a row's end; results that differ between equal calls
-  write      a token at its neighbour's place, a stale scale, padding that is written, anything else that is changed
-  matmul     a column that is wrong; zero points of one group off by one; rows or columns swapped
+             sink; wrongly merged parts of a long row; scales of other tokens; wrong layers (`first_page`); reads of
+             stale table entries; NaN from beyond a row's end; results that differ between equal calls
+  write      a token in its neighbour's place, a stale scale, written padding, a change of anything else
+  matmul     a wrong column; zero points of one group off by one; swapped rows or columns
 
-An attention error is that of one token's head: ‖found - exact‖ / ‖exact‖ over head_dim; the largest counts. With eps
-the distance from 1 to the next number of the queries' type, rounding to it has a relative error of about 0.2 eps (root
-of the mean square; 0.5 eps at most). A right kernel rounds results; the probabilities, before they meet the values; and
-in a cache of codes the scaled keys and values. Rounded keys move a score by 0.2 eps times the scores' deviation, which
-is 1 here. Together that is 0.45 eps for a typical head, and below 1 eps for the worst of some ten thousand heads of 32
-dimensions and more. TOLERANCE is 2 eps. A softmax scale that is off by 2% moves the results by 2% and more: 2.6 eps of
-bfloat16. Long rows average many values, so the loss of one token would be lost in them (1/√n); the values of a row's
-first and last token are four times as large as the others.
+An attention error is that of one token's head: ‖found - exact‖ / ‖exact‖ over head_dim. The largest one counts. eps is
+the distance from 1 to the next number of the queries' type. Rounding to this type has a relative error of about 0.2 eps
+(root mean square; at most 0.5 eps). A right kernel rounds its results, the probabilities before they multiply the
+values, and in a cache of codes the scaled keys and values. Rounded keys change a score by 0.2 eps times the scores'
+standard deviation, which is 1 here. Together this is 0.45 eps for a typical head, and below 1 eps for the worst of
+about ten thousand heads of 32 dimensions or more. TOLERANCE is 2 eps. A softmax scale that is off by 2% changes the
+results by at least 2%, which is 2.6 eps of bfloat16. A long row averages many values, so that the loss of one token
+would hardly change it (1/√n). Therefore the values of a row's first and last token are four times as large as the
+others.
 
-A product's error is that of one of its rows, or columns, in the same way. A right kernel may round weights, a group's
-scale or results to the type of x: 0.35 eps; MATMUL_TOLERANCE is 0.75 eps. A column of few rows is compared with what it
-is in 200 rows, and may be 3/√rows larger. So a zero point of int4 that is off by one in one of the groups of a column
-(0.155 √(group / inputs)) is seen in bfloat16 where a group is 32 of 8,192 inputs or more, in float16 always.
+A product's error is that of one of its rows or columns, in the same norm. A right kernel may round weights, a group's
+scale or results to the type of x, which gives 0.35 eps; MATMUL_TOLERANCE is 0.75 eps. A column of few rows is compared
+with its norm in 200 rows, and its error may be larger by a factor of 1 + 3/√rows. So a zero point of int4 that is off
+by one in one group of a column (0.155 √(group / inputs)) is detected in bfloat16 if a group is 32 of 8,192 inputs or
+more, and in float16 always.
 
-Equal calls must give equal bits, REPEATS times: a race between copies and products shows on devices alone, and rarely.
-Between calls, memory that is free is filled with NaN, so that what a kernel leaves unwritten does not look right.
+Equal calls must give equal bits, REPEATS times: a race between copies and products shows only on devices, and rarely.
+Between calls, free memory is filled with NaN, so that results that a kernel does not write are not right by chance.
 """
 
 from __future__ import annotations
@@ -64,14 +66,14 @@ from jaxserve.pallas_kernels.selfcheck_cases import (
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray
 
 REPEATS = 20
-TOLERANCE, MATMUL_TOLERANCE = 2.0, 0.75  # in eps of the queries' type, or of x's
-FLOAT32 = 5e-5  # instead, in float32: sums in another order, and functions that are approximated
-# One row; not all of a tile; all of one; several tiles, of which the last is not whole; so many that weights are
-# dequantized beforehand.
+TOLERANCE, MATMUL_TOLERANCE = 2.0, 0.75  # in eps of the type of the queries, or of x
+FLOAT32 = 5e-5  # tolerance of float32: sums in another order, and approximated functions
+# One row; part of a tile; one tile; several tiles with a partial last one; enough rows for weights to be dequantized
+# first.
 MATMUL_ROWS = (1, 17, 64, 200, 520)
-PARTS_ROWS = (1, 64, 520)  # of products in parts, whose plans are the same: split, in one part, dequantized
-COMPILING = 8  # programs at a time
-GROUPS = (37, 0, 1, 90, 0, 64)  # tokens of each expert; some more belong to nobody
+PARTS_ROWS = (1, 64, 520)  # for products in parts: 1 row is split, 64 are one part, 520 are dequantized
+COMPILING = 8  # programs that are compiled at a time
+GROUPS = (37, 0, 1, 90, 0, 64)  # tokens of each expert; some more belong to no expert
 
 
 Answer = tuple[slice, np.ndarray]  # tokens of a row, and their results
@@ -79,7 +81,7 @@ Answer = tuple[slice, np.ndarray]  # tokens of a row, and their results
 
 @dataclass(frozen=True)
 class Finding:
-    """error: as the module says; infinite where something is not finite, or equal calls differ. where: it is."""
+    """error: as the module defines it; infinite if a result is not finite or equal calls differ. where: its place."""
 
     what: str
     error: float
@@ -96,7 +98,7 @@ class Finding:
 
 
 def tolerance(dtype: Any, epsilons: float = TOLERANCE) -> float:
-    """So many eps of a type of 16 bits; FLOAT32 of float32."""
+    """`epsilons` eps of a 16-bit type; FLOAT32 for float32."""
     return FLOAT32 if np.dtype(dtype) == np.float32 else epsilons * float(jnp.finfo(dtype).eps)
 
 
@@ -111,7 +113,7 @@ def check_attention(
     variants: Sequence[str] = ("mixed", "decode", "window"),
     repeats: int = REPEATS,
 ) -> list[Finding]:
-    """Of `paged_attention` by `attend`: a finding for each variant. All are compiled at the same time."""
+    """Checks `attend`, a `paged_attention`. Returns a finding for each variant. All are compiled in parallel."""
     batches = {name: make_batch(problem, rows) for name in ["mixed"]} | (
         {"decode": make_batch(problem, Rows(rows.decodes))} if "decode" in variants else {}
     )
@@ -120,7 +122,7 @@ def check_attention(
         batch, chosen = batches.get(variant, batches["mixed"]), _options_of(variant, problem)
         cases.append((variant, batch, chosen, _attention_call(attend, chosen)))
     programs = _compile([(call, batch.arguments()) for _, batch, _, call in cases])
-    answers = [list(exact_attention(batch, chosen)) for _, batch, chosen, _ in cases]  # while the compilers work
+    answers = [list(exact_attention(batch, chosen)) for _, batch, chosen, _ in cases]  # while compilers work
     return [
         _judge_attention(f"{variant} rows", batch, exact, partial(program.result(), *arguments), repeats)
         for (variant, batch, *_), exact, (program, arguments) in zip(cases, answers, programs, strict=True)
@@ -128,7 +130,7 @@ def check_attention(
 
 
 def _options_of(variant: str, problem: AttentionProblem) -> Options:
-    """mixed, decode: as the problem says; window: with one; all: with softcap and sinks, too."""
+    """mixed, decode: as the problem says. window: with a window. all: with softcap and sinks, too."""
     everything = variant == "all"
     chosen = options(problem, window=everything or variant == "window", softcap=everything, sinks=everything)
     return chosen._replace(decode_only=variant == "decode")
@@ -167,7 +169,7 @@ def _judge_attention(
 
 
 def check_write(write: Callable[..., KVPages], problem: AttentionProblem, *, repeats: int = REPEATS) -> list[Finding]:
-    """Of `write_kv` by `write`: what was written, and that all the rest is as it was, to the bit."""
+    """Checks `write`, a `write_kv`: the new keys and values, and that all other memory is bitwise unchanged."""
     case = make_write(problem)
     ((program, arguments),) = _compile([(write, case.arguments())])
     write_once = program.result()
@@ -189,7 +191,7 @@ def _judge_write(case: Write, data: np.ndarray, scale: np.ndarray | None) -> lis
     written = np.zeros((data.shape[0], size), bool)
     written[LAYER + slots // size, slots % size] = True
     kept = ~written
-    kept[LAYER] = False  # nobody owns a layer's first page, and padding may go there
+    kept[LAYER] = False  # no sequence owns a layer's first page, and padding may go there
     changed = 0
     for before, after in ((case.pages, data), (case.scale, scale)):
         if before is not None and after is not None:
@@ -210,14 +212,14 @@ def _judge_write(case: Write, data: np.ndarray, scale: np.ndarray | None) -> lis
 
 
 def _code_error(found: np.ndarray, scale: np.ndarray, new: np.ndarray, dtype: np.dtype) -> float:
-    """The largest difference of found * scale to new, in units of the last place of its code; infinite where a scale
-    is not the one with which a head's largest number is the largest code."""
+    """The largest difference of found * scale from new, in units of the last place of its code. Infinite where a scale
+    is not the one that maps a head's largest number to the largest code."""
     largest = LENGTHS[np.dtype(dtype).name]
     peak = np.abs(new).max(-1)
     if not (np.abs(scale * largest - peak)[peak > 0] <= 1e-5 * peak[peak > 0]).all():
         return float("inf")
     unit = np.ones_like(new)
-    if dtype != np.int8:  # 3 bits of mantissa; below 2 ** -6 numbers are denormal
+    if dtype != np.int8:  # 3 bits of mantissa; numbers below 2 ** -6 are subnormal
         unit = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(new) / scale[..., None], 2.0**-6))) - 3)
     return float((np.abs(found - new / scale[..., None]) / unit).max())
 
@@ -232,8 +234,8 @@ def check_matmul(
     rows: Sequence[int] = MATMUL_ROWS,
     repeats: int = REPEATS,
 ) -> list[Finding]:
-    """Of products with a weight of `problem`'s form, of so many rows of x each; against plain XLA in full precision,
-    with codes in the inputs' order."""
+    """Checks `multiply` with a weight of `problem`'s form and each of these numbers of rows of x. The exact answer is
+    plain XLA's in full precision, with codes in the inputs' order."""
     w, x = make_weight(problem), activations(problem, max(*rows, 200))
     in_order = make_weight(replace(problem, shuffled=False)) if problem.shuffled else w
     parts = [(lambda x, w: multiply(x, w), (x[:count], w)) for count in rows]
@@ -246,7 +248,7 @@ def check_matmul(
 
 
 def check_parts(multiply: Callable[..., jax.Array], problem: MatmulProblem, *, repeats: int = REPEATS) -> list[Finding]:
-    """The same of `quant_matmul_parts` by `multiply`, whose parts are added up here."""
+    """Checks `multiply`, a `quant_matmul_parts`, whose parts are added here."""
 
     def whole(x: jax.Array, w: QuantArray) -> jax.Array:
         return multiply(x, w).astype(jnp.float32).sum(0)
@@ -264,7 +266,7 @@ def _plain_product(x: jax.Array, w: QuantArray | BlockArray) -> jax.Array:
 def check_grouped(
     multiply: Callable[..., jax.Array], problem: MatmulProblem, *, repeats: int = REPEATS
 ) -> list[Finding]:
-    """The same of `grouped_quant_matmul` by `multiply`, with experts that have many tokens, one and none."""
+    """Checks `multiply`, a `grouped_quant_matmul`, with experts that have many tokens, one and none."""
     w, sizes = make_weight(problem, len(GROUPS)), jnp.asarray(GROUPS, jnp.int32)
     x = activations(problem, 200)
     (plain, arguments), (program, _) = _compile(
@@ -294,11 +296,11 @@ def _judge_matmul(
     return Finding(what, where[0], allowed, where[1])
 
 
-# What all of them need
+# Shared by all checks
 
 
 def _compile(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[tuple[Future, tuple[Any, ...]]]:
-    """Programs that are being compiled, all at the same time, with their arguments."""
+    """Starts to compile all programs in parallel. Returns the futures with the programs' arguments."""
 
     def compiled(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
         return jax.jit(call).lower(*arguments).compile()
@@ -310,9 +312,9 @@ def _compile(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> lis
 
 
 def _run(call: Callable[[], jax.Array], like: tuple[tuple[int, ...], Any], repeats: int, used: int):
-    """The first result, on the host, and how many of so many more calls give other bits in its leading `used` rows.
+    """Returns the first result, on the host, and how many of `repeats` more calls differ in its first `used` rows.
 
-    Compared on the host: programs that compare on the device would have to be compiled for every shape.
+    The comparison runs on the host: on the device it would need a compiled program for every shape.
     """
     first, count = np.asarray(_after_nan(call, like)), 0
     bits = first[:used].tobytes()
@@ -323,6 +325,6 @@ def _run(call: Callable[[], jax.Array], like: tuple[tuple[int, ...], Any], repea
 
 
 def _after_nan(call: Callable[[], jax.Array], like: tuple[tuple[int, ...], Any]) -> jax.Array:
-    """The call, after memory that it is likely to get for its result was filled with NaN and freed."""
+    """Fills the memory that the result will probably occupy with NaN, frees it, and runs the call."""
     jax.block_until_ready(jax.device_put(np.full(*like[:1], np.nan, like[1])))
     return call()

@@ -1,7 +1,7 @@
-"""Inputs on which kernels are tried, and the exact answers, both made on the host with NumPy.
+"""Inputs on which kernels are tried, and exact answers. NumPy makes both on the host.
 
-The oracle is NumPy in float64, not XLA on the device: XLA's own matmuls round float32 to fewer bits on GPUs (TF32) and
-TPUs (bfloat16) unless told otherwise, and nothing has to be compiled for it.
+The oracle is NumPy in float64, not XLA on the device. Unless told otherwise, XLA's own matmuls round float32 to fewer
+bits on GPUs (TF32) and TPUs (bfloat16), and XLA would have to compile it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from jaxserve.pallas_kernels.quant_matmul import fragments
 from jaxserve.pallas_kernels.registry import AttentionProblem, MatmulProblem
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, KVPages, QuantArray
 
-LAYER = 3  # first page of the layer that is looked at; the pages before it belong to other layers
-LOUD = 4.0  # times the other values: those of a row's first and last token, so that none of them is missed in silence
-CODES = 1 << 26  # of a weight, at most: larger ones are tried with fewer outputs
+LAYER = 3  # first page of the layer that is checked; earlier pages belong to other layers
+LOUD = 4.0  # factor of the values of a row's first and last token, so that the loss of one of them shows
+CODES = 1 << 26  # maximum of a weight's codes; larger weights are tried with fewer outputs
 PERIOD = 257  # rows of a weight after which its codes repeat (its scales do not)
-LENGTHS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest code of a type
+LENGTHS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest code of each type
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a batch holds.
+    """The contents of a batch.
 
     decodes: cached tokens of each row of one token, the new one included.
-    prompts: new tokens of each other row, and the tokens that were cached before.
+    prompts: for each other row its new tokens, and the tokens that were cached before.
     empty: rows of padding at the end.
     """
 
@@ -39,7 +39,7 @@ class Rows:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """New tokens, and cached tokens with the new ones, of each row."""
+        """For each row: new tokens, and cached tokens including the new ones."""
         return [(1, n) for n in self.decodes] + [(new, new + before) for new, before in self.prompts]
 
     @property
@@ -47,17 +47,17 @@ class Rows:
         return sum(new for new, _ in self.lengths)
 
 
-# One decode row is longer than any ring of blocks in shared memory (6 x 128 tokens) and than the shortest part that a
-# kernel splits a row into (256 tokens); the others end at, before and behind the ends of pages and blocks. Every prompt
-# is a multiple of 8 and one token more, so that prompts begin at every offset modulo 8. One of them is longer than 700
-# tokens, and one token alone looks back at many, as drafted tokens do.
+# One decode row is longer than any ring of blocks in shared memory (6 x 128 tokens) and than the shortest part into
+# which a kernel splits a row (256 tokens). The others end at, before and after the ends of pages and blocks. Every
+# prompt has a multiple of 8 and one more token, so that prompts begin at every offset modulo 8. One prompt is longer
+# than 700 tokens. Another is one token after many cached ones, like drafted tokens.
 DECODES = (2311, 1, 16, 17, 63, 64, 65, 129, 255, 1025)
 PROMPTS = ((705, 131), (9, 0), (41, 500), (137, 3), (25, 64), (1, 1999), (73, 0), (17, 700))
 STARTUP = Rows(DECODES, PROMPTS)
 
 
 class Batch(NamedTuple):
-    """Arguments of `paged_attention`, on the host, with what the oracle needs.
+    """Arguments of `paged_attention` on the host, and the inputs of the oracle.
 
     keys, values: of each row, float64 [cached tokens, kv_heads, head_dim].
     """
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     values: list[np.ndarray]
 
     def arguments(self) -> tuple[Any, ...]:
-        """As `paged_attention` takes them, on the device."""
+        """The arguments of `paged_attention`, on the device."""
         new = [new for new, _ in self.rows.lengths] + [0] * self.rows.empty
         lengths = [length for _, length in self.rows.lengths] + [0] * self.rows.empty
         q_start = np.cumsum([0, *new]).astype(np.int32)
@@ -81,8 +81,9 @@ class Batch(NamedTuple):
 
 
 def make_batch(problem: AttentionProblem, rows: Rows, seed: int = 0) -> Batch:
-    """Normal queries, keys and values. What no row owns is NaN: other layers, the layer's own first page, and the rest
-    of each row's last page; entries of the table beyond a row's pages are stale, and name any page of the layer."""
+    """A batch of normally distributed queries, keys and values. Memory that no row owns is NaN: other layers, the
+    layer's own first page, and the rest of each row's last page. Entries of the table beyond a row's pages are stale:
+    they name arbitrary pages of the layer."""
     rng, size = np.random.default_rng(seed), problem.page_size
     needed = [-(-length // size) for _, length in rows.lengths]
     count = sum(needed) + 1
@@ -106,7 +107,7 @@ def make_batch(problem: AttentionProblem, rows: Rows, seed: int = 0) -> Batch:
             exact *= own[:length, ..., None]
         keys.append(exact[:, 0])
         values.append(exact[:, 1])
-    tokens = -(-rows.tokens // 8) * 8  # what the engine's buckets are multiples of
+    tokens = -(-rows.tokens // 8) * 8  # the engine's buckets are multiples of 8
     q = rng.standard_normal((tokens, problem.kv_heads, problem.group, problem.head_dim), np.float32)
     return Batch(rows, q.astype(problem.q_dtype), pages, scale, tables, keys, values)
 
@@ -119,7 +120,7 @@ def _paged(kv: np.ndarray, size: int, length: int, dtype: np.dtype) -> np.ndarra
 
 
 def quantize(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """As `kv_write.quantize`, on the host."""
+    """`kv_write.quantize` on the host."""
     largest = np.float32(LENGTHS[np.dtype(dtype).name])
     x = x.astype(np.float32)
     peak = np.abs(x).max(-1)
@@ -129,7 +130,7 @@ def quantize(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Options(NamedTuple):
-    """Keyword arguments of `paged_attention`; sinks on the host."""
+    """Keyword arguments of `paged_attention`, with sinks on the host."""
 
     scale: float
     window: int | None = None
@@ -139,8 +140,8 @@ class Options(NamedTuple):
 
 
 def options(problem: AttentionProblem, *, window: bool = False, softcap: bool = False, sinks: bool = False) -> Options:
-    """The window is that of three blocks of 64 tokens and a little; sinks weigh as much as a thousand tokens, and in
-    the next head of a group a hundred, ten, or one."""
+    """The window is a little longer than three blocks of 64 tokens. Sinks of successive heads are 7,
+    5, 3 and 1: they weigh as much as 1,100, 150, 20 and 3 tokens."""
     weights = 7.0 - 2.0 * (np.arange(problem.kv_heads * problem.group, dtype=np.float32) % 4)
     return Options(
         problem.head_dim**-0.5,
@@ -151,7 +152,7 @@ def options(problem: AttentionProblem, *, window: bool = False, softcap: bool = 
 
 
 def exact_attention(batch: Batch, chosen: Options) -> Iterator[tuple[slice, np.ndarray]]:
-    """The tokens of each row, and their results, float64 [tokens, kv_heads, group, head_dim]."""
+    """Yields the tokens of each row, and their results, float64 [tokens, kv_heads, group, head_dim]."""
     start = 0
     for (new, length), keys, values in zip(batch.rows.lengths, batch.keys, batch.values, strict=True):
         tokens = slice(start, start + new)
@@ -199,9 +200,9 @@ class Write(NamedTuple):
 
 
 def make_write(problem: AttentionProblem) -> Write:
-    """A prompt's run of tokens that begins and ends within pages, single tokens far apart, some of which share a tile
-    of 8, 16 or 32 tokens with others that are kept or written later, and padding among them and at the end. One token
-    is all zeros, which no scale must make NaN."""
+    """A write with all difficult cases: a prompt's tokens that begin and end within pages; single tokens far apart,
+    some in one tile of 8, 16 or 32 tokens with tokens that are kept or written later; padding between them and at the
+    end; and a token of zeros, whose scale must not make it NaN."""
     rng, size = np.random.default_rng(2), problem.page_size
     pages = 24 + 64 // size
     shape = (LAYER + pages + 1, 2, problem.kv_heads, size, problem.head_dim)
@@ -221,7 +222,7 @@ def make_write(problem: AttentionProblem) -> Write:
 
 
 def make_blocks(problem: MatmulProblem) -> BlockArray:
-    """A weight of blocks of the problem's kind, with fewer outputs where it has more than CODES codes."""
+    """A weight in blocks of the problem's kind, with fewer outputs if it would have more than CODES codes."""
     rng, kind = np.random.default_rng(0), BLOCK_KINDS[problem.kind]
     rows = min(problem.rows, max(CODES // problem.inputs // 1024 * 1024, 1024) + problem.rows % 1024)
     blocks = problem.inputs // kind.block
@@ -236,9 +237,11 @@ def make_blocks(problem: MatmulProblem) -> BlockArray:
 
 
 def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockArray:
-    """A weight of the problem's form, with fewer outputs where it has more than CODES codes. Codes take all values of
-    their type (half of int8's and float8's range, as of weights with outliers); scales are float32; of 4-bit floats
-    they are those of the problem, with a gain where files have one."""
+    """A weight of the problem's form, with fewer outputs if it would have more than CODES codes.
+
+    Codes take all values of their type; of int8 and float8 half the range, as in weights with outliers. Scales are
+    float32. 4-bit floats have the problem's type of scales, with a gain where files have one.
+    """
     if problem.kind:
         return make_blocks(problem)
     rng, lead = np.random.default_rng(0), (experts,) if experts else ()
@@ -264,7 +267,7 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     nvfp4 = problem.scale_dtype is not None and problem.scale_dtype.name == "float8_e4m3fn"
     gain = jnp.asarray(rng.uniform(0.5, 1.0, (*lead, rows, 1)).astype(np.float32)) if nvfp4 else None
     static = problem.activations is not None and problem.activations.static
-    of_inputs = jnp.full((1, 1), 0.01, jnp.float32) if static else None  # of normal x
+    of_inputs = jnp.full((1, 1), 0.01, jnp.float32) if static else None  # suits normally distributed x
     arrays = jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias
     more: dict[str, Any] = {"gain": gain, "input_scale": of_inputs, "activations": problem.activations}
     w = QuantArray(*arrays, problem.block, **more)
@@ -272,6 +275,6 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
 
 
 def activations(problem: MatmulProblem, rows: int) -> Any:
-    """Normal x [rows, inputs]."""
+    """Normally distributed x [rows, inputs]."""
     x = np.random.default_rng(1).standard_normal((rows, problem.inputs), np.float32)
     return jnp.asarray(x.astype(problem.x_dtype))

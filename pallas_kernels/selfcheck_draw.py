@@ -1,7 +1,8 @@
-"""The kernel that draws tokens against sorted float64 probabilities, on the device at hand, before it is trusted there.
+"""Compares the kernel that draws tokens with sorted float64 probabilities, on the device at hand.
 
-An error is how far a row's random number lies outside the stretch of the running sum of probabilities that belongs to
-the token it drew; infinite where the token may not be drawn at all. In float32 the sum of a row is right to some 1e-6.
+The token that a row drew owns an interval of the running sum of probabilities. The error is the distance of the row's
+random number from this interval, or infinite if the token may not be drawn. A row's sum in float32 is right to about
+1e-6.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxserve.pallas_kernels.selfcheck import Finding
 from jaxserve.pallas_kernels.types import DrawSettings
 
 ALLOWED = 1e-5
-COLDEST = 1e-5  # temperatures below it are greedy
+COLDEST = 1e-5  # lower temperatures are greedy
 REPEATS = 5
 UNIFORM = (2.0**-24, 0.3, 0.77, 1 - 2.0**-24)
 # temperature, top_k, top_p, min_p
@@ -38,7 +39,7 @@ ROWS = (
 
 
 def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
-    """Of a function like `draw_triton.draw`: findings for each kind of row, peaked and flat, and for greedy ones."""
+    """Checks a function like `draw_triton.draw`. Yields findings for each kind of row, peaked, flat and greedy."""
     draw = jax.jit(draw)
     for spread in (4.0, 0.5):
         rng = np.random.default_rng(int(10 * spread))
@@ -58,7 +59,7 @@ def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
 
 
 def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Which tokens a row may draw, bool [vocab]."""
+    """The tokens that a row may draw, bool [vocab]."""
     x = logits.astype(np.float64)
     relative = np.exp((x - x.max()) / temperature)
     keep = np.ones(x.shape, bool)
@@ -75,7 +76,7 @@ def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
 def error(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float, token: int
 ) -> float:
-    """How wrong `token` is for a row of logits [vocab]: see above."""
+    """The error of `token` for a row of logits [vocab], as the module defines it."""
     if temperature < COLDEST:
         return 0.0 if token == logits.argmax() else np.inf
     keep = kept(logits, temperature, top_k, top_p, min_p)

@@ -1,4 +1,4 @@
-"""The fused kernels against the plain operations in float32, on the device at hand, before they are trusted there."""
+"""Compares the fused kernels with the plain operations in float32, on the device at hand, before they are trusted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxserve.pallas_kernels.selfcheck_cases import STARTUP, Rows
 from jaxserve.pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
 
 TOKENS, PARTS, EPS = 37, 3, 1e-5
-SIZES = (4096, 2880)  # of a token: one a power of two, one not
-EPSILONS = 4.0  # of the activations' type, of a token's largest number: a few roundings, one after the other
-CODES = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}  # error of a code, of its head's largest number
-PAGES, FIRST = 5, 2  # pages of a layer, and those before them
+SIZES = (4096, 2880)  # of a token: a power of two, and another size
+EPSILONS = 4.0  # in eps of the activations' type, relative to a token's largest number: a few roundings in sequence
+CODES = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}  # error of a code, relative to its head's largest number
+PAGES, FIRST = 5, 2  # pages of a layer, and pages before it
 
 
 def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
-    """Of a module like `fused_triton`: a finding for each operation, with the sizes of heads and pages of `problem`."""
+    """Checks a module like `fused_triton`. Yields a finding for each operation, with the problem's heads and pages."""
     dtype, plain = problem.q_dtype, Ops()
     for size in SIZES:
         x, y, scale = (
@@ -57,7 +57,7 @@ def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
 
 
 def _rounded(fused: Any, of_norm: tuple, gates: Parts, size: int, dtype: Any) -> Iterator[Finding]:
-    """What the kernels make for a product that wants int8: within a code of what its floats come to."""
+    """Checks results for a product that takes int8: they must be within one code of the rounded float results."""
     reader = QuantArray(
         jnp.zeros((1, size), jnp.int8), jnp.ones((1, 1)), block=(1, size), activations=Activations("int8")
     )
@@ -79,11 +79,11 @@ def check_write_and_attend(
     rows: Rows = STARTUP,
     repeats: int = REPEATS,
 ) -> list[Finding]:
-    """Of `write_and_attend` by `fused`, on the decodes of `rows`: what it returns, and what `attend`, which is right,
-    returns from the pages that it leaves. Both are NaN where anything but the new tokens' places has changed."""
+    """Checks `fused`, a `write_and_attend`, on the decodes of `rows`: its result, and the result of `attend`, which is
+    right, on the pages that it leaves. Both become NaN if anything but the new tokens' places has changed."""
 
     def call(q, pages, tables, q_start, kv_len, num_decodes, *, again: bool, first_page, **options):
-        """`pages` hold the new tokens, which are taken out of them before."""
+        """`pages` have the new tokens, which are removed from them first."""
         decodes, size = len(tables), pages.page_size
         newest = jnp.maximum(kv_len - 1, 0)
         slot = jnp.take_along_axis(tables, (newest // size)[:, None], axis=1)[:, 0] * size + newest % size
@@ -102,7 +102,7 @@ def check_write_and_attend(
         if again:
             out = attend(q, after, *where, first_page=first_page, **options)
         others = [
-            _bits(x.at[place].set(0, mode="drop").at[first_page].set(0))  # nobody's page, where padding may go
+            _bits(x.at[place].set(0, mode="drop").at[first_page].set(0))  # the page for padding
             for both in zip(jax.tree.leaves(after), jax.tree.leaves(pages), strict=True)
             for x in both
         ]
@@ -123,7 +123,7 @@ def _bits(x: jax.Array) -> jax.Array:
 def _judge_pages(
     written: KVPages, before: KVPages, slots: np.ndarray, new: np.ndarray, dtype: Any
 ) -> Iterator[Finding]:
-    """What was written of `new` [tokens, 2, kv_heads, head_dim], and that all the rest is as it was, to the bit."""
+    """Checks the written `new` [tokens, 2, kv_heads, head_dim], and that all other memory is bitwise unchanged."""
     found, kept = np.asarray(written.data), slots >= 0
     at = FIRST + slots[kept] // before.page_size, slice(None), slice(None), slots[kept] % before.page_size
     values = found[at].astype(np.float32)
@@ -140,7 +140,7 @@ def _judge_pages(
 
 
 def _compare(what: str, found: Any, expected: Any, allowed: float) -> Finding:
-    """The largest difference in a vector of the last axis, over the largest number of that vector."""
+    """The largest difference in any vector of the last axis, relative to the largest number of that vector."""
     worst = 0.0
     for one, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         one, right = np.asarray(one).astype(np.float32), np.asarray(right)
@@ -150,7 +150,7 @@ def _compare(what: str, found: Any, expected: Any, allowed: float) -> Finding:
 
 
 def _wide(arrays: Any) -> Any:
-    """The same in float32; what counts rows stays."""
+    """Converts to float32, except arrays that count rows."""
     return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a.astype(jnp.float32), arrays)
 
 

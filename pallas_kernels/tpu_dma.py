@@ -1,15 +1,15 @@
-"""Copies between a TPU's memories, by rules that the hardware has and an interpreter does not.
+"""Copies between a TPU's memories, checked against rules of the hardware that an interpreter does not know.
 
-An array in HBM or VMEM lies in tiles over its last two axes: lanes of 128 numbers, and rows of words of 4 bytes, so
-that `word_rows` rows of a narrower type share a word. A copy moves whole words of whole tiles of lanes:
+An array in HBM or VMEM is stored in tiles over its last two axes: lanes of 128 numbers, and rows of 4-byte words.
+`word_rows` rows of a narrower type share a word. A copy moves whole words of whole tiles of lanes:
 
   last axis          offset and size are multiples of 128, or the whole axis is copied
   last but one       offset and size are multiples of `word_rows`, or the whole axis is copied
-  others             anything
+  others             any offset and size
 
-Mosaic proves the sizes itself and believes `multiple_of` for offsets that it does not know; one that is wrong moves
-other bytes than meant. All kernels therefore name their offsets by `aligned`, which checks known ones while tracing,
-and the others while interpreted within `checking`.
+Mosaic proves the sizes itself. For offsets unknown at compile time it believes `multiple_of`, and a wrong one moves
+other bytes. So all kernels declare their offsets with `aligned`. It checks known offsets while tracing, and the others
+while interpreting within `checking`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-TILE_ROWS = 8  # of words of 4 bytes
-TILE_BYTES = 32  # of a tile in the direction of its rows, whatever the dtype
+TILE_ROWS = 8  # words of 4 bytes in the direction of a tile's rows
+TILE_BYTES = 32  # bytes of a tile in the direction of its rows, for all dtypes
 SMEM_BYTES = 1 << 20
-SMEM_RESERVED = 64 << 10  # for what the compiler keeps there itself: spilled scalars, the grid's own indices
-SMEM_GRANULE = 512  # an array of scalars takes a multiple of so many bytes
+SMEM_RESERVED = 64 << 10  # for the compiler's own use: spilled scalars, the grid's indices
+SMEM_GRANULE = 512  # an array of scalars takes a multiple of this many bytes
 
 _violations: ContextVar[list[str] | None] = ContextVar("violations", default=None)
 
@@ -40,12 +40,12 @@ class CopyError(ValueError):
 
 
 def word_rows(dtype: Any) -> int:
-    """Rows of a tile that share words of 4 bytes."""
+    """Rows of a tile that share a word of 4 bytes."""
     return max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
 def aligned(offset: Any, multiple: int) -> Any:
-    """The offset, known to be a multiple: checked here, or, where only the device knows it, while interpreted."""
+    """Declares that the offset is a multiple. Checks it here if it is known, otherwise while interpreting."""
     if isinstance(offset, int):
         if offset % multiple:
             raise CopyError(f"a copy begins at {offset}, which is no multiple of {multiple}")
@@ -62,7 +62,7 @@ def _note(found: list[str], multiple: int, offset: Any) -> None:
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Offsets of copies in functions that are traced and run within are checked; raises CopyError at the end."""
+    """Checks offsets of copies in functions that are traced and run within. Raises CopyError at the end."""
     found: list[str] = []
     token = _violations.set(found)
     try:
@@ -75,7 +75,7 @@ def checking() -> Iterator[None]:
 
 
 def copy(source: Any, target: Any, semaphore: Any) -> Any:
-    """An asynchronous copy between two references of one shape; sizes are checked, see above."""
+    """An asynchronous copy between two references of one shape. Its sizes are checked."""
     if source.shape != target.shape or source.dtype != target.dtype:
         raise CopyError(f"a copy of {source.dtype}{source.shape} to {target.dtype}{target.shape}")
     for ref in (source, target):
@@ -93,8 +93,8 @@ def _check_sizes(ref: Any) -> None:
 
 
 def block(array: Any, shape: Sequence[int | None], index: Callable[..., Any]) -> pl.BlockSpec:
-    """Blocks of an array that Pallas's own pipeline copies: along each of the last two axes whole tiles or the whole
-    axis. None in the shape is an axis of which a block has one element. Raises CopyError."""
+    """Blocks of an array for Pallas's own pipeline. Each of the last two axes has whole tiles or the whole axis. None
+    in the shape: a block has one element of this axis. Raises CopyError."""
     for axis, multiple in ((-1, LANES), (-2, TILE_ROWS)):
         size = shape[axis]
         if size is not None and size != array.shape[axis] and size % multiple:
@@ -103,5 +103,5 @@ def block(array: Any, shape: Sequence[int | None], index: Callable[..., Any]) ->
 
 
 def smem_bytes(*sizes: int) -> int:
-    """What arrays of so many int32 each take of SMEM."""
+    """Bytes of SMEM for arrays of these numbers of int32."""
     return sum(-(-4 * size // SMEM_GRANULE) * SMEM_GRANULE for size in sizes)

@@ -1,16 +1,16 @@
-"""Calls Triton kernels from JAX; holds what differs between versions of jax-triton and Triton.
+"""Calls Triton kernels from JAX, and hides the differences between versions of jax-triton and Triton.
 
-What it takes to lower a kernel where no GPU is present:
+Lowering a kernel without a GPU needs:
 
-  `compute_capability=`   `triton_call` asks the first GPU otherwise; here it comes from `target`.
+  `compute_capability=`   otherwise `triton_call` asks the first GPU; here it comes from `target`.
   `TRITON_PTXAS_BLACKWELL_PATH`   Triton 3.9 writes PTX for sm_90 and newer in the version of its newest assembler,
-      which is CUDA 13.4's. XLA assembles PTX with its own, CUDA 12.9's or newer (jax-triton 0.4 while XLA compiles,
-      0.3 when the kernel is loaded), and refuses what is newer than itself. Triton also brings CUDA 12.9's assembler,
-      and writes the version that it understands when this variable points there, before the first kernel is lowered.
-  `jax.set_mesh(mesh)`    of a mesh of the topology's devices tells `target` which GPU is compiled for.
+      CUDA 13.4's. XLA assembles PTX with its own assembler, CUDA 12.9's or newer (with jax-triton 0.4 while XLA
+      compiles, with 0.3 when the kernel is loaded), and refuses newer versions. Triton also has CUDA 12.9's assembler,
+      and writes the version for it if this variable has its path before the first kernel is lowered.
+  `jax.set_mesh(mesh)`    with a mesh of the topology's devices tells `target` which GPU to compile for.
 
-jax-triton 0.4 renamed `out_shape` and `enable_fp_fusion`, gives aliased outputs no parameter of their own, and passes
-Python floats as float32 instead of float64: sizes and options are therefore compile-time constants (`tl.constexpr`).
+jax-triton 0.4 renamed `out_shape` and `enable_fp_fusion`. Its aliased outputs have no parameter of their own. It passes
+Python floats as float32 instead of float64, so sizes and options are compile-time constants (`tl.constexpr`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if _ASSEMBLER.exists():
 _PARAMETERS = inspect.signature(jax_triton.triton_call).parameters
 _RENAMED = "out_type" in _PARAMETERS
 
-# Compute capability by what device_kind contains, the first match counts; for programs compiled without the device.
+# Compute capability by a part of device_kind, for programs compiled without the device. The first match counts.
 KINDS = {
     "A100": 80,
     "A800": 80,
@@ -42,7 +42,7 @@ KINDS = {
     "A16": 86,
     "RTX A": 86,
     "RTX 30": 86,
-    "L4": 89,  # and L40, L40S
+    "L4": 89,  # also L40, L40S
     "RTX 40": 89,
     "Ada": 89,
     "H100": 90,
@@ -58,14 +58,14 @@ KINDS = {
 
 
 class Target(NamedTuple):
-    """The GPU that is compiled for: compute capability (90 is 9.0) and number of multiprocessors."""
+    """The GPU to compile for: compute capability (90 is 9.0) and number of multiprocessors."""
 
     capability: int
     cores: int
 
 
 def target() -> Target:
-    """The GPU of the mesh that `jax.set_mesh` has set; without one, the first local GPU."""
+    """Returns the GPU of the mesh of `jax.set_mesh`, or the first local GPU if there is none."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform != "cpu":
         for kind, capability in KINDS.items():
@@ -93,9 +93,10 @@ def call(
     aliases: dict[int, int] | None = None,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
-    """Runs `kernel` over `grid` with pointers to the arrays, then to the outputs; the constants are its constexprs.
+    """Runs `kernel` over `grid` with pointers to the arrays, then to the outputs. The constants are its constexprs.
 
-    `aliases` maps inputs to the outputs that take their place; the kernel leaves the parameters of those inputs alone.
+    `aliases` maps inputs to the outputs that share their memory. The kernel must not use the parameters of those
+    inputs.
     """
     options: dict[str, Any] = {
         "kernel": kernel,
@@ -110,8 +111,8 @@ def call(
         return jax_triton.triton_call(
             *arrays, out_shape=tuple(out), enable_fp_fusion=True, input_output_aliases=aliases, **options
         )
-    # An aliased output has no parameter of its own here: the input takes that of the output, and its own, which no
-    # kernel reads, is given any array.
+    # An aliased output has no parameter of its own here: the input is passed in the place of the output. Any array is
+    # passed in the input's own place, which no kernel reads.
     operands: list[jax.Array | None] = [arrays[0] if i in aliases else array for i, array in enumerate(arrays)]
     taken = {output: arrays[i] for i, output in aliases.items()}
     return jax_triton.triton_call(
@@ -125,5 +126,5 @@ def call(
 
 
 def pad(size: int, least: int = 1) -> int:
-    """The next power of two, as Triton's blocks must be."""
+    """The next power of two, as Triton requires for blocks."""
     return max(least, triton.next_power_of_2(size))

@@ -1,16 +1,16 @@
-"""Lists of work that XLA makes of a batch, for kernels whose programs take an item each.
+"""Lists of work items that XLA makes from a batch, for kernels whose programs take one item each.
 
-An item of attention is some query tokens of one row against some blocks of its cached tokens, int32 in columns:
+An item of attention is some query tokens of one row against some blocks of its cached tokens. Its int32 columns:
 
-  ROW                     of the block tables
-  TOKEN, POSITION         the first query token: its place in the batch, and in the row
+  ROW                     row of the block tables
+  TOKEN, POSITION         the first query token: its index in the batch, and its position in the row
   LENGTH                  the row's cached tokens
-  FIRST, LAST             blocks FIRST … LAST of the row are the item's; where they are equal there is nothing to do
-  FULL_FIRST, FULL_LAST   of these blocks, those of which all query tokens see all keys
+  FIRST, LAST             the row's blocks FIRST to LAST - 1 are the item's; equal numbers: nothing to do
+  FULL_FIRST, FULL_LAST   the blocks FULL_FIRST to FULL_LAST - 1 of these: all query tokens see all their keys
 
-Items of prompts have a ninth:
+Items of prompts have a ninth column:
 
-  SLOT                    where the result goes, if others have the same query tokens; or -1
+  SLOT                    place of the result if other items have the same query tokens; otherwise -1
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MIN_BLOCKS = 4  # of a part of a row
+MIN_BLOCKS = 4  # minimum of blocks in a part of a row
 
 ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST, SLOT = range(9)
-BEGIN, PARTS = FULL_FIRST, FULL_LAST  # in the items of decode, all of whose blocks are masked
+BEGIN, PARTS = FULL_FIRST, FULL_LAST  # columns of decode items, whose blocks are all masked
 
 
 class DecodeItems(NamedTuple):
-    """The items of decode rows: of each row one after the other, from begin[row] on. What follows the last is empty."""
+    """The items of decode rows, ordered by row. Row r's items start at begin[r]. Items after the last are empty."""
 
     items: jax.Array  # int32 [rows * most, 8]
     begin: jax.Array  # int32 [rows]
     parts: jax.Array  # int32 [rows], from 1 to most
-    each: jax.Array  # int32 [rows]: blocks of each of a row's parts but the last, which has what is left
-    blocks: jax.Array  # int32 [rows]: of all parts of a row
+    each: jax.Array  # int32 [rows]: blocks in each part of a row, except the last part, which has the rest
+    blocks: jax.Array  # int32 [rows]: blocks in all parts of a row
 
 
 def up_to(values: jax.Array) -> jax.Array:
-    """The sums of the first 1, 2, 3, … of values [rows]. A GPU does it in one launch, where `jnp.cumsum` takes three.
+    """Cumulative sums of values [rows]. A GPU does this in one launch; `jnp.cumsum` takes three.
 
-    The additions grow with the square of the rows, of which a batch has some hundreds, seldom more.
+    The number of additions is the square of the rows, of which a batch has a few hundred at most.
     """
     index = jnp.arange(len(values), dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, values, 0).sum(1, dtype=values.dtype)
 
 
 def decode_items(length: jax.Array, block: int, window: int | None, most: int) -> DecodeItems:
-    """The items of rows with `length` cached tokens and one query token each, a row in up to `most` parts.
+    """The items of rows with `length` cached tokens and one query token each. A row has up to `most` parts.
 
-    A row's parts depend on its own length alone, whatever else is in the batch and however many rows it has room for,
-    and so do the bits of its result. What this costs: short rows are split even where there are enough of them to fill
-    the device, and no row is in more parts than `most`, even where the others are so short that they leave it idle.
-    A row without tokens has one item without blocks. FULL_FIRST's column holds the row's first item, FULL_LAST's its
-    number of parts: BEGIN and PARTS.
+    A row's parts depend only on its own length, not on the other rows or the size of the batch. So its result is
+    bitwise independent of them, too. The price: short rows are split even where there are enough of them to fill the
+    device, and no row has more than `most` parts, even where the other rows are so short that the device is idle.
+
+    A row without tokens has one item without blocks. Column BEGIN (FULL_FIRST) is the row's first item, column PARTS
+    (FULL_LAST) its number of parts.
     """
     rows = length.shape[0]
     first = jnp.maximum(length - window, 0) // block if window else jnp.zeros_like(length)
@@ -64,7 +65,7 @@ def decode_items(length: jax.Array, block: int, window: int | None, most: int) -
     ends = up_to(parts)
     begin = ends - parts
     index = jnp.arange(rows * most, dtype=jnp.int32)
-    # The row of an item: how many rows end before it.
+    # The row of an item is the number of rows whose items end before it.
     row = jnp.minimum((index[:, None] >= ends).sum(1, dtype=jnp.int32), rows - 1)
     start = jnp.minimum(first[row] + (index - begin[row]) * part[row], last[row])
     end = jnp.minimum(start + part[row], last[row])
@@ -75,21 +76,22 @@ def decode_items(length: jax.Array, block: int, window: int | None, most: int) -
 
 
 def equal_spans(work: DecodeItems, heads: int, programs: int) -> jax.Array:
-    """Int32 [programs + 1]: program p takes pairs spans[p] … spans[p + 1] of the list of (item, head), heads innermost.
+    """Int32 [programs + 1]: program p takes pairs spans[p] to spans[p + 1] - 1 of the list of (item, head), heads
+    innermost.
 
-    Pairs are dealt by what they cost, in blocks: their own and one for the beginning and the end of an item. An item
-    is not divided, so that a program's share exceeds the average by less than the largest item. XLA makes the list.
+    Pairs are divided by their cost in blocks: their own blocks, and one for the start and end of an item. An item is
+    not divided, so a program's share exceeds the average by less than the largest item. XLA makes the list.
     """
-    costs = work.blocks + work.parts  # of a row, for one head
+    costs = work.blocks + work.parts  # cost of a row, for one head
     ends = up_to(costs)
     used, total = work.begin[-1] + work.parts[-1], ends[-1]
-    # total * heads * program may exceed 32 bits: shares are rounded down, and the last program takes the rest.
+    # total * heads * program may exceed 32 bits. So shares are rounded down, and the last program takes the rest.
     share, rest = total * heads // programs, total * heads % programs
     program = jnp.arange(programs, dtype=jnp.int32)
     target = program * share + jnp.minimum(program, rest)
     row = jnp.minimum((target[:, None] >= ends * heads).sum(1, dtype=jnp.int32), len(costs) - 1)
     within = target - (ends - costs)[row] * heads
-    each = work.each[row] + 1  # which all of a row's items cost, but for the last
+    each = work.each[row] + 1  # cost of each item of a row but the last
     place = jnp.minimum(within // (each * heads), work.parts[row] - 1)
     cost = jnp.minimum(each, costs[row] - place * each)
     head = -(-(within - place * each * heads) // cost)
@@ -98,15 +100,15 @@ def equal_spans(work: DecodeItems, heads: int, programs: int) -> jax.Array:
 
 
 class Tiles(NamedTuple):
-    """Which items are a prompt row's: from before[r] on, counted from the end of the list, parts[r] to each tile."""
+    """The items of prompt rows. Row r's begin before[r] items from the end of the list; a tile has parts[r] items."""
 
-    origin: jax.Array  # int32 [rows]: the token at which its first tile begins
-    before: jax.Array  # int32 [rows + 1]: items of the rows before it
+    origin: jax.Array  # int32 [rows]: the token at which the row's first tile begins
+    before: jax.Array  # int32 [rows + 1]: items of all rows before the row
     parts: jax.Array  # int32 [rows]
-    slots: jax.Array  # int32 [rows]: parts of the rows before it that are in more than one
+    slots: jax.Array  # int32 [rows]: slots of all rows before the row; rows with several parts have slots
 
     def of_tokens(self, tile: int, row: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of tokens of prompt rows: the item of the first part (part i's is i before it), its slot, number of parts."""
+        """For tokens of prompt rows: the item of the first part (part i's is i earlier), its slot, number of parts."""
         parts = self.parts[row]
         first = (token - self.origin[row]) // tile * parts
         return self.before[-1] - 1 - self.before[row] - first, self.slots[row] + first, parts
@@ -122,17 +124,17 @@ def prompt_items(
     kv_len: jax.Array,
     num_decodes: jax.Array,
 ) -> tuple[jax.Array, Tiles]:
-    """The items [count, 9] of up to `tile` query tokens of rows from num_decodes on. The last tiles of rows come first:
-    they have most to do.
+    """The items [count, 9] of tiles of up to `tile` query tokens, for rows from num_decodes on. The last tiles of rows
+    come first, as they have most work.
 
-    tile, tokens: multiples of 8, tile <= tokens; `tokens` is what the batch has room for. Tiles begin at multiples of
-    eight tokens, as copies of queries must, so that a row's first tile may begin with tokens of the row before it, and
-    none reaches beyond the batch: TOKEN and POSITION are of the tile's first token, whosesoever it is.
+    tile, tokens: multiples of 8, tile <= tokens; `tokens` is the batch's capacity. Tiles begin at multiples of eight
+    tokens, which copies of queries require. So a row's first tile may begin with tokens of the row before it. No tile
+    extends beyond the batch. TOKEN and POSITION are of the tile's first token, whichever row it belongs to.
 
-    A row's blocks are shared out to up to `most` items, its tiles multiplied with its parts. How many parts there are,
-    and at which blocks they end, follows from its own lengths alone, so that its bits do not depend on the others (that
-    a tile begins elsewhere among them only adds or removes keys that a token does not see, whose weight is zero). Items
-    of rows in more than one part have a SLOT of their own, others -1.
+    The blocks of a row are divided among up to `most` items: tiles times parts. The number of parts, and the blocks at
+    which they end, follow only from the row's own lengths, so that its result is bitwise independent of other rows. (A
+    tile's start depends on them, but this only adds or removes keys that a token does not see, whose weight is zero.)
+    Items of rows with several parts have a SLOT of their own, others have -1.
     """
     rows = kv_len.shape[0]
     q_len = jnp.where(jnp.arange(rows) >= num_decodes, q_start[1:] - q_start[:-1], 0)
@@ -140,7 +142,7 @@ def prompt_items(
     tiles = jnp.where(q_len > 0, (q_start[1:] - origin + tile - 1) // tile, 0)
     row_first = jnp.maximum(kv_len - q_len - window + 1, 0) // block if window else jnp.zeros_like(kv_len)
     blocks = (kv_len + block - 1) // block - row_first
-    parts = jnp.minimum(most // ((q_len + tile + 6) // tile), blocks // MIN_BLOCKS)  # of tiles as many as it may have
+    parts = jnp.minimum(most // ((q_len + tile + 6) // tile), blocks // MIN_BLOCKS)  # at most that many tiles
     parts = jnp.where(q_len > 0, jnp.maximum(parts, 1), 1)
 
     def before(count: jax.Array) -> jax.Array:
@@ -154,7 +156,7 @@ def prompt_items(
     start = origin[row] + local // parts[row] * tile
     token = jnp.minimum(start, tokens - tile)
     length = kv_len[row]
-    past = length - q_start[row + 1]  # from places in the batch to positions in the row
+    past = length - q_start[row + 1]  # turns places in the batch into positions in the row
     oldest = jnp.maximum(start, q_start[row]) + past
     newest = jnp.minimum(start + tile, q_start[row + 1]) - 1 + past
     part = local % parts[row]
@@ -174,15 +176,16 @@ def prompt_items(
 
 
 def prompt_item_count(tile: int, tokens: int, rows: int, most: int) -> int:
-    """The most items that `prompt_items` can need."""
+    """The maximum of items that `prompt_items` may need."""
     rows = min(rows, tokens)
     return min(tokens, (tokens + rows * (tile + 6)) // tile) + rows * (most - 1)
 
 
 def expert_tiles(group_sizes: jax.Array, tokens: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """Expert (-1: none) and first token of each tile of n tokens, int32 [items, 2]; the place of each token in them.
+    """Expert (-1: none) and first token of each tile of n tokens, int32 [items, 2]; and each token's place in the
+    tiles.
 
-    Copies begin at multiples of 8 tokens: an expert's first tile may hold some of the expert's before it.
+    Copies begin at multiples of 8 tokens, so an expert's first tile may hold tokens of the expert before it.
     """
     experts, ends = len(group_sizes), jnp.cumsum(group_sizes)
     starts = (ends - group_sizes) // 8 * 8

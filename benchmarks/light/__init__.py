@@ -1,4 +1,4 @@
-"""The stages of `benchmarks/first_light.py`. Makes this checkout importable, and the stand-ins of what is missing."""
+"""The stages of `benchmarks/first_light.py`. Makes this checkout and stand-ins for missing packages importable."""
 
 import sys
 from pathlib import Path
@@ -8,4 +8,4 @@ for folder in (BENCHMARKS, BENCHMARKS.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 if (STAND_INS := str(BENCHMARKS / "light" / "stand_ins")) not in sys.path:
-    sys.path.append(STAND_INS)  # last: for what is not installed
+    sys.path.append(STAND_INS)  # last, so that installed packages come first

@@ -1,6 +1,6 @@
 """Stage `correctness`: the checks of `jaxserve.pallas_kernels.selfcheck`, at more and larger sizes, for every backend.
 
-Cases are ordered by how many of their settings are unusual, so that the least important ones are skipped when time runs
+Cases are ordered by the number of their unusual settings, so that the least important ones are skipped when time runs
 out.
 """
 
@@ -25,10 +25,10 @@ from light.record import Record
 
 CODES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int4": np.dtype(ml_dtypes.int4)}
 GROUPS = {128: 4, 64: 8, 256: 2, 96: 3, 80: 7, 32: 1}  # query heads of a key-value head, by head_dim
-# So many long rows that none is split, beside first prompts; a long prompt after a long cached one.
+# Enough long rows that none is split, with first prompts, and a long prompt after a long cached one.
 LARGE = Rows((8192, *DECODES[1:], *(1000 + 37 * i for i in range(48))), (*PROMPTS, (1025, 3000)))
 SMALL = Rows((300, 1, 16, 65), ((41, 90), (9, 0), (1, 200)))
-# Where the plans of some backend change, and one more than each.
+# The numbers of rows at which the plan of some backend changes, and each plus one.
 MATMUL_ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1000)
 
 
@@ -58,7 +58,7 @@ def cases(device: Device, rehearse: bool) -> Iterator[Case]:
         try:
             attention, matmul = load("attention", backend), load("matmul", backend)
         except ImportError:
-            continue  # the stage `device` reports why
+            continue  # the stage `device` reports the reason
         for problem, name, distance in _attention_problems(device.platform, rehearse):
             if explain("attention", device, problem)[backend] is not None:
                 continue
@@ -106,7 +106,7 @@ def _attention_problems(platform: str, rehearse: bool) -> Iterator[tuple[Attenti
 
 
 def _matmul_problems(platform: str, rehearse: bool) -> Iterator[tuple[MatmulProblem, str, int]]:
-    """All formats on one weight in the first type, the commonest on the others', and all in the second type."""
+    """All formats with all weights and dtypes, and their distances. A rehearsal has only those of distance 0."""
     dtypes = ("float32",) if platform == "cpu" else ("bfloat16", "float16")
     weights = {"8B out": WEIGHTS["8B out"], "8B down": WEIGHTS["8B down"], "8B gate-up": WEIGHTS["8B gate-up"]}
     if rehearse:

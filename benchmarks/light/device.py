@@ -1,4 +1,4 @@
-"""Stage `device`: describes this machine, and measures its highest rates."""
+"""Stage `device`: describes this machine, and measures its peak rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUERY = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm",
 
 
 def run(record: Record, *, rehearse: bool) -> None:
-    del rehearse  # it is small anyway
+    del rehearse  # the stage is small anyway
     device = jax.devices()[0]
     record.note(**report.machine(device=True), versions=versions(), **nvidia(), **tools(), backends=backends(device))
     stats = device.memory_stats() or {}
@@ -47,7 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def backends(device: jax.Device) -> dict[str, str]:
-    """For each backend, whether its modules can be imported here."""
+    """Reports for each backend whether its modules can be imported here."""
     found = {}
     for name in BACKENDS:
         for operation in ("attention", "matmul"):
@@ -60,7 +60,7 @@ def backends(device: jax.Device) -> dict[str, str]:
 
 
 def nvidia() -> dict[str, Any]:
-    """The output of nvidia-smi, which changes no setting; empty without it."""
+    """The output of a query to nvidia-smi, which changes no setting; empty without nvidia-smi."""
     said = _output("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
     if said is None:
         return {}
@@ -68,7 +68,7 @@ def nvidia() -> dict[str, Any]:
 
 
 def tools() -> dict[str, Any]:
-    """The assemblers and disassemblers on the path."""
+    """The assemblers and disassemblers on the path, with their versions."""
     found = {}
     for name in ("ptxas", "cuobjdump", "nvdisasm", "nvcc", "ncu"):
         if shutil.which(name):

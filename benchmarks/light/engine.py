@@ -1,12 +1,12 @@
 """Stages `engine-*`: an 8B shape with dummy weights in the engine: its start, and decoding relative to the floor.
 
-What a step is made of, by the host's clock: the host schedules it and dispatches it while the devices still run the one
-before. `ahead` is how long before the tokens of the step before were here the dispatch of a step returned: the devices
-had it waiting for them, and the host cost nothing. Where it is negative they stood idle, unless the tokens had been
-there for a while when the host asked (`late`: asking took less than 50 µs).
+Times are by the host's clock. The host schedules and dispatches a step while the devices still run the step before it.
+`ahead` is the time from the return of a step's dispatch to the arrival of the previous step's tokens. If it is
+positive, the step was waiting for the devices, and the host's work cost no time. If it is negative the devices were
+idle, unless the tokens had arrived before the host asked (`late`: asking took less than 50 µs).
 
-The floor of a decode step is what it must read, weights (the embedding's table aside, of which it reads rows) and the
-cached keys and values, over the bandwidth of a copy on this device.
+The floor of a decode step is the number of bytes that it must read over the bandwidth of a copy on this device. These
+bytes are the weights (except the embedding's table, of which only rows are read) and the cached keys and values.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ SMALL = SHAPE | {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 128, "vocab_size": 256, "torch_dtype": "float32",
 }  # fmt: skip
-LATE = 50e-6  # seconds; tokens that arrive within this time were available before the host asked
+LATE = 50e-6  # seconds; tokens that arrive within this time were there before the host asked
 
 
 @dataclass(frozen=True)
 class Load:
-    """batches: sequences that decode together. cached: tokens of each prompt. tokens: output after the first."""
+    """batches: numbers of sequences that decode together. cached: tokens of each prompt. tokens: output after one."""
 
     batches: tuple[int, ...]
     cached: int
@@ -60,10 +60,10 @@ LOADS = {False: Load((1, 32, 256), 1024, 128), True: Load((1, 3), 40, 70)}
 
 @dataclass
 class Watch:
-    """Times of the engine's calls, by time.perf_counter(). Wraps `dispatch` and `wait` of one engine.
+    """Times of the calls of one engine, by time.perf_counter(). Replaces its `dispatch` and `wait`.
 
-    dispatched: begin and return of each dispatch. arrived: of each step, when the host asked and had its tokens, and
-    how many a row may have drawn.
+    dispatched: begin and return of each dispatch. arrived: for each step, when the host asked for its tokens, when it
+    had them, and how many tokens a row may have sampled.
     """
 
     engine: Engine
@@ -93,7 +93,7 @@ class Watch:
 
 
 def folder_of(config: dict[str, Any], where: Path) -> Path:
-    """A model folder with only a config, for dummy weights and no tokenizer."""
+    """Makes a model folder with only a config, for dummy weights and no tokenizer."""
     where.mkdir(parents=True, exist_ok=True)
     (where / "config.json").write_text(json.dumps(config))
     return where
@@ -129,7 +129,7 @@ def run(record: Record, *, rehearse: bool, quantization: str, where: Path) -> No
     bandwidth = bytes_per_second(record.path.parent)
     record.note(bytes_per_s=bandwidth, quantization=quantization)
     watch = Watch(engine)
-    generate(engine, watch, 1, load, seed=0)  # as a warm-up
+    generate(engine, watch, 1, load, seed=0)  # warm-up
     usual = engine.pace.tokens_per_call
     for batch, single in product(load.batches, (False, True)):
         key = f"batch {batch}, one token a call" if single else f"batch {batch}"
@@ -147,7 +147,7 @@ def _one(lengths: Sequence[int], **_: bool) -> int:
 
 
 def bytes_per_second(folder: Path) -> float:
-    """Of a copy, as the stage `device` measured it; measured here where that has no figure."""
+    """The rate of a copy, as the stage `device` measured it. Measures it here if there is no figure."""
     for row in (read(folder / "device.json") or {}).get("rows", []):
         if "bytes_per_s" in row:
             return float(row["bytes_per_s"])
@@ -155,7 +155,7 @@ def bytes_per_second(folder: Path) -> float:
 
 
 def step_bytes(engine: Engine, batch: int, load: Load) -> float:
-    """The least bytes that a decode step reads, half way through the output."""
+    """The minimum of bytes that a decode step reads, half way through the output."""
     config, layout = engine.model, engine.runner.layout
     table = 0 if config.tie_embeddings else table_bytes(engine)
     length = load.cached + load.tokens / 2
@@ -169,7 +169,7 @@ def table_bytes(engine: Engine) -> int:
 
 
 def generate(engine: Engine, watch: Watch, batch: int, load: Load, seed: int) -> dict[str, Any]:
-    """Runs prompts together; returns the times of the steps after the last prompt's first token."""
+    """Runs prompts together. Returns the times of the steps after the last prompt's first token."""
     prompts = random_ids(np.random.default_rng(seed), engine.vocab_size, batch, load.cached)
     params = fixed_length(load.tokens + 1)
     for i, ids in enumerate(prompts):
@@ -181,7 +181,7 @@ def generate(engine: Engine, watch: Watch, batch: int, load: Load, seed: int) ->
         count = sum(map(len, output.tokens)) + sum(len(update.token_ids) for update in output.updates)
         drawn += count
         if drawn >= batch and not first:
-            first = len(watch.arrived)  # from the next step on all decode
+            first = len(watch.arrived)  # from the next step on all sequences decode
     ended = time.perf_counter()
     if drawn != batch * (load.tokens + 1):
         raise RuntimeError(f"{drawn} tokens came back, not {batch * (load.tokens + 1)}")
@@ -197,12 +197,11 @@ def generate(engine: Engine, watch: Watch, batch: int, load: Load, seed: int) ->
 def steady(
     dispatched: Sequence[tuple[float, float]], arrived: Sequence[tuple[float, float, int]], first: int
 ) -> dict[str, Any]:
-    """Figures of the steps from `first` on but for the last one; a step is dispatched in the order in which it
-    arrives.
+    """Figures of the steps from `first` on, except the last one. Steps arrive in the order of their dispatch.
 
-    token_ms: of each token. step_ms: between arrivals. steps_per_call: tokens that a row draws in one. dispatch_ms, and
-    ahead_ms as the module says, medians; ahead_least_ms: the smallest. late: share of steps whose tokens were there
-    before.
+    token_ms: time per token. step_ms: time between arrivals. steps_per_call: tokens that a row samples per call.
+    dispatch_ms and ahead_ms (see the module): medians. ahead_least_ms: the minimum. late: share of steps whose tokens
+    were there before the host asked.
     """
     whole = range(max(first, 1), max(len(arrived) - 1, 2))
     if len(arrived) < 3 or not len(whole):

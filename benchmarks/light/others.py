@@ -10,7 +10,7 @@ from light.record import Record, read
 
 
 def run_kernels(record: Record, *, rehearse: bool) -> None:
-    """Every case of benchmarks/kernels.py, in its order; a row for each backend and each peer."""
+    """Runs every case of benchmarks/kernels.py, in its order. A row is one backend or one peer."""
     import jax
     import kernels
 
@@ -48,7 +48,7 @@ def _ceilings(record: Record) -> dict[str, float] | None:
 
 
 def run_peers(record: Record, *, rehearse: bool) -> None:
-    """The load of the engine's stages on transformers, on the same device, with weights of the same shape."""
+    """Runs the load of the engine's stages on transformers, on the same device, with weights of equal shape."""
     from light.engine import LOADS, SHAPE, SMALL
 
     load = LOADS[rehearse]
@@ -72,7 +72,7 @@ def _model(shape: dict[str, Any], rehearse: bool) -> Any:
     with torch.device("cpu" if rehearse else "cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = model.eval()
-    model.generation_config = transformers.GenerationConfig()  # nothing ends an answer early
+    model.generation_config = transformers.GenerationConfig()  # so that nothing ends an answer early
     return model
 
 
@@ -86,7 +86,7 @@ def _measure(model: Any, batch: int, load: Any) -> dict[str, Any]:
 
     prompts = random_ids(np.random.default_rng(batch), model.config.vocab_size, batch, load.cached)
     answer: Callable[..., Any] = continuous
-    answer(model, prompts[:1], 8, 1)  # as a warm-up
+    answer(model, prompts[:1], 8, 1)  # warm-up
     began = time.perf_counter()
     answers = answer(model, prompts, load.tokens + 1, batch)
     ended = max(one["end"] for one in answers)

@@ -1,4 +1,4 @@
-"""A stage's results: a JSON file that is complete after every row, and from which a later run continues."""
+"""The results of a stage: a JSON file that is complete after every row. A later run continues from it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 
 RESTART = 75  # exit code of a stage that must continue in a new process
 BROKEN = ("CUDA_ERROR", "CUDNN_STATUS", "illegal memory access", "misaligned address", "launch failure", "device halt")
-TRIES = 2  # most attempts at a row at which a process ended
-MOST_TRACEBACK = 4000  # characters, the last ones
+TRIES = 2  # maximum of attempts at a row in which a process ended
+MOST_TRACEBACK = 4000  # characters that are kept, from the end
 
 
 class OutOfTimeError(Exception):
-    """The stage's time is used up; the remaining rows are skipped."""
+    """The stage's time is used up. The remaining rows are skipped."""
 
 
 class Record:
-    """One stage's file.
+    """The file of one stage.
 
     Attributes:
-      data: stage, status ("running", "complete" or "failed"), seconds (over all runs), facts, rows. Each row has a key,
-        which no other row has, and a status: "ok", "wrong", "failed", "crashed" or "left out".
-      deadline: by time.monotonic(), when no further row may begin.
+      data: stage, status ("running", "complete" or "failed"), seconds (over all runs), facts, rows. Each row has a
+        unique key, and a status: "ok", "wrong", "failed", "crashed" or "left out".
+      deadline: by time.monotonic(); no row begins after it.
     """
 
     def __init__(self, path: Path, stage: str, seconds: float = math.inf) -> None:
@@ -60,8 +60,8 @@ class Record:
 
     @contextmanager
     def row(self, key: str) -> Iterator[dict[str, Any]]:
-        """A row to be filled in; what fails inside becomes its traceback, and the stage goes on. Where the device is
-        broken for this process, it ends with RESTART. Raises OutOfTimeError after the deadline."""
+        """Yields a row to fill in. If the body fails, the row gets the traceback, and the stage continues. If the
+        device is broken for this process, the process ends with RESTART. Raises OutOfTimeError after the deadline."""
         if time.monotonic() > self.deadline:
             raise OutOfTimeError
         row: dict[str, Any] = {"key": key, "status": "ok"}
@@ -97,7 +97,7 @@ def new(stage: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The document; None if there is no complete one."""
+    """The document, or None if there is no complete one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -106,14 +106,14 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Replaces the file in one step."""
+    """Replaces the file atomically."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(plain(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(new, path)
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON: infinities as text, NumPy's numbers as Python's."""
+    """Converts a value for JSON: infinities and NaN to text, NumPy's numbers to Python's."""
     if isinstance(value, Mapping):
         return {str(key): plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
 """Stage `resources`: registers, spills and shared memory of the compiled kernels, and how many programs fit a
 multiprocessor.
 
-Read from what the assembler says: Mosaic GPU prints it with MOSAIC_GPU_DUMP_PTXAS (and, from JAX 0.11, the shared
-memory that it asks for at the launch with MOSAIC_GPU_DUMP_RESOURCES); what XLA dumps as PTX, Triton's kernels among it,
-goes through `ptxas -v` where there is one. These settings (`ENVIRONMENT`) are read once, when JAX is imported.
+The assembler reports them. Mosaic GPU prints its report with MOSAIC_GPU_DUMP_PTXAS, and from JAX 0.11 on the shared
+memory of a launch with MOSAIC_GPU_DUMP_RESOURCES. XLA dumps other kernels, Triton's among them, as PTX, which `ptxas
+-v` assembles if it is installed. These settings (`ENVIRONMENT`) are read once, when JAX is imported.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """Kernels by what `ptxas -v` and Mosaic say of them: name, target, registers, stack, spills, and shared memory of
-    the assembler (static) and of the launch (dynamic), in bytes.
+    """Reads the kernels in reports of `ptxas -v` and Mosaic: name, target, registers, stack, spills, and shared memory
+    of the assembler (static) and of the launch (dynamic), in bytes.
 
-    Mosaic says the latter while it lowers, so first of all kernels, in the order in which they are assembled.
+    Mosaic reports dynamic shared memory while it lowers: before all kernels, in the order of their assembly.
     """
     found: list[dict[str, Any]] = []
     dynamic = [int(x) for x in SHARED.findall(text)]
@@ -53,15 +53,15 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 
 def programs(registers: int, shared: int, threads: int) -> int:
-    """How many programs of so many threads fit a multiprocessor of Hopper at once; a thread's registers come in
-    eights."""
+    """How many programs of `threads` threads fit a multiprocessor of Hopper at once. A thread's registers are allocated
+    in multiples of eight."""
     by_registers = HOPPER["registers"] // (-(-registers // 8) * 8 * threads)
     by_shared = HOPPER["shared"] // (shared + HOPPER["reserved"])
     return min(by_registers, by_shared, HOPPER["threads"] // threads)
 
 
 def assemble(folder: Path) -> Iterator[str]:
-    """The output of `ptxas -v` for each PTX file in a folder."""
+    """Yields the output of `ptxas -v` for each PTX file in a folder."""
     ptxas = shutil.which("ptxas") or next((str(x) for x in _packaged()), None)
     if ptxas is None:
         return
@@ -79,7 +79,7 @@ def _packaged() -> Iterator[Path]:
 
 @contextmanager
 def captured(file: Path) -> Iterator[None]:
-    """Redirects this process's standard output and error, also of C++ code, into a file."""
+    """Redirects this process's standard output and error, also of C++ code, to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(1), os.dup(2)]
@@ -115,7 +115,7 @@ def run(record: Any, *, rehearse: bool) -> None:
 
 
 def _telling(cases: list[Any]) -> list[Any]:
-    """The first of each operation, of caches and of weights of each form, with few rows and with many."""
+    """Selects the first case of each operation and each form of cache or weight, with few rows and with many."""
     chosen: dict[Any, Any] = {}
     for case in cases:
         kind = getattr(case, "kv_dtype", None) or getattr(case, "codes", None)
@@ -142,7 +142,7 @@ def _compile(case: Any, backend: str) -> dict[str, Any]:
         kernels = parse("\n".join([said.read_text(errors="replace"), *assemble(Path(folder))]))
     for kernel in kernels:
         if "dynamic_shared" in kernel and "registers" in kernel:
-            # Warpgroups of 128: one that fetches and one or two that compute in attention, one alone in products.
+            # Warpgroups of 128 threads: in attention one that fetches and one or two that compute, in products one.
             threads = 256 if "decode" in kernel["kernel"] else 384 if "prompts" in kernel["kernel"] else 128
             shared = kernel["dynamic_shared"] + kernel["static_shared"]
             kernel["programs"] = programs(kernel["registers"], shared, threads)

@@ -9,11 +9,11 @@ from typing import Any
 from light.record import read
 
 ENGINES = {"engine-bf16": "bf16", "engine-fp8": "fp8", "engine-int4": "int4"}
-FEW = 12  # wrong and failed rows of a stage that are named; the files have all
+FEW = 12  # wrong and failed rows of a stage that are listed; the files have all
 
 
 def markdown(folder: Path) -> str:
-    """All results; missing ones are named."""
+    """All results. Missing ones are named."""
     documents = {path.stem: found for path in sorted(folder.glob("*.json")) if (found := read(path)) is not None}
     if not documents:
         return f"There are no results in {folder}."
@@ -69,7 +69,7 @@ def correctness(document: dict[str, Any] | None) -> str:
 
 
 def engine(documents: dict[str, Any]) -> str:
-    """Decoding: ours by kind of weights, and peers."""
+    """Decoding: our engine by format of weights, and peers."""
     header = ("weights", "batch", "ms a token", "floor ms", "of floor", "tokens/s, decoding", "tokens/s in all",
               "prompt tokens/s", "tokens a call", "dispatch ms", "ahead ms (least)", "late", "start s")  # fmt: skip
     lines: list[Sequence[Any]] = []

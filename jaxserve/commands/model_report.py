@@ -17,7 +17,7 @@ from jaxserve.checkpoints.load import RowReader, Stack, member_of, read_weight
 from jaxserve.checkpoints.mixed import by_type
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.config import EngineConfig
-from jaxserve.devices.mesh import num_devices, ways
+from jaxserve.devices.mesh import num_devices
 from jaxserve.devices.targets import target_memory
 from jaxserve.engine.loading import ModelPlan
 from jaxserve.execution import memory
@@ -55,7 +55,7 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     yield f"parameters: {numbers:,}"
     yield f"devices: {num_devices(mesh)} x {device.device_kind}, computing in {plan.dtype}"
     yield memory.describe_weights(params)
-    per_device = f"{layout.token_bytes // ways(mesh, 'kv_heads'):,} a device"
+    per_device = f"{layout.token_bytes // layout.ways(mesh):,} a device"
     yield f"KV cache per token: {layout.token_bytes:,} bytes in {layout.dtype}, {per_device}"
     weights = sum(memory.bytes_by_dtype(params).values())
     if devices is None:
@@ -63,7 +63,7 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     else:
         total = target_memory(device)
         budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True)
-    page_bytes = layout.page_bytes // ways(mesh, "kv_heads")
+    page_bytes = layout.page_bytes // layout.ways(mesh)
     most = memory.pages_of_longest(config, plan.longest, layout.page_size, layout.groups.windows)
     pages = memory.fitting_pages(config, most, page_bytes, budget, memory.Needs())
     yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"

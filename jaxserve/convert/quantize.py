@@ -12,7 +12,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from jaxserve.convert.calibration import Statistics, advance, embed, fuse, measu
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, read_model
-from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 from jaxserve.models.weights import abstract_params, weight_pieces
 from jaxserve.pallas_kernels.ops import rms_norm
 from jaxserve.pallas_kernels.types import QuantArray
@@ -133,6 +133,11 @@ def quantize_model(model: str, out: Path, config: QuantizeConfig, *, progress: b
 def _check_layers(model: ModelConfig) -> None:
     """Raises ConfigError for layers that are not quantized: what feeds each product is written down in LINEARS."""
     kinds = {replace(layer, attention=replace(layer.attention, window=None)) for layer in model.layers}
+    refusal = ConfigError(
+        f"models of the family {model.family} are served, but not quantized yet: their layers differ from Llama's"
+    )
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in kinds):
+        raise refusal
     plain = {
         LayerSpec(
             attention=AttentionSpec(
@@ -143,15 +148,13 @@ def _check_layers(model: ModelConfig) -> None:
             norm=NormSpec(eps=layer.norm.eps),
         )
         for layer in kinds
-        for a in [layer.attention]
+        for a in [cast(AttentionSpec, layer.attention)]
     }  # fmt: skip
     turned = any(rope.interleaved or rope.rotary_dim is not None for rope in model.ropes.values())
-    qk_norms = {layer.attention.qk_norm for layer in kinds}
+    qk_norms = {layer.attention.qk_norm for layer in kinds if isinstance(layer.attention, AttentionSpec)}
     odd_norms = any(norm is not None and (not norm.fused or norm.norm.offset) for norm in qk_norms)
     if kinds != plain or turned or odd_norms or model.embed_scale != 1.0 or model.learned_positions is not None:
-        raise ConfigError(
-            f"models of the family {model.family} are served, but not quantized yet: their layers differ from Llama's"
-        )
+        raise refusal
 
 
 class _Run:
@@ -172,7 +175,7 @@ class _Run:
             )
         self.scheme = config.storage(self.model)
         _check_layers(self.model)
-        self.roles, self.tensors = source.family.roles(self.model), source.tensors
+        self.roles, self.tensors = source.family.roles(self.model, source.tensors.__contains__), source.tensors
         self.decoder = Decoder(self.model, self.model.num_kv_heads, self.model.vocab_size)
         self.pieces = weight_pieces(self.decoder, self.roles)
         check(self.tensors, self.pieces, lambda name: True)

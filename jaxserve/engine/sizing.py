@@ -113,7 +113,7 @@ class Sizing:
     @property
     def _page_bytes(self) -> int:
         """On each device."""
-        return self._one_page.page_bytes // ways(self._runner.mesh, "kv_heads")
+        return self._one_page.page_bytes // self._one_page.ways(self._runner.mesh)
 
     @property
     def _cache_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""What the host has the devices do, as small typed messages.
+"""The host's calls to the devices, as small typed messages.
 
-Another process with the same model that runs them (`ModelRunner.run`) does the same on devices of its own. A runner
-with a listener tells it of each call before it dispatches it. Messages are msgpack; arrays travel as dtype, shape and
+Another process with the same model can run them (`ModelRunner.run`), to do on its devices what this one does. A runner
+with a listener sends it each command before dispatching it. Messages are msgpack; arrays are sent as dtype, shape and
 bytes.
 """
 
@@ -16,7 +16,7 @@ from jaxserve.execution.programs import StepProgram
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """`method` is that of `ModelRunner` which the command stands for; the fields are its arguments."""
+    """`method` is the method of `ModelRunner` that the command stands for. The fields are its arguments."""
 
     method: ClassVar = "step"
     program: StepProgram
@@ -71,7 +71,7 @@ def encode(command: Command) -> bytes:
 
 
 def decode(message: bytes) -> Command:
-    """Raises msgspec.DecodeError or msgspec.ValidationError for what is no command."""
+    """Raises msgspec.DecodeError or msgspec.ValidationError for anything but a command."""
     return msgspec.msgpack.decode(message, type=Command, dec_hook=_from_message)
 
 

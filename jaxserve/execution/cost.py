@@ -1,5 +1,5 @@
-"""What a step costs on an accelerator: the longer of reading the weights and computing the tokens, as in the roofline
-model (Williams et al. 2009). Buckets, the cutting of plans into batches and the size of prompts' chunks follow it.
+"""The cost of a step on an accelerator: the longer of reading the weights and computing the tokens, as in the roofline
+model (Williams et al. 2009). Sizes of buckets, batches and chunks of prompts follow from it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from jaxserve.execution.memory import bytes_by_dtype
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
-BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the datasheet's; an H200 moved 4.3 of 4.8 TB/s, and computed 790 of 989 T
-FLOAT32_SHARE = 1 / 12  # of the 16-bit matmul rate, where float32 means float32
-CALL_SECONDS = 2e-4  # of each call, however small: launches, and the gaps between them; assumed, not measured
-CONTEXT = 2048  # cached tokens that a prompt's token attends to, for its share of the arithmetic
-FEW = 16  # tokens of a step with prompts, at least
-CPU_PREFILL_CHUNK = 32  # a step on CPU takes as long as it has tokens
-FREE = 1.1  # a step that costs so much more than the smallest one counts as no slower
+BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the datasheet; an H200 moved 4.3 of 4.8 TB/s, and did 790 of 989 TFLOP/s
+FLOAT32_SHARE = 1 / 12  # of the 16-bit matmul rate, where products are truly float32
+CALL_SECONDS = 2e-4  # for each call: launches, and the gaps between them; assumed, not measured
+CONTEXT = 2048  # cached tokens that a prompt's token is assumed to attend to
+FEW = 16  # minimum of tokens in a step with prompts
+CPU_PREFILL_CHUNK = 32  # the time of a step on CPU is proportional to its tokens
+FREE = 1.1  # a step that costs up to this factor more than the smallest one counts as equally fast
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step on each of the devices that share it.
+    """Seconds of a step on devices that share it.
 
     Attributes:
       weights: seconds for reading the weights once.
-      token: seconds for the products of a token with the weights, padding or not.
-      attention: seconds for the attention of a prompt's token to CONTEXT others; padding has none.
+      token: seconds for the products of one token with the weights; padding costs as much.
+      attention: seconds for the attention of a prompt's token to CONTEXT cached ones; padding costs nothing.
     """
 
     weights: float
@@ -42,8 +42,8 @@ class StepCost:
 
     @classmethod
     def of(cls, params: Any, model: ModelConfig, device: Any, devices: int, compute: Any) -> StepCost | None:
-        """For a model's parameters (or their shapes), sharded over `devices` like `device`, whose activations have the
-        dtype `compute`. None on CPU: there is no figure for all CPUs, and buckets were chosen by measurement."""
+        """The cost for a model's parameters (or their shapes), sharded over `devices` devices like `device`, with
+        activations of dtype `compute`. None on CPU: CPUs differ too much, and buckets were chosen by measurement."""
         if device.platform == "cpu":
             return None
         speed = rates(device)
@@ -57,12 +57,13 @@ class StepCost:
         return cls(stored / (speed.bandwidth * BANDWIDTH_SHARE), products / rate, attention / rate)
 
     def __call__(self, tokens: int) -> float:
-        """Of one call with so many tokens, padding included."""
+        """Seconds of one call with `tokens` tokens, padding included."""
         return CALL_SECONDS + max(self.weights, tokens * self.token)
 
     def chunk(self, goal: float) -> int:
-        """Tokens of a step that goes on with prompts while others decode: what fits `goal` seconds, or what costs
-        little more than the weights, where these alone take longer. It has three significant bits, and is FEW or more.
+        """Tokens of a step that computes prompts while others decode: as many as fit `goal` seconds. If the weights
+        alone take longer, as many as cost little more than the weights. Rounded to three significant bits, at least
+        FEW.
         """
         allowed = max(goal, FREE * self(1)) - CALL_SECONDS
         tokens = int(allowed / (self.token + self.attention))
@@ -75,7 +76,7 @@ def _is_quantized(x: Any) -> bool:
 
 
 def prefill_chunk(config: EngineConfig, cost: StepCost | None) -> int:
-    """Most tokens of a step with a prompt while others decode. `cost`: of an accelerator's steps."""
+    """The most tokens of a step that computes prompts while others decode. `cost`: of an accelerator's steps."""
     if config.prefill_chunk is not None:
         return config.prefill_chunk
     return CPU_PREFILL_CHUNK if cost is None else cost.chunk(config.latency_goal(on_cpu=False))

@@ -1,15 +1,15 @@
 """Top-k, top-p and min-p: the smallest set of most likely tokens that each row may draw from, without a sort.
 
-Both top-k and top-p keep the most likely tokens whose weights reach a sum: top-k counts them, top-p adds up their
-probabilities. The threshold of such a set is found exactly, in rounds that each settle a few bits of its float32
-pattern: a round adds up the weights above every pattern that is still possible for those bits, in one pass over the
-logits. Sums are in a fixed order, without atomics, so that the same row gives the same set each time.
+Top-k and top-p both keep the most likely tokens whose weights reach a sum: top-k counts tokens, top-p adds their
+probabilities. The threshold of this set is found exactly, in rounds that each settle a few bits of its float32 pattern.
+In one pass over the logits, a round computes the sum of weights above each pattern that these bits may have. Sums have
+a fixed order, without atomics, so that equal rows give equal sets.
 
-On accelerators a round settles ROUND_BITS = 4 bits with 15 sums in one kernel, and all rounds are written out. The
-program that XLA makes for an H200 passes 20 times over the logits (8 rounds for top-k, 8 for top-p, which read the
-exponentials beside the logits, and 4 around them) and moves 140 bytes for each logit, sampling included: for 256 rows
-of 128,256 tokens 4.6 GB, or 1.1 ms at 4.3 TB/s, where one bit a round took 64 passes and 3.5 ms. This is an estimate
-from the compiled program: it has not been measured. `pallas_kernels.draw_triton` does with one pass or two.
+On accelerators a round settles ROUND_BITS = 4 bits with 15 sums in one kernel, and all rounds are unrolled. XLA's
+program for an H200 passes 20 times over the logits: 8 rounds for top-k; 8 for top-p, which also read the exponentials;
+4 before and after. It moves 140 bytes for each logit, sampling included. For 256 rows of 128,256 tokens this is 4.6 GB,
+or 1.1 ms at 4.3 TB/s; one bit a round would take 64 passes and 3.5 ms. These estimates follow from the compiled program
+and have not been measured. `pallas_kernels.draw_triton` needs only one or two passes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from jax import lax
 
 from jaxserve.pallas_kernels.types import DrawSettings
 
-EXCLUDED = -1e30  # finite: a row that excludes everything still samples something
-ROUND_BITS = 4  # of a threshold that a round settles, where rounds are written out
+EXCLUDED = -1e30  # finite, so that a row without allowed tokens still samples one
+ROUND_BITS = 4  # bits of a threshold that a round settles, where rounds are unrolled
 
 
 def filter_logits(logits: jax.Array, settings: DrawSettings, *, unrolled: bool = False) -> jax.Array:
-    """Top-k, then top-p and min-p over what is left, as in transformers and vLLM; what they drop becomes EXCLUDED.
+    """Applies top-k, then top-p and min-p to the tokens that are left, as in transformers and vLLM. Dropped tokens
+    become EXCLUDED. Ties at a threshold are all kept.
 
-    Ties at a threshold all stay. logits: float32 [rows, vocab]. `unrolled` writes the rounds out, for accelerators;
-    otherwise they are one loop, which compiles faster.
+    logits: float32 [rows, vocab]. `unrolled` unrolls the rounds, for accelerators. Otherwise they are one loop, which
+    compiles faster.
     """
     peak = logits.max(axis=-1)
     keep = keep_unrolled if unrolled else keep_in_loop
@@ -39,7 +40,7 @@ def filter_logits(logits: jax.Array, settings: DrawSettings, *, unrolled: bool =
 
 
 def keep_in_loop(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> jax.Array:
-    """What top-k and top-p keep, bool [rows, vocab]; one loop of two rounds does both."""
+    """The tokens that top-k and top-p keep, bool [rows, vocab], in one loop of two iterations for both."""
 
     def narrow(i: jax.Array, least_logit: jax.Array) -> jax.Array:
         by_mass = i == 1
@@ -61,7 +62,7 @@ def keep_in_loop(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> 
 
 
 def keep_unrolled(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> jax.Array:
-    """The same, with every round written out."""
+    """The tokens that top-k and top-p keep, bool [rows, vocab], with all rounds unrolled."""
 
     def threshold(weigh: Callable[[jax.Array], jax.Array], least: jax.Array) -> jax.Array:
         found = jnp.zeros(logits.shape[0], jnp.uint32)
@@ -79,7 +80,7 @@ def keep_unrolled(logits: jax.Array, peak: jax.Array, settings: DrawSettings) ->
 
 
 def _most_kept(settings: DrawSettings, vocab: int) -> jax.Array:
-    """How many tokens [rows] top-k keeps, ties aside; float32, which holds them exactly."""
+    """The number of tokens [rows] that top-k keeps, without ties, exact in float32."""
     return jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab), vocab).astype(jnp.float32)
 
 
@@ -93,26 +94,26 @@ def _round(
 ) -> jax.Array:
     """Settles `bits` bits, from bit `shift` up, of the largest threshold for which the weights above it reach `least`.
 
-    `found`, uint32 [rows], holds the bits above, in an order in which larger patterns are larger floats. `weigh` gives
-    the weights [rows, vocab] of what a comparison keeps, and 0 for the rest.
+    `found`, uint32 [rows], has the higher bits, in an order in which larger patterns are larger floats. `weigh` returns
+    weights [rows, vocab] for the tokens that a comparison keeps, and 0 for others.
     """
     candidates = [found | (jnp.uint32(i) << shift.astype(jnp.uint32)) for i in range(1, 1 << bits)]
     weights = [weigh(x >= _float_of(candidate)[:, None]) for candidate in candidates]
     zeros = [jnp.float32(0)] * len(weights)
-    # One reduction of them all: XLA:GPU fuses at most eight separate ones into a kernel.
+    # One reduction computes all sums: XLA:GPU fuses at most eight separate ones into a kernel.
     sums = lax.reduce(weights, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,))
-    # Larger thresholds keep less, so those that keep enough come one after the other.
+    # Larger thresholds keep less. So the number of thresholds that keep enough is the digit.
     digit = sum((kept >= least).astype(jnp.uint32) for kept in sums)
     return found | (digit << shift.astype(jnp.uint32))
 
 
 def _float_of(order: jax.Array) -> jax.Array:
-    """The float32 of a pattern in order; those that would be below -infinity are that."""
+    """The float32 of an ordered pattern. Patterns below that of -infinity give -infinity."""
     bits = jnp.where(order >> 31 == 1, order & jnp.uint32((1 << 31) - 1), ~order)
     return jnp.where(order < jnp.uint32(0x00800000), -jnp.inf, lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def _at_most(order: jax.Array, peak: jax.Array) -> jax.Array:
-    """The threshold of a pattern, or the peak, which stays whatever is asked for."""
+    """The threshold of a pattern, but at most the peak, so that the most likely token is always kept."""
     found = _float_of(order)
-    return jnp.where(found <= peak, found, peak)  # also where it is no number
+    return jnp.where(found <= peak, found, peak)  # the peak also where found is NaN

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxserve.devices.mesh import is_split, spec
-from jaxserve.execution.kv_cache import KVCache
-from jaxserve.execution.layer_groups import LayerGroups
+from jaxserve.execution.cache_kinds import Pages
+from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.models.decoder import Decoder, DecoderLayer, Ropes
-from jaxserve.pallas_kernels.parts import Heads, Parts
-from jaxserve.pallas_kernels.types import KVPages
+from jaxserve.models.attention import Ropes
+from jaxserve.models.decoder import Decoder, DecoderLayer
+from jaxserve.pallas_kernels.parts import Parts
 
 
 class ModelInput(NamedTuple):
@@ -58,7 +56,7 @@ def forward(
     *,
     model: Decoder,
     shape: StepShape,
-    groups: LayerGroups,
+    layout: CacheLayout,
     mesh: Mesh,
 ) -> tuple[Output, KVCache]:
     """Computes the batch's tokens and writes their keys and values to the cache. The slots stay as they are."""
@@ -69,19 +67,19 @@ def forward(
     model = model.counting(q_start[-1])
     decoder = partial(model.apply, {"params": params})
     x, ropes = decoder(tokens, placed.position, method="begin")
-    each = groups.depth // len(cache)  # layers of an array of the cache
-    pages = cache[0].data.shape[0] // each
-    first_page = [jnp.int32(i * pages) for i in range(each)]
+    groups = layout.groups
+    each = groups.depth // layout.num_arrays  # layers of an array of the cache
+    first_page = [jnp.int32(i * layout.num_pages) for i in range(each)]
     tables = _tables(slots.block_tables[slot], groups.num_groups)
-    written = [_kv_slots(placed, table, cache[0].page_size) for table in tables]
+    written = [_kv_slots(placed, table, layout.page_size) for table in tables]
     # Jitted here, so that equal layers are traced and lowered once.
-    run = partial(_layer, mesh=mesh, decode_only=shape.decode_only)
-    kinds = {kind: jax.jit(partial(run, module=model.layer(kind, parent=None))) for kind in set(model.config.layers)}
+    run = partial(_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
+    kinds = {spec: jax.jit(partial(run, module=model.layer(spec, parent=None))) for spec in set(model.config.layers)}
     cache, y = list(cache), None
-    for i, (kind, (group, index)) in enumerate(zip(model.config.layers, groups.places, strict=True)):
+    for i, (layer, (group, index)) in enumerate(zip(model.config.layers, groups.places, strict=True)):
         array, part = divmod(index, each)
         where = (written[group], tables[group], q_start, placed.kv_len, batch.num_decodes, first_page[part])
-        x, y, cache[array] = kinds[kind](params[f"layers_{i}"], x, y, ropes, cache[array], where)
+        x, y, cache[array] = kinds[layer](params[f"layers_{i}"], x, y, ropes, cache[array], where)
     hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     return Output(hidden, last, placed.kv_len), cache
@@ -115,54 +113,16 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 
 
 def _layer(
-    params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: KVPages, where: tuple,
-    *, module: DecoderLayer, mesh, decode_only,
-) -> tuple[jax.Array, Parts | None, KVPages]:  # fmt: skip
+    params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: Any, where: tuple,
+    *, module: DecoderLayer, kind: Any, mesh: Mesh, decode_only: bool,
+) -> tuple[jax.Array, Parts | None, Pages]:  # fmt: skip
     """One layer on x [tokens, hidden], what the layer before left to add to it, and its pages of the cache; returns
     all three."""
 
-    def attend(heads: Heads) -> jax.Array:
+    def attend(heads: Any) -> jax.Array:
         nonlocal pages
-        chosen = module.spec.attention
-        options: Any = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
-        options |= {"eps": module.norm_eps, "dtype": x.dtype, "decode_only": decode_only}
-        out, pages = _attention(partial(module.ops.attend, **options), heads, pages, *where, mesh=mesh)
+        out, pages = kind.attend(module, heads, pages, where, mesh, x.dtype, decode_only)
         return out
 
     x, y = cast(tuple[jax.Array, Parts | None], module.apply({"params": params}, x, y, ropes, attend))
     return x, y, pages
-
-
-def _attention(
-    attend: Callable[..., tuple[jax.Array, KVPages]],
-    heads: Heads,
-    pages: KVPages,
-    kv_slot,
-    tables,
-    q_start,
-    kv_len,
-    num_decodes,
-    first_page,
-    *,
-    mesh: Mesh,
-) -> tuple[jax.Array, KVPages]:
-    """`Ops.attend` on each device's own heads."""
-
-    def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
-        return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)
-
-    where = (kv_slot, tables, q_start, kv_len, num_decodes, first_page)
-    if not is_split(mesh):
-        return local(heads, pages, *where)
-    everywhere = PartitionSpec()
-    of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)
-    of_sinks = None if heads.sinks is None else spec("kv_heads")
-    of_heads = jax.tree.map(lambda _: everywhere, heads)._replace(qkv=of_qkv, sinks=of_sinks)
-    out, cache = spec(None, "kv_heads"), spec(None, None, "kv_heads")
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(of_heads, cache, *(everywhere,) * len(where)),
-        out_specs=(out, cache),
-        check_vma=False,
-    )(heads, pages, *where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,33 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.devices.mesh import on_one_cpu, sharding
+from jaxserve.devices.mesh import on_one_cpu, sharding, ways
+from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind
 from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu
-from jaxserve.pallas_kernels.types import KVPages, has_scale, stored_head_dim
 
 COPIES = 16  # page copies per call of `copy_pages`
 
 MOST_LAYERS = 8  # in one array
-KVCache = list[KVPages]  # each of a few layers, see `CacheLayout`
+KVCache = list[Pages]  # each of a few layers, see `CacheLayout`
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shape of the cache: arrays [pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`.
+    """The arrays of the cache.
 
     A page has a part for each of `groups.depth` layers, which the group of layers that owns the page uses. An array
     holds the parts of a few layers, first those of the first layer for all pages, because each array that a step takes
-    and gives costs the host about 3 us. Codes of int8 or fp8 have a scale for each head of each token.
+    and gives costs the host about 3 us.
     """
 
     groups: LayerGroups
     num_pages: int
     page_size: int
-    kv_heads: int
-    head_dim: int
-    dtype: Any
+    kind: CacheKind
 
     @classmethod
     def of(
@@ -52,8 +51,7 @@ class CacheLayout:
         """`longest`: tokens of the longest sequence; None: as many as the model was made for."""
         windows = [layer.attention.window for layer in model.layers]
         groups = LayerGroups.of(windows, model.max_position if longest is None else longest)
-        head_dim = stored_head_dim(model.head_dim, platform)
-        return cls(groups, num_pages, page_size, kv_heads, head_dim, jnp.dtype(dtype))
+        return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform))
 
     @property
     def num_arrays(self) -> int:
@@ -62,13 +60,14 @@ class CacheLayout:
         return depth // max(n for n in range(1, MOST_LAYERS + 1) if depth % n == 0)
 
     @property
-    def array(self) -> KVPages:
+    def array(self) -> Pages:
         """One of them, as shapes."""
-        pages = self.groups.depth // self.num_arrays * self.num_pages
-        scales = (pages, 2, self.kv_heads, self.page_size)
-        data: Any = jax.ShapeDtypeStruct((*scales, self.head_dim), self.dtype)
-        scale: Any = jax.ShapeDtypeStruct(scales, jnp.float32) if has_scale(self.dtype) else None
-        return KVPages(data, scale)
+        return self.kind.pages(self.groups.depth // self.num_arrays * self.num_pages, self.page_size)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what is cached."""
+        return self.kind.dtype
 
     @property
     def token_bytes(self) -> int:
@@ -77,14 +76,18 @@ class CacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page over all devices."""
-        head = self.head_dim * self.dtype.itemsize + (4 if has_scale(self.dtype) else 0)
-        return self.page_size * self.groups.depth * 2 * self.kv_heads * head
+        """Bytes of a page over all devices, where each has its part or all have the same."""
+        one = jax.tree.leaves(self.kind.pages(1, self.page_size))
+        return self.groups.depth * sum(x.size * x.dtype.itemsize for x in one)
+
+    def ways(self, mesh: Mesh) -> int:
+        """Into how many parts devices split each page."""
+        return math.prod(ways(mesh, axis) for axis in self.kind.axes if axis is not None)
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        return sharding(mesh, None, None, "kv_heads")
+        return sharding(mesh, *self.kind.axes)
 
-    def abstract(self, mesh: Mesh) -> list[KVPages]:
+    def abstract(self, mesh: Mesh) -> list[Pages]:
         """The cache's shapes, dtypes and shardings."""
         sharding = self.sharding(mesh)
         array = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.array)
@@ -95,7 +98,7 @@ class CacheLayout:
         large cache then costs no time at start."""
         fill = cpu.untouched if on_one_cpu(mesh) else jnp.zeros
 
-        def empty() -> KVPages:
+        def empty() -> Pages:
             return jax.tree.map(lambda x: fill(x.shape, x.dtype), self.array)
 
         make = jax.jit(empty, out_shardings=self.sharding(mesh))

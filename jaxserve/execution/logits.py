@@ -1,8 +1,8 @@
-"""From hidden states to logits, and what is done with each row of them, over the devices of a mesh.
+"""From hidden states to logits, and the operations on each row of them, over the devices of a mesh.
 
-Under tensor parallelism each device computes the logits of its own part of the vocabulary. The rows are then exchanged
-(all-to-all), so that each device has some rows whole, and works on these alone: for 256 rows of 128,256 tokens on 8
-devices each receives 14 MB, where gathering all rows would send 115 MB to each and repeat the work on all of them.
+Under tensor parallelism each device computes the logits of its own part of the vocabulary. The devices then exchange
+rows (all-to-all), so that each has some whole rows, and works only on these. For 256 rows of 128,256 tokens on 8
+devices each receives 14 MB. Gathering all rows would send 115 MB to each device, and repeat the work on all of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def replicate(x: Any, mesh: Mesh) -> jax.Array:
 def from_logits(
     function: Callable[..., Any], model: Decoder, params: Any, hidden: jax.Array, rows: tuple, shared: Any, mesh: Mesh
 ) -> Any:
-    """`function(logits, *rows, shared)` of the float32 logits [rows, vocab] of hidden states [rows, hidden].
+    """Returns `function(logits, *rows, shared)` for the float32 logits [rows, vocab] of hidden states [rows, hidden].
 
-    The arrays in `rows` begin with that dimension, as those of the result must; `shared` is the same for all rows. Each
-    device does its share of the rows; the result is on all of them.
+    The arrays in `rows`, and those of the result, must have the same first dimension as `hidden`. `shared` applies to
+    all rows. Each device computes its part of the rows; the result is on all devices.
     """
     logits = cast(jax.Array, model.apply({"params": params}, hidden, method="logits"))
     logits = lax.with_sharding_constraint(logits, sharding(mesh, None, "vocab"))
@@ -44,7 +44,7 @@ def from_logits(
         return jnp.pad(x, ((0, each * devices - count),) + ((0, 0),) * (x.ndim - 1), mode="edge")
 
     def local(logits: jax.Array, rows: tuple, shared: Any) -> Any:
-        """Cuts and joins the rows itself: the compiler would share out other parts of the step in the same way."""
+        """Slices and gathers rows explicitly. Otherwise the compiler would divide other parts of the step, too."""
         whole = lax.all_to_all(pad(logits), axis, split_axis=0, concat_axis=1, tiled=True)[:, :vocab]
         first = lax.axis_index(axis) * each
         mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(pad(x), first, each), rows)

@@ -1,4 +1,4 @@
-"""Parameters in fewer arrays: a call of a compiled step costs time for each of its arguments, and half the leaves of a
+"""Packs parameters into fewer arrays. A call of a compiled step costs time for each argument, and half the leaves of a
 model are small vectors."""
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from jaxserve.pallas_kernels.parts import Row
 
 
 def bundle(params: Any, *, as_rows: bool = False) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """The leaves of a pytree of arrays (or of their shapes), vectors that are alike (shape, dtype, sharding) as rows of
-    one array; and the function that makes the pytree of them again, which may be jitted. With `as_rows` it leaves such
-    vectors where they lie, as Rows, for kernels that read them there."""
+    """Stacks the vectors of a pytree of arrays (or of their shapes) that have equal shape, dtype and sharding.
+
+    Returns the arrays, each with such vectors as rows or with one other leaf, and a function that rebuilds the pytree
+    from them, which may be jitted. With `as_rows` it represents such vectors as Rows, which kernels read in place.
+    """
 
     def vector(array: jax.Array, i: int) -> jax.Array | Row:
         return Row(array, jnp.int32(i)) if as_rows else lax.index_in_dim(array, i, keepdims=False)

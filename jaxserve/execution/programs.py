@@ -1,14 +1,13 @@
-"""Which programs are compiled of the steps, and which of them runs a batch (host side).
+"""Chooses which programs are compiled for steps, and which of them runs a batch (host side).
 
-The host knows what every row wants. On accelerators it therefore names a program by more than its bucket: what its
-sampler can do (`Sampler`), how many tokens a call draws, and whether hidden states come back. None of them then has a
-conditional, nor a loop whose length the compiler does not know; XLA:GPU makes the host wait in the middle of a step for
-either. On CPU nothing is gained by that, and each program more delays the start: there is one per bucket, which decides
-at run time.
+The host knows the needs of every row. On accelerators it names a program by its bucket, its sampler (`Sampler`), the
+tokens that a call samples, and whether hidden states are returned. So no program has a conditional, nor a loop whose
+length is unknown to the compiler; for both, XLA:GPU would make the host wait in the middle of a step. On CPU this gains
+nothing, and each additional program delays the start. There is one program per bucket, which decides at run time.
 
-Programs are bounded, since each costs seconds of compiling, and memory for its code. A sampler that can do more stands
-in for one that is not compiled, and several tokens a call are for small batches: with more rows the devices take longer
-for one token than the host takes for a call, which it prepares meanwhile.
+The number of programs is bounded, since each costs seconds of compiling and memory for its code. A more capable sampler
+replaces one that is not compiled. Only small batches have programs of several tokens a call: with more rows the devices
+take longer for one token than the host takes to prepare the next call meanwhile.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from jaxserve.execution.memory import available_host_bytes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
-CPU_THREADS = 4  # that compile at a time
-MOST_THREADS = 16  # that compile: beyond that Python, which traces one program at a time, cannot keep up
-COMPILE_BYTES = 2**30  # of the host's memory for a program that is being compiled, with room to spare
-LENGTHS = (1, 2, 4, 8)  # tokens that a row may draw in a call, where programs have fixed lengths
-LOOPED_ROWS = 8  # of the largest batch that draws several
-PLAIN_ROWS = 64  # from so many rows on, many passes over the logits for filters are worth a program without them
+CPU_THREADS = 4  # maximum of threads that compile for a CPU
+MOST_THREADS = 16  # maximum of threads that compile: tracing, which is serial in Python, cannot feed more
+COMPILE_BYTES = 2**30  # generous estimate of the host's memory for compiling one program
+LENGTHS = (1, 2, 4, 8)  # tokens that a row may sample in a call, for programs of fixed length
+LOOPED_ROWS = 8  # rows of the largest batch that samples several tokens a call
+PLAIN_ROWS = 64  # from this number of rows on, a program without costly filters pays
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A bucket as it is compiled: the arguments of `steps.run_step`.
+    """A bucket as it is compiled, with the arguments of `steps.run_step`.
 
-    tokens_per_call: tokens that a row may draw; None: as many as the buffer says, at most MAX_TOKENS_PER_CALL.
+    tokens_per_call: tokens that a row may sample. None: the buffer says how many, at most MAX_TOKENS_PER_CALL.
     """
 
     shape: StepShape
@@ -48,15 +47,15 @@ class StepProgram:
 
 
 class StepPrograms:
-    """Chooses programs. `static`: they are fixed in all that the host knows, as accelerators want them. `most`: tokens
-    that a call may draw per row, by the settings. `costly_filters`: they take many passes over the logits, not one or
-    two in a kernel."""
+    """Chooses programs. `static`: a program is fixed in everything that the host knows, for accelerators. `most`:
+    tokens that a call may sample per row, by the settings. `costly_filters`: filters take many passes over the logits,
+    not one or two in a kernel."""
 
     def __init__(self, *, static: bool, most: int = MAX_TOKENS_PER_CALL, costly_filters: bool = True):
         self.static, self._most, self._costly_filters = static, most, costly_filters
 
     def all(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
-        """All that `choose` can name for batches in these buckets, the last of which is the largest mixed one."""
+        """All programs that `choose` may return for these buckets. The last bucket must be the largest mixed one."""
         if not self.static:
             return [self.largest(shape) for shape in shapes]
         found = []
@@ -76,8 +75,8 @@ class StepPrograms:
         return StepProgram(shape, Sampler.ANY, None, keeps_hidden=not shape.decode_only)
 
     def choose(self, shape: StepShape, sampler: Sampler, num_new: int, scores: bool) -> StepProgram:
-        """The least program for rows that need `sampler` and draw up to `num_new` tokens; `scores`: the hidden states
-        are wanted. `num_new` is at most what `max_tokens_per_call` allows."""
+        """The smallest program for rows that need `sampler` and sample up to `num_new` tokens. `scores`: hidden states
+        are needed. `num_new` must be allowed by `lengths`."""
         if not self.static or scores:
             return self.largest(shape)
         length = next(length for length in self._lengths(shape) if length >= num_new)
@@ -85,7 +84,7 @@ class StepPrograms:
         return StepProgram(shape, sampler, length, keeps_hidden=False)
 
     def lengths(self, shapes: Sequence[StepShape], rows: int, sampler: Sampler) -> Sequence[int]:
-        """How many tokens each of so many decoding rows may draw in one call, ascending."""
+        """Numbers of tokens that each of `rows` decoding rows may sample in one call, ascending."""
         decodes = [shape for shape in shapes if shape.decode_only]
         if not decodes:
             return (1,)
@@ -100,7 +99,7 @@ class StepPrograms:
         return [length for length in LENGTHS if length <= self._most]
 
     def _samplers(self, shape: StepShape, tokens_per_call: int) -> list[Sampler]:
-        """Those that are compiled of a bucket for calls of so many tokens, ascending."""
+        """The samplers that are compiled for a bucket and this number of tokens per call, ascending."""
         found = [Sampler.GREEDY, Sampler.FILTERED]
         if self._costly_filters and shape.decode_only and shape.rows >= PLAIN_ROWS:
             found.insert(1, Sampler.PLAIN)
@@ -108,9 +107,9 @@ class StepPrograms:
 
 
 def compile_threads(programs: int, *, on_cpu: bool) -> int:
-    """How many programs are compiled at a time: as the cores of this process and the free memory allow.
+    """How many programs to compile at a time, by the cores of this process and the free memory.
 
-    For a CPU, XLA shares the code of each program out over all cores by itself, so that few at a time keep them busy.
+    For a CPU, XLA itself distributes the code of each program over all cores, so that a few programs keep them busy.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = CPU_THREADS if on_cpu else MOST_THREADS

@@ -1,10 +1,10 @@
-"""From logits to tokens, on the device, inside the step.
+"""From logits to tokens, on the device, within the step.
 
-Every row follows its own parameters, kept per slot (`jaxserve.execution.slots`). What no row of a batch asks for is
-left out: on accelerators by a program of its own for each `Sampler`, which the host chooses, because XLA:GPU makes the
-host wait for the predicate of a conditional; on CPU by `lax.cond` at run time, which makes for fewer programs. A row
-draws one random number, and takes the token at which the probabilities, summed up, pass it; so its token is a function
-of its logits, parameters, seed and position, whichever way it is computed.
+Every row follows its own parameters, which its slot holds (`jaxserve.execution.slots`). Work that no row of a batch
+asks for is skipped. On accelerators the host chooses a program for each `Sampler`, because XLA:GPU makes the host wait
+for the predicate of a conditional. On CPU `lax.cond` decides at run time, which needs fewer programs. A row draws one
+random number, and takes the token at which the running sum of probabilities passes it. So its token is a function of
+its logits, parameters, seed and position, in every implementation.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.pallas_kernels.types import DrawSettings
 from jaxserve.scheduling.sampler import Sampler
 
-SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of Sampled.scores
+SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # columns of Sampled.scores
 LANES = 128  # of a TPU's vectors
 
 
 class Sampled(NamedTuple):
-    """tokens int32 [rows]; scores are zero unless some row asked for log-probabilities, and None where a program is
-    not made for them.
+    """The sampled tokens, int32 [rows], and their scores.
 
-    `scores` int32 [rows, SCORE_WORDS] packs, as bits, the sampled token's log-probability and rank, then the
-    ids and log-probabilities of the most likely tokens: one array, so that the host fetches one buffer.
+    `scores` int32 [rows, SCORE_WORDS] packs, as bits, the sampled token's log-probability and rank, then the ids and
+    log-probabilities of the most likely tokens: one array, so that the host fetches one buffer. They are zero if no row
+    asked for log-probabilities, and None if the program does not compute them.
     """
 
     tokens: jax.Array
@@ -41,10 +41,10 @@ class Sampled(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """What penalties look at: SlotState's arrays, whole; rows of them are gathered only when one has a penalty."""
+    """SlotState's whole arrays for penalties. Rows of them are gathered only if a row has a penalty."""
 
-    counts: jax.Array  # int32 [penalty_rows, vocab], how often each token stands in the output so far
-    in_prompt: jax.Array  # bool [penalty_rows, vocab], whether it stands in the prompt
+    counts: jax.Array  # int32 [penalty_rows, vocab], how often each token is in the output so far
+    in_prompt: jax.Array  # bool [penalty_rows, vocab], whether it is in the prompt
 
 
 def sample(
@@ -60,15 +60,15 @@ def sample(
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
-    `words`, int32 [rows, SLOT_WORDS], are the rows' parameters as `encode_slot` packs them; each branch unpacks what it
-    needs, which makes for fewer and smaller programs than a buffer for each field. `position`, int32 [rows], is the
-    position that the sampled token will have; with the seed it fixes the randomness.
-    `masks`, int32 [rows, words], has a bit for each token: whether it may be drawn.
-    `kernel` draws in one launch, as `Ops.draw`, and `arg_max` finds the likeliest tokens, as `Ops.arg_max`, where the
-    device has them.
+    `words`, int32 [rows, SLOT_WORDS], are the rows' parameters, as `encode_slot` packs them. Each branch unpacks only
+    its own, which gives fewer and smaller programs than one buffer for each field. `position`, int32 [rows], is the
+    position of the sampled token; together with the seed it determines the random number.
+    `masks`, int32 [rows, words], has a bit for each token: whether it may be sampled.
+    `kernel` draws in one launch, as `Ops.draw`; `arg_max` finds the most likely tokens, as `Ops.arg_max`. Both are None
+    where the device has no such kernel.
     """
     if sampler is Sampler.ANY and masks is None and arg_max is not None:
-        # Most rows of a server on a CPU want no more than the likeliest token: no pass over the logits but that.
+        # Most rows of a server on CPU only want the most likely token, which takes one pass over the logits.
         params = decode_slots(words)
         plain = (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
         return lax.cond(
@@ -118,14 +118,14 @@ def _sample(
 
 
 def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwise: Callable, *args: Any) -> Any:
-    """`function` of the arguments; `at_run_time` only where some row wants it."""
+    """`function` of the arguments. `at_run_time`: `otherwise` of them, unless some row wants `function`."""
     return lax.cond(jnp.any(wanted), function, otherwise, *args) if at_run_time else function(*args)
 
 
 def score_tokens(logits: jax.Array, tokens: jax.Array, *, sorts: bool) -> jax.Array:
-    """Packed log-probabilities of `tokens` [rows] and of the most likely tokens; see Sampled.scores.
+    """Packed log-probabilities of `tokens` [rows] and of the most likely tokens. See Sampled.scores.
 
-    `sorts` leaves the most likely tokens to `lax.top_k`, which is fast on CPU; XLA:GPU sorts whole rows for it.
+    `sorts` finds the most likely tokens by `lax.top_k`, which is fast on CPU. On GPUs XLA sorts whole rows for it.
     """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
@@ -142,14 +142,17 @@ def score_tokens(logits: jax.Array, tokens: jax.Array, *, sorts: bool) -> jax.Ar
 
 
 def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of each row of float32 x [rows, vocab] and their places, in `lax.top_k`'s order, the first of
-    equals first. One after the other: the largest of the blocks' maxima, then the largest of its block."""
+    """The `count` largest values of each row of float32 x [rows, vocab], and their indices, in `lax.top_k`'s order.
+
+    Of equal values the first comes first. They are found one by one: the block with the largest maximum, then the
+    largest value in this block.
+    """
     blocks = _blocks(x)
     rows, width = jnp.arange(x.shape[0]), blocks.shape[-1]
     places = jnp.arange(width)
 
     def take_one(i: jax.Array, state: tuple) -> tuple:
-        tops, values, ids = state  # ids: -1 where none was taken yet
+        tops, values, ids = state  # ids are -1 where none was taken yet
         block = jnp.argmax(tops, axis=-1)
         taken = ((ids - block[:, None] * width)[:, :, None] == places).any(axis=1)
         left = jnp.where(taken, -jnp.inf, _take(blocks, block))
@@ -168,7 +171,7 @@ def _no_scores(logits: jax.Array, *_: jax.Array) -> jax.Array:
 
 
 def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts) -> jax.Array:
-    """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; the others over the output."""
+    """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; others only over the output."""
     params = decode_slots(words)
     row = params.penalty_row
     repetition = params.repetition[:, None]
@@ -180,17 +183,17 @@ def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts) -> jax.Arr
 
 
 def _add_bias(logits: jax.Array, words: jax.Array, position: jax.Array) -> jax.Array:
-    """Logit bias, and no stop tokens where it is too early for them."""
+    """Adds the logit bias, and excludes stop tokens before the minimum of new tokens."""
     params = decode_slots(words)
     early = position < params.no_stop_before
     ids = jnp.concatenate([params.bias_ids, jnp.where(early[:, None], params.stop_ids, -1)], axis=1)
     bias = jnp.concatenate([params.bias, jnp.full(params.stop_ids.shape, EXCLUDED)], axis=1)
     rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, jnp.where(ids >= 0, ids, logits.shape[1])].add(bias, mode="drop")  # -1 falls outside
+    return logits.at[rows, jnp.where(ids >= 0, ids, logits.shape[1])].add(bias, mode="drop")  # -1 is dropped
 
 
 def _greedy(logits: jax.Array) -> jax.Array:
-    """The most likely token, the first of several; by blocks, since XLA on CPU has no fast argmax of long rows."""
+    """The first most likely token, found by blocks, since XLA on CPU has no fast argmax of long rows."""
     blocks = _blocks(logits)
     block = jnp.argmax(blocks.max(axis=-1), axis=-1)
     place = jnp.argmax(_take(blocks, block), axis=-1)
@@ -198,14 +201,14 @@ def _greedy(logits: jax.Array) -> jax.Array:
 
 
 def _blocks(logits: jax.Array) -> jax.Array:
-    """logits [rows, vocab] -> [rows, blocks, width], about as many blocks as tokens in each; -inf behind the last."""
+    """logits [rows, vocab] -> [rows, blocks, width], with about as many blocks as tokens in each, padded with -inf."""
     rows, vocab = logits.shape
     width = -(-math.isqrt(vocab) // LANES) * LANES
     return jnp.pad(logits, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
 
 
 def _take(blocks: jax.Array, block: jax.Array) -> jax.Array:
-    """One block [rows, width] of each row."""
+    """Takes one block [rows, width] of each row."""
     return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
@@ -216,7 +219,7 @@ def _draw(logits: jax.Array, words: jax.Array, position: jax.Array, *, kernel: C
 
 
 def draw_plainly(logits: jax.Array, settings: DrawSettings, *, sampler: Sampler = Sampler.FILTERED) -> jax.Array:
-    """A token int32 [rows] of each row of float32 logits [rows, vocab], in plain XLA."""
+    """Draws a token int32 [rows] of each row of float32 logits [rows, vocab], in plain XLA."""
     hot = settings.temperature >= 1e-5
     scaled = logits / jnp.where(hot, settings.temperature, 1.0)[:, None]
     if sampler is not Sampler.PLAIN:
@@ -228,9 +231,9 @@ def draw_plainly(logits: jax.Array, settings: DrawSettings, *, sampler: Sampler 
 
 
 def _inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The token [rows] at which the probabilities of logits [rows, vocab], summed up, pass `uniform` [rows].
+    """The token [rows] at which the running sum of the probabilities of logits [rows, vocab] passes `uniform` [rows].
 
-    First among blocks, then within one, which needs no running sum over a whole vocabulary.
+    It is found first among blocks, then within a block, which needs no running sum over a whole vocabulary.
     """
     blocks = _blocks(logits)
     peak = logits.max(axis=-1)[:, None]
@@ -240,8 +243,8 @@ def _inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _crossing(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The index [rows] at which the sum of weights [rows, n] passes a part `target` in (0, 1) of all, and the part of
-    its own weight at which it does. Never one whose weight is 0, whatever the rounding."""
+    """The index [rows] at which the running sum of weights [rows, n] passes a part `target` in (0, 1) of the total, and
+    the part of that index's own weight at which it does. Rounding never yields an index of weight 0."""
     up_to = jnp.dot(weights, jnp.triu(jnp.ones((weights.shape[1],) * 2, weights.dtype)), precision="highest")
     aim = target * up_to[:, -1]
     passed = (weights > 0) & (up_to > aim[:, None])
@@ -251,7 +254,7 @@ def _crossing(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """A number in (0, 1) for each row: a function of seed (uint32 [rows, 2]) and position alone."""
+    """A random number in (0, 1) for each row, a function of only seed (uint32 [rows, 2]) and position."""
     bits, _ = threefry(seed[:, 0], seed[:, 1], position.astype(jnp.uint32), jnp.zeros_like(seed[:, 0]))
     return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
 
@@ -259,7 +262,7 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 def threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al. 2011, doi:10.1145/2063384.2063405) of counters x0, x1, all uint32.
 
-    Its own code, because JAX's compiles three times and runs twice as long on CPU.
+    JAX's own implementation takes three times as long to compile, and twice as long to run on CPU.
     """
     keys = key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA)
     x0, x1 = x0 + key0, x1 + key1

@@ -89,7 +89,7 @@ class Signatures:
             steps.run_step,
             model=self.model,
             shape=program.shape,
-            groups=self.layout.groups,
+            layout=self.layout,
             mesh=self.mesh,
             sampler=program.sampler,
             tokens_per_call=program.tokens_per_call,

@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.execution.forward import ModelInput, Output, forward
-from jaxserve.execution.kv_cache import KVCache
-from jaxserve.execution.layer_groups import LayerGroups
+from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.execution.slots import LAST_TOKEN, SlotState, decode_slots
@@ -46,7 +45,7 @@ def run_step(
     *,
     model: Decoder,
     shape: StepShape,
-    groups: LayerGroups,
+    layout: CacheLayout,
     mesh: Mesh,
     sampler: Sampler = Sampler.ANY,
     tokens_per_call: int | None = None,
@@ -68,7 +67,7 @@ def run_step(
     deferred = (num_new < 0) & going
     num_decodes = field["num_decodes"][0]
     batch = ModelInput(field["tokens"], q_start, slot, num_decodes, writes, num_new > 0, deferred)
-    advance = partial(_advance, params, model=model, shape=shape, groups=groups, mesh=mesh, sampler=sampler)
+    advance = partial(_advance, params, model=model, shape=shape, layout=layout, mesh=mesh, sampler=sampler)
     if shape.decode_only and tokens_per_call != 1:
         most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
         return _decode_loop(advance, cache, slots, batch, num_new, most)
@@ -119,12 +118,12 @@ def _advance(
     *,
     model: Decoder,
     shape: StepShape,
-    groups: LayerGroups,
+    layout: CacheLayout,
     mesh: Mesh,
     sampler: Sampler,
 ) -> tuple[Sampled, jax.Array, KVCache, SlotState]:
     """One pass of the model over a batch, which samples a token per row; hidden states [tokens, hidden] beside them."""
-    out, cache = forward(params, cache, slots, batch, model=model, shape=shape, groups=groups, mesh=mesh)
+    out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
     head = model.counting(jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
     sampled = _sample_rows(head, params, out, batch, slots, sampler, mesh)
     # Rows that keep nothing leave their slot alone: their writes go to the slot of nobody.

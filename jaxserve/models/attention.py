@@ -14,7 +14,7 @@ from jaxserve.models.norms import HeadNorm
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import AttentionSpec, QKNormSpec
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Heads, Parts, value_of
+from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, value_of
 from jaxserve.pallas_kernels.types import QuantRows
 
 Ropes = Mapping[str, Angles]  # name in `ModelConfig.ropes` -> angles of all tokens
@@ -24,8 +24,8 @@ class AttentionFn(Protocol):
     """Writes the layer's new keys and values (`Ops.rotate_and_write`, or `rotate`) and attends over all that its tokens
     may see."""
 
-    def __call__(self, heads: Heads) -> jax.Array:
-        """What attention gives [tokens, kv_heads, group, head_dim]."""
+    def __call__(self, heads: Heads | LatentHeads) -> jax.Array:
+        """What attention gives [tokens, kv_heads, group, head_dim], or [tokens, heads, v_dim] of latents."""
 
 
 class Attention(nn.Module):

@@ -14,17 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attention, AttentionFn, Ropes
+from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Linear, reader
 from jaxserve.models.norms import Norm
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import LayerSpec, ModelConfig
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Heads, Parts
+from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts
 
 
 def angles(config: ModelConfig, positions: jax.Array) -> Ropes:
     """Of each of a model's rotary embeddings, at positions int32 [tokens]."""
-    return {name: rope_angles(rope, config.head_dim, positions) for name, rope in config.ropes.items()}
+    return {name: rope_angles(rope, config.rotated_dim, positions) for name, rope in config.ropes.items()}
 
 
 class DecoderLayer(nn.Module):
@@ -40,7 +41,8 @@ class DecoderLayer(nn.Module):
     @property
     def norm_eps(self) -> float:
         """Of the norms of queries and keys (`Ops.rotate`)."""
-        chosen = self.spec.attention.qk_norm
+        attention = self.spec.attention
+        chosen = attention.qk_norm if isinstance(attention, AttentionSpec) else None
         return self.spec.norm.eps if chosen is None else chosen.norm.eps
 
     @nn.compact
@@ -49,9 +51,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[jax.Array, Parts | None]:
         """`y` is None in the first layer, and where the layer before left nothing."""
         kind = MLP if self.spec.mlp.experts is None else Experts
-        attention_module = Attention(
-            self.spec.attention, self.hidden_size, self.kv_heads, self.dtype, self.ops, name="attention"
-        )
+        attention_module = self._attention()
         mlp_module = kind(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")
         scale = self.spec.residual_scale
 
@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
         def mlp(x: Any) -> Parts:
             return scaled(mlp_module(x))
 
-        of_qkv = reader(self, "attention", "qkv")
+        of_qkv = reader(self, "attention", "qkv" if isinstance(self.spec.attention, AttentionSpec) else "down")
         of_mlp = reader(self, "mlp", "gate_up" if self.spec.mlp.gated else "up")
         match self.spec.residual:
             case "pre":
@@ -96,6 +96,12 @@ class DecoderLayer(nn.Module):
                 x, inputs = norm("attention_norm")(x, y)
                 others = norm("mlp_norm")(x)[1]
                 return x, Parts((attention(inputs).whole(x.dtype) + mlp(others).whole(x.dtype))[None])
+
+    def _attention(self) -> Attention | LatentAttention:
+        spec, options = self.spec.attention, {"dtype": self.dtype, "ops": self.ops, "name": "attention"}
+        if isinstance(spec, LatentAttentionSpec):
+            return LatentAttention(spec, self.hidden_size, **options)
+        return Attention(spec, self.hidden_size, self.kv_heads, **options)
 
 
 def added(x: jax.Array, y: Parts | None) -> jax.Array:
@@ -176,5 +182,7 @@ class Decoder(nn.Module):
             x, y = layer(x, y, ropes, partial(self._queries, layer.norm_eps))
         return self.logits(self.finish(x, y))
 
-    def _queries(self, eps: float, heads: Heads) -> jax.Array:
+    def _queries(self, eps: float, heads: Heads | LatentHeads) -> jax.Array:
+        if isinstance(heads, LatentHeads):
+            return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), self.dtype)
         return self.ops.rotate(heads, eps, self.dtype)[0]

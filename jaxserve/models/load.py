@@ -55,13 +55,23 @@ from jaxserve.models.quantized import (
     rounded,
     splits_evenly,
 )
-from jaxserve.models.spec import ModelConfig, sharded_kv_heads
+from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
+from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from jaxserve.pallas_kernels import cpu_panels
-from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_matmul
-from jaxserve.pallas_kernels.ops import Ops, choose_ops, matmul_of, mixture_of, quant_matmul
-from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem
-from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, QuantArray, has_scale, stored_head_dim
+from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_latent, checked_matmul
+from jaxserve.pallas_kernels.device_ops import choose_ops, matmul_of, mixture_of
+from jaxserve.pallas_kernels.ops import Ops, quant_matmul
+from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, LatentProblem, MatmulProblem
+from jaxserve.pallas_kernels.types import (
+    BLOCK_KINDS,
+    BlockArray,
+    MixedArray,
+    QuantArray,
+    has_scale,
+    stored_head_dim,
+    stored_latent_width,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,16 +112,26 @@ class Checkpoint:
 
     def pieces(self, decoder: Decoder) -> dict[str, Pieces]:
         """Path in the decoder's parameters -> the tensors that make it up."""
-        return weight_pieces(decoder, self.family.roles(decoder.config), self._has)
+        return weight_pieces(decoder, self.family.roles(decoder.config, self._has), self._has)
 
     def _has(self, weight: str) -> bool:
         return weight in self.tensors or (self.reader is not None and bool(self.reader.parts(weight)))
 
     def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
         """Whether nobody is told that a tensor goes unused."""
-        names = self.family.roles(decoder.config)
+        names = self.family.roles(decoder.config, self._has)
         tied_head = {names.get("head.weight", "lm_head.weight")} if decoder.config.tie_embeddings else set()
-        return lambda name: name in tied_head or name.endswith(self.family.ignored)
+        family = self.family
+        before = names["attention_norm.weight"].partition("{i}")[0] if family.more_layers else None
+
+        def is_of_more_layers(name: str) -> bool:
+            layer = name.removeprefix(before).partition(".")[0] if before and name.startswith(before) else ""
+            return layer.isdecimal() and int(layer) >= decoder.config.num_layers
+
+        def is_unread(name: str) -> bool:
+            return name.endswith(family.ignored) or name.startswith(family.unread)
+
+        return lambda name: name in tied_head or is_unread(name) or is_of_more_layers(name)
 
 
 def find_files(config: EngineConfig) -> tuple[Path, Path]:
@@ -172,15 +192,12 @@ def make_decoder(
     kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"))
     dtype = np.dtype(dtype)
     device = Device.of(mesh.devices.flat[0])
-    head_dim = stored_head_dim(model.head_dim, device.platform)
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
-    heads, group = kv_heads // ways(mesh, "kv_heads"), model.num_heads // kv_heads
-    problem = AttentionProblem(dtype, kv_dtype, heads, group, head_dim, page_size, has_scale(kv_dtype))
+    problem = _problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size)
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=is_split(mesh))
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
-            ops = checked_fused(checked(ops, problem, attention, windows=model.has_windows), problem)
-            ops = checked_draw(ops, model.vocab_size)
+            ops = checked_draw(_checked(ops, model, problem, attention), model.vocab_size)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if is_split(mesh):
@@ -189,6 +206,28 @@ def make_decoder(
         ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, fused=fused)
     ops = _with_products(ops, device, mesh, matmul)
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, ways(mesh, "vocab")), dtype, ops)
+
+
+def _problem(
+    model: ModelConfig, kv_heads: int, devices: int, device: Device, dtype: Any, kv_dtype: Any, page_size: int
+) -> AttentionProblem | LatentProblem:
+    """What the model's attention is on one of the devices that share its heads."""
+    spec, scales = model.layers[0].attention, has_scale(kv_dtype)
+    if isinstance(spec, LatentAttentionSpec):
+        width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
+        heads = spec.num_heads // devices
+        return LatentProblem(dtype, kv_dtype, heads, spec.rank, spec.rope_dim, page_size, scales, width)
+    head_dim = stored_head_dim(model.head_dim, device.platform)
+    return AttentionProblem(
+        dtype, kv_dtype, kv_heads // devices, model.num_heads // kv_heads, head_dim, page_size, scales
+    )
+
+
+def _checked(ops: Ops, model: ModelConfig, problem: AttentionProblem | LatentProblem, backend: str) -> Ops:
+    """The same, with what was tried on this machine's device."""
+    if isinstance(problem, LatentProblem):
+        return checked_latent(ops, problem, backend)
+    return checked_fused(checked(ops, problem, backend, windows=model.has_windows), problem)
 
 
 def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:

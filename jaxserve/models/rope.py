@@ -176,8 +176,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.scaling == "yarn":
         return _yarn(rope, base, turned)
     if rope.scaling == "longrope":
-        if len(rope.long_factors) != len(base):
-            raise ConfigError(f"longrope has {len(rope.long_factors)} factors for {len(base)} pairs of channels")
         return (1.0 / (np.asarray(rope.long_factors, np.float64) * rope.theta**exponent)).astype(np.float32)
     return base
 

@@ -144,6 +144,68 @@ class AttentionSpec:
         """What products of queries and keys are multiplied with before the softmax."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    @property
+    def rotated_dim(self) -> int:
+        """Numbers of a head that rotary positions are for."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) of one layer: keys and values of all heads are
+    projected from one latent for each token, which the cache keeps beside a rotated key that all heads share.
+
+    Attributes:
+      rank: numbers of a latent.
+      nope_dim, rope_dim: numbers of a head's query that meet a projected key, and the rotated one.
+      v_dim: numbers of a head's value.
+      q_rank: queries are projected from a latent of so many numbers; None: from the layer's input.
+      norm: of both latents.
+      bias: of the projections down, and of the output's.
+      rope, scale: see `AttentionSpec`.
+    """
+
+    num_heads: int
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    q_rank: int | None = None
+    norm: NormSpec
+    bias: bool = False
+    rope: str = "default"
+    scale: float | None = None
+    window: None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_dim < 2 or self.rope_dim % 2:
+            raise ConfigError(f"qk_rope_head_dim must be even and positive, got {self.rope_dim}")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Each head has keys and values of its own."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def down_size(self) -> int:
+        """Numbers that a token is projected down to: the latents, and the key that all heads share."""
+        return (self.q_rank or 0) + self.rank + self.rope_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What products of queries and keys are multiplied with before the softmax."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def rotated_dim(self) -> int:
+        """Numbers of a head that rotary positions are for."""
+        return self.rope_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
@@ -199,7 +261,7 @@ class LayerSpec:
       residual_scale: multiplies what attention and MLP add.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
@@ -251,14 +313,21 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ropes", MappingProxyType(dict(self.ropes)))
-        shapes = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in (layer.attention for layer in self.layers)}
+        attentions = [layer.attention for layer in self.layers]
+        shapes = {(type(a).__name__, a.num_heads, a.num_kv_heads, a.head_dim, a.rotated_dim) for a in attentions}
         if len(shapes) != 1:
             raise ConfigError(f"all layers must have as many heads of the same size, got {sorted(shapes)}")
         if unknown := {layer.attention.rope for layer in self.layers} - set(self.ropes):
             raise ConfigError(f"layers use rotary embeddings {sorted(unknown)}; there are {sorted(self.ropes)}")
         for rope in self.ropes.values():
-            if (rope.rotary_dim or 0) > self.head_dim:
-                raise ConfigError(f"{rope.rotary_dim} channels of a head cannot turn: it has {self.head_dim}")
+            if (rope.rotary_dim or 0) > self.rotated_dim:
+                raise ConfigError(f"{rope.rotary_dim} channels of a head cannot turn: it has {self.rotated_dim}")
+            pairs = (self.rotated_dim if rope.rotary_dim is None else rope.rotary_dim) // 2
+            counts = {len(rope.short_factors), len(rope.long_factors)}
+            if rope.scaling == "longrope" and counts != {pairs}:
+                raise ConfigError(
+                    f"longrope needs a factor for each of {pairs} pairs of channels, got {sorted(counts)}"
+                )
 
     def limited_to(self, length: int) -> ModelConfig:
         """The same for sequences of at most so many tokens. longrope has factors for sequences within the original
@@ -295,43 +364,10 @@ class ModelConfig:
         return self.layers[0].attention.head_dim
 
     @property
-    def window(self) -> int | None:
-        """How many tokens back any layer sees, a token itself included; None: some layer sees all."""
-        windows = [layer.attention.window for layer in self.layers]
-        return None if None in windows else max(window for window in windows if window is not None)
+    def rotated_dim(self) -> int:
+        """Numbers of a head that rotary positions are for, in every layer."""
+        return self.layers[0].attention.rotated_dim
 
     @property
     def has_windows(self) -> bool:
         return any(layer.attention.window is not None for layer in self.layers)
-
-
-def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
-    """KV heads as laid out over the mesh: each is repeated when there are more devices than heads.
-
-    Raises ConfigError when the heads, the MLP or the vocabulary cannot be split evenly.
-    """
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, tensor_parallel_size
-    problems = []
-    if size <= kv_heads:
-        if kv_heads % size:
-            problems.append(f"{kv_heads} key-value heads")
-    elif size % kv_heads or heads % size:
-        problems.append(f"{heads} query heads over {kv_heads} key-value heads")
-    problems += [f"an MLP width of {width}" for width in sorted(_widths(config)) if width % size]
-    if problems:
-        allowed = [n for n in range(1, heads + 1) if _splits(config, n)]
-        raise ConfigError(
-            f"tensor_parallel_size {size} does not divide {' and '.join(problems)}; this model allows {allowed}"
-        )
-    return max(kv_heads, size)
-
-
-def _splits(config: ModelConfig, size: int) -> bool:
-    kv = config.num_kv_heads
-    heads_fit = kv % size == 0 if size <= kv else (size % kv == 0 and config.num_heads % size == 0)
-    return heads_fit and not any(width % size for width in _widths(config))
-
-
-def _widths(config: ModelConfig) -> set[int]:
-    shared = {layer.mlp.experts.shared_size for layer in config.layers if layer.mlp.experts} - {0}
-    return {layer.mlp.size for layer in config.layers} | shared

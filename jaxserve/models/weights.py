@@ -5,8 +5,8 @@ A family names its tensors by role (`Names`); this file knows the tree of `decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -16,51 +16,17 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from jaxserve.checkpoints.load import Piece, Pieces
+from jaxserve.checkpoints.load import Pieces
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.expert_weights import expert_pieces
+from jaxserve.models.latent_weights import latent_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.rope import head_order
-from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec, QKNormSpec
+from jaxserve.models.sources import Names, Source, rows, whole
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec, NormSpec, QKNormSpec
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
-
-# Role -> name in the checkpoint; "{i}" is the layer, "{e}" the expert, "{h}" the head. Roles: embed, positions,
-# project_in, project_out, norm, head, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, q, k, v, o, q_norm,
-# k_norm, gate, up, down, router, shared_gate, shared_up, shared_down, shared_expert_gate; of experts expert_gate,
-# expert_up, expert_down, or fused expert_gate_up and expert_fused_down (`expert_weights`). Weights add ".weight",
-# biases ".bias". "sinks" is the role of sinks, "correction" that of the routers' correction bias
-# [experts], "correction_row" of one that is [1, experts].
-# Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
-# and its value; gate_up has gate and up one after the other. Roles of matrices [in, out] end in ".T". A file may stack
-# experts: the stack's name is the expert's without "{e}.".
-Names = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A role's tensor, the shape it must have in the file, and its place in the host array of our weight: see `Piece`.
-    Shape and `take` are those of a matrix [out, in], also where the file has its transpose."""
-
-    role: str
-    shape: tuple[int, ...]
-    view: Callable[[np.ndarray], np.ndarray]
-    split: tuple[int, ...] | None = None
-    head: int | None = None
-    take: Callable[[np.ndarray], np.ndarray] | None = None
-
-    def piece(self, names: Names, layer: int | None) -> Piece:
-        transposed = self.role not in names and f"{self.role}.T" in names
-        name = names[f"{self.role}.T" if transposed else self.role].format(i=layer, h=self.head)
-        if not transposed:
-            return Piece(name, self.shape, self.view, self.split, self.take)
-        take = self.take or _whole
-        return Piece(name, self.shape[::-1], self.view, self.split, lambda t: take(t.T))
-
-
-def _whole(target: np.ndarray) -> np.ndarray:
-    return target
 
 
 def _has(names: Names, role: str) -> bool:
@@ -113,22 +79,22 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
     config = model.config
     pieces: dict[str, Pieces] = {}
 
-    def add(sources: dict[str, list[_Source]], prefix: str = "", layer: int | None = None) -> None:
+    def add(sources: dict[str, list[Source]], prefix: str = "", layer: int | None = None) -> None:
         pieces.update({prefix + path: [s.piece(names, layer) for s in some] for path, some in sources.items()})
 
     hidden, vocab, size = config.hidden_size, config.vocab_size, config.embed_size or config.hidden_size
-    add({"embed/table": [_Source("embed.weight", (vocab, size), _whole)]})  # rows beyond the vocabulary stay zero
+    add({"embed/table": [Source("embed.weight", (vocab, size), whole)]})  # rows beyond the vocabulary stay zero
     if config.norm is not None:
         add(_norm("norm", config.norm, hidden))
     if not config.tie_embeddings:
-        add({"head/kernel": [_Source("head.weight", (vocab, size), _whole)]})
+        add({"head/kernel": [Source("head.weight", (vocab, size), whole)]})
     if config.head_bias:
-        add({"head/bias": [_Source("head.bias", (vocab,), _whole)]})
+        add({"head/bias": [Source("head.bias", (vocab,), whole)]})
     if config.embed_size is not None:
-        add({"project_in/kernel": [_Source("project_in.weight", (hidden, size), _whole)]})
-        add({"project_out/kernel": [_Source("project_out.weight", (size, hidden), _whole)]})
+        add({"project_in/kernel": [Source("project_in.weight", (hidden, size), whole)]})
+        add({"project_out/kernel": [Source("project_out.weight", (size, hidden), whole)]})
     if (learned := config.learned_positions) is not None:
-        add({"positions/table": [_Source("positions.weight", (learned.rows, hidden), _whole)]})
+        add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
     for i, layer in enumerate(config.layers):
         add(_layer(model, layer, names), f"layers_{i}/", i)
         if layer.mlp.experts:
@@ -147,52 +113,63 @@ _NORMS = {
 }
 
 
-def _layer(model: Decoder, spec: LayerSpec, names: Names) -> dict[str, list[_Source]]:
+def _layer(model: Decoder, spec: LayerSpec, names: Names) -> dict[str, list[Source]]:
     hidden, attention = model.config.hidden_size, spec.attention
-    order = head_order(model.config.ropes[attention.rope], attention.head_dim)
-    width = attention.num_heads * attention.head_dim
-    layer: dict[str, list[_Source]] = {}
+    order = head_order(model.config.ropes[attention.rope], attention.rotated_dim)
+    layer: dict[str, list[Source]] = {}
     for name in _NORMS[spec.residual]:
         layer |= _norm(name, spec.norm, hidden)
-    layer["attention/qkv/kernel"] = _qkv(attention, model.kv_heads, order, names, "weight", (hidden,))
-    layer["attention/out/kernel"] = [_Source("o.weight", (hidden, width), _whole)]
-    if attention.qkv_bias:
-        layer["attention/qkv/bias"] = _qkv(attention, model.kv_heads, order, names, "bias", ())
-    if attention.out_bias:
-        layer["attention/out/bias"] = [_Source("o.bias", (hidden,), _whole)]
-    if attention.qk_norm is not None:
-        layer |= _qk_norm(attention, attention.qk_norm, model.kv_heads, order, names)
-    if attention.sinks:
-        split = (model.kv_heads, attention.num_heads // model.kv_heads)
-        layer["attention/sinks"] = [_Source("sinks", (attention.num_heads,), _whole, split)]
+    if isinstance(attention, LatentAttentionSpec):
+        layer |= latent_sources(attention, order, hidden)
+    else:
+        layer |= _attention(attention, model.kv_heads, order, names, hidden)
     return layer if spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
 
 
-def _norm(name: str, spec: NormSpec, size: int) -> dict[str, list[_Source]]:
+def _attention(
+    attention: AttentionSpec, kv_heads: int, order: np.ndarray | None, names: Names, hidden: int
+) -> dict[str, list[Source]]:
+    width = attention.num_heads * attention.head_dim
+    layer: dict[str, list[Source]] = {}
+    layer["attention/qkv/kernel"] = _qkv(attention, kv_heads, order, names, "weight", (hidden,))
+    layer["attention/out/kernel"] = [Source("o.weight", (hidden, width), whole)]
+    if attention.qkv_bias:
+        layer["attention/qkv/bias"] = _qkv(attention, kv_heads, order, names, "bias", ())
+    if attention.out_bias:
+        layer["attention/out/bias"] = [Source("o.bias", (hidden,), whole)]
+    if attention.qk_norm is not None:
+        layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
+    if attention.sinks:
+        split = (kv_heads, attention.num_heads // kv_heads)
+        layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, split)]
+    return layer
+
+
+def _norm(name: str, spec: NormSpec, size: int) -> dict[str, list[Source]]:
     offset = (lambda t: t.astype(np.float32) + spec.offset) if spec.offset else None
-    found = {"scale": _Source(f"{name}.weight", (size,), _whole, take=offset)} if spec.scale else {}
-    found |= {"bias": _Source(f"{name}.bias", (size,), _whole)} if spec.bias else {}
+    found = {"scale": Source(f"{name}.weight", (size,), whole, take=offset)} if spec.scale else {}
+    found |= {"bias": Source(f"{name}.bias", (size,), whole)} if spec.bias else {}
     return {f"{name}/{part}": [source] for part, source in found.items()}
 
 
-def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[_Source]]:
+def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
     width = spec.size
-    both: dict[str, list[_Source]] = {}
+    both: dict[str, list[Source]] = {}
     for kind, inputs in (("weight", (hidden,)), ("bias", ())) if spec.bias else (("weight", (hidden,)),):
         shape, place = (width, *inputs), "kernel" if kind == "weight" else "bias"
         if not spec.gated:
-            both[f"mlp/up/{place}"] = [_Source(f"up.{kind}", shape, _whole)]
+            both[f"mlp/up/{place}"] = [Source(f"up.{kind}", shape, whole)]
         elif _has(names, f"gate_up.{kind}"):
             fused = f"gate_up.{kind}", (2 * width, *inputs)
             both[f"mlp/gate_up/{place}"] = [
-                _Source(*fused, _of_two(width, which), take=_rows(which * width, width)) for which in (0, 1)
+                Source(*fused, _of_two(width, which), take=rows(which * width, width)) for which in (0, 1)
             ]
         else:
             both[f"mlp/gate_up/{place}"] = [
-                _Source(f"{role}.{kind}", shape, _of_two(width, which)) for which, role in enumerate(("gate", "up"))
+                Source(f"{role}.{kind}", shape, _of_two(width, which)) for which, role in enumerate(("gate", "up"))
             ]
         down = (hidden, width) if kind == "weight" else (hidden,)
-        both[f"mlp/down/{place}"] = [_Source(f"down.{kind}", down, _whole)]
+        both[f"mlp/down/{place}"] = [Source(f"down.{kind}", down, whole)]
     return both
 
 
@@ -201,13 +178,9 @@ def _of_two(width: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda t: t[:, which] if t.shape == (width, 2) else t.reshape(width, 2, -1)[:, which]
 
 
-def _rows(first: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda t: t[first : first + count]
-
-
 def _qkv(
     spec: AttentionSpec, kv_heads: int, order: np.ndarray | None, names: Names, kind: str, inputs: tuple[int, ...]
-) -> list[_Source]:
+) -> list[Source]:
     """[kv_heads, group + 2, head_dim, *inputs], or the same with the first three as one, from query, key and value;
     keys and values repeat over kv_heads. Channels of queries and keys come into `order`."""
     group, heads, dim, own = spec.num_heads // kv_heads, spec.num_heads, spec.head_dim, spec.num_kv_heads
@@ -232,22 +205,22 @@ def _qkv(
     q_split, kv_split = (kv_heads, group, dim, *columns), (own, 1, dim, *columns)
     splits = {"q": q_split, "k": kv_split, "v": kv_split}
     views = {"q": query, "k": shared(group), "v": shared(group + 1)}
-    rows = {"q": heads * dim, "k": own * dim, "v": own * dim}
+    sizes = {"q": heads * dim, "k": own * dim, "v": own * dim}
     takes: dict[str, Callable[[np.ndarray], np.ndarray] | None] = dict.fromkeys("qkv")
     if order is not None:
         takes |= {"q": ordered, "k": ordered}
     if not (_has(names, f"qkv.{kind}") or _has(names, f"qkv_grouped.{kind}")):
         return [
-            _Source(f"{role}.{kind}", (rows[role], *inputs), views[role], splits[role], take=takes[role])
+            Source(f"{role}.{kind}", (sizes[role], *inputs), views[role], splits[role], take=takes[role])
             for role in "qkv"
         ]
-    shape = (sum(rows.values()), *inputs)
+    shape = (sum(sizes.values()), *inputs)
     if _has(names, f"qkv.{kind}"):
         which = f"qkv.{kind}"
         parts = {
-            "q": _rows(0, rows["q"]),
-            "k": _rows(rows["q"], rows["k"]),
-            "v": _rows(rows["q"] + rows["k"], rows["v"]),
+            "q": rows(0, sizes["q"]),
+            "k": rows(sizes["q"], sizes["k"]),
+            "v": rows(sizes["q"] + sizes["k"], sizes["v"]),
         }
     else:
         which, each = f"qkv_grouped.{kind}", heads // own
@@ -257,7 +230,7 @@ def _qkv(
         part, then = parts[role], takes[role]
         return part if then is None else lambda t: then(part(t))
 
-    return [_Source(which, shape, views[role], splits[role], take=chosen(role)) for role in "qkv"]
+    return [Source(which, shape, views[role], splits[role], take=chosen(role)) for role in "qkv"]
 
 
 def _of_groups(groups: int, each: int, dim: int, role: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -278,7 +251,7 @@ def _in_order(rows: np.ndarray, order: np.ndarray | None, dim: int) -> np.ndarra
 
 def _qk_norm(
     spec: AttentionSpec, chosen: QKNormSpec, kv_heads: int, order: np.ndarray | None, names: Names
-) -> dict[str, list[_Source]]:
+) -> dict[str, list[Source]]:
     """Of each head together: [head_dim]. Otherwise queries' are [kv_heads, group, head_dim], keys' repeat over
     [kv_heads, 1, head_dim]."""
     dim, own, offset = spec.head_dim, spec.num_kv_heads, chosen.norm.offset
@@ -288,20 +261,20 @@ def _qk_norm(
             t = t.astype(np.float32) + offset
         return _in_order(t.reshape(-1), order, dim)
 
-    def sources(role: str, kind: str) -> list[_Source]:
+    def sources(role: str, kind: str) -> list[Source]:
         name, count = f"{role}_norm.{kind}", spec.num_heads if role == "q" else own
         if chosen.over == "head":
-            return [_Source(name, (dim,), _whole, take=take if offset or order is not None else None)]
+            return [Source(name, (dim,), whole, take=take if offset or order is not None else None)]
         split = (kv_heads, spec.num_heads // kv_heads, dim) if role == "q" else (own, 1, dim)
-        view = _whole if role == "q" else lambda t: t.reshape(own, kv_heads // own, dim)
+        view = whole if role == "q" else lambda t: t.reshape(own, kv_heads // own, dim)
         if "{h}" not in names[name]:
             shape = (count * dim,) if chosen.over == "width" else (count, dim)
-            return [_Source(name, shape, view, split, take=take)]
-        return [_Source(name, (dim,), _one_head(view, h), head=h, take=take) for h in range(count)]
+            return [Source(name, shape, view, split, take=take)]
+        return [Source(name, (dim,), _one_head(view, h), head=h, take=take) for h in range(count)]
 
     def _one_head(view: Callable[[np.ndarray], np.ndarray], head: int) -> Callable[[np.ndarray], np.ndarray]:
         repeats = kv_heads // own
-        if view is _whole:
+        if view is whole:
             return lambda t: t.reshape(-1, dim)[head]
         return lambda t: view(t)[head, :repeats]
 

@@ -25,7 +25,7 @@ Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on a
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -289,7 +289,7 @@ def latent_attention(
 ) -> jax.Array:
     """As `reference.latent_attention`."""
     (tokens, heads, dim), (rows, width) = q.shape, tables.shape
-    fixed = {
+    fixed: dict[str, Any] = {
         "SCALE": scale, "HAS_SCALES": pages.scale is not None, "HEADS": heads, "PAGE": pages.page_size,
         "ROW": pages.width, "RANK": rank, "ROPE": dim - rank, "WIDTH": width, "RANK_PAD": pad(rank, 16),
         "ROPE_PAD": pad(dim - rank, 16),

@@ -21,7 +21,7 @@ so the traffic is the size of the cached keys and values. Everything else is arr
             with ordinary loads, as they are too short for the copy engine.
   queries   A copy takes eight rows of q or more and begins at a multiple of eight (see `hopper_rules`), so the group's
             queries lie somewhere among the copied ones. Results for the other rows are computed but not stored. XLA
-            pads the queries only where their number is below eight or not a multiple of eight, and for some sizes of
+            pads the queries only where a batch has fewer than 24 or not a multiple of eight, and for some sizes of
             groups with codes.
   merge     A row of one part is stored at once, in the queries' dtype. Parts of other rows are written to global memory
             in float32. The program that finishes last for a row and head (`_arrive`) reads them in the row's order and

@@ -57,7 +57,8 @@ def work_of(tile: DecodeTile, arrays: Arrays, pair: Any) -> Work:
 def queries_of(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:
     """Returns the first row of q to copy for an item, a multiple of 8, and the place of the group's first query in it.
 
-    heads: rows of q."""
+    heads: rows of q.
+    """
     mine = (work.row * tile.kv_heads + work.head) * tile.stride
     start = jnp.minimum(lax.div(mine, jnp.int32(8)) * 8, heads - tile.columns)
     return start, mine - start

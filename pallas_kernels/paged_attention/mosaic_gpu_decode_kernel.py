@@ -197,7 +197,8 @@ def _scores(tile, k, scale, q, *, k_smem=None, **_):
 
 def _convert_values(tile, codes, to, valid):
     """Writes codes as numbers to `to`, with zeros from row `valid` on. Works in pieces to save registers. The caller
-    commits the writes."""
+    commits the writes.
+    """
     width = min(codes.shape[1], 128 if codes.shape[1] % 128 == 0 else 64)
     row = plgpu.broadcasted_iota(jnp.int32, (tile.block, width), 0, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     for left in range(0, tile.head_dim, width):

@@ -30,12 +30,12 @@ A row's last page may hold NaN beyond the row's end. The fetching warpgroup clea
 Estimates for a block of 128 keys at head_dim 128, both computing warpgroups. The products take 2,048 clocks, at the
 H200's 2,048 bf16 multiply-adds per clock and multiprocessor. 16,384 exponentials at 16 a clock take 1,024, and four
 more operations for each score at 128 a clock take 512. Together these are fewer than the products' clocks and can
-overlap with them. What cannot are a tile's first and last block, masks, and the rescaling of values. That leaves 70 to
-80% of the matmul rate from about 4k cached tokens on. A program takes 229,504 of 232,448 bytes of shared memory (three
-blocks in flight) and all registers, 216 of them for a computing thread. ptxas 12.9 keeps the products asynchronous
-(asserted: no C7510 to C7518). It spills at most 16 bytes a thread, and a few dozen with codes at head_dim 256. JAX's
-own causal kernel refuses CUDA 12.8 and 12.9.0, because their ptxas miscompiles it; whether this kernel is affected is
-unknown.
+overlap with them. A tile's first and last block, masks, and the rescaling of values cannot overlap. That
+leaves 70 to 80% of the matmul rate from about 4k cached tokens on. A program takes 229,504 of 232,448 bytes of shared
+memory (three blocks in flight) and all registers, 216 of them for a computing thread. ptxas 12.9 keeps the products
+asynchronous (asserted: no C7510 to C7518). It spills at most 16 bytes a thread, and a few dozen with codes at head_dim
+256. JAX's own causal kernel refuses CUDA 12.8 and 12.9.0, because their ptxas miscompiles it; whether this kernel is
+affected is unknown.
 """
 
 from __future__ import annotations

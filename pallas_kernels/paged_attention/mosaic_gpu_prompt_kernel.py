@@ -143,7 +143,8 @@ def _across(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _softmax(tile: PromptTile, work, newest, block, scores, peak, total, masked):
     """One step of the running softmax. Returns probabilities, peak, total, and the factor for the values so far.
 
-    Peaks are of scores times log2(e), so that the exponentials are powers of two."""
+    Peaks are of scores times log2(e), so that the exponentials are powers of two.
+    """
     factor = tile.scale * LOG2E
     if tile.softcap:
         tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0

@@ -130,7 +130,8 @@ def write_and_attend(
     """`write_kv`, then `paged_attention`, where the attention kernel writes the decodes' tokens.
 
     A decode's slot is the last of its row, or -1. No two decodes may write to one page, and no row may read a page that
-    another one writes."""
+    another one writes.
+    """
     options = {"scale": scale, "window": window, "softcap": softcap}
     batch = _Batch(q, block_tables, q_start, kv_len, num_decodes, sinks, jnp.asarray(first_page, jnp.int32), options)
     if not decode_only:

@@ -40,7 +40,7 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None)
 
 
 def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
-    """As `reference.grouped_quant_matmul`, for float32 x."""
+    """`reference.grouped_quant_matmul` for float32 x."""
     if not cpu.available(cpu.QUANT_MATMUL):
         return reference.grouped_quant_matmul(x, w, group_sizes)
     return _call("jaxserve_grouped_quant_matmul", x, w, group_sizes.astype(jnp.int32))

@@ -43,7 +43,7 @@ BANDWIDTH, MATMUL_RATE, KERNEL_RATE = 4.3e12, 0.9 * 790e12, 0.6 * 790e12
 
 
 def pays(tokens: int, x_dtype: jnp.dtype, w: QuantArray, choice: int | None = None) -> bool:
-    """Whether dequantizing first is faster for so many tokens: from 414 with int4, from 497 with 8 bits.
+    """Whether dequantizing first is faster for `tokens` tokens: from 414 with int4, from 497 with 8 bits.
 
     `choice`, from the table of measured sizes, overrides the estimate: 1 is no, 2 is yes.
     """

@@ -41,7 +41,7 @@ def parts(bits: int) -> int:
 
 
 def why_not(inputs: int, group: int, dtype: jnp.dtype) -> str | None:
-    """Returns why codes in groups of so many inputs cannot be shuffled, or None where they can."""
+    """Returns why codes in groups of `group` inputs cannot be shuffled, or None where they can."""
     size = chunk(dtype)
     if inputs % size:
         return f"the number of inputs must be a multiple of {size}, not {inputs}"

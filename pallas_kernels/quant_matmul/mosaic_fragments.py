@@ -69,7 +69,8 @@ def load_operand(words: Any, rows: int, piece: int, pieces: int, codes: jnp.dtyp
     """Loads codes as wgmma's first operand [rows, inputs], in `dtype`.
 
     words: int32 [rows, WORDS] in shared memory, in the order of global memory. The chunk's inputs are cut into 1, 2 or
-    4 pieces, of which one is loaded."""
+    4 pieces, of which one is loaded.
+    """
     bits, size = jax.dtypes.itemsize_bits(codes), 4 // pieces  # words of a thread
     inputs = 32 // bits * WORDS // pieces
     names = jnp.dtype(codes).name, jnp.dtype(dtype).name

@@ -1,31 +1,31 @@
 """Products with quantized weights on NVIDIA Hopper, in Pallas Mosaic GPU. Compiled for the H200, not yet run on one.
 
-The kernel computes the transpose, [out, tokens] = W [out, in] x^T, so that the weight is wgmma's first operand, which
-may come from registers: codes go from shared memory to registers, become the dtype of x there, and stay there.
+The kernel computes the transpose, [out, tokens] = W [out, in] x^T. The weight is then wgmma's first operand, which may
+come from registers: codes are loaded from shared memory to registers and converted there to the dtype of x.
 
-  grid      (tiles of outputs, tiles of N tokens, splits of the inputs). With few or many tokens a program is one
-            warpgroup of M outputs; from 9 to 64 tokens two or three, which share x, and one that fetches for them
-  pipeline  `stages` slots of codes [M, K] of each warpgroup and x [N, K], filled by TMA; a slot is filled anew when its
-            products are done. Two warpgroups or more share a multiprocessor, of one program or of several, so that one
+  grid      (tiles of outputs, tiles of N tokens, splits of the inputs). A program is one warpgroup of M outputs. From 9
+            to 64 tokens it may have two or three computing warpgroups that share x, and one that fetches for them
+  pipeline  `stages` slots with each warpgroup's codes [M, K] and x [N, K], filled by TMA. A slot is refilled when its
+            products are done. Two warpgroups or more share a multiprocessor, in one program or in several, so that one
             converts while another multiplies or waits
   traffic   codes once per tile of tokens, x once per tile of outputs (from L2), results once per split: in float32, or
-            in the dtype of x where nothing is split and whoever asks wants that
-  sizes     by reckoning, see `mosaic_plan`
+            in the dtype of x where there is one split and the caller asks for it
+  sizes     estimated, see `mosaic_plan`
 
 One scale per row multiplies the sum. With groups, each group's product has an accumulator of its own, which is scaled
-in float32 and added to the total. Results change places between neighbouring threads, so that they are stored by token.
-Zero points and biases are constant within a group, so they multiply its sum of x: a small product outside. Splits of
-the inputs, which keep all multiprocessors busy when there are few outputs, are added outside, always in one order. With
-experts, XLA lists the tiles of tokens, each of one expert. From some 500 tokens on weights are dequantized beforehand
-instead (`dequantized`), where Triton is installed.
+in float32 and added to the total. Neighbouring threads exchange results, so that they are stored by token. Zero points
+and biases are constant within a group, so they multiply the group's sum of x in a small product outside the kernel.
+Splits of the inputs keep all multiprocessors busy when there are few outputs; XLA adds them in a fixed order. With
+experts, XLA lists the tiles of tokens, each of one expert. From about 500 tokens on, weights are dequantized first
+(`dequantized`) if Triton is installed.
 
-Codes of integers are shuffled when they are loaded (`fragments`), so that a thread reads what it multiplies 16 bytes at
-once; other codes, and shapes that do not fit, are read byte by byte. By its machine code, 128 x 128 weights of int4 in
-groups of 128 and 1, 16, 64 tokens take 449, 469, 517 instructions per scheduler, or 298, 307, 376 shuffled; of int8
-528, 556, 526 or 394, 396, 394; of float8 417, 450, 414. Where warpgroups share x, those that compute take 274, 291 and
-326 of int4 at 16, 32, 64 tokens, 322 of int8 at 64, and the one that fetches some 37 for each of them. Memory delivers
-such weights in 440 cycles (int4) or 880. By reckoning, a layer of Llama 3 8B in int4 takes 27, 33 and 48 us for 16, 32
-and 64 tokens (before x was shared 32, 44, 72); memory needs 25, and the matrix unit 29 for 64 tokens times 16 bits.
+Integer codes are shuffled when they are loaded (`fragments`), so that a thread reads 16 bytes of its own at once. Other
+codes, and shapes that cannot be shuffled, are read byte by byte. Instructions per scheduler for 128 x 128 weights in
+groups of 128 and 1, 16, 64 tokens, by the machine code: int4 449, 469, 517 (shuffled 298, 307, 376); int8 528, 556, 526
+(394, 396, 394); float8 417, 450, 414. Where warpgroups share x, a computing one takes 274, 291, 326 for int4 at 16, 32,
+64 tokens and 322 for int8 at 64; the fetching one takes about 37 for each. Memory delivers these weights in 440 cycles
+(int4) or 880. Estimate for a layer of Llama 3 8B in int4 at 16, 32, 64 tokens: 27, 33, 48 us (32, 44, 72 without
+sharing x). Memory needs 25 us; the matrix unit needs 29 us for 64 tokens of 16 bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from jaxserve.pallas_kernels.types import QuantArray
 from jaxserve.pallas_kernels.work_lists import expert_tiles
 
 dequantized: Any
-try:  # it needs Triton
+try:  # needs Triton
     from jaxserve.pallas_kernels.quant_matmul import dequantized
 except ImportError:
     dequantized = None
@@ -79,7 +79,7 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
 
 
 def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None) -> jax.Array:
-    """x [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out].
+    """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out].
 
     `count` is ignored. `interpret`: plgpu.InterpretGPUParams of JAX 0.11.2 or newer, to run without a GPU.
     """
@@ -94,7 +94,7 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None,
 def quant_matmul_parts(
     x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None
 ) -> jax.Array:
-    """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
+    """The product as `parts.Parts.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
     if interpret is None and _dequantizes(x, w):
         return dequantized.product(x, w, x.dtype)[None]
     if w.zero is not None or w.bias is not None:
@@ -103,7 +103,7 @@ def quant_matmul_parts(
 
 
 def _dequantizes(x: jax.Array, w: QuantArray) -> bool:
-    """Whether the weight is to be dequantized first, see `dequantized`."""
+    """Whether the weight should be dequantized first. See `dequantized`."""
     if dequantized is None:
         return False
     out, inputs = w.shape
@@ -112,7 +112,7 @@ def _dequantizes(x: jax.Array, w: QuantArray) -> bool:
 
 
 def _product(x: jax.Array, w: QuantArray, dtype: jnp.dtype, interpret: Any) -> jax.Array:
-    """x times codes and scales, as parts [splits, tokens, out]: float32, or `dtype` where there is one."""
+    """x times codes and scales, as parts [splits, tokens, out]: float32, or `dtype` for a single part."""
     out, inputs = w.shape
     sizes = plan(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype), w.shuffled)
     padded = jnp.pad(x, ((0, -len(x) % sizes.n), (0, 0)))
@@ -124,14 +124,14 @@ def _product(x: jax.Array, w: QuantArray, dtype: jnp.dtype, interpret: Any) -> j
 def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *, interpret: Any = None) -> jax.Array:
     """As `reference.grouped_quant_matmul`: rows of x, sorted by expert, each times its expert's weight.
 
-    A tile of tokens is of one expert; it has room for an expert's even share.
+    A tile has tokens of one expert, and room for the average number of tokens of an expert.
     """
     tokens, (experts, out, inputs) = len(x), w.shape
     bits = jax.dtypes.itemsize_bits(w.codes.dtype)
     sizes = plan(-(-tokens // experts), (out, inputs), w.block, bits, w.shuffled)
     items, column = expert_tiles(group_sizes, tokens, sizes.n)
     sizes = divided(sizes, (out, inputs), len(items), bits, sizes.n <= 64, {}, most=1)
-    padded = jnp.pad(x, ((0, sizes.n + -tokens % 8), (0, 0)))  # whole tiles of eight rows, as copies demand
+    padded = jnp.pad(x, ((0, sizes.n + -tokens % 8), (0, 0)))  # to whole tiles of eight rows, which copies require
     y = _call(sizes, w, padded, len(items), jnp.float32, interpret, items).sum(0)[column]
     owner = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(tokens), side="right")
     if w.zero is not None or w.bias is not None:
@@ -145,7 +145,7 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *,
 
 
 def _drop_repeated(y: jax.Array, m: int, out: int) -> jax.Array:
-    """[splits, tokens, tiles * m] -> [splits, tokens, out], without what the last tile computed again."""
+    """[splits, tokens, tiles * m] -> [splits, tokens, out], without the outputs that the last tile computed again."""
     if y.shape[2] == out:
         return y
     whole = out // m * m
@@ -153,8 +153,8 @@ def _drop_repeated(y: jax.Array, m: int, out: int) -> jax.Array:
 
 
 def _constant_part(x: jax.Array, w: QuantArray, multiply: Callable[..., jax.Array]) -> jax.Array:
-    """What zero points and biases add [tokens, out]: the sum of x over each group [tokens, groups] times the group's
-    constant [..., blocks of rows, groups]."""
+    """The contribution of zero points and biases [tokens, out]: the sum of x over each group [tokens, groups] times the
+    group's constant [..., blocks of rows, groups]."""
     (out, inputs), groups = w.shape[-2:], w.scale.shape[-1]
     constant = jnp.zeros(w.scale.shape, jnp.float32)
     if w.zero is not None:
@@ -170,8 +170,8 @@ def _constant_part(x: jax.Array, w: QuantArray, multiply: Callable[..., jax.Arra
 def _call(
     sizes: Plan, w: QuantArray, x: jax.Array, columns: int, dtype, interpret: Any, items: jax.Array | None = None
 ):
-    """The kernel: weights [experts, out, in] times `columns` tiles of x [tokens, in], as parts in `dtype` [splits,
-    columns * n, out]. `items` as from `expert_tiles`; without it tiles follow each other."""
+    """Launches the kernel: weights [experts, out, in] times `columns` tiles of x [tokens, in]. Returns parts of `dtype`
+    [splits, columns * n, out]. `items` is from `expert_tiles`; without it tiles follow each other."""
     out = w.shape[1]
     if w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.outputs):
         w = per_row(w)
@@ -212,8 +212,7 @@ def _call(
 
 
 def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
-    """Shared memory in the swizzled layout that wgmma and TMA agree on; a piece of a row that is used alone has so many
-    bits."""
+    """Shared memory in the swizzled layout of wgmma and TMA. `row_bits`: bits of a row's smallest slice in use."""
     swizzle = plgpu.find_swizzle(row_bits)
     tiling = plgpu.TilingTransform((8, swizzle * 8 // jax.dtypes.itemsize_bits(dtype)))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
@@ -234,9 +233,9 @@ def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, scale_gmem, it
 
 def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, scale_gmem, *,
           interpret, full, free=None, w_smem, x_smem, a_smem=None):  # fmt: skip
-    """A tile of outputs for n tokens from `token`, a multiple of eight. Of w only shapes and the like are used."""
+    """A tile of outputs for n tokens from `token`, a multiple of eight. Only shapes and settings of w are used."""
     out = w.shape[1]
-    # The last tile computes some outputs of the one before it again where they do not divide.
+    # Where tiles do not divide the outputs, the last tile recomputes some outputs of the one before it.
     first = jnp.minimum(lax.axis_index("outputs") * sizes.outputs, out - sizes.outputs)
     start, steps = sizes.steps_of(lax.axis_index("split"), w.shape[2])
 
@@ -252,7 +251,7 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
         hopper_rules.fetch(x_gmem, tokens, x_smem, (slot,), full.at[slot], interpret=interpret)
 
     def compute(group, done):
-        """A warpgroup's outputs. done(step, slot) is called when it has read the slot."""
+        """Computes a warpgroup's outputs. done(step, slot) is called when the slot has been read."""
         refs = out_gmem, scale_gmem, w_smem, x_smem, a_smem if a_smem is None else a_smem.at[group]
         _compute(sizes, w, (expert, first + group * sizes.m, start, steps), group, *refs, full, done, interpret)
 
@@ -284,7 +283,7 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
             fetch(step, slot)
 
         lax.fori_loop(0, steps, bring, None)
-        for i in range(sizes.stages):  # what is left, so that each arrival is waited for
+        for i in range(sizes.stages):  # waits for the remaining arrivals
             plgpu.barrier_wait(free.at[lax.rem(steps + i, jnp.int32(sizes.stages))])
 
     @pl.when(group < sizes.warpgroups)
@@ -295,12 +294,12 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
 
 def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem, w_smem, x_smem, a_smem, full, done,
              interpret):  # fmt: skip
-    """The sums of m outputs from `first`, written to global memory. place: expert, first, first step, steps."""
+    """Writes the sums of m outputs from `first` to global memory. place: expert, first, first step, steps."""
     (expert, first, start, steps), block, total_inputs = place, w.block, w.shape[2]
     rows, pieces = pl.ds(first, sizes.m), range(sizes.k // sizes.group)
 
     def shuffled_operand(slot, piece):
-        """The codes of a piece, which lie in fragments' order, in the dtype of x."""
+        """The codes of a piece, stored in fragments' order, in the dtype of x."""
         if interpret is None:
             return load_operand(w_smem.at[slot, warpgroup], sizes.m, piece, len(pieces), w.codes.dtype, x_smem.dtype)
         codes = fragments.codes_of_words(w_smem[slot, warpgroup], w.codes.dtype).astype(x_smem.dtype)
@@ -313,16 +312,16 @@ def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem,
             a = shuffled_operand(slot, piece)
         elif sizes.group * jax.dtypes.itemsize_bits(w_smem.dtype) >= SWIZZLE_BITS:
             a = _convert(w_smem[slot, warpgroup, :, inputs], x_smem.dtype)
-        else:  # a row too short to cut out of a tile
+        else:  # a row that is too short to be a slice of a tile
             a = _convert(w_smem[slot, warpgroup], x_smem.dtype)[:, piece * sizes.group : (piece + 1) * sizes.group]
-        if a_smem is not None:  # the interpreter knows wgmma with both operands in shared memory only
+        if a_smem is not None:  # the interpreter knows wgmma only with both operands in shared memory
             a_smem[...] = a
             plgpu.commit_smem()
             a = a_smem
         plgpu.wgmma(acc, a, plgpu.transpose_ref(x_smem.at[slot, :, inputs], (1, 0)))
 
     def scales_of(step):
-        """The scale, or one for each output, of each group of a step."""
+        """The scales of each group of a step: one, or one for each output."""
         scales = []
         for piece in pieces:
             group = ((start + step) * sizes.k + piece * sizes.group) // block[1]
@@ -337,7 +336,7 @@ def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem,
         return product * (lax.broadcast_in_dim(scale, product.shape, (0,)) if scale.shape else scale)
 
     def loop(body, total):
-        """body(step, slot, total) -> total, with the slot's tiles in shared memory."""
+        """Runs body(step, slot, total) -> total for each step, once the slot's tiles are in shared memory."""
 
         def one(step, carry):
             slot, total = carry
@@ -388,7 +387,7 @@ def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem,
 
 
 def _convert(codes: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Codes to the dtype of x, exactly. Hopper converts float8 to float16 only."""
+    """Converts codes exactly to the dtype of x. Hopper converts float8 only to float16."""
     if codes.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16:
         return codes.astype(jnp.float16).astype(jnp.float32).astype(dtype)
     return codes.astype(dtype)

@@ -1,21 +1,21 @@
-"""Matmul with quantized weights on TPU (Mosaic): the weights are read as they are stored, and dequantized in VMEM.
+"""Matmul with quantized weights on TPU (Mosaic). Weights are read in their stored form and dequantized in VMEM.
 
-Grid: (token tiles, output tiles, input tiles), the inputs innermost; products are accumulated in float32 in scratch.
-  The grouped variant's grid is (output tiles, work items, input tiles); a work item is a token tile and an expert that
-  has rows in it, listed in SMEM by `_work_items`.
+Grid: (token tiles, output tiles, input tiles), the inputs innermost. Products are accumulated in float32 in scratch.
+  The grouped variant's grid is (output tiles, work items, input tiles). A work item is a token tile and an expert that
+  has rows in it; `_work_items` lists them in SMEM.
 Traffic: codes and scales once per token tile, x once per output tile, the result once. Up to 64 tokens are one token
-  tile, so that each weight is read once. Scales go in transposed, [groups, out], which is how XLA lays them out anyway;
-  float16 scales are first converted to float32 by XLA, since Mosaic loads no float16.
-Pipeline: pallas_call's double buffering; tiles of about 1 MiB of codes for few tokens (their DMA is the bound), tiles
-  of 512 x 1024 x 1024 otherwise (the MXU is the bound).
+  tile, so each weight is read once. Scales are transposed to [groups, out], which is XLA's own layout of them anyway.
+  XLA first converts float16 scales to float32, since Mosaic loads no float16.
+Pipeline: pallas_call's double buffering. For few tokens, whose limit is the DMA, tiles have about 1 MiB of codes.
+  Otherwise the MXU is the limit, and tiles are 512 x 1024 x 1024.
 
 Dequantization, by `Plan.scaling`:
   "parts"    few tokens: each group's partial product is scaled, in float32. Groups of less than 128 inputs share one
-             MXU pass: x goes in once per group, the other groups' inputs zeroed.
+             MXU pass: x is fed once per group, with the other groups' inputs set to zero.
   "weights"  many tokens: codes * scale is computed in float32 and rounded to x's dtype.
   "end"      many tokens and one scale per output: the sum is scaled.
-`tpu_codes.numbers` makes numbers of codes; where these are smaller by a factor, the scales in VMEM are larger by it.
-Zero and bias never touch weights: they add (sums of x over groups) @ (bias - zero * scale), with which sums start.
+`tpu_codes.numbers` converts codes. Where its numbers are too small by a factor, the scales in VMEM are larger by it.
+Zero points and biases never touch the weights: sums start with (sums of x over groups) @ (bias - zero * scale).
 
 Compiled for v5e and v6e, interpreted on CPU; not yet run on a TPU.
 """
@@ -37,13 +37,13 @@ from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.tpu_dma import aligned, block
 from jaxserve.pallas_kernels.types import QuantArray
 
-OUTS_STEP = 256  # of a tile that are multiplied at a time, which bounds the size of the program
+OUTS_STEP = 256  # outputs of a tile that are multiplied at a time, which bounds the size of the program
 VMEM_LIMIT = 48 << 20
 CODES = ("int4", "int8", "float8_e4m3fn", "float4_e2m1fn")
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
-    """The reason why this kernel cannot run the problem on the device, or None."""
+    """Returns the reason why this kernel cannot run the problem on the device, or None where it can."""
     if device.platform != "tpu":
         return f"Mosaic TPU kernels run on TPUs, this is a {device.platform} device"
     if any(old in device.kind for old in ("v2", "v3", "v4")):
@@ -62,7 +62,7 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
 
 
 def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
-    """x [tokens, in] @ dequantized w [out, in].T -> float32 [tokens, out]; `count` is ignored."""
+    """x [tokens, in] @ dequantized w [out, in].T -> float32 [tokens, out]. `count` is ignored."""
     del count
     return dense_call(x, w, make_plan(w, x.dtype, min(_padded(x.shape[0]), TOKENS)))
 
@@ -112,9 +112,9 @@ def _dense_kernel(plan: Plan, x, codes, *refs):
 def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
     """Rows of x [tokens, in], sorted by expert, each times its expert's dequantized weight -> float32 [tokens, out].
 
-    w: with a leading dimension of experts. group_sizes: int32 [experts], rows of each; rows beyond their sum give 0.
+    w has a leading dimension of experts. group_sizes: int32 [experts], rows of each; rows beyond their sum give 0.
     """
-    # A tile is as large as an expert's share, since a tile that many experts share is multiplied once for each.
+    # A tile has the average size of an expert's share: a tile of several experts is multiplied once for each of them.
     share = max(pl.next_power_of_2(pl.cdiv(x.shape[0], w.shape[0])), 16)
     return grouped_call(x, w, group_sizes, make_plan(w, x.dtype, min(_padded(x.shape[0]), share, TOKENS)))
 
@@ -127,7 +127,7 @@ def grouped_call(x: jax.Array, w: QuantArray, group_sizes: jax.Array, plan: Plan
     items = _work_items(group_sizes, x.shape[0], plan.tokens)
 
     def step(item, k, start, stop):
-        """The input tile; items without work stay on the last, which is then not fetched again."""
+        """The input tile to fetch. Items without work stay on the last one, so that nothing is fetched for them."""
         return jnp.where(start[item] < stop[item], k, plan.in_tiles - 1)
 
     def x_index(j, item, k, expert, tile, start, stop):
@@ -184,9 +184,9 @@ def _grouped_kernel(plan: Plan, expert, tile, start, stop, x, codes, *refs):
 
 
 def _work_items(sizes: jax.Array, tokens: int, tile_tokens: int) -> tuple[jax.Array, ...]:
-    """Expert, token tile, first row and end of the rows of each work item, int32 [items]; tiles do not decrease.
+    """Expert, token tile, first row and end of rows of each work item, int32 [items]. Tiles do not decrease.
 
-    Rows beyond the last expert's make items too, which only write zeros: `start` is not below `stop`.
+    Rows beyond the last expert's rows get items too, with `start` not below `stop`. These items only write zeros.
     """
     experts = sizes.shape[0]
     count = pl.cdiv(tokens, tile_tokens) + experts
@@ -205,20 +205,20 @@ def _work_items(sizes: jax.Array, tokens: int, tile_tokens: int) -> tuple[jax.Ar
 
 
 def _padded(tokens: int) -> int:
-    """Few tokens are padded to a multiple of 16, which fills bfloat16 registers."""
+    """Pads few tokens to a multiple of 16, which fills bfloat16 registers."""
     return tokens + (-tokens % 16 if tokens <= FEW_TOKENS else 0)
 
 
 def _kernel_input(x: jax.Array) -> jax.Array:
-    """x padded, in a dtype that Mosaic loads."""
+    """Returns x padded, in a dtype that Mosaic loads."""
     x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
     return jnp.pad(x, ((0, _padded(x.shape[0]) - x.shape[0]), (0, 0)))
 
 
 def _side_inputs(w: QuantArray, plan: Plan) -> list[jax.Array]:
-    """Scale, and zero, bias and gain where there are, [experts or 1, output tiles or 1, groups, outs or row blocks].
+    """Scale, and zero, bias and gain if present: [experts or 1, output tiles or 1, groups, outs or row blocks].
 
-    With `plan.outs_first` [experts or 1, 1, outs, groups].
+    With `plan.outs_first`: [experts or 1, 1, outs, groups].
     """
 
     def arrange(array: jax.Array) -> jax.Array:
@@ -236,7 +236,7 @@ def _side_inputs(w: QuantArray, plan: Plan) -> list[jax.Array]:
 
 
 def _side_spec(array: jax.Array, plan: Plan, index) -> pl.BlockSpec:
-    """Block of one array of `_side_inputs`; `index` maps the grid to an expert and an output tile."""
+    """The block of one array of `_side_inputs`. `index` maps the grid to an expert and an output tile."""
     _, tiles, groups, width = array.shape
     if plan.outs_first:
         shape, place = (None, None, plan.outs, width), lambda expert, j: (expert, 0, j, 0)
@@ -253,17 +253,17 @@ def _scratch(plan: Plan) -> list:
 
 
 def _group_sums(x: jax.Array, plan: Plan) -> list[jax.Array]:
-    """The sum of x over each group, float32 [tokens, groups], where zero or bias need it."""
+    """The sum of x over each group, float32 [tokens, groups], if zero or bias need it."""
     if not plan.has_offset:
         return []
-    # A product with ones and zeros, since XLA rearranges x in memory to reshape it to groups.
+    # A product with ones and zeros: to reshape x to groups, XLA would rearrange it in memory.
     group = lax.div(lax.broadcasted_iota(jnp.int32, (plan.groups, plan.inputs), 1), plan.group)
     own = group == lax.broadcasted_iota(jnp.int32, group.shape, 0)
     return [_dot(x, own.astype(jnp.float32).astype(x.dtype))]
 
 
 def _begin(plan: Plan, side, scales, total) -> None:
-    """Fills the scratch of scales, and starts the sums with what zero and bias add."""
+    """Fills the scratch of scales, and starts the sums with the contribution of zero and bias."""
     count = 1 + plan.has_zero + plan.has_bias
     arrays = [_expand(plan, ref[...].astype(jnp.float32)) for ref in side[:count]]
     scale = arrays[0]
@@ -293,13 +293,13 @@ def _begin(plan: Plan, side, scales, total) -> None:
 
 
 def _split(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Float32 as a sum of two bfloat16."""
+    """Splits float32 into a sum of two bfloat16."""
     high = array.astype(jnp.bfloat16)
     return high, (array - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _expand(plan: Plan, array: jax.Array) -> jax.Array:
-    """[groups, row blocks] -> [groups, outs]."""
+    """Repeats [groups, row blocks] to [groups, outs]."""
     if plan.outs_first:
         return array.T
     if plan.rows == 1:
@@ -312,8 +312,8 @@ def _expand(plan: Plan, array: jax.Array) -> jax.Array:
 
 
 def _accumulate(plan: Plan, k, x, codes, scales, total) -> None:
-    """Adds this input tile's part of the result (with "end", not scaled yet), OUTS_STEP outputs at a time."""
-    left = plan.inputs - k * plan.ins  # inputs from this tile's first to the end; less than a tile in the last
+    """Adds this input tile's part of the result, OUTS_STEP outputs at a time. With "end" it is not scaled yet."""
+    left = plan.inputs - k * plan.ins  # inputs from this tile's first to the end; may be less than a tile
     tile = 0 if plan.groups == 1 else k
     product = {"parts": _parts, "weights": _scaled_weights, "end": _plain_weights}[plan.scaling]
     step = OUTS_STEP if plan.outs % OUTS_STEP == 0 else plan.outs
@@ -330,19 +330,21 @@ def _accumulate(plan: Plan, k, x, codes, scales, total) -> None:
 
 
 def _plain_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
-    """Of many tokens: float32 [tokens, outs], not scaled."""
+    """The product for many tokens, float32 [tokens, outs], not scaled."""
     weights = _inside(plan, left, numbers(codes[...], x.dtype), only=codes.dtype == jnp.float8_e4m3fn)
     return _dot(_inside(plan, left, x[...]), weights)
 
 
 def _scaled_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
-    """Of many tokens: float32 [tokens, outs]. The MXU spreads scales over inputs, times a matrix of ones and zeros."""
+    """The product for many tokens, float32 [tokens, outs]. The MXU repeats scales for each input: it multiplies them
+    by a matrix of ones and zeros.
+    """
     weights = _inside(plan, left, numbers(codes[...], jnp.float32), only=codes.dtype == jnp.float8_e4m3fn)
     if plan.groups == 1:
         weights *= scales[...].T[:, :1]
     else:
         scale = scales[...]  # [groups, outs]
-        if plan.rounds:  # then twice the bits of bfloat16 are enough
+        if plan.rounds:  # weights are rounded to bfloat16, so scales need only twice its bits
             scale = jnp.concatenate(_split(scale))
         group = lax.broadcasted_iota(jnp.int32, (scale.shape[0], plan.ins), 0) % scales.shape[0]
         own = lax.broadcasted_iota(jnp.int32, group.shape, 1) // plan.group == group
@@ -351,21 +353,21 @@ def _scaled_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
 
 
 def _inside(plan: Plan, left, tile: jax.Array, only: bool = True) -> jax.Array:
-    """The tile [_, inputs] with zeros beyond the `left` inputs that exist; `only` where that is needed."""
+    """Returns the tile [_, inputs] with zeros beyond the `left` inputs that exist, if `only` holds."""
     if not (plan.ragged and only):
         return tile
     return jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, 1) < left, tile, jnp.zeros_like(tile))
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: int = 1) -> jax.Array:
-    """The product of two matrices over the same dimension of both, in float32: a [tokens, inputs], b [outs, inputs]."""
+    """Multiplies a [tokens, inputs] by b [outs, inputs] in float32, over dimension `contract` of both."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((contract,), (contract,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _parts(plan: Plan, left, x, codes, scales) -> jax.Array:
-    """Of few tokens: float32 [tokens, outs], the scaled partial products of groups."""
+    """The product for few tokens: scaled partial products of groups, summed to float32 [tokens, outs]."""
     total = jnp.zeros((plan.tokens, codes.shape[0]), jnp.float32)
     width = LANES if plan.group < LANES else 512 if plan.groups == 1 else math.gcd(plan.group, 512)
     for start in range(0, plan.ins, width):

@@ -1,4 +1,4 @@
-"""How the TPU's quantized matmul cuts a problem into tiles."""
+"""Tiles of the TPU's quantized matmul."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from jaxserve.pallas_kernels.quant_matmul.tpu_codes import factor
 from jaxserve.pallas_kernels.types import QuantArray
 
 LANES = 128
-FEW_TOKENS = 64  # up to here the weights' traffic is the bound
-FEW_CODES = 1 << 20  # then bytes of codes in a tile
-FEW_INPUTS = 8192  # and inputs in a tile at most
-TOKENS, OUTS, INPUTS = 512, 1024, 1024  # otherwise, at most
+FEW_TOKENS = 64  # up to here the traffic of the weights is the limit
+FEW_CODES = 1 << 20  # bytes of codes in a tile, with at most FEW_TOKENS
+FEW_INPUTS = 8192  # maximum of inputs in a tile, with at most FEW_TOKENS
+TOKENS, OUTS, INPUTS = 512, 1024, 1024  # maximum sizes of a tile with more tokens
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is specialised for.
+    """The static parameters of a kernel.
 
     tokens, outs, ins: sizes of a tile; in_tiles of them cover `inputs`. rows, group: outputs and inputs that share a
-    scale. groups: scales along the inputs. scaling: see the top. rounds: weights are rounded to bfloat16.
+    scale. groups: scales along the inputs. scaling: see `tpu`. rounds: weights are rounded to bfloat16.
     factor: see `tpu_codes`.
     """
 
@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def ragged(self) -> bool:
-        """Whether the last input tile reaches beyond the inputs."""
+        """Whether the last input tile extends beyond the inputs."""
         return self.ins * self.in_tiles > self.inputs
 
     @property
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def outs_first(self) -> bool:
-        """Whether XLA lays scales out as [outs, groups]; where that would need padding, it takes [groups, outs]."""
+        """Whether XLA lays scales out as [outs, groups]. It chooses [groups, outs] where that would need padding."""
         return self.rows == 1 and self.groups % LANES == 0
 
     @property
@@ -64,14 +64,16 @@ class Plan:
 
     @property
     def scratch_shape(self) -> tuple[int, int, int]:
-        """Of scales: [input tiles, groups in a tile, outputs]."""
+        """Shape of the scales: [input tiles, groups in a tile, outputs]."""
         return (1 if self.groups == 1 else self.in_tiles, -(-self.tile_groups // 8) * 8, self.outs)
 
 
 def make_plan(
     w: QuantArray, x_dtype, tile_tokens: int, most_inputs: int | None = None, most_outs: int | None = None
 ) -> Plan:
-    """For codes [..., out, in] and that many tokens per tile; tiles as large as is good, or as they are let."""
+    """The plan for codes [..., out, in] and `tile_tokens` tokens per tile. Tiles are as large as is good, or as the
+    limits allow.
+    """
     out, inputs = w.codes.shape[-2:]
     few = tile_tokens <= FEW_TOKENS
     groups = w.scale.shape[-1]
@@ -108,7 +110,9 @@ def make_plan(
 
 
 def _tile(size: int, unit: int, most: int) -> int:
-    """A tile of `size` in units: all of it, else the largest that divides it if large, else `most`, the last ragged."""
+    """A tile in multiples of `unit`: all of `size`; else its largest divisor if that is large; else `most`, with a
+    ragged last tile.
+    """
     if size <= most:
         return size
     candidates = range(most // unit * unit, most // 2 - 1, -unit)

@@ -1,16 +1,16 @@
-"""GGUF's blocks in Triton: weights at the width of the file, decoded in registers.
+"""GGUF's blocks in Triton: weights are read in the file's form and decoded in registers.
 
-Grid (tiles of tokens, tiles of outputs, splits of the blocks). A program walks over the blocks of its outputs; of each
-group that shares a scale it makes the codes, in the type of x, multiplies them with the group's inputs, and adds the
-product times the group's factor to its float32 sums [outputs, tokens]; what a type adds to a group's values multiplies
-the group's sum of x, which XLA computes. Codes are exact in 16 bits.
+Grid (tiles of tokens, tiles of outputs, splits of the blocks). A program loops over the blocks of its outputs. For each
+group that shares a scale it decodes the codes in the dtype of x, multiplies them with the group's inputs, and adds the
+product times the group's factor to its float32 sums [outputs, tokens]. A constant that a type adds to a group's values
+multiplies the group's sum of x, which XLA computes. Codes are exact in 16 bits.
 
 Traffic: each field of the blocks once per tile of tokens, x once per tile of outputs (from the L2 cache).
 Pipeline: `num_stages` blocks in flight (cp.async).
 
-Estimate: two instructions cut out the low bits of four codes and three join the high ones, two spread them to 16 bits
-and two subtract; packing bytes, groups' factors and their sums come on top. By the machine code of the loop for 16
-tokens, and 33 T instructions a second of an H200 against its 4.3 TB/s:
+Estimate: for four codes, two instructions extract the low bits, three add the high bits, two convert them to 16 bits
+and two subtract. Packing bytes, groups' factors and their sums come on top. The table is from the machine code of the
+loop for 16 tokens, with an H200's 33 T instructions a second against its 4.3 TB/s:
 
   instructions a weight    Q4_K 6.2, Q5_K 7.1, Q6_K 7.5, Q3_K 7.6, Q2_K 8.9, Q5_0 11.1, Q4_1 11.6, Q5_1 15.8
   of the floor, at most    Q4_K 72%, Q5_K 76%, Q6_K 84%, Q3_K 43%, Q2_K 28%, Q5_0 48%, Q4_1 41%, Q5_1 37%
@@ -33,13 +33,13 @@ from jaxserve.pallas_kernels.registry import MatmulProblem
 from jaxserve.pallas_kernels.triton_compat import pad
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray
 
-PTX = True  # inline; Triton's interpreter has none
-NAMES = tuple(BLOCK_KINDS)  # a kernel is told a kind by its place
+PTX = True  # inline PTX; Triton's interpreter has none
+NAMES = tuple(BLOCK_KINDS)  # a kernel gets a kind as its index here
 
 
 @triton.constexpr_function
 def of(field: str, kind: int, g: int = 0) -> int:
-    """A field of BLOCK_KINDS, or of a group in GROUPS."""
+    """Returns a field of BLOCK_KINDS, or a field of a group in GROUPS."""
     name = NAMES[kind]
     if field in ("low_at", "low_shift", "high_at", "high_shift"):
         return getattr(GROUPS[name][g], field)
@@ -52,7 +52,7 @@ def of(field: str, kind: int, g: int = 0) -> int:
 
 @triton.constexpr_function
 def block_ptx(kind: int, g: int, dtype: tl.dtype) -> str:
-    """PTX that makes numbers $0 and $1 of four codes, whose low bits are in the bytes of $2, and high ones of $3."""
+    """PTX that converts four codes to numbers $0 and $1. $2 has their low bits in bytes, $3 the high ones."""
     name = NAMES[kind]
     group, mask = GROUPS[name][g], LOW_MASK[name] * 0x01010101
     body = f"shr.u32 t, $2, {group.low_shift}; and.b32 t, t, {mask:#010x};"
@@ -62,7 +62,7 @@ def block_ptx(kind: int, g: int, dtype: tl.dtype) -> str:
         body += f"shl.b32 u, $3, {shift};" if shift >= 0 else f"shr.u32 u, $3, {-shift};"
         body += f"lop3.b32 t, u, {(bits << up) * 0x01010101:#010x}, t, 0xEA;"
     offset = BLOCK_KINDS[name].offset
-    if dtype == tl.bfloat16:  # a code is added to 128 by being its lowest bits, or to 1024
+    if dtype == tl.bfloat16:  # put into the low bits of 128 (bfloat16) or 1024 (float16), a code is added to it
         high, less, subtract = 0x43, 0xC300 + offset, "fma.rn.bf16x2 {to}, u, one, less;"
     else:
         high, less, subtract = 0x64, 0x6400 + offset, "sub.f16x2 {to}, u, less;"
@@ -73,8 +73,8 @@ def block_ptx(kind: int, g: int, dtype: tl.dtype) -> str:
 
 @triton.jit
 def _codes(low, high, like, KIND: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr):
-    """A group's codes less their offset [outputs, group], in the type that the pointers `like` point to. `high` is
-    `low` where there are no high bits."""
+    """A group's codes minus their offset [outputs, group], in the dtype that the pointers `like` point to. Without high
+    bits, `high` is `low`."""
     if PTX:
         return tl.inline_asm_elementwise(
             block_ptx(KIND, G, like.dtype.element_ty), "=r,=r,r,r", [low, high], like.dtype.element_ty, True, 4
@@ -91,7 +91,7 @@ def _codes(low, high, like, KIND: tl.constexpr, G: tl.constexpr, PTX: tl.constex
 
 @triton.jit
 def _factor(scales, factors, KIND: tl.constexpr, G: tl.constexpr):
-    """A group's factor, and what is added to its values, float32 [outputs]. The pointers are to a block's."""
+    """A group's factor, and the constant added to its values, float32 [outputs]. The pointers are a block's."""
     factor = tl.load(factors).to(tl.float32)
     added = tl.load(factors + 1).to(tl.float32) if of("shifts", KIND) else factor
     at: tl.constexpr = 8 * (G % 4)
@@ -118,7 +118,7 @@ def _matmul(
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
     PTX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """x [TOKENS, INPUTS]; sums of it over groups [TOKENS, INPUTS / group]; `out` is [SPLITS, TOKENS, OUTPUTS]."""
+    """x [TOKENS, INPUTS]; `sums` over its groups [TOKENS, INPUTS / group]; `out` is [SPLITS, TOKENS, OUTPUTS]."""
     BLOCK: tl.constexpr = of("block", KIND)
     GROUP: tl.constexpr = of("group", KIND)
     BLOCKS: tl.constexpr = INPUTS // BLOCK
@@ -126,7 +126,7 @@ def _matmul(
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     lane = tl.arange(0, GROUP)
-    # What lies beyond the edges repeats the last row, and is not stored.
+    # Beyond the edges the last row is repeated. Results there are not stored.
     real_token = tl.minimum(token, TOKENS - 1).to(tl.int64)
     row = tl.minimum(output, OUTPUTS - 1).to(tl.int64)
     x_row = x + real_token[:, None] * INPUTS + lane[None, :]
@@ -167,7 +167,7 @@ def _matmul(
 
 
 def why_not(problem: MatmulProblem) -> str | None:
-    """Why a problem with blocks, on a GPU that runs Triton, cannot be run; None: it can."""
+    """Returns why a problem with blocks cannot run on a GPU that runs Triton, or None where it can."""
     return (
         None if problem.kind in BLOCK_KINDS else f"blocks must be one of {', '.join(BLOCK_KINDS)}, not {problem.kind}"
     )
@@ -175,8 +175,8 @@ def why_not(problem: MatmulProblem) -> str | None:
 
 @partial(jax.jit, static_argnames="dtype")
 def product(x: jax.Array, w: BlockArray, count: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x [tokens, in] times w as parts [splits, tokens, out]: float32, or `dtype` where there is one. `count`: int32
-    [1], the leading rows of x that matter; tiles beyond hold zeros."""
+    """x [tokens, in] times w as parts [splits, tokens, out]: float32, or `dtype` for a single part. `count`: int32 [1],
+    the leading rows of x that matter; tiles beyond them hold zeros."""
     (tokens, inputs), (outputs, _), kind = x.shape, w.shape, BLOCK_KINDS[w.kind]
     few = tokens <= 64
     bm, bn, warps = (pad(tokens, 16), 64, 4) if few else (64, 128, 8)

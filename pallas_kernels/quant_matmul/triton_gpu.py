@@ -1,22 +1,22 @@
 """Quantized matmul on NVIDIA GPUs of compute capability 8.0 and newer, in Triton.
 
 Grid (tiles of tokens, tiles of outputs, splits of the inputs). A program keeps a tile of the transposed result
-[outputs, tokens] in float32, so that the weights, converted in registers, are the left operand of the matrix unit and
-the tokens its narrow side. It reads each code once (int4 packed, two or four in each element that is read), in pieces
-that lie within a group. Codes are exact in the type of x; scales apply to the sum of each group, zeros and biases to
+[outputs, tokens] in float32. So the weights, converted in registers, are the left operand of the matrix unit, and the
+tokens its narrow side. A program reads each code once (int4 packed, two or four in each element), in pieces that lie
+within a group. Codes are exact in the dtype of x. Scales multiply the product of each group; zeros and biases multiply
 the group's sum of x:
 
   out += scale * (codes @ x) + (bias - zero * scale) * sum(x)
 
-4-bit floats meet their scales in registers instead (`triton_fp4`), and a row's gain multiplies its sum.
+4-bit floats are multiplied by their scales in registers (`triton_fp4`), and a row's gain multiplies its sum.
 
-Traffic: codes and scales once per 128 tokens, x once per tile of outputs (from the L2 cache). Splits, chosen from
-static sizes where the tiles alone would leave the device idle, write float32 partials which XLA adds up.
+Traffic: codes and scales once per 128 tokens, x once per tile of outputs (from the L2 cache). Where the tiles alone
+would leave the device idle, static sizes decide a number of splits. They write float32 partials, which XLA adds.
 Pipeline: `stages` steps of codes and x in flight (cp.async).
-From some 500 tokens on weights are dequantized beforehand instead (`dequantized`).
-Experts: XLA lists the tiles of tokens, each of one expert; a program stores only the rows that are its own.
+From about 500 tokens on, weights are dequantized first (`dequantized`).
+Experts: XLA lists the tiles of tokens, each of one expert. A program stores only rows of its own expert.
 
-Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on any of them.
+Compiled for H200 (9.0), and a few shapes for 8.9 and 8.0; not yet run on any of them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 FLOATS = ("bfloat16", "float16", "float32")
 FLOAT4 = "float4_e2m1fn"
 CODES = ("int4", "int8", "float8_e4m3fn", FLOAT4)
-PTX = True  # inline, where that is faster; Triton's interpreter has none
+PTX = True  # inline PTX where it is faster; Triton's interpreter has none
 
 
 class Tiles(NamedTuple):
-    """Sizes of a program's tile and pipeline. `inputs`, of one product, lie in a group; `step` are fetched at once."""
+    """Sizes of a program's tile and pipeline. A product has `inputs` of one group; `step` are fetched at once."""
 
     tokens: int
     outputs: int
@@ -57,7 +57,7 @@ class Tiles(NamedTuple):
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
-    """Why this kernel cannot run the problem on the device; None: it can."""
+    """Returns why this kernel cannot run the problem on the device, or None where it can."""
     x, codes = problem.x_dtype.name, problem.codes_dtype.name
     if device.platform != "gpu":
         return f"it is for NVIDIA GPUs, not {device.platform}"
@@ -93,18 +93,18 @@ def _why_not_fp4(problem: MatmulProblem) -> str | None:
 
 
 def _least_step(codes: str) -> int:
-    return 32 if codes == "int4" else 16  # the matrix unit takes 16 inputs; a byte of int4 holds two
+    return 32 if codes == "int4" else 16  # the matrix unit takes 16 inputs at a time; a byte has two int4
 
 
 def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, group: int, target: Target) -> Tiles:
-    """Tile sizes for a problem; to be tuned on the devices."""
+    """Tile sizes for a problem, not tuned on a device."""
     grouped = group < inputs and codes != FLOAT4
     within = group & -group if grouped else 128  # the largest power of two that divides the group
     if x_dtype == "float32":
         piece = 64 if codes == FLOAT4 else min(within, 32)
         tile = Tiles(pad(min(tokens, 32), 16), 32, piece, piece, 1, 4, 2)
     elif tokens <= 64:
-        # Memory stays busy if some 40 KiB of codes are in flight on each multiprocessor.
+        # About 40 KiB of codes in flight on each multiprocessor keep the memory busy.
         step = 256 if codes in ("int4", FLOAT4) and tokens <= 32 else 64 if codes in FLOATS else 128
         tile = Tiles(pad(tokens, 16), 64, min(within, 128), step, 1, 4, 4)
     else:
@@ -124,7 +124,7 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
 
 
 def _tuned(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, group: int) -> Mapping[str, int]:
-    """Sizes that were measured for a problem."""
+    """The sizes that were measured for a problem."""
     group = group if group < inputs else 0
     return tuning.lookup(
         "matmul", "triton", x=x_dtype, codes=codes, group=group, out=outputs, inputs=inputs, tokens=tokens
@@ -133,12 +133,12 @@ def _tuned(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, gro
 
 @triton.constexpr_function
 def nibble_ptx(nibble: int, per: int, dtype: tl.dtype) -> str:
-    """PTX that turns the `nibble`-th 4 bits of int16 (per 4) or int8 (per 2) in one register into bfloat16 or float16.
+    """PTX that converts the `nibble`-th 4 bits of int16 (per 4) or int8 (per 2) in a register to bfloat16 or float16.
 
-    1.5 instructions a code, where a plain shift and conversion takes five or more. Offset by 8 a code is 0 to 15, and
-    adds itself when put into the low bits of a float that is 128 (bfloat16) or 1024; 8 more than that is subtracted.
+    It takes 1.5 instructions a code; a plain shift and conversion take five or more. With an offset of 8 a code is 0 to
+    15. Put into the low bits of the float 128 (bfloat16) or 1024 (float16) it is added to it; 8 more is subtracted.
     """
-    if dtype == tl.bfloat16:  # 128 + 8; times one, as there is no sub.bf16x2 before sm_90
+    if dtype == tl.bfloat16:  # 128 + 8; by a product with one, as sub.bf16x2 needs sm_90
         high, less, subtract = 0x43, "0xC308C308", "fma.rn.bf16x2 {to}, {of}, one, less;"
     else:  # 1024 + 8
         high, less, subtract = 0x64, "0x64086408", "sub.f16x2 {to}, {of}, less;"
@@ -155,7 +155,7 @@ def nibble_ptx(nibble: int, per: int, dtype: tl.dtype) -> str:
 
 @triton.jit
 def _nibble(w, like, NIBBLE: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr):
-    """The NIBBLE-th of each PER int4 codes of w, in the type that the pointers `like` point to."""
+    """The NIBBLE-th of each PER int4 codes of w, in the dtype that the pointers `like` point to."""
     if PTX:
         return tl.inline_asm_elementwise(
             nibble_ptx(NIBBLE, PER, like.dtype.element_ty),
@@ -170,7 +170,7 @@ def _nibble(w, like, NIBBLE: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr)
 
 @triton.jit
 def _shift(factor, zero, bias, at, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """What a sum of x is to be multiplied with: bias - zero * scale."""
+    """The factor of a sum of x: bias - zero * scale."""
     shift = tl.zeros_like(factor)
     if HAS_BIAS:
         shift += tl.load(bias + at).to(tl.float32)
@@ -186,8 +186,8 @@ def _piece(
     PER: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr, FP4: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of the inputs from `start`, which lie in one group, to acc [outputs, tokens], and the sums of x
-    to `sums` [tokens], which each group uses up."""
+    """Adds the products of the inputs from `start`, which lie in one group, to acc [outputs, tokens]. Adds the sums of
+    x to `sums` [tokens], which the end of each group resets."""
     COLUMNS: tl.constexpr = INPUTS // PER
     WHOLE: tl.constexpr = INPUTS % STEP == 0
     SHIFTED: tl.constexpr = HAS_ZERO or HAS_BIAS
@@ -232,10 +232,11 @@ def _matmul(
     HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, FACTOR: tl.constexpr, SPLITS: tl.constexpr, GROUPED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """PER 2 or 4: int4 codes in int8 or int16, [OUTPUTS, INPUTS / PER], with x [PER, TOKENS, INPUTS / PER]: what
-    belongs to the first of each PER codes, to the second, and so on. BITS: float8 codes as int8. FP4: what scales are
-    of 4-bit floats, in int16. GROUP 0: all inputs share a scale. `out` is [SPLITS, TOKENS, OUTPUTS]. GROUPED: each tile
-    of tokens is one of `items` [tiles, 3]: expert, first token, end; weights have a leading dimension of experts."""
+    """PER 2 or 4: int4 codes in int8 or int16 [OUTPUTS, INPUTS / PER], with x [PER, TOKENS, INPUTS / PER]: first the
+    inputs of the first of each PER codes, then of the second, and so on. BITS: float8 codes as int8. FP4: the type of
+    scales of 4-bit floats, in int16. GROUP 0: all inputs share a scale. `out` is [SPLITS, TOKENS, OUTPUTS]. GROUPED: a
+    tile of tokens is one of `items` [tiles, 3]: expert, first token, end; weights have a leading dimension of
+    experts."""
     COLUMNS: tl.constexpr = INPUTS // PER
     SHIFTED: tl.constexpr = HAS_ZERO or HAS_BIAS
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUP else 1
@@ -252,7 +253,7 @@ def _matmul(
     token = start + tl.arange(0, BM)
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.arange(0, BK // PER)
-    # What lies beyond the edges repeats the last row, and is not stored.
+    # Beyond the edges the last row is repeated. Results there are not stored.
     x_row = x + tl.minimum(token, TOKENS - 1).to(tl.int64)[:, None] * COLUMNS + column[None, :]
     codes_row = codes + tl.minimum(output, OUTPUTS - 1).to(tl.int64)[:, None] * COLUMNS + column[None, :]
     scale_row = tl.minimum(output, OUTPUTS - 1) // BLOCK_OUT * GROUPS
@@ -284,21 +285,22 @@ def _matmul(
 
 @jax.jit
 def quant_matmul(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
-    """x [tokens, in] times the weights [out, in], transposed -> float32 [tokens, out].
+    """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out].
 
-    `count`, an int32 scalar, says how many leading rows of x matter; tiles beyond hold zeros, minus zero or biases.
+    `count`, an int32 scalar, is the number of leading rows of x that matter. Tiles beyond hold zeros (of either sign)
+    or biases.
     """
     return _sum(_product(x, w, count, jnp.float32))
 
 
 @jax.jit
 def quant_matmul_parts(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
-    """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
+    """The product as `parts.Parts.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
     return _product(x, w, count, x.dtype)
 
 
 def _product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """x times w as parts [splits, tokens, out]: float32, or `dtype` where there is one."""
+    """x times w as parts [splits, tokens, out]: float32, or `dtype` for a single part."""
     tokens, inputs = x.shape
     count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
     if isinstance(w, BlockArray):
@@ -314,7 +316,7 @@ def _product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None, 
 def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
     """As `reference.grouped_quant_matmul`: rows of x, sorted by expert, each times its expert's weight.
 
-    A tile of tokens is of one expert; it has room for an expert's even share.
+    A tile has tokens of one expert, and room for the average number of tokens of an expert.
     """
     (tokens, inputs), (experts, outputs, _) = x.shape, w.shape
     share, target = -(-tokens // experts), triton_compat.target()
@@ -326,7 +328,7 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) ->
 
 
 def _work_items(group_sizes: jax.Array, tokens: int, size: int) -> jax.Array:
-    """Expert, first token and end of each tile of `size` tokens, int32 [items, 3]; empty where there are none left."""
+    """Expert, first token and end of each tile of `size` tokens, int32 [items, 3]. Tiles beyond the last are empty."""
     experts, ends = len(group_sizes), jnp.cumsum(group_sizes)
     count = (group_sizes + size - 1) // size
     after = jnp.cumsum(count)
@@ -343,8 +345,8 @@ def _sum(parts: jax.Array) -> jax.Array:
 def _call(
     x: jax.Array, w: QuantArray, tile: Tiles, count: jax.Array, items: jax.Array | None, dtype: jnp.dtype
 ) -> jax.Array:
-    """Parts [splits, tokens, out]: float32, or `dtype` where there is one. Without `items`: one weight, and tiles of
-    tokens that follow each other up to `count`."""
+    """Parts [splits, tokens, out]: float32, or `dtype` for a single part. Without `items` there is one weight, and
+    tiles of tokens follow each other up to `count`."""
     (tokens, inputs), outputs = x.shape, w.shape[-2]
     kind, group = w.codes.dtype.name, w.block[1]
     codes, scale, factor, per, bits, fp4 = w.codes, w.scale, 1.0, 1, False, 0
@@ -352,7 +354,7 @@ def _call(
     if kind == FLOAT4:
         fp4, scale = SCALES[scale.dtype.name], lax.bitcast_convert_type(scale, jnp.int8)
     if kind in ("int4", FLOAT4):
-        # No copy: XLA's int4 arrays are packed, low half first. x is reordered by what computes it, or by a small copy.
+        # No copy: XLA packs int4 arrays, low half first. The producer of x reorders it, or a small copy does.
         per = 4 if fp4 or (tile.inputs >= 64 and inputs % 4 == 0) else 2
         codes = codes.reshape(*codes.shape[:-1], inputs // per, per)
         codes = lax.bitcast_convert_type(codes, jnp.int16 if per == 4 else jnp.int8)

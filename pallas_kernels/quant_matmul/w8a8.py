@@ -1,16 +1,15 @@
-"""Products of 8-bit weights with inputs that are rounded to 8 bits too (`Activations`), on the matrix unit's own types.
+"""Products of 8-bit weights with inputs that are rounded to 8 bits (`Activations`), on the matrix unit's 8-bit types.
 
   int8 x int8 -> int32, exact; float8_e4m3fn x float8_e4m3fn -> float32. The scales of token and output multiply sums.
-  Blocks of inputs (DeepSeek's 128): the sum of each is multiplied by its scales, and these are added in float32.
+  With blocks of inputs (DeepSeek's 128), each block's sum is multiplied by its scales, and these are added in float32.
 
-Without blocks a product is one `dot_general`: in programs compiled for an H200 (jax 0.10.2 and 0.11.2) a Triton gemm
-that reads the 8-bit operands as they are and applies the scales to its result; for v5e and v6e, with int8, one
-convolution s8 x s8 -> s32. With blocks, and where another kernel has rounded the inputs, it is the kernel of
-`w8a8_triton` on GPUs. Elsewhere (`why_not`) weights are
-multiplied with inputs that are not rounded, or, where somebody insists, that were rounded and are floats again
-(`emulated`). None of this has run on a device.
+Without blocks a product is one `dot_general`. In programs compiled for an H200 (jax 0.10.2 and 0.11.2) it becomes a
+Triton gemm that reads the 8-bit operands directly and applies the scales to its result. For v5e and v6e, with int8, it
+becomes one convolution s8 x s8 -> s32. GPUs use the kernel of `w8a8_triton` with blocks, and where another kernel has
+rounded the inputs. Devices without such products (`why_not`) multiply weights with inputs that are not rounded. If a
+user insists, inputs are rounded and converted back to floats (`emulated`). None of this has run on a device.
 
-A token's codes depend on that token alone, and on no number of rows; so does its product, up to the order of the sums.
+A token's codes depend only on that token, not on the number of rows. So does its product, up to the order of the sums.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from jaxserve.pallas_kernels.quant_matmul import reference
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import Activations, QuantArray, QuantRows
 
-TOPS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest code
-TINY = 1e-30  # a token (or group) whose largest magnitude is smaller counts as zeros
-BLOCKS = (32, 64, 128, 256)  # of inputs that share a scale, in `w8a8_triton`
+TOPS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest code of each type
+TINY = 1e-30  # a token (or group) whose largest magnitude is smaller counts as zero
+BLOCKS = (32, 64, 128, 256)  # numbers of inputs that may share a scale in `w8a8_triton`
 
 
 def unreadable(w: QuantArray) -> str | None:
-    """Why products of this weight cannot round their inputs as it says, on any device; None: they can, or it says
-    nothing."""
+    """Returns why no device can round the inputs of this weight's products as it says. None: some device can, or the
+    weight does not ask for it."""
     wanted = w.activations
     if wanted is None:
         return None
@@ -51,7 +50,7 @@ def unreadable(w: QuantArray) -> str | None:
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
-    """Why a device has no products of this kind; None: it has."""
+    """Returns why a device has no products of this kind, or None where it has."""
     wanted = problem.activations
     if wanted is None:
         return "activations are not to be rounded"
@@ -73,18 +72,18 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
 
 
 def native(device: Device, x_dtype: jnp.dtype, w: QuantArray) -> str | None:
-    """Why `w.activations` is not done on a device as it is meant; None: it is."""
+    """Returns why a device cannot follow `w.activations` natively, or None where it can."""
     return unreadable(w) or why_not(device, MatmulProblem.of(jax.ShapeDtypeStruct((1, 1), x_dtype), w))
 
 
 def ignored(w: QuantArray) -> QuantArray:
-    """The same weight, whose products take their inputs as they are."""
+    """Returns an equal weight whose products do not round their inputs."""
     return replace(w, activations=None, input_scale=None)
 
 
 def scales(x: jax.Array, wanted: Activations) -> jax.Array:
-    """Dynamic scales of x [tokens, in], float32 [tokens, groups]; infinite, so that the product shows it, where x is
-    not finite."""
+    """Dynamic scales of x [tokens, in], float32 [tokens, groups]. They are infinite where x is not finite, so that the
+    product shows it."""
     tokens, inputs = x.shape
     group = wanted.group or inputs
     size = jnp.abs(x.astype(jnp.float32))
@@ -96,7 +95,7 @@ def scales(x: jax.Array, wanted: Activations) -> jax.Array:
 
 
 def quantize(x: jax.Array, w: QuantArray) -> QuantRows:
-    """x [tokens, in] as `w.activations` say: codes rounded to even, saturated."""
+    """Rounds x [tokens, in] as `w.activations` says. Codes are rounded to even and saturated."""
     wanted = w.activations
     assert wanted is not None
     scale = w.input_scale if wanted.static else scales(x, wanted)
@@ -104,17 +103,17 @@ def quantize(x: jax.Array, w: QuantArray) -> QuantRows:
 
 
 def codes(x: jax.Array, scale: jax.Array, wanted: Activations) -> jax.Array:
-    """x over its scales, rounded to even."""
+    """Divides x by its scales and rounds to even."""
     top = TOPS[wanted.dtype]
     spread = scale if wanted.group is None else jnp.repeat(scale, wanted.group, 1)[:, : x.shape[1]]
     values = jnp.clip(x.astype(jnp.float32) / spread, -top, top)
-    if wanted.dtype == "int8":  # a cast of NaN would be undefined; the scale is infinite then
+    if wanted.dtype == "int8":  # casting NaN would be undefined; its scale is infinite, which is enough
         return jnp.where(jnp.isnan(values), 0.0, jnp.round(values)).astype(jnp.int8)
     return values.astype(jnp.float8_e4m3fn)
 
 
 def dequantize(rows: QuantRows) -> jax.Array:
-    """The values of rounded inputs, float32 [tokens, in]."""
+    """Returns the values of rounded inputs, float32 [tokens, in]."""
     inputs = rows.shape[1]
     values = rows.codes.astype(jnp.float32)
     groups = rows.scale.shape[1]
@@ -124,27 +123,27 @@ def dequantize(rows: QuantRows) -> jax.Array:
 
 
 def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
-    """Rounded inputs [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out]."""
+    """Rounded inputs [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out]."""
     if w.activations is not None and w.activations.group is not None:
         from jaxserve.pallas_kernels.quant_matmul import w8a8_triton
 
         return w8a8_triton.quant_matmul(rows, w)
     exact = jnp.int32 if rows.codes.dtype == jnp.int8 else jnp.float32
     sums = lax.dot_general(rows.codes, w.codes, (((1,), (1,)), ((), ())), preferred_element_type=exact)
-    # In this order XLA:GPU applies both scales within its gemm.
+    # With this order of factors XLA:GPU applies both scales within its gemm.
     return sums.astype(jnp.float32) * rows.scale * reference.expand(w.scale, w.block, (w.shape[0], 1)).T
 
 
 def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
-    """The same as `parts.Parts.sums`, on GPUs: float32 of each split of the inputs, or one in the dtype of x."""
+    """The product on GPUs as `parts.Parts.sums`: float32 for each split of the inputs, or one in the dtype of x."""
     from jaxserve.pallas_kernels.quant_matmul import w8a8_triton
 
     return w8a8_triton.quant_matmul_parts(rows, w)
 
 
 def emulated(rows: QuantRows, w: QuantArray, multiply: Callable[[jax.Array, QuantArray], jax.Array]) -> jax.Array:
-    """The same product where there is none of this kind, by `multiply`, for weights alone; equal up to the rounding of
-    float32 sums. 16-bit floats hold all codes exactly, but not all values, so that with blocks it is plain XLA."""
+    """The product on devices without 8-bit products, equal up to the rounding of float32 sums. `multiply` takes float
+    inputs. 16-bit floats hold all codes exactly, but not all values, so with blocks the product is plain XLA."""
     if rows.scale.shape[1] == 1:
         return multiply(rows.codes.astype(rows.dtype), ignored(w)) * rows.scale
     return reference.quant_matmul(dequantize(rows), ignored(w))

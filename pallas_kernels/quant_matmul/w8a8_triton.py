@@ -1,17 +1,18 @@
-"""Products of 8-bit inputs with 8-bit weights on NVIDIA GPUs of compute capability 8.9 and newer (int8: 8.0), in
-Triton. Compiled for H200, not yet run on.
+"""Products of 8-bit inputs with 8-bit weights in Triton, on NVIDIA GPUs of compute capability 8.9 and newer (int8:
+8.0). Compiled for H200, not yet run on one.
 
-Grid (tiles of tokens, tiles of outputs, splits of the inputs). As in `triton_gpu` a program keeps a tile of the
-transposed result [outputs, tokens]. It takes STEP inputs at a time to the matrix unit, whose sums of float8 begin at
-zero each time and are added up in float32 (Hopper's unit keeps some 14 bits of them). Where scales belong to blocks of
-inputs (DeepSeek's 128), these are the steps, and each sum is multiplied by its two scales; otherwise the scales of
-token and output multiply the result. int8 without blocks adds up in int32.
+Grid (tiles of tokens, tiles of outputs, splits of the inputs). As in `triton_gpu`, a program keeps a tile of the
+transposed result [outputs, tokens]. The matrix unit takes STEP inputs at a time. Its sums of float8, of which Hopper's
+unit keeps about 14 bits, start from zero in each step and are added in float32. Where blocks of inputs have scales
+(DeepSeek's 128), a step is a block, and its sum is multiplied by its two scales. Otherwise the scales of token and
+output multiply the result. int8 without blocks is added in int32.
 
-It takes the place of XLA's gemm where the inputs were rounded by another kernel: XLA does not apply scales within its
-gemm that come out of the same custom call as the codes (seen in jax 0.10.2), and writes float32 that it reads again.
+This kernel replaces XLA's gemm where another kernel has rounded the inputs. XLA does not fuse scales into its gemm if
+one custom call makes the codes and the scales (seen in jax 0.10.2); it writes float32 and reads it again.
 
 Traffic: codes once per 128 tokens, inputs once per tile of outputs (from the L2 cache), scales 4 bytes for each block.
-Pipeline: `stages` steps of both operands in flight (cp.async). Splits write float32 parts for the next kernel, or XLA.
+Pipeline: `stages` steps of both operands in flight (cp.async). Splits write float32 parts, which the next kernel or XLA
+adds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxserve.pallas_kernels import triton_compat
 from jaxserve.pallas_kernels.triton_compat import Target, pad
 from jaxserve.pallas_kernels.types import QuantArray, QuantRows
 
-STEP = 128  # inputs that the matrix unit adds up at a time, where no block says otherwise
+STEP = 128  # inputs that the matrix unit adds at a time where there are no blocks
 
 
 class Tiles(NamedTuple):
@@ -39,9 +40,9 @@ class Tiles(NamedTuple):
 
 
 def tiles(tokens: int, outputs: int, inputs: int, step: int, target: Target) -> Tiles:
-    """Sizes of a program's tile and pipeline; not tuned on a device."""
+    """Sizes of a program's tile and pipeline, not tuned on a device."""
     few = tokens <= 64
-    roomy = target.capability in (80, 90, 100, 103)  # the others have 99 KiB of shared memory
+    roomy = target.capability in (80, 90, 100, 103)  # other capabilities have 99 KiB of shared memory
     tile = Tiles(pad(tokens, 16), 64, 1, 4, 4) if few else Tiles(128, 128, 1, 8, 3 if roomy else 2)
     if step > STEP:
         tile = tile._replace(stages=2)
@@ -56,8 +57,8 @@ def _matmul(
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, STEP: tl.constexpr,
     BLOCKS: tl.constexpr, GIVEN: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """x [TOKENS, INPUTS] and its scales, codes [OUTPUTS, INPUTS] and theirs; `out` is [SPLITS, TOKENS, OUTPUTS]. With
-    BLOCKS each token, and BLOCK_OUT outputs, have a scale for each step, else one. GIVEN: all tokens have the same."""
+    """x [TOKENS, INPUTS] and codes [OUTPUTS, INPUTS] with their scales; `out` is [SPLITS, TOKENS, OUTPUTS]. With BLOCKS
+    each token and each BLOCK_OUT outputs have a scale for each step, else one. GIVEN: all tokens share one scale."""
     STEPS: tl.constexpr = (INPUTS + STEP - 1) // STEP
     GROUPS: tl.constexpr = STEPS if BLOCKS else 1
     WHOLE: tl.constexpr = INPUTS % STEP == 0
@@ -66,7 +67,7 @@ def _matmul(
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.arange(0, STEP)
-    # What lies beyond the edges repeats the last row, and is not stored.
+    # Beyond the edges the last row is repeated. Results there are not stored.
     real_token, real_output = tl.minimum(token, TOKENS - 1), tl.minimum(output, OUTPUTS - 1)
     x_row = x + real_token.to(tl.int64)[:, None] * INPUTS + column[None, :]
     codes_row = codes + real_output.to(tl.int64)[:, None] * INPUTS + column[None, :]
@@ -96,14 +97,14 @@ def _matmul(
 
 @jax.jit
 def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
-    """Rounded inputs [tokens, in] times the weight [out, in], transposed -> float32 [tokens, out]."""
+    """Rounded inputs [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out]."""
     parts = _product(rows, w, jnp.dtype(jnp.float32))
     return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
 @jax.jit
 def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
-    """The same as `parts.Parts.sums`: float32 of each split of the inputs, or one part in the dtype of x."""
+    """The product as `parts.Parts.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
     return _product(rows, w, rows.dtype)
 
 

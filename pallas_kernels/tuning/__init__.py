@@ -1,13 +1,14 @@
-"""Block sizes that were measured on a device, for the kernels' plans to consult.
+"""Block sizes that were measured on a device, for the kernels' plans.
 
-A table is a JSON file for one kind of device. `jaxserve tune` writes one into the user's folder, which is read on top
-of those beside this file:
+A table is a JSON file for one kind of device. `jaxserve tune` writes one to the user's folder. Its entries override
+those of the tables beside this file:
 
   {"device": "NVIDIA H200", "comment": "…",
    "sizes": {"matmul": {"mosaic_gpu": {"bits=4 group=128 inputs=4096 out=4096 tokens=16":
                                        {"sizes": {"stages": 6}, "us": 9.1, "default_us": 11.8}}}}}
 
-What a table does not name stays as the plan has it. `us` and `default_us`, microseconds, say what it was chosen for.
+The plan decides sizes that a table does not name. `us` and `default_us` are the measured microseconds with and without
+these sizes, for information.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from typing import Any, NamedTuple
 import jax
 
 SHIPPED = Path(__file__).parent
-BUCKETED = ("tokens", "rows", "context")  # of a problem: rounded up to a power of two
+BUCKETED = ("tokens", "rows", "context")  # numbers of a problem that are rounded up to a power of two
 
-# What may be set, by operation and backend, with the values that are worth a trial.
+# Sizes that can be set, by operation and backend, with the values worth a trial.
 SIZES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("matmul", "mosaic_gpu"): {
         "n": (8, 16, 32, 64, 128),
@@ -35,8 +36,8 @@ SIZES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
         "k": (64, 128),
         "stages": (2, 3, 4, 6, 8, 12),
         "splits": (1, 2, 4, 8, 16),
-        "warpgroups": (1, 2, 3),  # that share a tile of x
-        "dequantize": (1, 2),  # no, yes: the weight beforehand, see quant_matmul.dequantized
+        "warpgroups": (1, 2, 3),  # warpgroups that share a tile of x
+        "dequantize": (1, 2),  # 1: no, 2: yes; dequantize the weight first, see quant_matmul.dequantized
     },
     ("matmul", "triton"): {
         "tokens": (16, 32, 64, 128),
@@ -63,11 +64,11 @@ SIZES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
 
 
 class TuningError(ValueError):
-    """A table that cannot be used, with the file and the reason."""
+    """A table cannot be used. The message has the file and the reason."""
 
 
 class Trial(NamedTuple):
-    """Sizes that stand in for those of the tables, and the problems that they were asked for."""
+    """Sizes that replace those of the tables, and the problems for which they were requested."""
 
     operation: str
     backend: str
@@ -80,9 +81,9 @@ _trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
 
 @contextmanager
 def trial(operation: str, backend: str, sizes: Mapping[str, int]) -> Iterator[set[str]]:
-    """Plans made inside get these sizes. Yields the keys of the problems that asked, as they come.
+    """Plans made inside get these sizes. Yields a set that collects the keys of the problems that ask for them.
 
-    JAX keeps what it has traced: `jax.clear_caches()` beforehand.
+    JAX keeps what it has traced, so call `jax.clear_caches()` first.
     """
     now = Trial(operation, backend, sizes, set())
     token = _trial.set(now)
@@ -93,12 +94,12 @@ def trial(operation: str, backend: str, sizes: Mapping[str, int]) -> Iterator[se
 
 
 def lookup(operation: str, backend: str, kind: str | None = None, **problem: Any) -> Mapping[str, int]:
-    """The sizes for a problem, none where it was not tuned.
+    """Returns the sizes for a problem; empty if it was not tuned.
 
     Args:
       operation, backend: a key of SIZES.
-      kind: of the device; None: the one that is compiled for.
-      problem: what the plan depends on; BUCKETED numbers may be any, others are looked up as they are.
+      kind: kind of device; None: the device that is compiled for.
+      problem: everything that the plan depends on. BUCKETED numbers may have any value; others must match exactly.
 
     Raises:
       TuningError: the device's table is damaged.
@@ -112,7 +113,7 @@ def lookup(operation: str, backend: str, kind: str | None = None, **problem: Any
 
 
 def of_attention(q: jax.Array, data: jax.Array, block_tables: jax.Array) -> dict[str, Any]:
-    """What plans depend on, beside the number of rows or tokens: q and tables as paged_attention's, KVPages.data."""
+    """The problem, except the number of rows or tokens. data: `KVPages.data`; the rest as in paged_attention."""
     sizes = dict(zip(("heads", "group", "head_dim"), q.shape[1:], strict=True))
     page_size, context = data.shape[3], block_tables.shape[1] * data.shape[3]
     return {"q": q.dtype.name, "kv": data.dtype.name, "page_size": page_size, "context": context, **sizes}
@@ -127,13 +128,13 @@ def _bucket(name: str, value: Any) -> Any:
 
 
 def device_kind() -> str:
-    """Of the devices of the mesh that `jax.set_mesh` has set; without one, of the first one here."""
+    """Kind of the devices in the mesh of `jax.set_mesh`, or of the first local device if there is none."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (jax.devices()[0] if device is None else device).device_kind
 
 
 def user_folder() -> Path | None:
-    """$JAXSERVE_TUNING, which empty means none, or jaxserve/tuning in the user's cache folder."""
+    """$JAXSERVE_TUNING (empty: None), or jaxserve/tuning in the user's cache folder."""
     chosen = os.environ.get("JAXSERVE_TUNING")
     if chosen is not None:
         return Path(chosen) if chosen else None
@@ -180,5 +181,5 @@ def read(path: Path, kind: str) -> dict[tuple[str, str, str], dict[str, int]]:
 
 
 def clear() -> None:
-    """Forgets the tables, so that they are read anew."""
+    """Forgets the tables, so that they are read again."""
     _merged.cache_clear()

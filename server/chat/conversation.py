@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 from starlette.requests import Request as HTTPRequest
 
-from jaxserve.server.chat.forms import Functions, Thoughts, answer_grammar
+from jaxserve.server.chat.forms import Frame, Functions, Thoughts, answer_grammar
 from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage, whole_choices
+from jaxserve.server.chat.histories import for_template, template_variables
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
 from jaxserve.server.chat.turns import in_turns
@@ -24,11 +25,12 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.reasoning import Splitter, ends_inside, qwen3
 from jaxserve.server.schemas.chat import ChatRequest, Conversation
 from jaxserve.server.schemas.response_format import binds_reasoning
+from jaxserve.server.tools import messages as harmony
 from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.choice import forced_parser
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types import InvalidRequestError, SamplingParams
+from jaxserve.types import Grammar, InvalidRequestError, SamplingParams
 
 _PROMPT_END = 16  # tokens of a prompt's end in which a mark that opens or closes reasoning is looked for
 
@@ -98,14 +100,18 @@ def encode_chat(
     If the template refuses the conversation, it is rendered once more as `in_turns` rewrites it. Raises
     InvalidRequestError if the template refuses that too, if it drops a system message, or if `fit_text` refuses.
     """
-    messages = conversation.template_messages()
-    if "developer" not in (conversation.chat_template or tokenizer.chat_template or ""):
+    template = conversation.chat_template or tokenizer.chat_template or ""
+    tools = conversation.template_tools()
+    messages = for_template(conversation.template_messages(), tools, template)
+    if "developer" not in template or harmony.matches(
+        template
+    ):  # gpt-oss's template drops these messages but the first
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of this role, which every template knows
-    kwargs = conversation.template_kwargs()
+    kwargs = template_variables(tools, template) | conversation.template_kwargs()
     foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
-    foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], conversation.template_tools(), kwargs])
+    foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], tools, kwargs])
     hidden, tools, kwargs = foreign.hidden
     for i, message in zip(foreign_at, hidden, strict=True):
         messages[i] = message
@@ -173,7 +179,11 @@ class ChatRun:
             )
         self._prompt_end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
         self._reasoning = self._find_reasoning(state)
-        self.keeps_special_tokens = getattr(self._reasoning, "keeps_special_tokens", False)
+        splitter = self.splitter()
+        self._is_framed = splitter is not None and splitter.is_framed
+        if self._is_framed and self._mode in ("required", "named"):
+            self._tool_format = getattr(self._reasoning, "tool_format", None)
+        self.keeps_special_tokens = splitter is not None and not tokenizer.special_texts.isdisjoint(splitter.marks)
         if self._tool_format is not None:
             self.keeps_special_tokens |= self._tool_format.Parser.keeps_special_tokens
         functions = None
@@ -181,18 +191,36 @@ class ChatRun:
             is_restricted = len(tools) < len(body.all_tools)
             field = "functions" if body.functions else "tools"
             functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format, field)
-        after = answer_grammar(params.grammar, functions, None, params.stop_token_ids)
-        if after is not None and binds_reasoning(body.structured_outputs):
-            self._reasoning = None
-        thoughts = self._thoughts()
-        self.grammar_after_reasoning = self.grammar = after
-        if after is not None and thoughts is not None:
-            self.grammar = answer_grammar(params.grammar, functions, thoughts, params.stop_token_ids)
+        self._find_grammars(params, functions)
         self._parsers: dict[int, OutputParser] = {}
+
+    def _find_grammars(self, params: SamplingParams, functions: Functions | None) -> None:
+        """Sets `grammar` and `grammar_after_reasoning`."""
+
+        def grammar(thoughts: Thoughts | Frame | None) -> Grammar | None:
+            return answer_grammar(params.grammar, functions, thoughts, params.stop_token_ids)
+
+        binds = binds_reasoning(self.body.structured_outputs)
+        if self._is_framed:
+            if functions is not None and not functions.is_framed:
+                functions = None  # the operator has chosen another format, which has no place among messages
+            self.grammar = self.grammar_after_reasoning = grammar(Frame(reasons=True))
+            if self.body.thinking_token_budget is not None or (binds and self.grammar is not None):
+                self.grammar_after_reasoning = grammar(Frame(reasons=False))
+            if binds:
+                self.grammar = self.grammar_after_reasoning
+            return
+        self.grammar_after_reasoning = self.grammar = grammar(None)
+        if self.grammar is not None and binds:
+            self._reasoning = None
+        if self.grammar is not None and (thoughts := self._thoughts()) is not None:
+            self.grammar = grammar(thoughts)
 
     def _find_reasoning(self, state: ServerState) -> ModuleType | None:
         """The module for the format of the reasoning. If none is known but the prompt opens <think>, that of Qwen3."""
         inside = ends_inside(self._prompt_end)
+        if hasattr(state.reasoning_format, "tool_format"):
+            return state.reasoning_format
         if self.body.continue_final_message and not inside:
             return None
         if state.reasoning_format is None and inside and state.settings.reasoning_parser == "auto":
@@ -202,7 +230,7 @@ class ChatRun:
     def _thoughts(self) -> Thoughts | None:
         """The marks of the reasoning that may begin the answer; None if the prompt has closed the reasoning."""
         splitter = self.splitter()
-        if splitter is None:
+        if splitter is None or hasattr(self._reasoning, "tool_format"):
             return None
         opening, closing = splitter.openings[0], splitter.closings[0]
         if ends_inside(self._prompt_end, opening, closing) is False:

@@ -9,8 +9,9 @@ from types import ModuleType
 import msgspec
 
 from jaxserve.grammars.json_schema import WHITESPACE
+from jaxserve.server.tools import messages
 from jaxserve.server.tools.choice import Mode, Tool
-from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
+from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted
 from jaxserve.types import Grammar
 
 _NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
@@ -25,6 +26,15 @@ class Thoughts(msgspec.Struct, frozen=True):
     opening: str
     closing: str
     is_open: bool
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """The answer is messages in channels, see `jaxserve.server.tools.messages`, and begins within a header.
+
+    `reasons`: messages of reasoning may come first.
+    """
+
+    reasons: bool
 
 
 class Functions(msgspec.Struct, frozen=True):
@@ -51,6 +61,11 @@ class Functions(msgspec.Struct, frozen=True):
         return self.mode != "auto"
 
     @property
+    def is_framed(self) -> bool:
+        """Whether calls are messages in channels."""
+        return self.format is not None and self.format.Parser.reads_messages
+
+    @property
     def is_bound(self) -> bool:
         """Whether calls in mode "auto" must satisfy more than the format, such as a strict schema."""
         strict = any(tool.function.strict for tool in self.tools)
@@ -64,7 +79,7 @@ class Functions(msgspec.Struct, frozen=True):
 
 
 def answer_grammar(
-    form: Grammar | None, functions: Functions | None, thoughts: Thoughts | None, stop_ids: Sequence[int] = ()
+    form: Grammar | None, functions: Functions | None, thoughts: Thoughts | Frame | None, stop_ids: Sequence[int] = ()
 ) -> Grammar | None:
     """The grammar of an answer; None for any text. `stop_ids`: the request's own tokens that may end an answer.
 
@@ -73,10 +88,15 @@ def answer_grammar(
       enforce, only the form is allowed.
     - In mode "auto" without a form, any text is allowed. If `is_bound`, the text after the opening of a call must be
       calls of the functions, as far as the format has a syntax.
+    - Within a frame, a form is the text of the last message, and forced calls are written in the model's own format. An
+      answer of any text, if it may not reason first, must be messages too.
 
     Raises InvalidRequestError, naming the field of the functions, for schemas that are too large.
     """
     rules = _Rules()
+    if isinstance(thoughts, Frame):
+        needed = form is not None or (functions is not None and (functions.is_forced or functions.is_bound))
+        return rules.framed(form, functions, thoughts, stop_ids) if needed or not thoughts.reasons else None
     if functions is not None and functions.is_forced:
         if functions.mode == "named":
             form = functions.schema(functions.tools[0])
@@ -119,17 +139,7 @@ class _Rules:
 
     def add_chosen(self, functions: Functions, *, has_form: bool) -> None:
         """Adds calls in the model's own format and, without a form, any text."""
-        called = []
-        for i, tool in enumerate(functions.tools):
-            is_strict = bool(tool.function.strict)
-            part = functions.schema(tool, is_loose=True) if is_strict else Grammar("json_object", field=functions.field)
-            rule = self.add_part(f"arguments{i}", part)
-            called.append(Called(tool.function.name, rule, tool.function.parameters or _NO_PARAMETERS, is_strict))
-        assert functions.format is not None
-        syntax: Syntax = functions.format.syntax(called, functions.is_parallel)
-        self._lines.append(syntax.rules)
-        self._parts += syntax.parts
-        self._marks += syntax.marks
+        syntax = self._add_syntax(functions)
         if syntax.start:
             self.answers.append("calls")
         if syntax.opening:
@@ -141,6 +151,49 @@ class _Rules:
             self.answers.append("OTHERS?" if syntax.start else "no_called")
         if not has_form and syntax.start:
             self._lines.append(rf"OTHERS: /(?s:.*)/ & ~/\s*\{syntax.start}(?s:.*)/")
+
+    def _add_syntax(self, functions: Functions) -> Syntax:
+        """Adds the rules of calls in the model's own format. Arguments satisfy their schemas if the call is forced or
+        the function strict."""
+        called = []
+        for i, tool in enumerate(functions.tools):
+            is_strict = bool(tool.function.strict) or functions.is_forced
+            part = Grammar("json_object", field=functions.field)
+            if is_strict:
+                part = functions.schema(tool, is_loose=not functions.is_forced)
+            rule = self.add_part(f"arguments{i}", part)
+            called.append(Called(tool.function.name, rule, tool.function.parameters or _NO_PARAMETERS, is_strict))
+        assert functions.format is not None
+        syntax: Syntax = functions.format.syntax(called, functions.is_parallel)
+        self._lines.append(syntax.rules)
+        self._parts += syntax.parts
+        self._marks += syntax.marks
+        return syntax
+
+    def framed(
+        self, form: Grammar | None, functions: Functions | None, frame: Frame, stop_ids: Sequence[int]
+    ) -> Grammar:
+        """The grammar of messages. Before the last one there may be reasoning and, beside functions, other texts."""
+        before = ["analysis"]
+        if functions is not None:
+            self._add_syntax(functions)
+            self.answers.append("calls")
+            before.append("commentary")
+        if form is not None and not (functions is not None and functions.is_forced):
+            self.answers.append(f'channel "final" type? message {self.add_part("form", form)}')
+        elif functions is None or not functions.is_forced:
+            stop = f"({' | '.join(f'<[{token}]>' for token in stop_ids)})?" if stop_ids else ""
+            self.answers.append(f'channel ("final" | "commentary") type? message no_end {stop}')
+        self._marks += messages.FRAME
+        others = " | ".join(map(quoted, before))
+        lines = [
+            f"start: {'other* ' if frame.reasons else ''}({' | '.join(self.answers)})",
+            f'other: channel ({others}) message until_end begin "assistant"',
+            'type: " "? constrain "json" | " json"',
+            *self._lines,
+        ]
+        field = self._parts[0][1].field if self._parts else "messages"
+        return Grammar("lark", "\n".join(lines), tuple(self._parts), tuple(self._marks), field=field)
 
     def grammar(self, thoughts: Thoughts | None, stop_ids: Sequence[int]) -> Grammar:
         whole = "answer"

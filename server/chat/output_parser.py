@@ -50,6 +50,8 @@ class OutputParser:
 
     def __init__(self, splitter: Splitter | None, tools: ToolParser | None, shows_reasoning: bool = True):
         self._splitter, self._tools, self._shows_reasoning = splitter, tools, shows_reasoning
+        if splitter is not None and tools is not None:
+            splitter.passes_messages = tools.reads_messages
         self._held: Piece | None = None  # tokens whose text is still held back
         self.reasoning_tokens = 0
 

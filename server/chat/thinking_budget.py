@@ -39,7 +39,7 @@ class BudgetedGeneration:
         self.requests, self.processors = first.requests, first.processors
         self._first, self._generate, self._budget, self._splitter = first, generate, budget, splitter
         self._grammar = grammar
-        self._closing = f"\n{splitter.closings[0]}\n\n"
+        self._closing = splitter.forced_closing
         self._closing_ids = tokenizer.encode(self._closing, add_special_tokens=False)
         self._max_model_len = max_model_len
         self._second: Generation | None = None

@@ -1,8 +1,13 @@
-"""DeepSeek R1 and similar models: an answer begins with reasoning, unless the prompt has closed the reasoning."""
+"""DeepSeek R1 and similar models: an answer begins with reasoning, unless the prompt has closed the reasoning.
+
+After a tool's result V3.1 goes on without reasoning, and its template writes no mark.
+"""
 
 from __future__ import annotations
 
 from jaxserve.server.reasoning import CLOSING, Splitter, ends_inside
+
+RESULT_END = "<｜tool▁output▁end｜>"
 
 
 def matches(template: str) -> bool:
@@ -10,4 +15,4 @@ def matches(template: str) -> bool:
 
 
 def splitter(prompt: str) -> Splitter:
-    return Splitter(inside=ends_inside(prompt) is not False)
+    return Splitter(inside=ends_inside(prompt) is not False and not prompt.rstrip().endswith(RESULT_END))

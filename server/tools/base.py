@@ -42,6 +42,7 @@ class ToolParser:
     """
 
     keeps_special_tokens: ClassVar[bool] = False  # the format's marks may be special tokens of the tokenizer
+    reads_messages: ClassVar[bool] = False  # the format is messages in channels, see `jaxserve.server.tools.messages`
     closing: ClassVar[str] = ""  # the mark after a JSON call; models sometimes omit the brace before it
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
@@ -169,6 +170,10 @@ class ToolParser:
     def begin_named(self, name: str) -> None:
         """Begins a call and makes `json_value` the next state, which takes its arguments, a JSON object."""
         self.begin_call(name)
+        self.begin_json_value()
+
+    def begin_json_value(self) -> None:
+        """Makes `json_value` the next state, which takes the arguments of the call that has begun."""
         self._value, self.state = ValueScanner(), self.json_value
 
     def json_value(self) -> bool:

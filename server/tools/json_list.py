@@ -9,11 +9,15 @@ from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
 
 
-def list_syntax(functions: Sequence[Called], many: bool, opening: str, bracket: str = '"["') -> Syntax:
-    """The syntax of a list of objects after `opening`. `bracket`: the expression for the list's opening bracket."""
+def list_syntax(
+    functions: Sequence[Called], many: bool, opening: str, bracket: str = '"["', closing: str = ""
+) -> Syntax:
+    """The syntax of a list of objects after `opening`. `bracket`: the expression for the list's opening bracket.
+    `closing`: the mark after the list; "" if there is none."""
     objects = one_or_more("object", 'W? "," W?', many)
-    rules = f'calls: {bracket} W? {objects} W? "]"\nobject: {call_object(functions, "arguments")}'
-    return Syntax(rules, opening=opening)
+    end = " W? closing" if closing else ""
+    rules = f'calls: {bracket} W? {objects} W? "]"{end}\nobject: {call_object(functions, "arguments")}'
+    return Syntax(rules, opening=opening, marks=(("closing", closing),) if closing else ())
 
 
 class JSONListParser(ToolParser):

@@ -57,7 +57,9 @@ class ValueScanner:
 
 
 class CallScanner:
-    """Reads one object {"name": …, "arguments": {…}}. Its keys may have any order, and there may be other keys.
+    """Reads one object {"name": …, "arguments": {…}}, or with "tool_name" and "parameters".
+
+    Its keys may have any order, and there may be other keys.
 
     Attributes:
       name: the function's name; None until it is known.
@@ -140,7 +142,7 @@ class CallScanner:
             self.bad = self.bad or (self._is_arguments and bool(self.arguments))
             return
         self._state = "after"
-        if self._key == "name":
+        if self._key in ("name", "tool_name"):
             name = self._loads(self._text)
             self.name = name if isinstance(name, str) else None
             self.bad = self.bad or not self.name

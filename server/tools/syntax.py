@@ -64,14 +64,14 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def call_object(functions: Sequence[Called], arguments: str) -> str:
-    """The expression for {"name": …, `arguments`: {…}}."""
+def call_object(functions: Sequence[Called], arguments: str, *, name: str = "name", before: str = "") -> str:
+    """The expression for {`name`: …, `arguments`: {…}}. `before`: the expression for other members that come first."""
 
     def one(function: Called) -> str:
         return f'{quoted(quoted(function.name))} W? "," W? {quoted(quoted(arguments))} W? ":" W? {function.rule}'
 
     names = " | ".join(map(one, functions))
-    return f'"{{" W? {quoted(quoted("name"))} W? ":" W? ({names}) W? "}}"'
+    return f'"{{" W? {before} {quoted(quoted(name))} W? ":" W? ({names}) W? "}}"'
 
 
 def one_or_more(item: str, between: str, many: bool) -> str:

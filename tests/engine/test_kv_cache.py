@@ -12,6 +12,7 @@ from engines import generate, make_engine, request
 from jaxserve.config import EngineConfig
 from jaxserve.devices.kernel_report import describe
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution.cache_kinds import KeysAndValues
 from jaxserve.execution.kv_cache import COPIES, CacheLayout, copy_pages
 from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.pallas_kernels import cpu
@@ -24,7 +25,7 @@ from jaxserve.scheduling.block_manager import NULL_PAGE
     ("layers", "arrays"), [(1, 1), (2, 1), (12, 2), (22, 11), (28, 4), (32, 4), (61, 61), (80, 10)]
 )
 def test_as_few_arrays_as_there_can_be(layers, arrays):
-    layout = CacheLayout(LayerGroups.of([None] * layers, 80), 5, 16, 2, 8, jnp.dtype("float32"))
+    layout = CacheLayout(LayerGroups.of([None] * layers, 80), 5, 16, KeysAndValues(2, 8, jnp.dtype("float32")))
     assert layout.num_arrays == arrays
     assert [x.data.shape for x in layout.abstract(make_mesh(1))] == [(layers // arrays * 5, 2, 2, 16, 8)] * arrays
 
@@ -35,7 +36,9 @@ def test_pages_that_were_never_used_take_no_memory():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    layout = CacheLayout(LayerGroups.of([None] * 8, 2**18), 2**14, 16, 2, 16, jnp.dtype("float32"))  # 512 MiB
+    layout = CacheLayout(
+        LayerGroups.of([None] * 8, 2**18), 2**14, 16, KeysAndValues(2, 16, jnp.dtype("float32"))
+    )  # 512 MiB
     cache = jax.block_until_ready(layout.create(make_mesh(1)))
     assert sum(x.nbytes for x in jax.tree.leaves(cache)) == 2**29
     assert resident() - before < 2**27
@@ -44,7 +47,7 @@ def test_pages_that_were_never_used_take_no_memory():
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_pages_are_copied_in_every_layer(dtype):
     layers, pages = 22, 6  # two layers an array
-    layout = CacheLayout(LayerGroups.of([None] * layers, 80), pages, 4, 1, 8, jnp.dtype(dtype))
+    layout = CacheLayout(LayerGroups.of([None] * layers, 80), pages, 4, KeysAndValues(1, 8, jnp.dtype(dtype)))
     random = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(random.integers(-9, 9, x.shape), x.dtype), layout.create(make_mesh(1)))
     pairs = np.full((2, COPIES), NULL_PAGE, np.int32)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.execution.cache_kinds import KeysAndValues
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.scheduling.block_manager import most_pages
@@ -43,7 +44,7 @@ def test_gemma_3_27b_at_its_longest():
     longest, step, page_size = 131_072, 2048, 16
     layer_token = 2 * 16 * 128 * 2  # bytes
     groups = LayerGroups.of(alternating(5, 1024, 62), longest)
-    layout = CacheLayout(groups, 1, page_size, 16, 128, jnp.dtype("bfloat16"))
+    layout = CacheLayout(groups, 1, page_size, KeysAndValues(16, 128, jnp.dtype("bfloat16")))
     pages = sum(most_pages(longest, page_size, layout.groups.windows, step))
     least = layer_token * (10 * longest + 52 * (1024 + step))
     assert least <= pages * layout.page_bytes <= 1.03 * least

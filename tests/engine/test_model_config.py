@@ -19,7 +19,8 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import families, read_model_config
 from jaxserve.models.load import compute_dtype, read_model
 from jaxserve.models.rope import inverse_frequencies
-from jaxserve.models.spec import ModelConfig, NormSpec, QKNormSpec, sharded_kv_heads
+from jaxserve.models.spec import ModelConfig, NormSpec, QKNormSpec
+from jaxserve.models.splitting import sharded_kv_heads
 
 LLAMA_2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",
@@ -378,7 +379,7 @@ def test_broken_generation_config(tmp_path, text):
 
 def test_unknown_architectures():
     is_refused(
-        r"architectures=\['GPT2LMHeadModel'\] is not supported.*LlamaForCausalLM", architectures=["GPT2LMHeadModel"]
+        r"architectures=\['BloomForCausalLM'\] is not supported.*LlamaForCausalLM", architectures=["BloomForCausalLM"]
     )
     is_refused(r"architectures=\[\] is not supported", architectures=None)
     is_refused("architectures must be a list of strings, got 'LlamaForCausalLM'", architectures="LlamaForCausalLM")

@@ -16,7 +16,8 @@ from jaxserve.convert.quantize import QuantizeConfig, quantize_model
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.devices.sharded_ops import quant_matmul_sharded
 from jaxserve.models.quantized import Rounding, is_quantizable
-from jaxserve.pallas_kernels.ops import matmul_of, quant_matmul
+from jaxserve.pallas_kernels.device_ops import matmul_of
+from jaxserve.pallas_kernels.ops import quant_matmul
 from jaxserve.pallas_kernels.quant_matmul import reference, w8a8
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import Activations, PanelArray, QuantArray

@@ -170,7 +170,10 @@ def test_with_fewer_instructions(machine, tmp_path):
     """All tests of the CPU's kernels but this one, in a process whose kernels are built for an older processor."""
     if "JAXSERVE_CXXFLAGS" in os.environ:
         pytest.skip("is itself such a process")
-    files = [f"tests/kernels/{name}.py" for name in ("test_cpu_attention", "test_paged_attention", "test_cpu_ops")]
+    files = [
+        f"tests/kernels/{name}.py"
+        for name in ("test_cpu_attention", "test_paged_attention", "test_latent_attention", "test_cpu_ops")
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not reference", *files]
     env = os.environ | {"JAXSERVE_CXXFLAGS": f"-march={machine}", "JAXSERVE_CACHE": str(tmp_path)}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -185,7 +188,7 @@ def zig():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu_attention", "cpu_kernels", "cpu_quant_matmul"])
+@pytest.mark.parametrize("name", ["cpu_attention", "cpu_kernels", "cpu_latent", "cpu_quant_matmul"])
 def test_compiles_for_arm(name, tmp_path):
     if subprocess.run([*zig(), "--version"], capture_output=True).returncode:
         pytest.skip("no ziglang (JAXSERVE_ZIG_PYTHON)")

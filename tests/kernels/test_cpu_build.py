@@ -15,7 +15,7 @@ import logging
 logging.basicConfig(format="%(message)s")
 import jax, jax.numpy as jnp, numpy as np
 from jaxserve.pallas_kernels import cpu
-from jaxserve.pallas_kernels.ops import choose_ops
+from jaxserve.pallas_kernels.device_ops import choose_ops
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device
 from jaxserve.pallas_kernels.types import KVPages
 

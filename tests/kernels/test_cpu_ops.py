@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import cpu
-from jaxserve.pallas_kernels.ops import Ops, gate, matmul_of
+from jaxserve.pallas_kernels.device_ops import matmul_of
+from jaxserve.pallas_kernels.ops import Ops, gate
 from jaxserve.pallas_kernels.paged_attention import cpu as attention
 from jaxserve.pallas_kernels.parts import Heads, Parts
 from jaxserve.pallas_kernels.registry import Device

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.pallas_kernels import selfcheck
 from jaxserve.pallas_kernels.checked_ops import checked_matmul
-from jaxserve.pallas_kernels.ops import matmul_of
+from jaxserve.pallas_kernels.device_ops import matmul_of
 from jaxserve.pallas_kernels.quant_matmul import fragments, reference, w8a8
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import Activations, QuantArray

@@ -168,7 +168,8 @@ class ScriptEngine(ParrotEngine):
         last, _, answer = prompt.rpartition(")SAY")
         mark = max(last.rfind("SAY("), last.rfind("SAYSLOWLY("))
         text = last[last.index("(", mark) + 1 :] if mark >= 0 else ""
-        text = text.split("|THEN|")[-1 if "</think>" in answer else 0]
+        is_closed = "</think>" in answer or answer.count("<|start|>assistant") > 1
+        text = text.split("|THEN|")[-1 if is_closed else 0]
         self._script[request.request_id] = [*self._tokenizer.encode(text, add_special_tokens=False).ids, 2]
         self.step_seconds = 0.02 if "SAYSLOWLY(" in prompt else 0.0
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers_for_tests as kinds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_agents import data_of
 from test_clients import MODEL, TOOL
+
+from jaxserve.server.chat.conversation import encode_chat
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.schemas.chat import CalledFunction, Conversation, Message, ToolCall
+from jaxserve.server.tools.choice import Function, Tool
+
+SIZES = {"vocab_size": 1000, "max_model_len": 1000, "page_size": 16, "max_num_seqs": 1}
+INFO = Ready(model_folder="", tokenizer_folder="", dtype="", eos_token_ids=(0,), **SIZES)
 
 CALL_ID = "call_1"
 CALLED = {"id": CALL_ID, "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rom"}'}}
@@ -95,13 +104,6 @@ FORGETFUL_TEMPLATE = (
 @pytest.mark.parametrize("template", [STRICT_TEMPLATE, FORGETFUL_TEMPLATE])
 def test_templates_that_know_one_system_message(template):
     """Coding agents send several system messages, some of them late, and several of the user's in a row."""
-    import tokenizers_for_tests as kinds
-
-    from jaxserve.server.chat.conversation import encode_chat
-    from jaxserve.server.ipc.messages import Ready
-    from jaxserve.server.schemas.chat import Conversation, Message
-
-    tokenizer = kinds.byte_level(template)
     turns = [
         ("system", "A."),
         ("developer", "B."),
@@ -110,11 +112,69 @@ def test_templates_that_know_one_system_message(template):
         ("assistant", "E."),
         ("system", "F."),
     ]
-    conversation = Conversation(messages=[Message(role, text) for role, text in turns])
-    sizes = {"vocab_size": 1000, "max_model_len": 1000, "page_size": 16, "max_num_seqs": 1}
-    info = Ready(model_folder="", tokenizer_folder="", dtype="", eos_token_ids=(0,), **sizes)
-    text = tokenizer.decode(encode_chat(tokenizer, info, conversation))
+    text = rendered(template, [Message(role, text) for role, text in turns])
     assert text == "[system]A.\n\nB.[user]C.\n\nD.[assistant]E.[user]<system>\nF.\n</system>"
+
+
+def rendered(template: str, messages: list[Message], **fields) -> str:
+    tokenizer = kinds.byte_level(template)
+    return tokenizer.decode(encode_chat(tokenizer, INFO, Conversation(messages=messages, **fields)))
+
+
+FUNCTION = Tool(Function("f", parameters={"type": "object"}))
+CALLING = Message("assistant", "Look.", tool_calls=[ToolCall(CalledFunction("f", '{"city": "Köln"}'), "1")])
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        # DeepSeek joins texts to the arguments.
+        (
+            "{% for m in messages %}{% for tool in m['tool_calls'] %}"
+            "{{ tool['function']['name'] + ':' + tool['function']['arguments'] + ';' }}{% endfor %}{% endfor %}",
+            'f:{"city": "Köln"};',
+        ),
+        (
+            "{% for m in messages %}{% for tool in m.tool_calls %}"
+            "{{ tool.function.name }}:{{ tool.function.arguments | tojson }};{% endfor %}{% endfor %}",
+            'f:{"city": "Köln"};',
+        ),
+        # Phi-4-mini looks for the tools in the system message, and shows no calls.
+        (
+            "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+            "{% if 'tools' in message and message['tools'] is not none %}<|tool|>{{ message['tools'] }}<|/tool|>"
+            "{% endif %}{% endfor %}",
+            '<system><|tool|>[{"name": "f", "parameters": {"type": "object"}}]<|/tool|><user>Hi<assistant>Look.'
+            '<|tool_call|>[{"name": "f", "arguments": {"city": "Köln"}}]<|/tool_call|><tool>rain',
+        ),
+        # Granite 3 shows no calls.
+        (
+            "{% for message in messages %}<|start_of_role|>{{ message['role'] }}:{{ message['content'] }}{% endfor %}"
+            "{# respond with <|tool_call|> #}",
+            "<|start_of_role|>user:Hi<|start_of_role|>assistant:Look."
+            '<|tool_call|>[{"name": "f", "arguments": {"city": "Köln"}}]<|start_of_role|>tool:rain',
+        ),
+        # SmolLM3 reads the tools from another variable.
+        (
+            "{% if xml_tools %}{% for tool in xml_tools[:] %}{{ tool.function.name }}{% endfor %}{% endif %}"
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{# tool_calls #}",
+            "f<user>Hi<assistant>Look.<tool>rain",
+        ),
+    ],
+    ids=["deepseek", "others", "phi", "granite", "smollm"],
+)  # fmt: skip
+def test_what_particular_templates_want(template, prompt):
+    messages = [Message("user", "Hi"), CALLING, Message("tool", "rain", tool_call_id="1")]
+    assert rendered(template, messages, tools=[FUNCTION], add_generation_prompt=False) == prompt
+
+
+def test_phi_s_tools_beside_a_system_message():
+    template = (
+        "{% for message in messages %}{{ message['content'] }}<|tool|>{{ message['tools'] }}<|/tool|>{% endfor %}"
+    )
+    shown = rendered(template, [Message("system", "Be kind.")], tools=[FUNCTION])
+    assert shown == 'Be kind.<|tool|>[{"name": "f", "parameters": {"type": "object"}}]<|/tool|>'
+    assert rendered(template, [Message("system", "Be kind.")]) == "Be kind.<|tool|><|/tool|>"
 
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "K\\u00f6ln", "n": [1, {"x": null}]}}</tool_call>'

@@ -22,6 +22,9 @@ from jaxserve.types import Grammar
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"]
 MARKS += ["<|tool_call|>", "<|python_start|>", "<|python_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
+MARKS += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"]
+MARKS += ["<|tool_call_argument_begin|>", "<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>"]
+MARKS += ["</seed:tool_call>", "<|START_ACTION|>", "<|END_ACTION|>", "<function_calls>", "</function_calls>"]
 MARKS += ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
 NODE = {
     "type": "object",
@@ -56,11 +59,40 @@ CALLS = {
     "granite": ('<|tool_call|>[{"name": "go", "arguments": {"v": 1, "next": null}}]', "", True, True),
     "phi4": ('functools[{"name": "go", "arguments": {"v": 1, "next": null}}]', "", True, True),
     "llama4_pythonic": ("[go(v=1, next=None)]", "", False, False),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.go:0<|tool_call_argument_begin|>"
+        '{"v": 1, "next": null}<|tool_call_end|><|tool_calls_section_end|>', "", True, True,
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="go">\n<parameter name="v">1</parameter>\n'
+        '<parameter name="next">null</parameter>\n</invoke>\n</minimax:tool_call>', "", True, True,
+    ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=go>\n<parameter=v>1</parameter>\n<parameter=next>null</parameter>\n</function>\n"
+        "</seed:tool_call>", "\n", True, True,
+    ),
+    "cohere": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "go", "parameters": {"v": 1, "next": null}}\n]'
+        "<|END_ACTION|>", "", True, True,
+    ),
+    "hunyuan_a13b": (
+        '<tool_calls>[{"name": "go", "arguments": {"v": 1, "next": null}}]</tool_calls>', "", True, True,
+    ),
+    "olmo3": ("<function_calls>\ngo(v=1, next=null)\n</function_calls>", "", True, False),
 }  # fmt: skip
 # Two calls, where that is not one after the other.
 TWO = {
     "pythonic": "[go(v=1, next={'v': 1}), stay()]",
     "llama4_pythonic": "[go(v=1, next={'v': 1}), stay()]",
+    "kimi_k2": "<|tool_calls_section_begin|>"
+    "<|tool_call_begin|>functions.stay:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_call_begin|>functions.stay:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="stay">\n</invoke>\n<invoke name="stay">\n</invoke>\n'
+    "</minimax:tool_call>",
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "stay", "parameters": {}}, '
+    '{"tool_name": "stay", "parameters": {}}]<|END_ACTION|>',
+    "hunyuan_a13b": '<tool_calls>[{"name": "stay", "arguments": {}}, {"name": "stay", "arguments": {}}]</tool_calls>',
+    "olmo3": "<function_calls>go(v=1, next={'v': 1})\nstay()</function_calls>",
     "granite": '<|tool_call|>[{"name": "stay", "arguments": {}}, {"name": "go", "arguments": {"v": 1, "next": null}}]',
     "phi4": 'functools[{"name": "stay", "arguments": {}}, {"name": "go", "arguments": {"v": 1, "next": null}}]',
     "deepseek_v3": "<｜tool▁calls▁begin｜>"
@@ -70,10 +102,11 @@ TWO = {
     "<｜tool▁call▁begin｜>stay<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 }
 NOT_ENFORCED = {"gemma"}  # three ways to write calls
+FRAMED = {"harmony"}  # calls are messages: tests/server/test_harmony.py
 
 
 def test_every_format_is_here():
-    assert set(CALLS) | NOT_ENFORCED == set(names("jaxserve.server.tools.parsers"))
+    assert set(CALLS) | NOT_ENFORCED | FRAMED == set(names("jaxserve.server.tools.parsers"))
     for name in NOT_ENFORCED:
         assert not hasattr(importlib.import_module(f"jaxserve.server.tools.parsers.{name}"), "syntax")
 

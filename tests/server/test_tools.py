@@ -233,6 +233,181 @@ CASES = {
     ),
     "gemma, without its end": ("gemma", "<|tool_call>call:add{a:1,b:-2.5}", "", [ADD]),
     "gemma, cut short": ("gemma", "<|tool_call>call:add{a:", "<|tool_call>call:add{a:", []),
+    "harmony, reasoning and one": (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>',
+        "Hm.",
+        [PARIS],
+    ),
+    "harmony, the recipient before the channel": (
+        "harmony",
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": -2.5}',
+        "",
+        [ADD],
+    ),
+    "harmony, a preamble and two": (
+        "harmony",
+        "<|channel|>commentary<|message|>I will:\n1. look<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather<|constrain|>json<|message|>{"city": "Paris", "days": 3}<|end|><|start|>assistant '
+        'to=functions.add<|channel|>commentary<|message|>{"a": 1, "b": -2.5}\n',
+        "I will:\n1. look",
+        [PARIS, ADD],
+    ),
+    "harmony, escapes": (
+        "harmony",
+        "<|channel|>commentary to=functions.get_weather<|message|>"
+        '{"city":"K\\u00f6ln 😀 \\"x\\" \\\\ {[","days":0}<|call|>'
+        "<|start|>assistant<|channel|>final<|message|>done<|return|>",
+        "done",
+        [UNICODE],
+    ),
+    "harmony, no arguments": (
+        "harmony",
+        "<|channel|>commentary to=functions.add<|message|><|call|><|start|>assistant to=functions.add"
+        "<|channel|>analysis<|message|>{} and more",
+        "",
+        [("add", {}), ("add", {})],
+    ),
+    "harmony, texts": (
+        "harmony",
+        "<|channel|>commentary<|message|>One <|x|> <|<|end|>\n<|start|>assistant<|channel|>final <|constrain|>json"
+        "<|message|>two <|message|> to=functions.add<|return|>",
+        "One <|x|> <|\n\ntwo <|message|> to=functions.add",
+        [],
+    ),
+    "harmony, built-in tools": (
+        "harmony",
+        "<|channel|>analysis to=python code<|message|>print(1)<|call|><|start|>assistant to=browser.search"
+        '<|channel|>analysis<|message|>{"query": "x"}<|call|>',
+        'print(1)\n\n{"query": "x"}',
+        [],
+    ),
+    "harmony, no messages": ("harmony", "Two to=functions.add < three <|ca", "Two to=functions.add < three <|ca", []),
+    "harmony, a text like a header": ("harmony", " to=5 is a number", "to=5 is a number", []),
+    "harmony, cut in the header": (
+        "harmony",
+        "<|channel|>final<|message|>So<|end|><|start|>assistant<|channel|>comm",
+        "So",
+        [],
+    ),
+    "harmony, no text": (
+        "harmony",
+        "<|channel|>analysis<|end|><|start|>assistant<|message|>Yes.<|start|>assistant<|channel|>final<|message|>No.",
+        "Yes.\n\nNo.",
+        [],
+    ),
+    "kimi, text and two": (
+        "kimi_k2",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_call_begin|> functions.add:1 <|tool_call_argument_begin|> '
+        '{"a": 1, "b": -2.5} <|tool_call_end|><|tool_calls_section_end|>',
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "kimi, the marks inside a text": (
+        "kimi_k2",
+        '<|tool_call_begin|>add<|tool_call_argument_begin|>{"a": "<|tool_call_end|>"}<|tool_call_end|> done',
+        "done",
+        [("add", {"a": "<|tool_call_end|>"})],
+    ),
+    "kimi, no arguments": (
+        "kimi_k2",
+        "<|tool_call_begin|>functions.a.b:12<|tool_call_argument_begin|><|tool_call_end|>"
+        "<|tool_call_begin|>functions.add:13<|tool_call_argument_begin|> ",
+        "",
+        [("a.b", {}), ("add", {})],
+    ),
+    "kimi, cut short": ("kimi_k2", "So <|tool_call_begin|>functions.ad", "So <|tool_call_begin|>functions.ad", []),
+    "minimax, text and two": (
+        "minimax_m2",
+        'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+        '<parameter name="b">-2.5</parameter>\n</invoke>\n</minimax:tool_call>',
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "minimax, lines": (
+        "minimax_m2",
+        '<invoke name="write_file"><parameter name="path">x</parameter><parameter name="text">\n if a < b:\n\t"</p>"'
+        "\n</parameter></invoke>",
+        "",
+        [("write_file", {"path": "x", "text": '\n if a < b:\n\t"</p>"\n'})],
+    ),
+    "minimax, no arguments": (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="add"></invoke></minimax:tool_call>\n',
+        "",
+        [("add", {})],
+    ),
+    "minimax, plain": ("minimax_m2", 'An <invoke> or <invoke name="x', 'An <invoke> or <invoke name="x', []),
+    "seed, text and two": (
+        "seed_oss",
+        "I look.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3"
+        "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>"
+        "\n<parameter=b>-2.5</parameter>\n</function>\n</seed:tool_call>",
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "seed, lines": (
+        "seed_oss",
+        "<seed:tool_call><function=write_file><parameter=path>x</parameter><parameter=text>\n y\n</parameter>"
+        "</function>",
+        "",
+        [("write_file", {"path": "x", "text": "\n y\n"})],
+    ),
+    "cohere, two": (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris", '
+        '"days": 3}},\n    {"tool_call_id": "1", "tool_name": "add", "parameters": {"a": 1, "b": -2.5}}\n]'
+        "<|END_ACTION|>",
+        "",
+        [PARIS, ADD],
+    ),
+    "cohere, cut short": (
+        "cohere",
+        'So: <|START_ACTION|>[{"tool_call_id": "0", "tool_na',
+        'So: <|START_ACTION|>[{"tool_call_id": "0", "tool_na',
+        [],
+    ),
+    "hunyuan, two": (
+        "hunyuan_a13b",
+        'I look.<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1, "b": -2.5}}]</tool_calls>',
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "olmo, two": (
+        "olmo3",
+        'I look.\n<function_calls>get_weather(city="Paris", days=3)\nadd(a=1, b=-2.5)</function_calls>',
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "olmo, values of JSON": (
+        "olmo3",
+        "<function_calls>\nadd(a=[true, null, {\"k\": false}], b='</function_calls>')\n</function_calls>\n",
+        "",
+        [("add", {"a": [True, None, {"k": False}], "b": "</function_calls>"})],
+    ),
+    "olmo, no calls": (
+        "olmo3",
+        "<function_calls>none</function_calls>",
+        "<function_calls>none</function_calls>",
+        [],
+    ),
+    "olmo, cut short": ("olmo3", "<function_calls>add(a=1, b=-2.5)\n</function", "", [ADD]),
+    "llama 4, marks of JSON": (
+        "llama3_json",
+        '<|python_start|>{"name": "add", "parameters": {"a": 1, "b": -2.5}}<|python_end|>',
+        "",
+        [ADD],
+    ),
+    "llama 4, a text between the marks": (
+        "llama3_json",
+        '<|python_start|>I add.<|python_end|>{"name": "add", "parameters": {"a": 1, "b": -2.5}}',
+        "I add.",
+        [ADD],
+    ),
     "hermes, plain": ("hermes", "Two < three, <b>bold</b>.\n", "Two < three, <b>bold</b>.\n", []),
     "llama, one": ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', "", [PARIS]),
     "llama, tag and two": (
@@ -413,6 +588,15 @@ def test_arguments_come_as_they_are_written():
     assert sent == text.partition('"arguments": ')[2]
 
 
+def test_kimi_s_ids_are_kept():
+    """The template writes them into later prompts. An id that comes twice gets another one."""
+    parser = importlib.import_module("jaxserve.server.tools.parsers.kimi_k2").Parser(TOOLS)
+    call = "<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    ids = [one.id for one in parser.push("".join(map(call.format, (0, 1, 1)))).calls]
+    assert ids[:2] == ["functions.add:0", "functions.add:1"]
+    assert ids[2] not in ids[:2]
+
+
 def test_mistral_ids_have_nine_letters_and_digits():
     parser = importlib.import_module("jaxserve.server.tools.parsers.mistral").Parser(TOOLS)
     (call,) = parser.push("[TOOL_CALLS]add{}").calls
@@ -491,6 +675,55 @@ REASONING = [
     ("granite", "", "Here is my answer.", "", "Here is my answer."),
     ("nemotron", "", "<think>\nHm.\n</think>\n\nFour.", "Hm.", "Four."),
     ("nemotron", "<think>\n", "Hm.</think>Four.", "Hm.", "Four."),
+    (
+        "harmony",
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.\n\nWell.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>",
+        "Hm.\n\nWell.",
+        "Four.",
+    ),
+    (
+        "harmony",
+        "<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look:<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Now.<|end|><|start|>assistant<|channel|>final<|message|>4",
+        "Hm.\n\nNow.",
+        "Look:\n\n4",
+    ),
+    (
+        "harmony",
+        "<|start|>assistant",
+        "<|channel|>analysis to=python code<|message|>print(4)",
+        "print(4)",
+        "",
+    ),
+    ("harmony", "<|start|>assistant", "<|channel|>commentary to=functions.f<|message|>{}<|call|>", "", "{}"),
+    ("harmony", "<|start|>assistant", "<|channel|>final<|message|> Four\n", "", " Four\n"),
+    ("harmony", "<|start|>assistant", "Four.", "", "Four."),
+    ("harmony", "<|start|>assistant<|channel|>analysis<|message|>Hm", ", so<|end|>", ", so", ""),
+    ("harmony", " is the text of a message whose header is far", "Four.", "", "Four."),
+    ("deepseek_r1", "<｜tool▁output▁begin｜>4<｜tool▁output▁end｜>", "Four.", "", "Four."),
+    ("granite", "", "<think>Hm.</think><response>Four.</response>\n", "Hm.", "Four."),
+    ("ernie45", "<think>\n", "Hm.\n</think>\n\n<response>\nFour.\n</response>\n", "Hm.", "Four."),
+    ("ernie45", "<think>\n", "Hm.\n</think>\n\nFour <response>", "Hm.", "Four <response>"),
+    ("ernie45", "", "<response>\nFour, </res.", "", "Four, </res."),
+    ("hunyuan_a13b", "", "<think>\nHm.\n</think>\n<answer>\nFour.\n</answer>", "Hm.", "Four."),
+    ("hunyuan_a13b", "<think>\n\n</think>\n", "<answer>\nFour\n\n.\n</answer> And.", "", "Four\n\n.And."),
+    ("hunyuan_a13b", "", "<think>Hm.</think>\n<answ", "Hm.", "<answ"),
+    ("cohere", "", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Four.<|END_RESPONSE|>", "Hm.", "Four."),
+    ("cohere", "<|START_THINKING|>", "Hm.<|END_THINKING|><|START_TEXT|>Four.<|END_TEXT|>", "Hm.", "Four."),
+    ("cohere", "", "<|START_RESPONSE|>Four.<|END_RESPONSE|>", "", "Four."),
+    ("cohere", "<|START_THINKING|>", "Hm. <|START_RESPONSE|>Four.", "Hm.", "Four."),
+    ("seed_oss", "", "<seed:think>Hm.</seed:think>Four.", "Hm.", "Four."),
+    (
+        "seed_oss",
+        "<seed:think><seed:cot_budget_reflect>",
+        "None.</seed:cot_budget_reflect>\n</seed:think>Four.",
+        "None.</seed:cot_budget_reflect>",
+        "Four.",
+    ),
+    ("kimi_k2", "", "<think>Hm.</think>Four.", "Hm.", "Four."),
+    ("kimi_k2", "", "<think>Hm. <|tool_calls_section_begin|>x", "Hm.", "<|tool_calls_section_begin|>x"),
     ("glm45", "", "\n<think>Hm.</think>\n\nFour.", "Hm.", "Four."),
     ("glm45", "<think></think>", "\nFour.", "", "\nFour."),
 ]
@@ -505,9 +738,11 @@ def test_every_kind_of_reasoning_has_cases():
 @given(data=st.data())
 def test_streamed_and_whole_reasoning_agree(name, data):
     module = importlib.import_module(f"jaxserve.server.reasoning.{name}")
-    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]"]))
+    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]", "<|start|>assistant"]))
     kind = module.splitter(prompt)
-    marks = [*kind.openings, *kind.closings]
+    marks = list(kind.marks)
+    if name == "harmony":
+        marks += ["assistant", "analysis", "final", " to=functions.f", "<|call|>", *kind.openings]
     marks += [mark[:at] for mark in marks for at in (1, len(mark) // 2, len(mark) - 1)]
     text = "".join(data.draw(st.lists(st.sampled_from([*marks, " ", "\n", "text", "Here"]), min_size=1, max_size=9)))
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
@@ -535,6 +770,22 @@ def test_reasoning_before_a_call():
     for pieces in cuts(text):
         result = parse(lambda: OutputParser(module.splitter(""), hermes.Parser(TOOLS)), pieces)
         assert result == ("I could write <tool_call>.", "Let me look.", [PARIS, ADD])
+
+
+def test_calls_between_messages_of_reasoning():
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look:<|end|><|start|>"
+        'assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": -2.5}<|call|><|start|>assistant'
+        "<|channel|>analysis<|message|>Again.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>'
+        "<|start|>assistant<|channel|>final<|message|>OK."
+    )
+    module = importlib.import_module("jaxserve.server.reasoning.harmony")
+    for pieces in cuts(text):
+        result = parse(
+            lambda: OutputParser(module.splitter("<|start|>assistant"), module.tool_format.Parser(TOOLS)), pieces
+        )
+        assert result == ("Hm.\n\nAgain.", "Look:\n\nOK.", [ADD, PARIS])
 
 
 def test_reasoning_tokens_are_counted():
@@ -565,6 +816,19 @@ def test_reasoning_tokens_are_counted():
         ("[TOOL_CALLS]", "mistral", None),
         ('<|python_tag|> {"name": n, "parameters": p}', "llama3_json", None),
         ("<｜Assistant｜><think></think>", None, "deepseek_r1"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
+        ("tool_declare <|im_middle|> <|tool_calls_section_begin|> <think></think>", "kimi_k2", "kimi_k2"),
+        ("tool_declare <|im_middle|>", "kimi_k2", None),
+        ("<minimax:tool_call><invoke name= <response></response><think></think>", "minimax_m2", "qwen3"),
+        ("<seed:tool_call><function=f><parameter=p> <seed:think>", "seed_oss", "seed_oss"),
+        ("<|START_ACTION|> <|START_THINKING|> <|START_RESPONSE|>", "cohere", "cohere"),
+        ("<tool_calls></tool_calls> <think></think> <answer></answer>", "hunyuan_a13b", "hunyuan_a13b"),
+        ("<functions></functions> <function_calls></function_calls> <think>", "olmo3", None),
+        (r"<tool_call>{\"name\": <n>, \"arguments\": <a>}</tool_call> <think></think>", "hermes", "qwen3"),
+        ('<tool_call>{"name": n, "arguments": a}</tool_call> </think><response></response>', "hermes", "ernie45"),
+        ("<|start_of_role|> <|tool_call|> <think></think> <response></response>", "granite", "granite"),
+        ('<|header_start|> <|python_start|> {"name": n, "parameters": p}', "llama3_json", None),
+        ('<|header_start|> <|python_start|> [func_name1(x=1)] "parameters"', "llama4_pythonic", None),
         ("{{ messages }}", None, None),
         (None, None, None),
     ],

@@ -107,3 +107,12 @@ def save_byte_level(folder: Path, template: str = TEMPLATE) -> None:
     )
     hf.save_pretrained(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2], "temperature": 0.5, "top_k": 7}')
+
+
+def add_special_tokens(folder: Path, tokens: list[str]) -> None:
+    """Adds special tokens to a saved tokenizer."""
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(folder)
+    hf.add_special_tokens({"additional_special_tokens": tokens})
+    hf.save_pretrained(folder)

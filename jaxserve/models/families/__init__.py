@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,11 +26,26 @@ class Family:
     read_config: Callable[[HFConfig], ModelConfig]
     names: Names
     ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
+    more_layers: bool = False  # files hold layers behind the last one, which predict several tokens at a time
     variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
 
-    def roles(self, config: ModelConfig) -> Names:
-        """The names of a model's tensors."""
-        return {**self.names, **self.variant(config)}
+    layouts: tuple[Mapping[str, str], ...] = ()  # other beginnings of names in some files, by the usual ones
+    unread: tuple[str, ...] = ()  # beginnings of names of tensors of which nothing is served
+
+    def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
+        """The names of a model's tensors, in the layout of files that have tensors of these names."""
+        usual = {**self.names, **self.variant(config)}
+        for layout in ({}, *self.layouts):
+            names = {role: _begun(name, layout) for role, name in usual.items()}
+            if has(names["embed.weight"]):
+                return names
+        return usual
+
+
+def _begun(name: str, layout: Mapping[str, str]) -> str:
+    """The name with another beginning."""
+    usual = next((usual for usual in layout if name.startswith(usual)), None)
+    return name if usual is None else layout[usual] + name.removeprefix(usual)
 
 
 @cache

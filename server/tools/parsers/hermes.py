@@ -11,7 +11,9 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def matches(template: str) -> bool:
-    return OPENING in template and '"arguments"' in template and "<function=" not in template
+    """The quotes may be escaped, within a text of the template."""
+    shows = any(key in template for key in ('"arguments"', r"\"arguments\""))
+    return OPENING in template and shows and "<function=" not in template
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:

@@ -1,5 +1,7 @@
 """{"name": …, "parameters": {…}} as the whole answer, or several separated by `;`, as Llama 3.1 and later write it.
 
+Llama 4 may write its marks around the object, or around a text before it.
+
 An object whose name is not that of a tool in the request is ordinary content.
 """
 
@@ -12,10 +14,12 @@ from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
 
 TAG = "<|python_tag|>"
+TAGS = (TAG, "<|python_start|>", "<|python_end|>")
 
 
 def matches(template: str) -> bool:
-    return TAG in template and '"parameters"' in template
+    """Whether the template writes calls as JSON; one for Llama 4 may instead show calls as Python."""
+    return any(tag in template for tag in TAGS) and '"parameters"' in template and "[func_name1(" not in template
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
@@ -48,7 +52,7 @@ class Parser(ToolParser):
         return bool(self.buffer)
 
     def outside(self) -> bool:
-        before, mark = self.take_until(TAG)
+        before, mark = self.take_until(*TAGS)
         self.content(before)
         if mark:
             self.state = self.between

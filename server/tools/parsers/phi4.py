@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxserve.server.tools.json_list import JSONListParser, list_syntax
 from jaxserve.server.tools.syntax import Called, Syntax
@@ -16,6 +18,11 @@ def matches(template: str) -> bool:
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
     return list_syntax(functions, many, OPENING, bracket="")
+
+
+def written(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls as the model writes them, for histories, which its template shows without calls."""
+    return f"<|tool_call|>{json.dumps(calls, ensure_ascii=False)}<|/tool_call|>"
 
 
 class Parser(JSONListParser):

@@ -11,16 +11,21 @@ from jaxserve.server.tools.keyed import KeyedParser, strict_arguments
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
 
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 
 
 def matches(template: str) -> bool:
-    return FUNCTION in template and PARAMETER in template
+    return FUNCTION in template and PARAMETER in template and "seed:tool_call" not in template
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """The rules of the format. A strict function's parameters come in the order of its schema; see
-    `strict_arguments`."""
+    return block_syntax(functions, many, OPENING, CLOSING)
+
+
+def block_syntax(functions: Sequence[Called], many: bool, opening: str, closing: str) -> Syntax:
+    """The rules of blocks of one call each, between two marks. A strict function's parameters come in the order of its
+    schema; see `strict_arguments`."""
     parts: list[tuple[str, Grammar]] = []
     bodies = [
         strict_arguments(function, parts, lambda key: quoted(f"{PARAMETER}{key}>") + " W?", PARAMETER_END)
@@ -37,15 +42,16 @@ end: "{FUNCTION_END}"
 parameter: "{PARAMETER}" /[^<>\n]{{1,64}}/ ">" text W?
 text[lazy]: /(?s:.*)<\/parameter>/
 """
-    return Syntax(rules, opening="<tool_call>", marks=(("closing", "</tool_call>"),), parts=tuple(parts))
+    return Syntax(rules, opening=opening, marks=(("closing", closing),), parts=tuple(parts))
 
 
 class Parser(KeyedParser):
     opening, key_mark, value_end, arguments_end = FUNCTION, PARAMETER, PARAMETER_END, FUNCTION_END
     line_breaks = True
+    block = (OPENING, CLOSING)
 
     def outside(self) -> bool:
-        before, mark = self.take_until(FUNCTION, "<tool_call>", "</tool_call>")
+        before, mark = self.take_until(FUNCTION, *self.block)
         self.content(before)
         if mark == FUNCTION:
             self.state = self.function

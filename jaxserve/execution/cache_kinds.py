@@ -1,0 +1,121 @@
+"""What a layer keeps of its tokens in the KV cache: each kind knows its arrays, how they lie on the devices, and the
+attention that writes and reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.devices.mesh import is_split, spec
+from jaxserve.models.decoder import DecoderLayer
+from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
+from jaxserve.pallas_kernels.parts import Heads, LatentHeads
+from jaxserve.pallas_kernels.types import KVPages, LatentPages, has_scale, stored_head_dim, stored_latent_width
+
+Pages = KVPages | LatentPages
+EVERYWHERE = PartitionSpec()
+
+
+def _shaped(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """Keys and values of all heads: pages [pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: np.dtype
+
+    def pages(self, count: int, page_size: int) -> KVPages:
+        """So many pages of one layer, as shapes. Codes of int8 or fp8 have a scale for each head of each token."""
+        scales = (count, 2, self.kv_heads, page_size)
+        scale = _shaped(scales, jnp.float32) if has_scale(self.dtype) else None
+        return KVPages(_shaped((*scales, self.head_dim), self.dtype), scale)
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the arrays' first dimensions."""
+        return None, None, "kv_heads"
+
+    def attend(
+        self, layer: DecoderLayer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any, decode_only: bool
+    ) -> tuple[jax.Array, KVPages]:
+        """`Ops.attend` on each device's own heads."""
+        chosen: Any = layer.spec.attention
+        options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
+        attend = partial(layer.ops.attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
+        of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)
+        of_sinks = None if heads.sinks is None else spec("kv_heads")
+        of_heads = jax.tree.map(lambda _: EVERYWHERE, heads)._replace(qkv=of_qkv, sinks=of_sinks)
+        return _on_each_device(attend, heads, of_heads, pages, spec(*self.axes), where, mesh)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """A row for each token, which all heads share: pages [pages, page_size, width]; see `LatentPages`. Every device has
+    all of it."""
+
+    rank: int
+    rope_dim: int
+    width: int
+    dtype: np.dtype
+
+    def pages(self, count: int, page_size: int) -> LatentPages:
+        """So many pages of one layer, as shapes."""
+        scale = _shaped((count, 2, page_size), jnp.float32) if has_scale(self.dtype) else None
+        return LatentPages(_shaped((count, page_size, self.width), self.dtype), scale)
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the arrays' first dimensions."""
+        return ()
+
+    def attend(
+        self, layer: DecoderLayer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any,
+        decode_only: bool,
+    ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
+        """`Ops.attend_latent` on each device's own heads."""
+        attend = partial(layer.ops.attend_latent, scale=layer.spec.attention.softmax_scale, decode_only=decode_only)
+        split: Any = (spec(None, "kv_heads"), EVERYWHERE, spec("kv_heads"), spec("kv_heads"))
+        of_heads = LatentHeads(*split)
+        return _on_each_device(attend, heads, of_heads, pages, EVERYWHERE, where, mesh)
+
+
+CacheKind = KeysAndValues | Latents
+
+
+def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str) -> CacheKind:
+    """What the model's layers keep; `kv_heads` are those of the mesh."""
+    attention = model.layers[0].attention
+    if isinstance(attention, LatentAttentionSpec):
+        width = stored_latent_width(attention.rank + attention.rope_dim, platform)
+        return Latents(attention.rank, attention.rope_dim, width, np.dtype(dtype))
+    return KeysAndValues(kv_heads, stored_head_dim(model.head_dim, platform), np.dtype(dtype))
+
+
+def _on_each_device(
+    attend: Callable, heads: Any, of_heads: Any, pages: Any, of_pages: PartitionSpec, where: tuple, mesh: Mesh
+) -> tuple[jax.Array, Any]:
+    """`attend` of the heads and pages that a device has; `where` is where tokens are written and read."""
+
+    def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
+        return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)
+
+    if not is_split(mesh):
+        return local(heads, pages, *where)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(of_heads, of_pages, *(EVERYWHERE,) * len(where)),
+        out_specs=(spec(None, "kv_heads"), of_pages),
+        check_vma=False,
+    )(heads, pages, *where)

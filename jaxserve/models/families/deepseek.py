@@ -1,0 +1,131 @@
+"""DeepSeek V2, V3 and R1, and what is built like them (Kimi K2): latent attention; a dense MLP in the first layers,
+then experts beside an MLP that all tokens go through. V2's router takes the softmax; V3's takes sigmoids, corrected
+for the choice, and limits the choice to groups of experts.
+
+Layers behind the last one predict further tokens at a time; they are left out. V3.2 chooses which tokens attention
+sees, with an indexer of its own; here it sees all, as up to `index_topk` tokens it does there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.config import ConfigError
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import IGNORED, NAMES, read_max_position, read_mlp, read_norm, read_shared
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import ExpertsSpec, LatentAttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxserve.pallas_kernels.routing import Router
+
+ATTENTION, MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
+LATENT_NAMES = {
+    "q.weight": f"{ATTENTION}.q_proj.weight",
+    "q_norm.weight": f"{ATTENTION}.q_a_layernorm.weight",
+    "q_b.weight": f"{ATTENTION}.q_b_proj.weight",
+    "kv_norm.weight": f"{ATTENTION}.kv_a_layernorm.weight",
+    "kv_b.weight": f"{ATTENTION}.kv_b_proj.weight",
+    **{f"q_a.{kind}": f"{ATTENTION}.q_a_proj.{kind}" for kind in ("weight", "bias")},
+    **{f"kv_a.{kind}": f"{ATTENTION}.kv_a_proj_with_mqa.{kind}" for kind in ("weight", "bias")},
+}
+EXPERTS = {
+    "router.weight": f"{MLP}.gate.weight",
+    "correction": f"{MLP}.gate.e_score_correction_bias",
+    **{f"expert_{role}.weight": f"{MLP}.experts.{{e}}.{role}_proj.weight" for role in ("gate", "up", "down")},
+    **{f"shared_{role}.weight": f"{MLP}.shared_experts.{role}_proj.weight" for role in ("gate", "up", "down")},
+}
+INDEXER = ("indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias",
+           "indexer.weights_proj.weight")  # fmt: skip
+
+
+def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
+    """`qk_head_dim` and `head_dim` follow from others, and each head has keys and values of its own."""
+    for key in ("qk_head_dim", "head_dim", "num_key_value_heads"):
+        hf.take(key, None)
+    nope, rope = hf.take("qk_nope_head_dim", 128), hf.take("qk_rope_head_dim", 64)
+    scaling = hf.take("rope_scaling", None) or hf.take("rope_parameters", None) or {}
+    scale, everywhere = (nope + rope) ** -0.5, scaling.get("mscale_all_dim")
+    if everywhere and scaling.get("factor", 1.0) > 1.0:
+        scale *= (0.1 * everywhere * math.log(scaling["factor"]) + 1.0) ** 2
+    return LatentAttentionSpec(
+        num_heads=hf.take("num_attention_heads"),
+        rank=hf.take("kv_lora_rank", 512),
+        q_rank=hf.take("q_lora_rank", None if "q_lora_rank" in hf.values else 1536),
+        nope_dim=nope,
+        rope_dim=rope,
+        v_dim=hf.take("v_head_dim", 128),
+        norm=NormSpec(eps=1e-6),  # whatever the other norms have
+        bias=bool(hf.take("attention_bias", False)),
+        scale=scale,
+    )
+
+
+def _read_layers(hf: HFConfig, router: Router) -> tuple[LayerSpec, ...]:
+    hf.expect("moe_layer_freq", 1)
+    dense = read_mlp(hf)
+    size, shared = hf.take("moe_intermediate_size"), hf.take("n_shared_experts", None) or 0
+    experts = ExpertsSpec(count=hf.take("n_routed_experts"), router=router, shared_size=size * shared)
+    mixture = MLPSpec(size=size, activation=dense.activation, experts=experts)
+    layer = LayerSpec(attention=read_latent_attention(hf), mlp=mixture, norm=read_norm(hf))
+    first = hf.take("first_k_dense_replace", 0)
+    count = hf.take("num_hidden_layers")
+    return tuple(replace(layer, mlp=dense) if i < first else layer for i in range(count))
+
+
+def _read(hf: HFConfig, family: str, router: Router) -> ModelConfig:
+    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "index_n_heads",
+                "index_head_dim", "index_topk"):  # fmt: skip
+        hf.take(key, None)
+    max_position = read_max_position(hf)
+    interleaved = bool(hf.take("rope_interleave", True))
+    ropes = {"default": read_rope(hf, max_position, interleaved=interleaved)}
+    return ModelConfig(family=family, layers=_read_layers(hf, router), **read_shared(hf, ropes=ropes))
+
+
+def _read_second(hf: HFConfig) -> ModelConfig:
+    method, options = hf.take("topk_method", "greedy"), {}
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"topk_method={method!r} is not supported (only 'greedy', 'group_limited_greedy')")
+    hf.expect("scoring_func", "softmax")
+    hf.take("norm_topk_prob", False)  # which the model itself does not look at
+    groups = _read_groups(hf)
+    if method == "group_limited_greedy":
+        options = groups
+    scale = float(hf.take("routed_scaling_factor", 1.0))
+    router = Router(top_k=hf.take("num_experts_per_tok"), normalized=False, scale=scale, **options)
+    return _read(hf, "deepseek_v2", router)
+
+
+def _read_third(hf: HFConfig) -> ModelConfig:
+    hf.expect("topk_method", "noaux_tc")
+    hf.expect("scoring_func", "sigmoid")
+    router = Router(
+        top_k=hf.take("num_experts_per_tok", 8),
+        score="sigmoid",
+        normalized=bool(hf.take("norm_topk_prob", True)),
+        scale=float(hf.take("routed_scaling_factor", 2.5)),
+        corrected=True,
+        group_score="top2",
+        **_read_groups(hf),
+    )
+    return _read(hf, "deepseek_v3", router)
+
+
+def _read_groups(hf: HFConfig) -> dict[str, Any]:
+    return {"groups": hf.take("n_group", None) or 1, "top_groups": hf.take("topk_group", None) or 1}
+
+
+_NAMES = NAMES | LATENT_NAMES | EXPERTS
+FAMILIES = [
+    Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _read_second, _NAMES, IGNORED),
+    Family(
+        "deepseek_v3",
+        ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
+        _read_third,
+        _NAMES,
+        (*IGNORED, *INDEXER),
+        more_layers=True,
+    ),
+]

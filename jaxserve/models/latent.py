@@ -1,0 +1,60 @@
+"""Multi-head latent attention of a layer (DeepSeek-V2, arXiv:2405.04434): down to latents, and up from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.attention import AttentionFn, Ropes
+from jaxserve.models.layers import Linear, weight
+from jaxserve.models.norms import Norm
+from jaxserve.models.spec import LatentAttentionSpec
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import LatentHeads, Parts
+from jaxserve.pallas_kernels.types import QuantRows
+
+
+class LatentAttention(nn.Module):
+    """All that is projected down comes of one product, of which every device computes the whole. Heads are split."""
+
+    spec: LatentAttentionSpec
+    hidden_size: int
+    dtype: Any
+    ops: Ops
+
+    @nn.compact
+    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
+        spec, heads, hidden = self.spec, self.spec.num_heads, self.hidden_size
+
+        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
+            return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
+
+        def norm(name: str, x: jax.Array) -> jax.Array:
+            return Norm(spec.norm, x.shape[-1], self.dtype, self.ops, name=name)(x)[1]
+
+        down = linear("down", (hidden,), (spec.down_size,), (None, "embed"), spec.bias)(x).whole(self.dtype)
+        of_queries, latent, key = jnp.split(down, [spec.q_rank or 0, spec.down_size - spec.rope_dim], axis=-1)
+        q_shape, q_axes = (heads, spec.nope_dim + spec.rope_dim), ("kv_heads", None)
+        if spec.q_rank is None:
+            q = linear("q", (hidden,), q_shape, (*q_axes, "embed"), False)(x)
+        else:
+            q = linear("q_up", (spec.q_rank,), q_shape, (*q_axes, None), False)(norm("q_norm", of_queries))
+        angles = ropes[spec.rope]
+        plain, turned = jnp.split(q.whole(self.dtype).reshape(-1, *q_shape), [spec.nope_dim], axis=-1)
+        q_whole = jnp.concatenate([plain, self.ops.rope(turned, angles.cos, angles.sin)], axis=-1)
+        if angles.query_scale is not None:
+            q_whole = q_whole * angles.query_scale.astype(self.dtype)[:, None, None]
+        row = jnp.concatenate([norm("kv_norm", latent), self.ops.rope(key, angles.cos, angles.sin)], axis=-1)
+        k_up, v_up = (
+            weight(self, name, self._init, ("kv_heads", None, None), (heads, size, spec.rank), self.dtype)
+            for name, size in (("k_up", spec.nope_dim), ("v_up", spec.v_dim))
+        )
+        out = attend(LatentHeads(q_whole, row, k_up, v_up))
+        return linear("out", (heads, spec.v_dim), (hidden,), ("embed", "kv_heads", None), spec.bias)(out)
+
+    @property
+    def _init(self) -> Any:
+        return nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=(0, 1))

@@ -1,0 +1,50 @@
+"""The tensors of a checkpoint by their roles, and where each goes in a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.checkpoints.load import Piece
+
+# Role -> name in the checkpoint; "{i}" is the layer, "{e}" the expert, "{h}" the head. Roles: embed, positions,
+# project_in, project_out, norm, head, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, q, k, v, o, q_norm,
+# k_norm, gate, up, down, router, shared_gate, shared_up, shared_down, shared_expert_gate; of experts expert_gate,
+# expert_up, expert_down, or fused expert_gate_up and expert_fused_down (`expert_weights`). Weights add ".weight",
+# biases ".bias". "sinks" is the role of sinks, "correction" that of the routers' correction bias [experts],
+# "correction_row" of one that is [1, experts].
+# Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
+# and its value; gate_up has gate and up one after the other. Roles of matrices [in, out] end in ".T". A file may stack
+# experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a, kv_b and kv_norm.
+Names = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A role's tensor, the shape it must have in the file, and its place in the host array of our weight: see `Piece`.
+    Shape and `take` are those of a matrix [out, in], also where the file has its transpose."""
+
+    role: str
+    shape: tuple[int, ...]
+    view: Callable[[np.ndarray], np.ndarray]
+    split: tuple[int, ...] | None = None
+    head: int | None = None
+    take: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def piece(self, names: Names, layer: int | None) -> Piece:
+        transposed = self.role not in names and f"{self.role}.T" in names
+        name = names[f"{self.role}.T" if transposed else self.role].format(i=layer, h=self.head)
+        if not transposed:
+            return Piece(name, self.shape, self.view, self.split, self.take)
+        take = self.take or whole
+        return Piece(name, self.shape[::-1], self.view, self.split, lambda t: take(t.T))
+
+
+def whole(target: np.ndarray) -> np.ndarray:
+    return target
+
+
+def rows(first: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda t: t[first : first + count]

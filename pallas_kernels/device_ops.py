@@ -1,0 +1,135 @@
+"""Chooses which implementation of each operation a device runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.pallas_kernels import cpu, cpu_panels, experts
+from jaxserve.pallas_kernels.experts import ExpertWeights
+from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device, LatentProblem, MatmulProblem, choose, load
+from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
+
+log = logging.getLogger(__name__)
+
+
+def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
+    """Returns `multiply` of `quant_matmul` for `device`. It raises BackendError for a weight that the backend cannot
+    do.
+
+    With `parts` it returns `Parts.sums`. Where a weight says how its inputs are rounded, `auto` uses 8-bit products if
+    the device has them; otherwise rounded inputs become floats again.
+    """
+
+    def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
+        if isinstance(w, QuantArray) and w.activations is not None:
+            rows = x if isinstance(x, QuantRows) else w8a8.quantize(x, w)
+            if backend == "auto" and w8a8.why_not(device, MatmulProblem.of(rows, w, partitioned)) is None:
+                return w8a8.quant_matmul_parts(rows, w) if parts else w8a8.quant_matmul(rows, w)
+            y = w8a8.emulated(rows, w, partial(multiply, count=count))
+            return y.astype(rows.dtype)[None] if parts else y
+        module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
+        if not parts:
+            return module.quant_matmul(x, w, count=count)
+        if hasattr(module, "quant_matmul_parts"):
+            return module.quant_matmul_parts(x, w, count=count)
+        return module.quant_matmul(x, w, count=count).astype(x.dtype)[None]
+
+    return multiply
+
+
+def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
+    """Returns `experts.grouped_matmul` for `device`. The backend of a single weight also multiplies quantized stacks of
+    its form, if it supports stacks; otherwise plain XLA does."""
+
+    floats = _grouped_floats(device)
+
+    def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
+        if isinstance(w, PanelArray):
+            return cpu_panels.grouped_matmul(x, w, group_sizes)
+        if isinstance(w, QuantArray) and w.order is not None:
+            expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right", method="compare_all")
+            order = w.order[jnp.minimum(expert, len(w.order) - 1)]
+            x, w = jnp.take_along_axis(x, order, axis=1), replace(w, order=None)
+        if isinstance(w, QuantArray | BlockArray):
+            module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
+            if hasattr(module, "grouped_quant_matmul") and not isinstance(w, BlockArray):
+                return module.grouped_quant_matmul(x, w, group_sizes)
+        elif floats is not None and x.dtype == w.dtype:
+            return floats(x, w, group_sizes)
+        return experts.grouped_matmul(x, w, group_sizes)
+
+    return multiply
+
+
+def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
+    """A device's kernel for grouped products with floats in the dtype of x, which XLA would transpose first in each
+    step; None: there is none."""
+    name = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(device.platform)
+    try:
+        module = None if name is None else load("matmul", name)
+    except ImportError:  # of jax_triton, which `_with_triton` tells
+        return None
+    probe = MatmulProblem(np.dtype("bfloat16"), np.dtype("int8"), 128, 128, (1, 128))
+    if module is None or module.why_not(device, probe) is not None:
+        return None
+    return lambda x, w, group_sizes: module.grouped_quant_matmul(x, experts.as_codes(w), group_sizes)
+
+
+def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
+    """Returns `experts.mixture` for `device`."""
+    multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
+
+    def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
+        if isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
+            return cpu_panels.mixture(x, chosen, weights, w, **options)
+        return experts.mixture(x, chosen, weights, w, multiply=multiply, **options)
+
+    return mixture
+
+
+def choose_ops(
+    device: Device, attention: AttentionProblem | LatentProblem, *, backend: str = "auto", partitioned: bool = False
+) -> Ops:
+    """Returns the operations for a model on `device`. `backend` is the one requested for attention. Raises
+    BackendError.
+
+    XLA splits `partitioned` models over devices, but can split only its own dense operations. So the caller must run
+    kernels, those of `fused` included, on each device's own part.
+    """
+    kinds: dict[str, Any]
+    if isinstance(attention, LatentProblem):
+        module = load("latent", choose("latent", device, attention, backend))
+        kinds = {"latent_attention": module.latent_attention, "write_latent": module.write_latent}
+    else:
+        module = load("attention", choose("attention", device, attention, backend))
+        kinds = {"paged_attention": module.paged_attention}
+        kinds["write_kv"] = getattr(module, "write_kv", write_kv)
+        kinds["write_and_attend"] = getattr(module, "write_and_attend", None)
+    if device.platform == "cpu" and not partitioned:
+        return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
+    return _with_triton(Ops(**kinds), device, attention.q_dtype)
+
+
+def _with_triton(ops: Ops, device: Device, dtype: Any) -> Ops:
+    """Adds the kernels that do several operations in one launch, if `device` can use them."""
+    if device.platform != "gpu":
+        return ops
+    try:
+        from jaxserve.pallas_kernels import draw_triton, fused_triton
+    except ImportError as error:
+        log.warning("%s is not installed, so steps launch more kernels", error.name)
+        return ops
+    if draw_triton.why_not(device) is None:
+        ops = replace(ops, draw=draw_triton.draw)
+    return ops if fused_triton.why_not(device, dtype) else replace(ops, fused=fused_triton)

@@ -1,0 +1,102 @@
+"""Conversations as particular chat templates want them, where they differ from what most take."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.server import plugins
+from jaxserve.server.tools import messages as harmony
+
+Messages = list[dict[str, Any]]
+
+# Arguments of a call joined to a text, as in the templates of DeepSeek, which fails unless they are a text themselves.
+_JOINED_ARGUMENTS = re.compile(
+    r"""[+~]\s*\w+(\.function|\[['"]function['"]\])?(\.arguments|\[['"]arguments['"]\])\s*([+~]|-?\}\})"""
+)
+_READS_TOOLS = re.compile(r"\b(if|in|set \w+ =) tools\b")
+
+
+def for_template(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, template: str) -> Messages:
+    """The messages as the template wants them. Does not change the given ones."""
+    if harmony.matches(template):
+        messages = one_call_each(messages)
+    if _JOINED_ARGUMENTS.search(template):
+        messages = [_with_calls(message, _with_text) for message in messages]
+    if "tool_calls" not in template:
+        messages = _calls_as_text(messages, template)
+    if tools and "message['tools']" in template and not _READS_TOOLS.search(template):
+        messages = _tools_in_the_system_message(messages, tools)
+    return messages
+
+
+def template_variables(tools: Sequence[Mapping[str, Any]] | None, template: str) -> dict[str, Any]:
+    """More variables for a template. SmolLM3's reads the tools from `xml_tools`."""
+    return {"xml_tools": tools} if tools and "xml_tools" in template and not _READS_TOOLS.search(template) else {}
+
+
+def _with_calls(message: dict[str, Any], change: Any) -> dict[str, Any]:
+    return message | {"tool_calls": list(map(change, message["tool_calls"]))} if message.get("tool_calls") else message
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+def _calls_as_text(messages: Messages, template: str) -> Messages:
+    """Writes calls into the content, for a template that shows no calls, if the model's format can be written."""
+    module = plugins.find("jaxserve.server.tools.parsers", "auto", template)
+    if module is None or not hasattr(module, "written"):
+        return messages
+    return [
+        message | {"content": message["content"] + module.written([call["function"] for call in message["tool_calls"]])}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _tools_in_the_system_message(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """Puts the functions as JSON into the first message, for Phi-4-mini's template, which looks for them there."""
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages and messages[0]["role"] in ("system", "developer"):
+        return [messages[0] | {"tools": text}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": text}, *messages]
+
+
+def one_call_each(messages: Sequence[dict[str, Any]]) -> Messages:
+    """The conversation for gpt-oss's template, which reads reasoning as `thinking`, renders the first call of a message
+    only, and refuses a text beside calls and reasoning.
+
+    A message with several calls becomes one for each call, followed by that call's result. A text beside a call and
+    reasoning becomes the end of the reasoning, the channel in which the template renders a text beside a call.
+    """
+    rewritten: Messages = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        if (reasoning := message.get("reasoning_content")) is not None:
+            message = message | {"thinking": reasoning}
+        calls = message.get("tool_calls", [])
+        if calls and message.get("thinking") and message["content"]:
+            message |= {"thinking": f"{message['thinking']}\n\n{message['content']}", "content": ""}
+        if len(calls) < 2:
+            rewritten.append(message)
+            continue
+        results: dict[str, Messages] = {call["id"]: [] for call in calls if call["id"]}
+        others: deque[dict[str, Any]] = deque()  # results without a call's id, which are in the order of the calls
+        while rest and rest[0]["role"] == "tool":
+            result = rest.popleft()
+            known = results.get(result.get("tool_call_id", ""))
+            (others if known is None else known).append(result)
+        for call in calls:
+            if not (own := results.pop(call["id"], [])):
+                own = [others.popleft()] if others else []
+            rewritten += [message | {"tool_calls": [call]}, *own]
+            message = {"role": "assistant", "content": ""}
+        rewritten += others
+    return rewritten

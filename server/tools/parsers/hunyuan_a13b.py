@@ -1,0 +1,23 @@
+"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>, as Hunyuan-A13B writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.server.tools.json_list import JSONListParser, list_syntax
+from jaxserve.server.tools.syntax import Called, Syntax
+
+OPENING, CLOSING = "<tool_calls>", "</tool_calls>"
+
+
+def matches(template: str) -> bool:
+    return OPENING in template and CLOSING in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    return list_syntax(functions, many, OPENING, closing=CLOSING)
+
+
+class Parser(JSONListParser):
+    openings = (OPENING,)
+    closings = (CLOSING,)

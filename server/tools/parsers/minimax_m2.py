@@ -1,0 +1,70 @@
+"""<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>…</minimax:tool_call>, as
+MiniMax-M2 writes it.
+
+Line breaks may stand between the marks. Values are text if their schema has type "string", otherwise JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.server.tools.keyed import KeyedParser, strict_arguments
+from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
+from jaxserve.types import Grammar
+
+OPENING, CLOSING = "<minimax:tool_call>", "</minimax:tool_call>"
+INVOKE, INVOKE_END = '<invoke name="', "</invoke>"
+PARAMETER, PARAMETER_END = '<parameter name="', "</parameter>"
+NAME_END = '">'
+
+
+def matches(template: str) -> bool:
+    return "minimax:tool_call" in template
+
+
+def syntax(functions: Sequence[Called], many: bool) -> Syntax:
+    """The rules of the format. A strict function's parameters come in the order of its schema."""
+    parts: list[tuple[str, Grammar]] = []
+    bodies = [
+        strict_arguments(function, parts, lambda key: quoted(f"{PARAMETER}{key}{NAME_END}"), PARAMETER_END)
+        if function.is_strict
+        else "parameter*"
+        for function in functions
+    ]
+    named = zip(functions, bodies, strict=True)
+    calls = " | ".join(f"{quoted(INVOKE + function.name + NAME_END)} W? {body}" for function, body in named)
+    rules = rf"""
+calls: W? {one_or_more("call", "W?", many)} W? closing
+call: ({calls}) W? {quoted(INVOKE_END)}
+parameter: {quoted(PARAMETER)} /[^<>"\n]{{1,64}}/ {quoted(NAME_END)} text W?
+text[lazy]: /(?s:.*)<\/parameter>/
+"""
+    return Syntax(rules, opening=OPENING, marks=(("closing", CLOSING),), parts=tuple(parts))
+
+
+class Parser(KeyedParser):
+    keeps_special_tokens = True
+    opening, key_mark, value_end, arguments_end = INVOKE, PARAMETER, PARAMETER_END, INVOKE_END
+
+    def outside(self) -> bool:
+        before, mark = self.take_until(OPENING, CLOSING, INVOKE)
+        self.content(before)
+        if mark == INVOKE:
+            self.state = self.function
+        return mark is not None
+
+    def function(self) -> bool:
+        name, found, rest = self.buffer.partition(NAME_END)
+        if not found:
+            return False
+        self.buffer = rest
+        self.begin_arguments(name.strip())
+        return True
+
+    def key(self) -> bool:
+        key, found, rest = self.buffer.partition(NAME_END)
+        if not found:
+            return False
+        self.buffer = rest
+        self.begin_value(key.strip())
+        return True
