@@ -26,7 +26,7 @@ def for_template(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, 
         messages = one_call_each(messages)
     if _JOINED_ARGUMENTS.search(template):
         messages = [_with_calls(message, _with_text) for message in messages]
-    if "tool_calls" not in template:
+    if "tool_calls" not in template and any(message.get("tool_calls") for message in messages):
         messages = _calls_as_text(messages, template)
     if tools and "message['tools']" in template and not _READS_TOOLS.search(template):
         messages = _tools_in_the_system_message(messages, tools)
