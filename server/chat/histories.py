@@ -38,6 +38,14 @@ def template_variables(tools: Sequence[Mapping[str, Any]] | None, template: str)
     return {"xml_tools": tools} if tools and "xml_tools" in template and not _READS_TOOLS.search(template) else {}
 
 
+def complete(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
+    """The tools with a description and parameters each, which some templates fail without: gpt-oss's, Seed-OSS's."""
+    if tools is None:
+        return None
+    missing = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return [{**tool, "function": {**missing, **tool["function"]}} for tool in tools]
+
+
 def _with_calls(message: dict[str, Any], change: Any) -> dict[str, Any]:
     return message | {"tool_calls": list(map(change, message["tool_calls"]))} if message.get("tool_calls") else message
 
