@@ -256,9 +256,11 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tup
     given = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
     weights = arranged(shapes, mesh, decoder.dtype, backend)
-    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh)) for w in weights)
+    asked = [(len(w.shape), MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh))) for w in weights]
+    problems = dict.fromkeys(problem for rank, problem in asked if rank == 2)
+    grouped = dict.fromkeys(problem for rank, problem in asked if rank == 3)
     try:
-        chosen = checked_matmul(device, problems, backend)
+        chosen = checked_matmul(device, problems, backend, grouped)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if chosen == backend:

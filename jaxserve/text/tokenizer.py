@@ -77,7 +77,7 @@ class Tokenizer:
     Attributes:
       vocab_size: number of token ids, added tokens included (a model's own vocabulary may be padded beyond it).
       bos_token_id: id that opens a sequence, or None.
-      eos_token_ids: ids that end a sequence, of the tokenizer and of generation_config.json together.
+      eos_token_ids: ids that end a sequence, of the tokenizer and generation_config.json together, and gpt-oss's own.
       special_ids: ids that `skip_special_tokens` leaves out of decoded text.
       generation_defaults: sampling settings that the model's authors recommend.
       escape_special_tokens: encode special tokens in the text of users and tools as text (see `foreign_text`).
@@ -92,9 +92,9 @@ class Tokenizer:
         self.vocab_size: int = len(hf_tokenizer)
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         own_eos = [] if hf_tokenizer.eos_token_id is None else [hf_tokenizer.eos_token_id]
-        self.eos_token_ids = tuple(dict.fromkeys([*own_eos, *self.generation_defaults.eos_token_ids]))
         added = hf_tokenizer.added_tokens_decoder
-        self.eos_token_ids = tuple(dict.fromkeys([*self.eos_token_ids, *_turn_ends(added)]))
+        ends = [*own_eos, *self.generation_defaults.eos_token_ids, *_answer_ends(added)]
+        self.eos_token_ids = tuple(dict.fromkeys(ends))
         self.special_ids = frozenset(hf_tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
         self._added = {i: token.content for i, token in added.items()}
         steps = _decoder_steps(self._backend)
@@ -164,6 +164,10 @@ class Tokenizer:
         """Texts of the tokens with a special meaning: special tokens, and added tokens that the chat template writes,
         such as those around tool calls."""
         return tuple(sorted({self._added[i] for i in self._marker_ids}, key=len, reverse=True))
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        return frozenset(text for i, text in self._added.items() if i in self.special_ids)
 
     @cached_property
     def _marker_ids(self) -> frozenset[int]:
@@ -282,9 +286,8 @@ class Tokenizer:
             raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
 
 
-def _turn_ends(added: Mapping[int, Any]) -> list[int]:
-    """Ids of the tokens that end an answer of gpt-oss, whatever its configuration says: `<|return|>` and, after a call,
-    `<|call|>`."""
+def _answer_ends(added: Mapping[int, Any]) -> list[int]:
+    """Ids of the tokens that end gpt-oss's answers, and its calls, whatever the configuration says."""
     ids = {token.content: i for i, token in added.items()}
     return [ids["<|return|>"], ids["<|call|>"]] if {"<|channel|>", "<|return|>", "<|call|>"} <= ids.keys() else []
 

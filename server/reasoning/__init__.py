@@ -1,9 +1,8 @@
 """Reasoning: the part of an answer between <think> and </think>, or other marks.
 
 One module per format. Each defines `splitter(prompt)`, which returns a Splitter for an answer, where `prompt` is at
-least the end of the prompt; and `matches(template)`, whether a chat template certainly uses this format. A module whose
-marks are special tokens of the tokenizer sets `keeps_special_tokens`. A module whose answers are messages in channels
-sets `tool_format`, the module for the calls among these messages.
+least the end of the prompt; and `matches(template)`, whether a chat template certainly uses this format. A module
+whose answers are messages in channels sets `tool_format`, the module for the calls among these messages.
 """
 
 from __future__ import annotations
@@ -41,6 +40,12 @@ class Splitter:
         self._buffer = ""
         self._begun = False  # some reasoning has been returned
         self._unwrapper = Unwrapper(self.wrappings) if self.wrappings else None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Every text that the splitter looks for. Those that are special tokens must be in the text."""
+        pairs = (mark for pair in self.wrappings for mark in pair)
+        return (*self.openings, *self.closings, *self.followers, *pairs)
 
     @property
     def forced_closing(self) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from jaxserve.server.reasoning import Splitter, ends_inside
 
 OPENING, CLOSING = "<|START_THINKING|>", "<|END_THINKING|>"
-keeps_special_tokens = True
 
 
 class CohereSplitter(Splitter):

@@ -7,6 +7,7 @@ from jaxserve.server.reasoning import Splitter
 from jaxserve.server.tools.messages import (
     CHANNEL,
     END,
+    FRAME,
     MESSAGE,
     START,
     Joined,
@@ -17,9 +18,7 @@ from jaxserve.server.tools.messages import (
 )
 from jaxserve.server.tools.parsers import harmony as tool_format
 
-__all__ = ["keeps_special_tokens", "matches", "splitter", "tool_format"]
-
-keeps_special_tokens = True
+__all__ = ["matches", "splitter", "tool_format"]
 
 
 class HarmonySplitter(Splitter):
@@ -37,6 +36,10 @@ class HarmonySplitter(Splitter):
         self.is_framed = inside is None
         self._reader = MessageReader(inside)
         self._reasoning, self._content = Joined(), Joined()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(mark for _, mark in FRAME)
 
     @property
     def forced_closing(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from jaxserve.server.reasoning import Splitter, ends_inside
 
 OPENING, CLOSING = "[THINK]", "[/THINK]"
-keeps_special_tokens = True
 
 
 class MistralSplitter(Splitter):

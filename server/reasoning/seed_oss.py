@@ -6,7 +6,6 @@ from jaxserve.server.reasoning import Splitter, ends_inside
 
 OPENING, CLOSING = "<seed:think>", "</seed:think>"
 REMARK = "<seed:cot_budget_reflect>"
-keeps_special_tokens = True
 
 
 class SeedSplitter(Splitter):

@@ -24,7 +24,7 @@ from jaxserve.models.load import read_model
 from jaxserve.models.rope import inverse_frequencies
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-# Norms that are split over devices, norms that need all of them, and several kinds of layers.
+# Norms that are split over devices, norms that need all of them, several kinds of layers, and latents.
 ON_DEVICES = ("cohere_qk_norm", "olmo2_post", "gemma3_older", "deepseek_v3_groups")
 ON_EIGHT = ("cohere_qk_norm", "olmo2_post", "falcon_40b")  # with eight query heads
 ODD = ("neox_parallel", "gpt2_scaled", "falcon_7b")  # heads that two devices cannot share

@@ -107,10 +107,19 @@ def test_computes_with_random_weights(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_are_named(name):
     architecture = OTHERS[name]
-    with pytest.raises(
-        ConfigError, match=rf"architectures=\['{architecture}'\] is not supported; supported are .*Qwen3"
-    ):
+    with pytest.raises(ConfigError, match=rf"architectures=\['{architecture}'\] is not supported.*models list"):
         read_model_config(HFConfig({"architectures": [architecture], "model_type": "x"}, name))
+
+
+def test_the_nearest_architecture_is_named_with_what_differs():
+    given = CONFIGS["Qwen/Qwen3-8B"]
+    with pytest.raises(ConfigError, match=r"the nearest is Qwen3ForCausalLM \(its config.json reads like"):
+        read_model_config(HFConfig(given | {"architectures": ["Qwen3XForCausalLM"]}))
+    more = given | {"architectures": ["Qwen3XForCausalLM"], "surprise": 3}
+    with pytest.raises(ConfigError, match=r"the nearest is Qwen3ForCausalLM \(beyond that: .*surprise=3"):
+        read_model_config(HFConfig(more))
+    with pytest.raises(ConfigError, match=r"is not supported\. `jaxserve models list` lists what is$"):
+        read_model_config(HFConfig(given | {"architectures": ["Zzz"]}))
 
 
 @pytest.mark.parametrize(

@@ -740,9 +740,9 @@ def test_streamed_and_whole_reasoning_agree(name, data):
     module = importlib.import_module(f"jaxserve.server.reasoning.{name}")
     prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]", "<|start|>assistant"]))
     kind = module.splitter(prompt)
-    marks = [*kind.openings, *kind.closings, *kind.followers, *(mark for pair in kind.wrappings for mark in pair)]
+    marks = list(kind.marks)
     if name == "harmony":
-        marks += ["<|start|>", "assistant", "<|channel|>", "final", " to=functions.f", "<|message|>", "<|call|>"]
+        marks += ["assistant", "analysis", "final", " to=functions.f", "<|call|>", *kind.openings]
     marks += [mark[:at] for mark in marks for at in (1, len(mark) // 2, len(mark) - 1)]
     text = "".join(data.draw(st.lists(st.sampled_from([*marks, " ", "\n", "text", "Here"]), min_size=1, max_size=9)))
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
