@@ -14,8 +14,8 @@ ALIASES = {
         "llama4_json": "llama3_json", "phi4_mini_json": "phi4", "qwen3_xml": "qwen3_coder",
     },
     "jaxserve.server.reasoning": {
-        "cohere_command3": "cohere", "cohere_command4": "cohere", "glm47": "glm45", "gpt_oss": "harmony",
-        "minimax_m2": "qwen3", "olmo3": "qwen3", "openai_gptoss": "harmony",
+        "cohere_command3": "cohere", "cohere_command4": "cohere", "deepseek_v3": "deepseek_r1", "glm47": "glm45",
+        "gpt_oss": "harmony", "minimax_m2": "qwen3", "olmo3": "qwen3", "openai_gptoss": "harmony",
     },
 }  # fmt: skip
 

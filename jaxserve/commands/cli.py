@@ -173,12 +173,24 @@ def _ask() -> str | None:
 
 
 def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
+    """Prints the answer as it is generated; returns it without gpt-oss's reasoning and the marks of its messages."""
+    import msgspec
+
+    from jaxserve.server.chat.output_parser import OutputParser
+    from jaxserve.server.reasoning import harmony
+
     prompt = llm.tokenizer.encode(llm.tokenizer.render_chat(messages), add_special_tokens=False)
-    text = ""
+    splitter = None
+    if harmony.matches(llm.tokenizer.chat_template or ""):
+        splitter = harmony.splitter(llm.tokenizer.decode(prompt[-16:], skip_special_tokens=False))
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    parser, text, shown = OutputParser(splitter, None), "", ""
     try:
         for delta in llm.stream(prompt, params):
-            print(delta.text, end="", flush=True)
-            text += delta.text
+            if (piece := parser.push(delta)) is not None:
+                gap = "\n\n" if piece.content and shown and not text else ""  # between the reasoning and the answer
+                print(piece.reasoning + gap + piece.content, end="", flush=True)
+                text, shown = text + piece.content, shown + piece.reasoning
     except KeyboardInterrupt:  # ends this answer but not the conversation
         pass
     print()

@@ -184,6 +184,8 @@ def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     wavelength = 2 * np.pi / base
     low, high = rope.original_max_position / rope.low_freq_factor, rope.original_max_position / rope.high_freq_factor
+    if low == high:  # as Llama 4 Scout has it: nothing lies between
+        return np.where(wavelength > low, base / rope.factor, base).astype(np.float32)
     smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )

@@ -98,9 +98,9 @@ class RopeConfig:
             raise ConfigError(f"rope_theta must be above 1, got {self.theta}")
         if self.rotary_dim is not None and (self.rotary_dim < 0 or self.rotary_dim % 2):
             raise ConfigError(f"the rotated part of a head must have an even number of channels, not {self.rotary_dim}")
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor:
             raise ConfigError(
-                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
+                f"low_freq_factor={self.low_freq_factor} must not be above high_freq_factor={self.high_freq_factor}"
             )
 
 

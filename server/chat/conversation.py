@@ -16,7 +16,7 @@ from starlette.requests import Request as HTTPRequest
 
 from jaxserve.server.chat.forms import Frame, Functions, Thoughts, answer_grammar
 from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage, whole_choices
-from jaxserve.server.chat.histories import for_template, template_variables
+from jaxserve.server.chat.histories import complete, for_template, template_variables
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
 from jaxserve.server.chat.turns import in_turns
@@ -97,15 +97,13 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a rendered conversation. Slow: call it off the event loop.
 
-    If the template refuses the conversation, it is rendered once more as `in_turns` rewrites it. Raises
+    If the template refuses the conversation, it is rendered once more as `in_turns` and `complete` rewrite it. Raises
     InvalidRequestError if the template refuses that too, if it drops a system message, or if `fit_text` refuses.
     """
     template = conversation.chat_template or tokenizer.chat_template or ""
     tools = conversation.template_tools()
     messages = for_template(conversation.template_messages(), tools, template)
-    if "developer" not in template or harmony.matches(
-        template
-    ):  # gpt-oss's template drops these messages but the first
+    if "developer" not in template or harmony.matches(template):  # gpt-oss's drops these messages but the first
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of this role, which every template knows
@@ -125,11 +123,11 @@ def encode_chat(
     try:
         text = _render(tokenizer, messages, options)
     except InvalidRequestError as refusal:
-        turns = in_turns(messages)
-        if turns == messages:
+        turns, whole = in_turns(messages), complete(tools)
+        if turns == messages and whole == tools:
             raise
         try:
-            text = _render(tokenizer, turns, options)
+            text = _render(tokenizer, turns, options | {"tools": whole})
         except InvalidRequestError:
             raise refusal from None
     text = fit_text(text, tokenizer, info, truncate, "messages")

@@ -26,7 +26,7 @@ def for_template(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, 
         messages = one_call_each(messages)
     if _JOINED_ARGUMENTS.search(template):
         messages = [_with_calls(message, _with_text) for message in messages]
-    if "tool_calls" not in template:
+    if "tool_calls" not in template and any(message.get("tool_calls") for message in messages):
         messages = _calls_as_text(messages, template)
     if tools and "message['tools']" in template and not _READS_TOOLS.search(template):
         messages = _tools_in_the_system_message(messages, tools)
@@ -36,6 +36,14 @@ def for_template(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, 
 def template_variables(tools: Sequence[Mapping[str, Any]] | None, template: str) -> dict[str, Any]:
     """More variables for a template. SmolLM3's reads the tools from `xml_tools`."""
     return {"xml_tools": tools} if tools and "xml_tools" in template and not _READS_TOOLS.search(template) else {}
+
+
+def complete(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
+    """The tools with a description and parameters each, which some templates fail without: gpt-oss's, Seed-OSS's."""
+    if tools is None:
+        return None
+    missing = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return [{**tool, "function": {**missing, **tool["function"]}} for tool in tools]
 
 
 def _with_calls(message: dict[str, Any], change: Any) -> dict[str, Any]:

@@ -148,7 +148,10 @@ class Conversation(msgspec.Struct, kw_only=True):
         return [message.to_template(i) for i, message in enumerate(self.messages)]
 
     def template_tools(self) -> list[dict[str, Any]] | None:
-        return msgspec.to_builtins(self.tools) if self.tools else None
+        """The tools, with their type first, as models have seen them."""
+        if not self.tools:
+            return None
+        return [{"type": tool.type, "function": msgspec.to_builtins(tool.function)} for tool in self.tools]
 
     def template_kwargs(self) -> dict[str, Any]:
         """The variables that the request gives to the template. Any others than TEMPLATE_INPUTS are allowed, because

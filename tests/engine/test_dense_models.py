@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.checkpoints.export import compress, quantization_config
+from jaxserve.checkpoints.quantize import Scheme, rtn
+from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
@@ -176,3 +179,38 @@ def test_any_change_of_a_config_gives_a_model_or_a_config_error(case, data):
             assert all(np.isfinite(inverse_frequencies(rope, model.rotated_dim)).all() for rope in model.ropes.values())
         return
     assert refusal.startswith("some/config.json")
+
+
+def quantized(source, target, config):
+    """Copies of a model's folder: with the layers' matrices in 8 bits in groups of 8 with zero points, and with the
+    floats that these stand for."""
+    weights, plain = {}, {}
+    for name, x in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if x.ndim == 2 and any(part.isdigit() for part in name.split(".")) and "norm" not in name:
+            weights[module] = rtn(x, Scheme("int8", group_size=8, symmetric=False))
+        else:
+            plain[name] = x
+    whole = {f"{module}.weight": np.asarray(dequantize(w), np.float32) for module, w in weights.items()}
+    coded = {name: x for module, w in weights.items() for name, x in compress(module, w).items()}
+    settings = {"quantization_config": quantization_config(weights, ["lm_head"])}
+    folders = []
+    for kind, tensors, extra in (("floats", whole, {}), ("codes", coded, settings)):
+        shutil.copytree(source, target / kind)
+        (target / kind / "config.json").write_text(json.dumps(config | extra))
+        save_file({**plain, **tensors}, target / kind / "model.safetensors")
+        folders.append(target / kind)
+    return folders
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("case", ["phi3_longrope", "falcon_40b", "glm4_sandwich"])
+def test_parts_of_quantized_tensors(case, devices, model_folders, tmp_path):
+    """Fused projections, and heads whose channels are reordered: codes, scales and zero points go where floats go."""
+    likelihoods = []
+    for folder in quantized(model_folders(case), tmp_path, DENSE_CASES[case].config):
+        engine = make_engine(folder, tokens=64, tensor_parallel_size=devices, matmul_backend="auto")
+        asked = request("0", range(5, 55), max_tokens=1, prompt_logprobs=0)
+        likelihoods.append([entry.logprob for entry in generate(engine, asked)[0].prompt_logprobs[1:]])
+    floats, codes = np.array(likelihoods)
+    assert np.abs(floats - codes).max() < 0.02

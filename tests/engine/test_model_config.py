@@ -458,7 +458,7 @@ def scaled(kind, **options):
         ("factor must be a positive number, got '2'", scaled("linear", factor="2")),
         ("factor must be a positive number", scaled("linear", factor=math.inf)),
         ("original_max_position_embeddings must be an int", scaled("yarn", original_max_position_embeddings="8k")),
-        ("low_freq_factor=4.0 must be below high_freq_factor=4.0", scaled("llama3", factor=8.0, low_freq_factor=4.0)),
+        ("low_freq_factor=5.0 must not be above high_freq_factor=4.0", scaled("llama3", factor=8, low_freq_factor=5.0)),
         ("settings that are not understood: {'twist': 3}", scaled("linear", factor=2.0, twist=3)),
         ("partial_rotary_factor=0.5 is not supported", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor=0.25 is not supported", scaled("default", partial_rotary_factor=0.25)),

@@ -39,12 +39,12 @@ BILLIONS = {  # of parameters, as their cards say, embeddings included once wher
     "LGAI-EXAONE/EXAONE-4.0-32B": 32.0, "ByteDance-Seed/Seed-OSS-36B-Instruct": 36.15,
     "internlm/internlm3-8b-instruct": 8.8, "openbmb/MiniCPM-2B-sft-bf16": 2.72,
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.57, "tencent/Hunyuan-7B-Instruct": 7.5,
-    "nvidia/Minitron-4B-Base": 4.19,
+    "nvidia/Minitron-4B-Base": 4.19, "meta-llama/Llama-4-Scout-17B-16E-Instruct": 107.77,
 }  # fmt: skip
 LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a million tokens on
 OTHERS = {
     "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2_5_VLForConditionalGeneration",
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "Llama4ForConditionalGeneration",
+    "bigscience/bloom": "BloomForCausalLM",
 }
 
 
@@ -104,10 +104,19 @@ def test_computes_with_random_weights(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_are_named(name):
     architecture = OTHERS[name]
-    with pytest.raises(
-        ConfigError, match=rf"architectures=\['{architecture}'\] is not supported; supported are .*Qwen3"
-    ):
+    with pytest.raises(ConfigError, match=rf"architectures=\['{architecture}'\] is not supported.*models list"):
         read_model_config(HFConfig({"architectures": [architecture], "model_type": "x"}, name))
+
+
+def test_the_nearest_architecture_is_named_with_what_differs():
+    given = CONFIGS["Qwen/Qwen3-8B"]
+    with pytest.raises(ConfigError, match=r"the nearest is Qwen3ForCausalLM \(its config.json reads like"):
+        read_model_config(HFConfig(given | {"architectures": ["Qwen3XForCausalLM"]}))
+    more = given | {"architectures": ["Qwen3XForCausalLM"], "surprise": 3}
+    with pytest.raises(ConfigError, match=r"the nearest is Qwen3ForCausalLM \(beyond that: .*surprise=3"):
+        read_model_config(HFConfig(more))
+    with pytest.raises(ConfigError, match=r"is not supported\. `jaxserve models list` lists what is$"):
+        read_model_config(HFConfig(given | {"architectures": ["Zzz"]}))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
@@ -14,6 +15,7 @@ import tokenizers_for_tests as kinds
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from serving import SMALL, running_server
 
+from jaxserve.commands import cli
 from jaxserve.grammars.grammar import Compiler, Matcher
 from jaxserve.server.chat.forms import Frame, Functions, answer_grammar
 from jaxserve.server.chat.histories import one_call_each
@@ -22,7 +24,7 @@ from jaxserve.server.plugins import choices, find
 from jaxserve.server.tools.choice import Function, Tool
 from jaxserve.text.detokenizer import ChoiceDelta
 from jaxserve.text.tokenizer import load_tokenizer
-from jaxserve.types import Grammar
+from jaxserve.types import Grammar, SamplingParams
 
 MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"]
 NODE = {"type": "object", "properties": {"v": {"type": "integer"}}, "required": ["v"], "additionalProperties": False}
@@ -410,6 +412,22 @@ def test_messages(server):
     plain = client.messages.create(model=MODEL, max_tokens=999, messages=say(ANSWER))
     assert [block.type for block in plain.content] == ["thinking", "text"]
     assert (plain.content[1].text, plain.stop_reason) == ("Four.", "end_turn")
+
+
+def test_the_terminal_shows_reasoning_and_keeps_the_answer(tmp_path, capsys):
+    """`jaxserve chat`: the answer alone becomes part of the conversation."""
+    kinds.save_byte_level(tmp_path, TEMPLATE)
+    kinds.add_special_tokens(tmp_path, MARKS)
+    llm = SimpleNamespace(tokenizer=load_tokenizer(tmp_path))
+
+    def stream(prompt, params):
+        assert llm.tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|start|>assistant")
+        assert not params.skip_special_tokens
+        return (ChoiceDelta(index=0, text=char) for char in ANSWER)
+
+    llm.stream = stream
+    assert cli._answer(llm, [{"role": "user", "content": "Hi"}], SamplingParams()) == "Four."
+    assert capsys.readouterr().out == "Two and two.\n\nFour.\n"
 
 
 # The real engine, with a random model: what is asked for holds. A bias makes it end its messages sooner or later.

@@ -168,6 +168,20 @@ def test_what_particular_templates_want(template, prompt):
     assert rendered(template, messages, tools=[FUNCTION], add_generation_prompt=False) == prompt
 
 
+def test_templates_that_need_descriptions_and_parameters():
+    """gpt-oss's joins texts to a description; Seed-OSS's walks through the properties."""
+    template = (
+        "{% for tool in tools %}{{ '// ' + tool.function.description }}{{ tool.function.name }}("
+        "{% for name, of in tool.function.parameters.properties.items() %}{{ name }}{% endfor %}){% endfor %}"
+    )
+    properties = {"type": "object", "properties": {"x": {}}}
+    tools = [Tool(Function("a")), Tool(Function("b", "B", parameters=properties))]
+    assert rendered(template, [Message("user", "Hi")], tools=tools) == "// a()// Bb(x)"
+    assert rendered("{{ tools | tojson }}", [Message("user", "Hi")], tools=tools[:1]) == (
+        '[{"type": "function", "function": {"name": "a"}}]'
+    )
+
+
 def test_phi_s_tools_beside_a_system_message():
     template = (
         "{% for message in messages %}{{ message['content'] }}<|tool|>{{ message['tools'] }}<|/tool|>{% endfor %}"

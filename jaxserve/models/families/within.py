@@ -12,6 +12,7 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES
 from jaxserve.models.families.gemma3 import read_gemma3
 from jaxserve.models.families.llama import IGNORED, NAMES
+from jaxserve.models.families.llama4 import FAMILY as LLAMA4
 from jaxserve.models.families.ministral import read_ministral3
 from jaxserve.models.families.mistral import read_mistral
 from jaxserve.models.spec import ModelConfig
@@ -88,6 +89,15 @@ FAMILIES = (
         _reader({"mistral": read_mistral, "ministral3": read_ministral3}, "mistral", MISTRAL, tied=False),
         NAMES,
         IGNORED,
+        layouts=LAYOUTS,
+        unread=UNREAD,
+    ),
+    Family(
+        "llama4 with images",
+        ("Llama4ForConditionalGeneration",),
+        _reader({"llama4_text": LLAMA4.read_config}, "llama4_text", {}, tied=False),
+        LLAMA4.names,
+        LLAMA4.ignored,
         layouts=LAYOUTS,
         unread=UNREAD,
     ),
