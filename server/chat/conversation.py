@@ -107,7 +107,7 @@ def encode_chat(
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of this role, which every template knows
-    kwargs = template_variables(tools, template) | conversation.template_kwargs()
+    kwargs = template_variables(conversation.template_kwargs(), tools, template)
     foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
     foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], tools, kwargs])
     hidden, tools, kwargs = foreign.hidden
