@@ -61,7 +61,7 @@ def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool 
 
 
 def checked_latent(ops: Ops, problem: LatentProblem, backend: str) -> Ops:
-    """The same, after its latent attention and its write of latents were tried, as `checked`."""
+    """Tries latent attention and the write of latents of `ops`, as `checked` does for other caches."""
     from jaxserve.pallas_kernels.selfcheck_latent import check_latent, check_write_latent
 
     attend, write = ops.latent_attention, ops.write_latent
@@ -97,13 +97,16 @@ def checked_draw(ops: Ops, vocab: int) -> Ops:
     return replace(ops, draw=None)
 
 
-def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: str) -> str:
+def checked_matmul(
+    device: Device, problems: Iterable[MatmulProblem], backend: str, grouped: Iterable[MatmulProblem] = ()
+) -> str:
     """Returns the backend for products with quantized weights of these forms: `backend`, or xla where `auto` is wrong.
 
-    The products are compared with plain XLA on this machine's first device. Raises BackendError where a backend that
-    was requested by name cannot do a form, or does it wrong.
+    The products are compared with plain XLA on this machine's first device, as are grouped products with experts'
+    weights of the forms `grouped`. Raises BackendError where a backend that was requested by name cannot do a form, or
+    does it wrong.
     """
-    from jaxserve.pallas_kernels.selfcheck import check_matmul, check_parts
+    from jaxserve.pallas_kernels.selfcheck import check_grouped, check_matmul, check_parts
 
     problems = list(problems)
     rounding = [p for p in problems if backend == "auto" and w8a8.why_not(device, p) is None]
@@ -119,6 +122,11 @@ def checked_matmul(device: Device, problems: Iterable[MatmulProblem], backend: s
             checks.append(pool.submit(check_matmul, module.quant_matmul, problem))
             if hasattr(module, "quant_matmul_parts"):
                 checks.append(pool.submit(check_parts, module.quant_matmul_parts, problem))
+        for problem in grouped:
+            name = choose("matmul", device, problem, backend)
+            multiply = getattr(load("matmul", name), "grouped_quant_matmul", None)
+            if name not in ("xla", "cpu") and not problem.kind and multiply is not None:
+                checks.append(pool.submit(check_grouped, multiply, problem))
         ways = (False, True) if device.platform == "gpu" else (False,)
         checks += [
             pool.submit(check_matmul, partial(_rounding_product, parts), problem)

@@ -2,12 +2,16 @@
 //
 // A tile of queries, heads of one token or of several, goes over the row's cached tokens in blocks, with a running softmax
 // (Milakov & Gimelshein 2018, arXiv:1805.02867). All heads share a token's row, so a block becomes float32 once for the
-// tile: by token, as values, and transposed, as keys. Both products run in strips of 6 queries. Sums are in float32, each
-// in one order, whatever else is in the tile; blocks begin at multiples of kBlock of the row's own positions.
+// tile: by token, as values, and transposed, as keys. Both products run in strips of 6 queries. Sums are in float32.
+//
+// Blocks and parts begin at multiples of kBlock and kPart of the row's own positions, and a query's parts are joined one
+// after the other, whether one thread computes them all or several share them. So its result has the same bits whatever
+// else is in its tile or in the batch.
 
 #include "cpu_heads.h"
 
 constexpr int64_t kBlock = 64;  // cached tokens
+constexpr int64_t kPart = 512;  // cached tokens that a softmax runs over before it is joined with those before
 constexpr int64_t kRows = 64;   // most queries of a tile
 constexpr int64_t kFew = 6;     // fewest, where a row has so many
 constexpr int kTall = 6, kWide = kRegisters == 32 ? 4 : 2;
@@ -106,10 +110,20 @@ static void widen(const Problem& p, const Tile& tile, int64_t begin, int64_t cou
   }
 }
 
-struct Queries {  // of a tile, and what has come of them
+// What has come of a tile's queries [count]: weighted values [count, values], peaks and totals [count].
+struct Result {
+  float *out, *peaks, *totals;
+
+  static int64_t size(const Problem& p, int64_t count) { return count * (p.values + 2); }
+  static Result in(float* room, const Problem& p, int64_t count) {
+    return {room, room + count * p.values, room + count * (p.values + 1)};
+  }
+};
+
+struct Queries {  // of a tile: in [count, width], scores [count, kBlock]
   int64_t count;
-  float *in, *scores, *out;  // [count, width], [count, kBlock], [count, values]
-  float *peaks, *totals;     // [count]
+  float *in, *scores;
+  Result result;
 };
 
 // The scores of a strip of queries with the first `seen` tokens of a block.
@@ -129,7 +143,7 @@ static void score(const Problem& p, const Queries& queries, int64_t m, int64_t h
 // Adds a strip's weighted values.
 static void weigh(const Problem& p, const Queries& queries, int64_t m, int64_t height, int64_t seen, const float* rows) {
   const float* weights = queries.scores + m * kBlock;
-  float* to = queries.out + m * p.values;
+  float* to = queries.result.out + m * p.values;
   int64_t d = 0;
   for (; d + kColumns <= p.values; d += kColumns)
     multiply_strip<kWide>(height, weights, kBlock, rows + d, p.width, seen, false, to + d, p.values);
@@ -137,64 +151,152 @@ static void weigh(const Problem& p, const Queries& queries, int64_t m, int64_t h
     multiply_strip<1>(height, weights, kBlock, rows + d, p.width, seen, false, to + d, p.values);
 }
 
+// The cached tokens that query m of a tile sees: those before this one.
+static int64_t limit(const Problem& p, const Tile& tile, int64_t m) {
+  return tile.position + (tile.begin + m) / p.heads + 1;
+}
+
+// How many parts the tile's last query has.
+static int64_t parts_of(const Problem& p, const Tile& tile) {
+  return std::max<int64_t>(1, (limit(p, tile, tile.end - tile.begin - 1) + kPart - 1) / kPart);
+}
+
+// One part of the cached tokens, from nothing on.
 template <class E>
-static void attend(const Problem& p, const Tile& tile, const Queries& queries) {
+static void attend(const Problem& p, const Tile& tile, const Queries& queries, int64_t part) {
   static thread_local std::vector<float> rows, panel;
   rows.assign(kBlock * p.width, 0.f), panel.resize(round_up(kBlock, kColumns) * p.width);
-  const auto limit = [&](int64_t m) { return tile.position + (tile.begin + m) / p.heads + 1; };  // tokens that it sees
-  const int64_t last = limit(queries.count - 1), strips = (queries.count + kTall - 1) / kTall;
-  for (int64_t begin = 0; begin < last; begin += kBlock) {
+  const Result& result = queries.result;
+  std::fill_n(result.out, Result::size(p, queries.count), 0.f);
+  std::fill_n(result.peaks, queries.count, kMasked);
+  const int64_t last = std::min(limit(p, tile, queries.count - 1), (part + 1) * kPart);
+  const int64_t strips = (queries.count + kTall - 1) / kTall;
+  for (int64_t begin = part * kPart; begin < last; begin += kBlock) {
     const int64_t count = std::min(kBlock, last - begin);
     widen<E>(p, tile, begin, count, rows.data(), panel.data());
     for (int64_t m = 0, left = strips, height; left; left--, m += height) {
       height = (queries.count - m) / left;
-      const int64_t seen = std::min(count, limit(m + height - 1) - begin);
+      const int64_t seen = std::min(count, limit(p, tile, m + height - 1) - begin);
       if (seen <= 0) continue;
       score(p, queries, m, height, seen, panel.data());
       for (int64_t i = m; i < m + height; i++) {
-        const int64_t end = std::clamp<int64_t>(limit(i) - begin, 0, count);
+        const int64_t end = std::clamp<int64_t>(limit(p, tile, i) - begin, 0, count);
         float* scores = queries.scores + i * kBlock;
         if (!end) {
           std::fill(scores, scores + seen, 0.f);
           continue;
         }
-        const float keep = take_in(scores, end, round_up(seen, kWidth), queries.peaks[i], queries.totals[i]);
+        const float keep = take_in(scores, end, round_up(seen, kWidth), result.peaks[i], result.totals[i]);
         if (keep != 1)
-          for (int64_t d = 0; d < p.values; d += kWidth) reg(queries.out + i * p.values + d) *= keep;
+          for (int64_t d = 0; d < p.values; d += kWidth) reg(result.out + i * p.values + d) *= keep;
       }
       weigh(p, queries, m, height, seen, rows.data());
     }
   }
 }
 
-// One tile from its queries to its results.
-static void run_tile(const Problem& p, const Tile& tile) {
-  const int64_t count = tile.end - tile.begin, first = tile.first + tile.begin, dim = p.rank + p.rope;
+// Joins a later part with those before it. Not inlined, so that all callers round alike.
+__attribute__((noinline)) static void join(const Problem& p, int64_t count, const Result& all, const Result& part) {
+  for (int64_t m = 0; m < count; m++) {
+    const float peak = std::max(all.peaks[m], part.peaks[m]);
+    const Reg before = exp_of(Reg{} + (all.peaks[m] - peak)), now = exp_of(Reg{} + (part.peaks[m] - peak));
+    all.peaks[m] = peak, all.totals[m] = all.totals[m] * before[0] + part.totals[m] * now[0];
+    float *to = all.out + m * p.values, *from = part.out + m * p.values;
+    for (int64_t d = 0; d < p.values; d += kWidth) reg(to + d) = reg(to + d) * before + reg(from + d) * now;
+  }
+}
+
+// The parts [first, end) of a tile, joined in `all`.
+static void run_parts(const Problem& p, const Tile& tile, int64_t first, int64_t end, const Result& all) {
+  const int64_t count = tile.end - tile.begin, dim = p.rank + p.rope;
   static thread_local std::vector<float> floats;
-  floats.assign(count * (p.width + kBlock + p.values + 2), 0.f);
-  float *in = floats.data(), *scores = in + count * p.width, *out = scores + count * kBlock, *peaks = out + count * p.values;
-  const Queries queries{count, in, scores, out, peaks, peaks + count};
-  std::fill_n(peaks, count, kMasked);
+  floats.assign(count * (p.width + kBlock) + Result::size(p, count), 0.f);
+  float *in = floats.data(), *scores = in + count * p.width;
+  const Result part = Result::in(scores + count * kBlock, p, count);
   with_element(p.q->dtype, [&](auto element) {
     using E = decltype(element);
     for (int64_t m = 0; m < count; m++) {
-      const typename E::Stored* from = data<typename E::Stored>(*p.q) + (first + m) * dim;
+      const typename E::Stored* from = data<typename E::Stored>(*p.q) + (tile.first + tile.begin + m) * dim;
       float* to = in + m * p.width;
       for (int64_t d = 0; d < p.rank; d += kWidth) reg(to + d) = load_some<E>(from + d, p.rank - d) * p.scale;
       for (int64_t d = 0; d < p.rope; d += kWidth)
         reg(to + p.values + d) = load_some<E>(from + p.rank + d, p.rope - d) * p.scale;
     }
   });
-  with_element(p.pages->dtype, [&](auto element) { attend<decltype(element)>(p, tile, queries); });
-  with_element(p.q->dtype, [&](auto element) {
-    using E = decltype(element);
-    for (int64_t m = 0; m < count; m++) {
-      const float norm = queries.totals[m] > 0 ? 1 / queries.totals[m] : 0;
-      typename E::Stored* to = data<typename E::Stored>(*p.out) + (first + m) * p.rank;
-      for (int64_t d = 0; d < p.rank; d += kWidth)
-        store_some<E>(reg(out + m * p.values + d) * norm, to + d, p.rank - d);
+  with_element(p.pages->dtype, [&](auto element) {
+    for (int64_t i = first; i < end; i++) {
+      attend<decltype(element)>(p, tile, {count, in, scores, i == first ? all : part}, i);
+      if (i > first) join(p, count, all, part);
     }
   });
+}
+
+// Stores the results of a tile.
+static void finish(const Problem& p, const Tile& tile, const Result& result) {
+  with_element(p.q->dtype, [&](auto element) {
+    using E = decltype(element);
+    for (int64_t m = 0; m < tile.end - tile.begin; m++) {
+      const float norm = result.totals[m] > 0 ? 1 / result.totals[m] : 0;
+      typename E::Stored* to = data<typename E::Stored>(*p.out) + (tile.first + tile.begin + m) * p.rank;
+      for (int64_t d = 0; d < p.rank; d += kWidth)
+        store_some<E>(reg(result.out + m * p.values + d) * norm, to + d, p.rank - d);
+    }
+  });
+}
+
+// All tiles, each by one thread.
+static void run_whole(const Call& call, const Problem& p, const std::vector<Tile>& tiles) {
+  parallel_for(call, tiles.size(), [&](int64_t i) {
+    static thread_local std::vector<float> room;
+    const int64_t count = tiles[i].end - tiles[i].begin;
+    room.resize(Result::size(p, count));
+    const Result all = Result::in(room.data(), p, count);
+    run_parts(p, tiles[i], 0, parts_of(p, tiles[i]), all);
+    finish(p, tiles[i], all);
+  });
+}
+
+// The same with a tile's parts shared by the threads.
+static void run_shared(const Call& call, const Problem& p, const std::vector<Tile>& tiles) {
+  struct Item {
+    int64_t tile, part;
+  };
+  std::vector<Item> items;
+  std::vector<int64_t> first;
+  for (size_t i = 0; i < tiles.size(); i++) {
+    first.push_back(items.size());
+    for (int64_t part = 0; part < parts_of(p, tiles[i]); part++) items.push_back({static_cast<int64_t>(i), part});
+  }
+  const int64_t each = Result::size(p, kRows);
+  std::vector<float> room(items.size() * each);
+  const auto result = [&](int64_t item, const Tile& tile) {
+    return Result::in(room.data() + item * each, p, tile.end - tile.begin);
+  };
+  parallel_for(call, items.size(), [&](int64_t i) {
+    const Tile& tile = tiles[items[i].tile];
+    run_parts(p, tile, items[i].part, items[i].part + 1, result(i, tile));
+  });
+  parallel_for(call, tiles.size(), [&](int64_t i) {
+    const Tile& tile = tiles[i];
+    for (int64_t part = 1; part < parts_of(p, tile); part++)
+      join(p, tile.end - tile.begin, result(first[i], tile), result(first[i] + part, tile));
+    finish(p, tile, result(first[i], tile));
+  });
+}
+
+// Cuts a batch's queries into tiles of up to `some`, and counts their parts.
+static std::vector<Tile> cut(const Problem& p, const int32_t* starts, const int32_t* lengths, int64_t rows, int64_t some,
+                             int64_t* parts) {
+  std::vector<Tile> tiles;
+  *parts = 0;
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t tokens = starts[row + 1] - starts[row], queries = tokens * p.heads;
+    for (int64_t begin = 0; begin < queries; begin += some) {
+      tiles.push_back({row, begin, std::min(begin + some, queries), lengths[row] - tokens, starts[row] * p.heads});
+      *parts += parts_of(p, tiles.back());
+    }
+  }
+  return tiles;
 }
 
 // q [tokens, heads, rank + rope]; pages [pages, page_size, at least rank + rope], their scales [pages, 2, page_size] or
@@ -209,17 +311,19 @@ static void latent_attention(const Call& call) {
   p.first_page = *data<int32_t>(call.argument(6)), p.scale = call.attribute<float>("scale");
   const int64_t rows = call.argument(5).dims[0], threads = call.num_threads();
   const int32_t *starts = data<int32_t>(call.argument(4)), *lengths = data<int32_t>(call.argument(5));
-  // With few queries, tiles are smaller, so that all threads have one.
-  const int64_t some = std::clamp((starts[rows] * p.heads + threads - 1) / threads, kFew, kRows);
-  std::vector<Tile> tiles;
-  for (int64_t row = 0; row < rows; row++) {
-    const int64_t tokens = starts[row + 1] - starts[row], queries = tokens * p.heads;
-    for (int64_t begin = 0; begin < queries; begin += some)
-      tiles.push_back({row, begin, std::min(begin + some, queries), lengths[row] - tokens, starts[row] * p.heads});
+  int64_t parts;
+  std::vector<Tile> tiles = cut(p, starts, lengths, rows, kRows, &parts);
+  if (parts < 2 * threads && threads > 1) {  // so few that all threads get work in smaller tiles alone
+    const int64_t some = (starts[rows] * p.heads + threads - 1) / threads;
+    tiles = cut(p, starts, lengths, rows, std::clamp(some, kFew, kRows), &parts);
   }
   const int64_t token = p.heads * p.rank * (q.dtype == XLA_FFI_DataType_F32 ? 4 : 2);
   std::memset(data<char>(call.result()) + starts[rows] * token, 0, (q.dims[0] - starts[rows]) * token);
-  parallel_for(call, tiles.size(), [&](int64_t i) { run_tile(p, tiles[i]); });
+  const int64_t count = tiles.size();
+  if (count < 2 * threads && parts > count && threads > 1)
+    run_shared(call, p, tiles);
+  else
+    run_whole(call, p, tiles);
 }
 DEFINE_HANDLER(LatentAttention, latent_attention, kAny, kAny, kF32, kS32, kS32, kS32, kS32)
 

@@ -1,4 +1,4 @@
-"""Which implementation of each operation a device runs."""
+"""Chooses which implementation of each operation a device runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.pallas_kernels import cpu, cpu_panels, experts
 from jaxserve.pallas_kernels.experts import ExpertWeights
@@ -23,9 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """The product with quantized weights that `device` runs, `multiply` of `quant_matmul`. It raises BackendError for a
-    weight that the backend cannot do. With `parts` it gives `Parts.sums`. Where a weight says how to round its inputs,
-    auto has a product of its own for that, if the device has; the others compute with rounded inputs as floats."""
+    """Returns `multiply` of `quant_matmul` for `device`. It raises BackendError for a weight that the backend cannot
+    do.
+
+    With `parts` it returns `Parts.sums`. Where a weight says how its inputs are rounded, `auto` uses 8-bit products if
+    the device has them; otherwise rounded inputs become floats again.
+    """
 
     def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
         if isinstance(w, QuantArray) and w.activations is not None:
@@ -45,8 +49,10 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
 
 
 def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """`experts.grouped_matmul` as `device` runs it. Quantized stacks are multiplied by the backend that single weights
-    of their form are multiplied by, where it knows stacks, else in plain XLA."""
+    """Returns `experts.grouped_matmul` for `device`. The backend of a single weight also multiplies quantized stacks of
+    its form, if it supports stacks; otherwise plain XLA does."""
+
+    floats = _grouped_floats(device)
 
     def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
         if isinstance(w, PanelArray):
@@ -59,13 +65,29 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
             module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
             if hasattr(module, "grouped_quant_matmul") and not isinstance(w, BlockArray):
                 return module.grouped_quant_matmul(x, w, group_sizes)
+        elif floats is not None and x.dtype == w.dtype:
+            return floats(x, w, group_sizes)
         return experts.grouped_matmul(x, w, group_sizes)
 
     return multiply
 
 
+def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
+    """A device's kernel for grouped products with floats in the dtype of x, which XLA would transpose first in each
+    step; None: there is none."""
+    name = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(device.platform)
+    try:
+        module = None if name is None else load("matmul", name)
+    except ImportError:  # of jax_triton, which `_with_triton` tells
+        return None
+    probe = MatmulProblem(np.dtype("bfloat16"), np.dtype("int8"), 128, 128, (1, 128))
+    if module is None or module.why_not(device, probe) is not None:
+        return None
+    return lambda x, w, group_sizes: module.grouped_quant_matmul(x, experts.as_codes(w), group_sizes)
+
+
 def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """`experts.mixture` as `device` runs it."""
+    """Returns `experts.mixture` for `device`."""
     multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
 
     def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
@@ -79,10 +101,11 @@ def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = Fal
 def choose_ops(
     device: Device, attention: AttentionProblem | LatentProblem, *, backend: str = "auto", partitioned: bool = False
 ) -> Ops:
-    """What a model on `device` runs with; `backend` is asked for attention. Raises BackendError.
+    """Returns the operations for a model on `device`. `backend` is the one requested for attention. Raises
+    BackendError.
 
-    `partitioned` models are split over devices by XLA, which can split none but its own dense operations: whoever
-    asks sees to it that each device runs the kernels, those of `fused` included, on its own part.
+    XLA splits `partitioned` models over devices, but can split only its own dense operations. So the caller must run
+    kernels, those of `fused` included, on each device's own part.
     """
     kinds: dict[str, Any]
     if isinstance(attention, LatentProblem):
@@ -99,7 +122,7 @@ def choose_ops(
 
 
 def _with_triton(ops: Ops, device: Device, dtype: Any) -> Ops:
-    """The same, with the kernels that do several operations in one launch, where `device` can use them."""
+    """Adds the kernels that do several operations in one launch, if `device` can use them."""
     if device.platform != "gpu":
         return ops
     try:

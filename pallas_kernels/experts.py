@@ -44,6 +44,11 @@ def grouped_matmul(x: jax.Array, w: jax.Array | QuantArray | BlockArray, group_s
     return jax.lax.ragged_dot_general(x, w, group_sizes, _TRANSPOSED, preferred_element_type=jnp.float32)
 
 
+def as_codes(w: jax.Array) -> QuantArray:
+    """Weights [experts, out, in] in floats as codes with a scale of 1, which kernels for quantized ones multiply."""
+    return QuantArray(w, jnp.ones((len(w), 1, 1), jnp.float32), block=(w.shape[1], w.shape[2]))
+
+
 def mixture(
     x: jax.Array,
     chosen: jax.Array,

@@ -300,8 +300,8 @@ class Ops:
         self, heads: LatentHeads, pages: LatentPages, slots: jax.Array, rows: tuple[jax.Array, ...],
         first_page: jax.Array | int, *, scale: float, decode_only: bool,
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
-        """Writes a layer's new latents to the pages, and attends, [tokens, heads, v_dim]; `rows` and the options are
-        those of `latent_attention`."""
+        """Writes a layer's new latents to the pages, then computes attention [tokens, heads, v_dim]. `rows` and the
+        options are arguments of `latent_attention`."""
         rank = heads.k_up.shape[-1]
         pages = self.write_latent(pages, heads.row, slots, first_page, rank=rank)
         q = absorb(heads.q, heads.k_up)

@@ -57,12 +57,12 @@ class Heads(NamedTuple):
 
 
 class LatentHeads(NamedTuple):
-    """What multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) takes of new tokens, norms and rotary positions
-    applied.
+    """New tokens' inputs of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), after norms and rotary
+    positions.
 
     q: [tokens, heads, nope + rope].
     row: [tokens, rank + rope], a latent and the rotated key, which all heads share.
-    k_up: [heads, nope, rank], which makes a head's keys of latents; v_up: [heads, v_dim, rank], its values.
+    k_up, v_up: [heads, nope, rank] and [heads, v_dim, rank], which map latents to a head's keys and values.
     """
 
     q: jax.Array

@@ -1,8 +1,8 @@
-"""Latent attention and its write against exact answers on the device at hand, before they are trusted there; as
-`selfcheck` does it for keys and values, with the same errors and tolerances.
+"""Compares latent attention and its write with exact answers on the device at hand, before they are trusted there.
 
-The rows' first and last tokens are LOUD times as large as the others, so that none of them is missed in silence; their
-scores deviate as much more, but where such a token dominates, an error of its score moves the result little.
+Errors and tolerances are those of `selfcheck`. A row's first and last tokens are LOUD times as large as the others, so
+that the loss of one of them shows. Their scores have a larger standard deviation by this factor, too. But where such a
+token dominates the softmax, an error of its score changes the result little.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PROMPTS = (
     (1, 1999),
     (73, 0),
     (17, 700),
-)  # begin at any offset mod 8
+)  # they begin at every offset mod 8
 STARTUP = Rows(DECODES, PROMPTS)
 
 
 class LatentBatch(NamedTuple):
-    """Arguments of `latent_attention` on the host; cached: of each row, float64 [cached tokens, rank + rope]."""
+    """Arguments of `latent_attention` on the host. cached: of each row, float64 [cached tokens, rank + rope]."""
 
     problem: LatentProblem
     rows: Rows
@@ -46,7 +46,7 @@ class LatentBatch(NamedTuple):
     cached: list[np.ndarray]
 
     def arguments(self) -> tuple[Any, ...]:
-        """As `latent_attention` takes them, on the device."""
+        """The arguments of `latent_attention`, on the device."""
         new = [new for new, _ in self.rows.lengths] + [0] * self.rows.empty
         lengths = [length for _, length in self.rows.lengths] + [0] * self.rows.empty
         pages = LatentPages(jnp.asarray(self.pages), None if self.scale is None else jnp.asarray(self.scale))
@@ -55,9 +55,9 @@ class LatentBatch(NamedTuple):
 
 
 def make_latent_batch(problem: LatentProblem, rows: Rows, seed: int = 0) -> LatentBatch:
-    """Normal queries and rows of the cache, rotated keys twice as large as latents. What no row owns is NaN (77 in
-    int8): other layers, the layer's own first page, and the rest of each row's last page; entries of the tables beyond
-    a row's pages are stale."""
+    """A batch of normally distributed queries and rows of the cache; rotated keys are twice as large as latents. Memory
+    that no row owns is NaN (77 in int8): other layers, the layer's own first page, and the rest of each row's last
+    page. Entries of the tables beyond a row's pages are stale."""
     rng, size, dim = np.random.default_rng(seed), problem.page_size, problem.rank + problem.rope
     needed = [-(-length // size) for _, length in rows.lengths]
     count = sum(needed) + 1
@@ -80,13 +80,13 @@ def make_latent_batch(problem: LatentProblem, rows: Rows, seed: int = 0) -> Late
             scale[page, :, offset] = own
             exact *= np.repeat(own, [problem.rank, problem.rope], axis=1)
         cached.append(exact)
-    tokens = -(-rows.tokens // 8) * 8  # what the engine's buckets are multiples of
+    tokens = -(-rows.tokens // 8) * 8  # the engine's buckets are multiples of 8
     q = rng.standard_normal((tokens, problem.heads, dim), np.float32)
     return LatentBatch(problem, rows, q.astype(problem.q_dtype), pages, scale, tables, cached)
 
 
 def _codes(rows: np.ndarray, problem: LatentProblem) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [tokens, rank + rope] in the cache's type, and their scales [tokens, 2]."""
+    """Converts rows [tokens, rank + rope] to the cache's dtype. Returns also their scales [tokens, 2]."""
     if not problem.has_scale:
         return rows.astype(problem.kv_dtype), np.ones((len(rows), 2), np.float32)
     parts = [quantize(part, problem.kv_dtype) for part in np.split(rows, [problem.rank], axis=1)]
@@ -94,7 +94,7 @@ def _codes(rows: np.ndarray, problem: LatentProblem) -> tuple[np.ndarray, np.nda
 
 
 def exact_latent(batch: LatentBatch, scale: float, *, decode_only: bool = False) -> Iterator[Answer]:
-    """The tokens of each row, and their results, float64 [tokens, heads, rank]."""
+    """Yields the tokens of each row, and their results, float64 [tokens, heads, rank]."""
     start = 0
     for (new, length), cached in zip(batch.rows.lengths, batch.cached, strict=True):
         tokens = slice(start, start + new)
@@ -117,7 +117,7 @@ def check_latent(
     variants: Sequence[str] = ("mixed", "decode"),
     repeats: int = REPEATS,
 ) -> list[Finding]:
-    """Of `latent_attention` by `attend`: a finding for each variant."""
+    """Checks `attend`, a `latent_attention`. Returns a finding for each variant."""
     scale = (problem.rank + problem.rope) ** -0.5
     found = []
     for variant in variants:
@@ -128,7 +128,7 @@ def check_latent(
             return attend(*arguments, first_page=jnp.int32(LAYER), **options)
 
         ((program, arguments),) = _compile([(call, batch.arguments())])
-        answers = list(exact_latent(batch, scale, decode_only=variant == "decode"))  # while the compiler works
+        answers = list(exact_latent(batch, scale, decode_only=variant == "decode"))  # computed while the compiler works
         found.append(_judge(f"{variant} rows", batch, answers, partial(program.result(), *arguments), repeats))
     return found
 
@@ -171,8 +171,8 @@ class LatentWrite(NamedTuple):
 
 
 def make_latent_write(problem: LatentProblem) -> LatentWrite:
-    """A prompt's run of tokens that begins and ends within pages, single tokens far apart, padding among them and at
-    the end. One token is all zeros, which no scale must make NaN."""
+    """A write with all difficult cases: a prompt's tokens that begin and end within pages; single tokens far apart;
+    padding between them and at the end; and a token of zeros, whose scale must not make it NaN."""
     rng, size, dim = np.random.default_rng(2), problem.page_size, problem.rank + problem.rope
     pages = 24 + 64 // size
     before = rng.standard_normal(((LAYER + pages + 1) * size, dim), np.float32)
@@ -194,7 +194,7 @@ def make_latent_write(problem: LatentProblem) -> LatentWrite:
 def check_write_latent(
     write: Callable[..., LatentPages], problem: LatentProblem, *, repeats: int = REPEATS
 ) -> list[Finding]:
-    """Of `write_latent` by `write`: what was written, and that all the rest is as it was, to the bit."""
+    """Checks `write`, a `write_latent`: the new rows, and that all other memory is bitwise unchanged."""
     case = make_latent_write(problem)
     ((program, arguments),) = _compile([(partial(write, rank=problem.rank), case.arguments())])
     write_once = program.result()
@@ -218,7 +218,7 @@ def _judge_write(
     page, offset = LAYER + case.slots[real] // size, case.slots[real] % size
     kept = np.ones(data.shape[:2], bool)
     kept[page, offset] = False
-    kept[LAYER] = False  # nobody owns a layer's first page, and padding may go there
+    kept[LAYER] = False  # no sequence owns a layer's first page, and padding may go there
     changed = sum(a.tobytes() != b.tobytes() for a, b in zip(case.pages[kept], data[kept], strict=True))
     if scale is not None and case.scale is not None:
         before, after = (np.moveaxis(x, 1, 2)[kept] for x in (case.scale, scale))

@@ -53,6 +53,11 @@ def dense(architecture: str, model_type: str, *, hidden: int = 64, heads: int = 
 ABSENT = object()  # in the place of a value: the key is not in the file
 THREE_TO_ONE = ["sliding_attention"] * 3 + ["full_attention"]
 GEMMA = {"norm": 0.0, "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "rms_norm_eps": 1e-5}
+GPT2 = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"), ABSENT),
+    "max_position_embeddings": ABSENT, "n_positions": 512, "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 0.5}
 
 DENSE_CASES: dict[str, DenseCase] = {
@@ -134,6 +139,11 @@ DENSE_CASES: dict[str, DenseCase] = {
         embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.4, attention_multiplier=0.11,
         attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_theta=10000.0, rms_norm_eps=1e-3,
     ),
+    "granite_plain_attention": dense(  # which is a MiniCPM by other names
+        "GraniteForCausalLM", "granite", hidden=96, num_key_value_heads=2, hidden_act="silu", rms_norm_eps=1e-3,
+        embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.4, attention_multiplier=24**-0.5,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
     "phi3_window": dense(
         "Phi3ForCausalLM", "phi3", modern=False, hidden=96, num_key_value_heads=2, hidden_act="silu", sliding_window=19,
         rope_theta=10000.0, rope_scaling=None, original_max_position_embeddings=512, rms_norm_eps=1e-3,
@@ -153,6 +163,141 @@ DENSE_CASES: dict[str, DenseCase] = {
         rope_parameters={
             "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [8.0] * 8, "partial_rotary_factor": 1.0,
             "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0],
+        },
+    ),
+    "phi_parallel": dense(
+        "PhiForCausalLM", "phi", modern=False, hidden=80, hidden_act="gelu_new", partial_rotary_factor=0.4,
+        layer_norm_eps=1e-3, qk_layernorm=False, rope_theta=10000.0, num_key_value_heads=4, embd_pdrop=0.0,
+    ),
+    "phi_qk_norm": dense(
+        "PhiForCausalLM", "phi", hidden=96, hidden_act="gelu_new", layer_norm_eps=1e-3, qk_layernorm=True,
+        num_key_value_heads=2,
+        rope_parameters={"rope_theta": 9000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+    ),
+    "gpt2_scaled": dense(
+        "GPT2LMHeadModel", "gpt2", **GPT2, modern=False, n_embd=72, n_head=3, n_layer=3, n_ctx=512, n_inner=None,
+        scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=False, resid_pdrop=0.1, summary_type="cls_index",
+    ),
+    "gpt2_inner": dense("GPT2LMHeadModel", "gpt2", **GPT2, n_embd=64, n_head=4, n_layer=2, n_inner=100),
+    "falcon_7b": dense(
+        "FalconForCausalLM", "falcon", modern=False, hidden=112, heads=7, intermediate_size=ABSENT, multi_query=True,
+        parallel_attn=True, new_decoder_architecture=False, bias=False, alibi=False, layer_norm_epsilon=1e-3,
+        apply_residual_connection_post_layernorm=False, num_kv_heads=71,
+    ),
+    "falcon_40b": dense(
+        "FalconForCausalLM", "falcon", modern=False, heads=8, hidden=128, intermediate_size=ABSENT, num_kv_heads=2,
+        parallel_attn=True, new_decoder_architecture=True, bias=False, alibi=False, layer_norm_epsilon=1e-3,
+    ),
+    "falcon_11b": dense(
+        "FalconForCausalLM", "falcon", heads=4, intermediate_size=ABSENT, num_kv_heads=2, ffn_hidden_size=150,
+        new_decoder_architecture=True, bias=True, num_ln_in_parallel_attn=1, tie_word_embeddings=False,
+        layer_norm_epsilon=1e-3, activation="gelu", rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
+    ),
+    "falcon_sequential": dense(
+        "FalconForCausalLM", "falcon", modern=False, intermediate_size=ABSENT, multi_query=False, parallel_attn=False,
+        new_decoder_architecture=False, bias=True, alibi=False, layer_norm_epsilon=1e-3,
+    ),
+    "stablelm_2": dense(
+        "StableLmForCausalLM", "stablelm", modern=False, num_key_value_heads=4, hidden_act="silu", use_qkv_bias=True,
+        layer_norm_eps=1e-3, partial_rotary_factor=0.25, rope_theta=10000, tie_word_embeddings=False,
+    ),
+    "stablelm_12b": dense(
+        "StableLmForCausalLM", "stablelm", hidden=96, num_key_value_heads=2, hidden_act="silu", qk_layernorm=True,
+        use_parallel_residual=True, layer_norm_eps=1e-3,
+        rope_parameters={"rope_theta": 10000, "partial_rotary_factor": 0.34, "rope_type": "default"},
+    ),
+    "starcoder2_window": dense(
+        "Starcoder2ForCausalLM", "starcoder2", modern=False, num_key_value_heads=2, hidden_act="gelu_pytorch_tanh",
+        norm_epsilon=1e-3, use_bias=True, sliding_window=18, rope_theta=10000.0, mlp_type="default",
+        norm_type="layer_norm", embedding_dropout=0.1, residual_dropout=0.1,
+    ),
+    "smollm3_positions": dense(
+        "SmolLM3ForCausalLM", "smollm3", modern=False, layers=4, num_key_value_heads=2, no_rope_layer_interval=3,
+        hidden_act="silu", no_rope_layers=[1, 1, 0, 1], rope_theta=5000.0, use_sliding_window=False,
+        max_window_layers=4, sliding_window=None, layer_types=["full_attention"] * 4, rms_norm_eps=1e-3,
+        attention_bias=True, mlp_bias=True,
+    ),
+    "smollm3_windows": dense(
+        "SmolLM3ForCausalLM", "smollm3", layers=4, num_key_value_heads=2, no_rope_layer_interval=2, hidden_act="silu",
+        use_sliding_window=True, sliding_window=18, rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
+        tie_word_embeddings=False,
+    ),
+    "glm_half": dense(
+        "GlmForCausalLM", "glm", modern=False, hidden=96, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        partial_rotary_factor=0.5, rope_theta=10000.0, attention_bias=True, rms_norm_eps=1e-3,
+    ),
+    "glm4_sandwich": dense(
+        "Glm4ForCausalLM", "glm4", head_dim=32, num_key_value_heads=1, hidden_act="silu", attention_bias=True,
+        rms_norm_eps=1e-3,
+        rope_parameters={"rope_theta": 5000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+    ),
+    "exaone4_windows": dense(
+        "Exaone4ForCausalLM", "exaone4", modern=False, layers=4, num_key_value_heads=2, hidden_act="silu",
+        sliding_window=17, sliding_window_pattern="LLG", head_dim=24, rms_norm_eps=1e-3, rope_theta=5000.0,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_scaling={
+            "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "exaone4_full": dense(
+        "Exaone4ForCausalLM", "exaone4", num_key_value_heads=2, hidden_act="silu", sliding_window=None,
+        layer_types=["full_attention"] * 2,
+        rms_norm_eps=1e-3, rope_parameters={"rope_theta": 5000.0, "rope_type": "default"}, tie_word_embeddings=True,
+    ),
+    "seed_oss_biases": dense(
+        "SeedOssForCausalLM", "seed_oss", modern=False, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        attention_bias=True, attention_out_bias=True, mlp_bias=True, rope_theta=1e7, rms_norm_eps=1e-3,
+        rope_scaling={"rope_type": "default"}, residual_dropout=0.1,
+    ),
+    "internlm3_biases": dense(
+        "InternLM3ForCausalLM", "internlm3", head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        attention_bias=True, mlp_bias=True, rope_parameters={"rope_theta": 5e4, "rope_type": "default"},
+        rms_norm_eps=1e-3,
+    ),
+    "ministral_windows": dense(
+        "MinistralForCausalLM", "ministral", layers=4, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        sliding_window=21, layer_types=THREE_TO_ONE, rms_norm_eps=1e-3,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
+    "ministral3_scaled": dense(
+        "Ministral3ForCausalLM", "ministral3", head_dim=24, num_key_value_heads=2, hidden_act="silu", rms_norm_eps=1e-3,
+        rope_parameters=_YARN | {
+            "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.4,
+            "original_max_position_embeddings": 32, "max_position_embeddings": 512,
+        },
+    ),
+    "hunyuan_alpha": dense(
+        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", modern=False, head_dim=24, num_key_value_heads=2,
+        hidden_act="silu", rope_theta=10000.0, attention_bias=True, rms_norm_eps=1e-3, tie_word_embeddings=True,
+        rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                      "mscale_all_dim": 1.0},
+    ),
+    "nemotron_squares": dense(
+        "NemotronForCausalLM", "nemotron", modern=False, norm=0.0, head_dim=24, num_key_value_heads=2,
+        hidden_act="relu2", partial_rotary_factor=0.5, rope_theta=10000.0, norm_eps=1e-3, attention_bias=True,
+        mlp_bias=True,
+    ),
+    "ernie_biases": dense(
+        "Ernie4_5ForCausalLM", "ernie4_5", modern=False, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        use_bias=True, rope_theta=5e5, rms_norm_eps=1e-3,
+    ),
+    "helium_pairs": dense(
+        "HeliumForCausalLM", "helium", hidden=96, head_dim=24, num_key_value_heads=2, hidden_act="silu",
+        attention_bias=True, mlp_bias=True, rope_parameters={"rope_theta": 5e4, "rope_type": "default"},
+        rms_norm_eps=1e-3, tie_word_embeddings=False,
+    ),
+    "arcee_squares": dense(
+        "ArceeForCausalLM", "arcee", modern=False, hidden_act="relu2", num_key_value_heads=2, head_dim=24,
+        attention_bias=True, mlp_bias=True, rope_theta=1e4, rms_norm_eps=1e-3, tie_word_embeddings=False,
+        rope_scaling=_YARN,
+    ),
+    "cwm_windows": dense(
+        "CwmForCausalLM", "cwm", layers=5, hidden_act="silu", num_key_value_heads=2, head_dim=24, sliding_window=15,
+        rms_norm_eps=1e-3, tie_word_embeddings=False,
+        rope_parameters={
+            "rope_theta": 1e6, "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
         },
     ),
     # DeepSeek: latent attention, experts from the second layer on.
@@ -222,5 +367,6 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
 # Families whose head is not the embedding, unless the config says so.
 UNTIED = (
     "gpt_neox", "olmo", "olmo2", "olmo3", "granite", "phi", "phi3", "stablelm", "glm", "glm4", "exaone4", "seed_oss",
-    "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "deepseek_v2", "deepseek_v3",
+    "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm", "deepseek_v2",
+    "deepseek_v3",
 )  # fmt: skip

@@ -25,7 +25,8 @@ from jaxserve.devices.mesh import make_mesh, padded_vocab, replicated
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family
 from jaxserve.models.load import load_params, read_hf_config, read_model
-from jaxserve.models.spec import ModelConfig, sharded_kv_heads
+from jaxserve.models.spec import ModelConfig
+from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import weight_pieces
 from jaxserve.pallas_kernels.types import QuantArray
 

@@ -175,7 +175,7 @@ class _Run:
             )
         self.scheme = config.storage(self.model)
         _check_layers(self.model)
-        self.roles, self.tensors = source.family.roles(self.model), source.tensors
+        self.roles, self.tensors = source.family.roles(self.model, source.tensors.__contains__), source.tensors
         self.decoder = Decoder(self.model, self.model.num_kv_heads, self.model.vocab_size)
         self.pieces = weight_pieces(self.decoder, self.roles)
         check(self.tensors, self.pieces, lambda name: True)

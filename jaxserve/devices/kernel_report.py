@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem, explain
-from jaxserve.pallas_kernels.types import Activations, default_page_size
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device, LatentProblem, MatmulProblem, explain
+from jaxserve.pallas_kernels.types import Activations, default_page_size, stored_latent_width
 
 
 def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int | None = None) -> Iterator[str]:
@@ -24,6 +24,11 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
         problem = AttentionProblem(dtype, kv, 8, group, head_dim, page_size, has_scale=kv != dtype)
         name = f"attention, {kv} cache, head_dim {head_dim}, group {group}, pages of {page_size} tokens"
         yield from _backends(name, explain("attention", device, problem))
+    width = stored_latent_width(576, device.platform)
+    for kv in (dtype, np.dtype(np.int8), fp8):
+        latents = LatentProblem(dtype, kv, 16, 512, 64, page_size, has_scale=kv != dtype, width=width)
+        name = f"latent attention, {kv} cache, 512 + 64 numbers a token, 16 heads, pages of {page_size} tokens"
+        yield from _backends(name, explain("latent", device, latents))
     fp4, e8m0 = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
     for codes, block, scale, name in (
         (np.dtype(np.int8), (1, 4096), None, "int8 per channel"),

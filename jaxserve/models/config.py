@@ -25,6 +25,14 @@ _FACTORS = (
     "a list of positive numbers",
     lambda value: type(value) is list and all(type(x) in (int, float) and 0 < x < 1e30 for x in value),
 )
+_SWITCHES = "a list of 0 and 1", lambda value: type(value) is list and all(x in (0, 1) for x in value)
+_PATTERN = (
+    "a positive integer, or a string of L and G",
+    lambda value: (
+        (type(value) is int and 0 < value < 2**12)
+        or (type(value) is str and len(value) > 0 and set(value) <= {"L", "G"})
+    ),
+)
 _OBJECT = "a JSON object", lambda value: type(value) is dict
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": _TEXTS,
@@ -34,7 +42,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "num_hidden_layers": _LAYERS,
     "max_window_layers": _count(2**12, least=0),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
-    "max_sequence_length": _LENGTH,
+    **dict.fromkeys(("max_sequence_length", "model_max_length"), _LENGTH),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "attn_factor", "partial_rotary_factor"), _POSITIVE),
     **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "clip_qkv"), _POSITIVE),
@@ -71,6 +79,10 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _TEXT),
     **dict.fromkeys(("torch_dtype", "dtype", "rope_type", "type"), _TEXT),
+    **dict.fromkeys(("full_attention", "sliding_attention", "text_config"), _OBJECT),
+    "no_rope_layers": _SWITCHES,
+    "no_rope_layer_interval": _LAYERS,
+    "sliding_window_pattern": _PATTERN,
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
 }
 

@@ -55,7 +55,8 @@ from jaxserve.models.quantized import (
     rounded,
     splits_evenly,
 )
-from jaxserve.models.spec import LatentAttentionSpec, ModelConfig, sharded_kv_heads
+from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
+from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_latent, checked_matmul
@@ -111,22 +112,26 @@ class Checkpoint:
 
     def pieces(self, decoder: Decoder) -> dict[str, Pieces]:
         """Path in the decoder's parameters -> the tensors that make it up."""
-        return weight_pieces(decoder, self.family.roles(decoder.config), self._has)
+        return weight_pieces(decoder, self.family.roles(decoder.config, self._has), self._has)
 
     def _has(self, weight: str) -> bool:
         return weight in self.tensors or (self.reader is not None and bool(self.reader.parts(weight)))
 
     def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
         """Whether nobody is told that a tensor goes unused."""
-        names = self.family.roles(decoder.config)
+        names = self.family.roles(decoder.config, self._has)
         tied_head = {names.get("head.weight", "lm_head.weight")} if decoder.config.tie_embeddings else set()
-        before = names["attention_norm.weight"].partition("{i}")[0] if self.family.more_layers else None
+        family = self.family
+        before = names["attention_norm.weight"].partition("{i}")[0] if family.more_layers else None
 
         def is_of_more_layers(name: str) -> bool:
             layer = name.removeprefix(before).partition(".")[0] if before and name.startswith(before) else ""
             return layer.isdecimal() and int(layer) >= decoder.config.num_layers
 
-        return lambda name: name in tied_head or name.endswith(self.family.ignored) or is_of_more_layers(name)
+        def is_unread(name: str) -> bool:
+            return name.endswith(family.ignored) or name.startswith(family.unread)
+
+        return lambda name: name in tied_head or is_unread(name) or is_of_more_layers(name)
 
 
 def find_files(config: EngineConfig) -> tuple[Path, Path]:
@@ -251,9 +256,11 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tup
     given = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
     weights = arranged(shapes, mesh, decoder.dtype, backend)
-    problems = dict.fromkeys(MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh)) for w in weights)
+    asked = [(len(w.shape), MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh))) for w in weights]
+    problems = dict.fromkeys(problem for rank, problem in asked if rank == 2)
+    grouped = dict.fromkeys(problem for rank, problem in asked if rank == 3)
     try:
-        chosen = checked_matmul(device, problems, backend)
+        chosen = checked_matmul(device, problems, backend, grouped)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if chosen == backend:

@@ -116,6 +116,8 @@ class Packing:
     def abstract(self, like: Any, mesh: Mesh) -> Any:
         """The shapes of what `pack` makes of a matrix of this form: of shapes, or rows of a file, of which None has
         several types in a panel. Forms that there is no type of panels for stay."""
+        if isinstance(like, PanelArray):  # a stack
+            return like
         if isinstance(like, MixedArray):
             return replace(like, parts=tuple(self.abstract(part, mesh) for part in like.parts))
         if isinstance(like, StoredRows):

@@ -176,8 +176,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.scaling == "yarn":
         return _yarn(rope, base, turned)
     if rope.scaling == "longrope":
-        if len(rope.long_factors) != len(base):
-            raise ConfigError(f"longrope has {len(rope.long_factors)} factors for {len(base)} pairs of channels")
         return (1.0 / (np.asarray(rope.long_factors, np.float64) * rope.theta**exponent)).astype(np.float32)
     return base
 
@@ -186,6 +184,8 @@ def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     wavelength = 2 * np.pi / base
     low, high = rope.original_max_position / rope.low_freq_factor, rope.original_max_position / rope.high_freq_factor
+    if low == high:  # as Llama 4 Scout has it: nothing lies between
+        return np.where(wavelength > low, base / rope.factor, base).astype(np.float32)
     smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )

@@ -98,9 +98,9 @@ class RopeConfig:
             raise ConfigError(f"rope_theta must be above 1, got {self.theta}")
         if self.rotary_dim is not None and (self.rotary_dim < 0 or self.rotary_dim % 2):
             raise ConfigError(f"the rotated part of a head must have an even number of channels, not {self.rotary_dim}")
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor:
             raise ConfigError(
-                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
+                f"low_freq_factor={self.low_freq_factor} must not be above high_freq_factor={self.high_freq_factor}"
             )
 
 
@@ -322,6 +322,12 @@ class ModelConfig:
         for rope in self.ropes.values():
             if (rope.rotary_dim or 0) > self.rotated_dim:
                 raise ConfigError(f"{rope.rotary_dim} channels of a head cannot turn: it has {self.rotated_dim}")
+            pairs = (self.rotated_dim if rope.rotary_dim is None else rope.rotary_dim) // 2
+            counts = {len(rope.short_factors), len(rope.long_factors)}
+            if rope.scaling == "longrope" and counts != {pairs}:
+                raise ConfigError(
+                    f"longrope needs a factor for each of {pairs} pairs of channels, got {sorted(counts)}"
+                )
 
     def limited_to(self, length: int) -> ModelConfig:
         """The same for sequences of at most so many tokens. longrope has factors for sequences within the original
@@ -365,35 +371,3 @@ class ModelConfig:
     @property
     def has_windows(self) -> bool:
         return any(layer.attention.window is not None for layer in self.layers)
-
-
-def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
-    """KV heads as laid out over the mesh: each is repeated when there are more devices than heads.
-
-    Raises ConfigError when the heads, the MLP or the vocabulary cannot be split evenly.
-    """
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, tensor_parallel_size
-    problems = []
-    if size <= kv_heads:
-        if kv_heads % size:
-            problems.append(f"{kv_heads} key-value heads")
-    elif size % kv_heads or heads % size:
-        problems.append(f"{heads} query heads over {kv_heads} key-value heads")
-    problems += [f"an MLP width of {width}" for width in sorted(_widths(config)) if width % size]
-    if problems:
-        allowed = [n for n in range(1, heads + 1) if _splits(config, n)]
-        raise ConfigError(
-            f"tensor_parallel_size {size} does not divide {' and '.join(problems)}; this model allows {allowed}"
-        )
-    return max(kv_heads, size)
-
-
-def _splits(config: ModelConfig, size: int) -> bool:
-    kv = config.num_kv_heads
-    heads_fit = kv % size == 0 if size <= kv else (size % kv == 0 and config.num_heads % size == 0)
-    return heads_fit and not any(width % size for width in _widths(config))
-
-
-def _widths(config: ModelConfig) -> set[int]:
-    shared = {layer.mlp.experts.shared_size for layer in config.layers if layer.mlp.experts} - {0}
-    return {layer.mlp.size for layer in config.layers} | shared

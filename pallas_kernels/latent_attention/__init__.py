@@ -1,2 +1,2 @@
-"""Multi-head latent attention over pages of latents: `reference` says what it is, `expanded` has the form for long
-prompts and tells which form is cheaper, the other modules are backends."""
+"""Multi-head latent attention over pages of latents. `reference` defines it in plain XLA. `expanded` has the form for
+long prompts, and decides which form is cheaper. The other modules are backends."""

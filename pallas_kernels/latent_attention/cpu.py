@@ -1,7 +1,7 @@
 """Latent attention on CPU in C++ (`cpu_latent.cc`), which reads the pages where they lie, and the write into them.
 
 Grid: tiles of up to 64 queries of one row, a query being one head of one token, handed to XLA's threads as they come
-  free; where the batch has few queries, smaller ones, so that each thread has work.
+  free. Where the batch has few, threads share a tile's parts of 512 cached tokens, or tiles are smaller.
 Traffic: a row's cached rows once per tile, as wide as they are stored. A block of 64 tokens becomes float32 twice, by
   token and transposed (300 KB for DeepSeek's sizes, which stays in the second-level cache), with its scales applied.
 Arithmetic: both products in strips of 6 queries x 64 numbers (AVX-512) or 16; to widen and transpose costs a tile of 64

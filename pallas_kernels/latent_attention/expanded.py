@@ -6,8 +6,9 @@ DeepSeek-V3) and 2 * (nope + rope + v_dim) in this one (640). But a cached token
 this form from some 170 new tokens of a row on, decodes never. `cheaper_form` tells.
 
 It is plain XLA by blocks: tiles of TILE query tokens of one row x blocks of cached tokens, up to the causal diagonal,
-with a running softmax. No array of expanded keys or values is larger than a block. Run on CPU; compiled for H200, v5e
-and v6e, not yet run on them.
+with a running softmax. No array of expanded keys or values is larger than a block. A block is a few XLA kernels: on
+GPUs and TPUs, where each takes microseconds to launch, blocks should be of a thousand tokens, and products in bfloat16.
+Run on CPU; compiled for H200, v5e and v6e, not yet run on them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.pallas_kernels.latent_attention.reference import block_tokens, gather, tiles_before
+from jaxserve.pallas_kernels.latent_attention.reference import KV_BLOCK, block_tokens, gather, tiles_before
 from jaxserve.pallas_kernels.paged_attention.reference import MASKED, Softmax
 from jaxserve.pallas_kernels.types import LatentPages
 
@@ -109,6 +110,7 @@ def attention_of_heads(
     decode_only: bool = False,
     expand: bool = False,
     compute_dtype: Any = jnp.float32,
+    block: int = KV_BLOCK,
 ) -> jax.Array:
     """From heads' queries to heads' results: decodes in the absorbed form by `attend`, a backend's `latent_attention`;
     prompts so, too, or expanded.
@@ -136,13 +138,13 @@ def attention_of_heads(
     if not expand:
         return out
     prompts = expanded_attention(
-        q, pages, k_up, v_up, tables, q_start, kv_len, num_decodes, compute_dtype=compute_dtype, **options
+        q, pages, k_up, v_up, tables, q_start, kv_len, num_decodes, compute_dtype=compute_dtype, block=block, **options
     )
     out = jnp.pad(out, ((0, tokens - decodes), (0, 0), (0, 0)))
     return jnp.where(jnp.arange(tokens)[:, None, None] < num_decodes, out, prompts)
 
 
-@partial(jax.jit, static_argnames=("scale", "compute_dtype"))
+@partial(jax.jit, static_argnames=("scale", "compute_dtype", "block"))
 def expanded_attention(
     q: jax.Array,
     pages: LatentPages,
@@ -156,6 +158,7 @@ def expanded_attention(
     scale: float,
     first_page: jax.Array | int = 0,
     compute_dtype: Any = jnp.float32,
+    block: int = KV_BLOCK,
 ) -> jax.Array:
     """Attention of the rows from num_decodes on, in this form; decodes are left to `latent_attention`.
 
@@ -163,6 +166,7 @@ def expanded_attention(
       q: [tokens, heads, nope + rope], not absorbed.
       k_up: [heads, nope, rank]; v_up: [heads, v_dim, rank].
       compute_dtype: of the operands of all products, whose sums are float32.
+      block: cached tokens of a step, about; scores take 4 * TILE * block bytes a head.
       Others as `reference.latent_attention`.
 
     Returns:
@@ -171,7 +175,7 @@ def expanded_attention(
     tables = tables + first_page
     (num_tokens, heads, _), (_, nope, rank), v_dim = q.shape, k_up.shape, v_up.shape[1]
     width = rank + q.shape[-1] - nope
-    tile, tokens = min(TILE, num_tokens), block_tokens(pages, tables)
+    tile, tokens = min(TILE, num_tokens), block_tokens(pages, tables, block)
     before = tiles_before(q_start, num_decodes, tile)
     padded = jnp.concatenate([q, jnp.zeros((tile, *q.shape[1:]), q.dtype)])
     k_up, v_up = k_up.astype(compute_dtype), v_up.astype(compute_dtype)
@@ -184,8 +188,8 @@ def expanded_attention(
         where = kv_len[row] - q_start[row + 1] + start + jnp.arange(tile)  # as in the absorbed form
         newest = jnp.minimum(where[-1], kv_len[row] - 1)
 
-        def kv_block(block, state):
-            found, position = gather(pages, rank, width, tables[row], block)
+        def kv_block(index, state):
+            found, position = gather(pages, rank, width, tables[row], index, block)
             found = jnp.where((position < kv_len[row])[:, None], found, 0.0).astype(compute_dtype)
             latent, shared = found[:, :rank], found[:, rank:]
             keys = product("sr,hnr->hsn", latent, k_up).astype(compute_dtype)

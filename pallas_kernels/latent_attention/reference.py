@@ -1,17 +1,16 @@
-"""Latent attention in plain XLA: the oracle of every kernel; it runs everywhere.
+"""Latent attention in plain XLA: the oracle of every kernel, and a backend for every device.
 
 Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) caches one row of rank + rope numbers per token, which all
-heads share: the latent, from which keys and values are projected, and a rotated key. In the absorbed form, which this
-is, the caller multiplies queries with the keys' projection beforehand, and results with the values' projection
-afterwards. What is left between is attention with one key-value head: a token's key is its whole row, its value the
-latent.
+heads share: the latent, from which keys and values are projected, and a rotated key. This is the absorbed form: the
+caller first multiplies queries by the keys' projection, and afterwards multiplies results by the values' projection.
+Between them is attention with one KV head: a token's key is its whole row, and its value is the latent.
 
-Two loops, both bounded by what the batch holds, so that padding costs nothing and memory stays small:
+Two loops, both bounded by the contents of the batch, so that padding costs nothing and temporaries stay small:
 
   decode rows   blocks of ROWS rows x blocks of KV_BLOCK cached tokens; one query token a row
   prompt rows   tiles of TILE query tokens of one row x blocks of KV_BLOCK cached tokens, up to the causal diagonal
 
-Each block gathers its pages through the tables and updates a running softmax, in float32.
+Each block gathers its pages through the tables and updates a running softmax in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ KV_BLOCK = 128  # cached tokens per step of the running softmax
 
 
 def why_not(device: Device, problem: LatentProblem) -> str | None:
-    """Plain XLA runs everything, everywhere."""
+    """Returns None: plain XLA runs every problem on every device."""
     return None
 
 
@@ -45,11 +44,11 @@ def write_latent(
     Args:
       pages: donated by the caller, and returned updated.
       rows: [tokens, rank + rope], latents and rotated keys.
-      slots: int32 [tokens], page * page_size + offset, of which -1 is padding.
-      first_page: int32 scalar, the page from which slots count: where an array holds several layers' pages, the layer's
-        first, which nobody owns and where padding may go.
-      rank: numbers of the latent. Where the pages have scales, the latent and the rotated key of each token get the
-        one with which their largest number is the largest code.
+      slots: int32 [tokens], page * page_size + offset; -1 is padding.
+      first_page: int32 scalar, the page from which slots count. Where one array holds the pages of several layers, it
+        is the layer's first page. No sequence owns this page, and padding may be written to it.
+      rank: size of the latent. Where pages have scales, the latent and the rotated key of a token each get the scale
+        that maps its largest number to the largest code.
     """
     slots = jnp.maximum(slots, 0)
     page, offset = slots // pages.page_size + first_page, slots % pages.page_size
@@ -61,8 +60,8 @@ def write_latent(
 
 
 def as_stored(pages: LatentPages, rows: jax.Array, rank: int) -> tuple[jax.Array, jax.Array | None]:
-    """Rows [tokens, rank + rope] as the pages hold them, [tokens, width], and their scales, float32 [tokens, 2], or
-    None."""
+    """Converts rows [tokens, rank + rope] to the pages' form [tokens, width]. Returns also their scales, float32
+    [tokens, 2], or None."""
     own = None
     if pages.scale is not None:
         parts = [quantize(part, pages.data.dtype) for part in (rows[:, :rank], rows[:, rank:])]
@@ -85,40 +84,40 @@ def latent_attention(
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
 ) -> jax.Array:
-    """Causal attention of ragged query rows over their cached latents, the new ones already written.
+    """Causal attention of ragged query rows over their cached latents. The new ones are already in the cache.
 
     Args:
       q: [tokens, heads, rank + rope], rows back to back: queries of latents, then of rotated keys.
       pages: the layer's cache.
       tables: int32 [rows, max_pages], the pages of each row in order.
-      q_start: int32 [rows + 1], where each row's tokens begin; equal neighbours are an empty row.
-      kv_len: int32 [rows], cached tokens of each row, its new ones included; its last query token is the last of them.
-      num_decodes: int32 scalar; so many leading rows have exactly one token each (row r is token r).
-      scale: multiplies the scores. It is that of the model, of the width before absorption.
-      rank: numbers of a latent.
+      q_start: int32 [rows + 1], where each row's tokens begin; a row between equal neighbours is empty.
+      kv_len: int32 [rows], cached tokens of each row, its new ones included. The last of them is its last query token.
+      num_decodes: int32 scalar; this many leading rows have exactly one token each (row r is token r).
+      scale: multiplies the scores. It is the model's scale, for the width of keys before absorption.
+      rank: size of a latent.
       first_page: int32 scalar, the page from which tables count.
       decode_only: promises that all rows beyond num_decodes are empty.
 
     Returns:
-      [tokens, heads, rank] in the queries' type; rows of padding tokens are unspecified but finite.
+      [tokens, heads, rank] in the queries' dtype. Padding tokens have unspecified but finite values.
     """
     tables = tables + first_page
     out = _decode_rows(q, pages, tables, kv_len, num_decodes, scale, rank)
     return out if decode_only else _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale)
 
 
-def block_tokens(pages: LatentPages, tables: jax.Array) -> int:
-    """Cached tokens in a block of `gather`."""
-    return min(max(KV_BLOCK // pages.page_size, 1), tables.shape[-1]) * pages.page_size
+def block_tokens(pages: LatentPages, tables: jax.Array, most: int = KV_BLOCK) -> int:
+    """Cached tokens in a block of `gather`: whole pages of about `most` tokens, no more than a row has."""
+    return min(max(most // pages.page_size, 1), tables.shape[-1]) * pages.page_size
 
 
 def gather(
-    pages: LatentPages, rank: int, width: int, table: jax.Array, block: jax.Array
+    pages: LatentPages, rank: int, width: int, table: jax.Array, block: jax.Array, most: int = KV_BLOCK
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows of the cache, float32 [..., block tokens, width], of one block of each row of the table; and their
-    positions, which are the largest int32 where an earlier block had them."""
+    """Gathers one block for each row of the table: rows of the cache, float32 [..., block tokens, width], and their
+    positions. Positions that an earlier block had are replaced by the largest int32."""
     size = pages.page_size
-    count = block_tokens(pages, table) // size
+    count = block_tokens(pages, table, most) // size
     # dynamic_slice clamps at the end of the table, and the positions follow the clamped start.
     start = jnp.minimum(block * count, table.shape[-1] - count)
     chosen = lax.dynamic_slice_in_dim(table, start, count, axis=-1)
@@ -133,12 +132,12 @@ def gather(
 
 
 def _decode_rows(q, pages, tables, kv_len, num_decodes, scale, rank):
-    """[tokens, heads, rank]: row r's single query is token r; zeros beyond the last block of decodes."""
+    """Returns [tokens, heads, rank]. Row r's only query is token r. Tokens after the last block of decodes: zeros."""
     rows, width = min(ROWS, tables.shape[0], q.shape[0]), q.shape[-1]
     tokens = block_tokens(pages, tables)
 
     def row_block(i, out):
-        # The last block may overlap the one before it; it then computes those rows again, with the same result.
+        # The last block may overlap the one before it. It then computes those rows again, with equal results.
         first_row = jnp.minimum(i * rows, min(tables.shape[0], q.shape[0]) - rows)
         query = lax.dynamic_slice_in_dim(q, first_row, rows).astype(jnp.float32) * scale
         table = lax.dynamic_slice_in_dim(tables, first_row, rows)
@@ -169,8 +168,8 @@ def _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale):
         row = jnp.searchsorted(before, i, side="right") - 1
         start = q_start[row] + (i - before[row]) * tile
         query = lax.dynamic_slice_in_dim(padded, start, tile).astype(jnp.float32) * scale
-        # Position of each query token; those beyond the row's end belong to the next row, whose own tile comes later
-        # and overwrites what this one leaves there.
+        # Position of each query token. Tokens beyond the row's end belong to the next row, whose own tile runs later
+        # and overwrites their results.
         where = kv_len[row] - q_start[row + 1] + start + jnp.arange(tile)
         newest = jnp.minimum(where[-1], kv_len[row] - 1)
 
@@ -189,7 +188,7 @@ def _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale):
 
 
 def tiles_before(q_start: jax.Array, num_decodes: jax.Array, tile: int) -> jax.Array:
-    """Int32 [rows + 1]: how many tiles of `tile` query tokens the prompts before each row need; the last is of all."""
+    """Int32 [rows + 1]: tiles of `tile` query tokens of all prompts before each row; the last is the total."""
     q_len = q_start[1:] - q_start[:-1]
     tiles = jnp.where(jnp.arange(len(q_len)) >= num_decodes, (q_len + tile - 1) // tile, 0)
     return jnp.concatenate([jnp.zeros(1, tiles.dtype), jnp.cumsum(tiles)])

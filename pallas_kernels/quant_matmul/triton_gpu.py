@@ -105,7 +105,7 @@ def tiles(x_dtype: str, codes: str, tokens: int, outputs: int, inputs: int, grou
         tile = Tiles(pad(min(tokens, 32), 16), 32, piece, piece, 1, 4, 2)
     elif tokens <= 64:
         # About 40 KiB of codes in flight on each multiprocessor keep the memory busy.
-        step = 256 if codes in ("int4", FLOAT4) and tokens <= 32 else 128
+        step = 256 if codes in ("int4", FLOAT4) and tokens <= 32 else 64 if codes in FLOATS else 128
         tile = Tiles(pad(tokens, 16), 64, min(within, 128), step, 1, 4, 4)
     else:
         # Capabilities 8.6, 8.9 and 12.0 have 99 KiB of shared memory, the others at least 163.

@@ -6,9 +6,8 @@ import gguf
 import gguf_files
 import numpy as np
 import pytest
-from dense_models import DENSE_CASES
 from gguf_files import Kind
-from tiny_models import CASES, IM_END
+from tiny_models import CASES, IM_END, OTHER_CASES
 
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.gguf import end_ids
@@ -36,7 +35,7 @@ UNSAID = (
 )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in (*UNSAID, *DENSE_CASES)])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in (*UNSAID, *OTHER_CASES)])
 def test_the_same_model(case, model_folders, tmp_path):
     folder = model_folders(case)
     model = open_gguf(gguf_files.write_gguf(folder, tmp_path / "model.gguf"))

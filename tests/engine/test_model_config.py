@@ -19,7 +19,8 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import families, read_model_config
 from jaxserve.models.load import compute_dtype, read_model
 from jaxserve.models.rope import inverse_frequencies
-from jaxserve.models.spec import ModelConfig, NormSpec, QKNormSpec, sharded_kv_heads
+from jaxserve.models.spec import ModelConfig, NormSpec, QKNormSpec
+from jaxserve.models.splitting import sharded_kv_heads
 
 LLAMA_2_7B = """{
   "_name_or_path": "meta-llama/Llama-2-7b-hf",
@@ -378,7 +379,7 @@ def test_broken_generation_config(tmp_path, text):
 
 def test_unknown_architectures():
     is_refused(
-        r"architectures=\['GPT2LMHeadModel'\] is not supported.*LlamaForCausalLM", architectures=["GPT2LMHeadModel"]
+        r"architectures=\['BloomForCausalLM'\] is not supported.*LlamaForCausalLM", architectures=["BloomForCausalLM"]
     )
     is_refused(r"architectures=\[\] is not supported", architectures=None)
     is_refused("architectures must be a list of strings, got 'LlamaForCausalLM'", architectures="LlamaForCausalLM")
@@ -457,7 +458,7 @@ def scaled(kind, **options):
         ("factor must be a positive number, got '2'", scaled("linear", factor="2")),
         ("factor must be a positive number", scaled("linear", factor=math.inf)),
         ("original_max_position_embeddings must be an int", scaled("yarn", original_max_position_embeddings="8k")),
-        ("low_freq_factor=4.0 must be below high_freq_factor=4.0", scaled("llama3", factor=8.0, low_freq_factor=4.0)),
+        ("low_freq_factor=5.0 must not be above high_freq_factor=4.0", scaled("llama3", factor=8, low_freq_factor=5.0)),
         ("settings that are not understood: {'twist': 3}", scaled("linear", factor=2.0, twist=3)),
         ("partial_rotary_factor=0.5 is not supported", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor=0.25 is not supported", scaled("default", partial_rotary_factor=0.25)),

@@ -16,7 +16,9 @@ from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import ConfigError
+from jaxserve.convert.convert import convert_model
 from jaxserve.models.load import Checkpoint
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
@@ -204,3 +206,24 @@ def test_mxfp4(devices, tmp_path, model_folders):
     engine = make_engine(folders[0], matmul_backend="cpu" if devices == 1 else "auto", tensor_parallel_size=devices)
     assert {type(w) for w in stacks(engine).values()} == ({PanelArray} if devices == 1 else {QuantArray})
     assert answers(engine, 4) == answers(make_engine(folders[1]), 4)
+
+
+def form(x) -> list:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_plans_and_conversions(devices, tmp_path, model_folders):
+    """The plan tells the forms of stacks before they are loaded, and stacks survive conversion to Orbax and back."""
+    folder = model_folders(CASE)
+    gguf = write_gguf(folder, tmp_path / "model.gguf", lambda name: Kind.Q8_0 if "experts" in name else Kind.F32)
+    for path, options in ((gguf, {}), (folder, {}), (folder, {"load_format": "dummy", "quantization": "int4"})):
+        engine = make_engine(path, tensor_parallel_size=devices, **options)
+        planned = abstract_weights(engine.runner.model, path, engine.runner.mesh, engine.config)
+        loaded = flatten_dict(engine.runner.params, sep="/")
+        assert {name: form(x) for name, x in planned.items()} == {name: form(x) for name, x in loaded.items()}
+    convert_model(str(folder), tmp_path / "orbax", "orbax", devices)
+    convert_model(str(tmp_path / "orbax"), tmp_path / "back", "safetensors")
+    expected = answers(make_engine(folder), 4)
+    for converted in ("orbax", "back"):
+        assert answers(make_engine(tmp_path / converted, tensor_parallel_size=devices), 4) == expected

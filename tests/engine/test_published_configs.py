@@ -1,6 +1,7 @@
 """The config.json of repositories that people have: read whole, and as a small model of the same kind that computes.
 
-`published_configs.json` holds the settings of the most used ones, as they are published.
+`published_configs.json` holds the settings of the most used ones, as they are published; `published_dense.json` those
+of families that differ from Llama.
 """
 
 import dataclasses
@@ -19,24 +20,31 @@ from jaxserve.commands.cli import make_parser
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.config import HFConfig
+from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder, make_params, read_model
+from jaxserve.models.weights import abstract_params
 
 CONFIGS = json.loads((Path(__file__).parent.parent / "published_configs.json").read_text())
+DENSE = json.loads((Path(__file__).parent.parent / "published_dense.json").read_text())
+BILLIONS = {  # of parameters, as their cards say, embeddings included once where the head is tied to them
+    "google/gemma-2b": 2.51, "google/gemma-2-9b-it": 9.24, "google/gemma-3-1b-it": 1.0, "google/gemma-3-4b-it": 3.88,
+    "google/gemma-3-27b-it": 27.01, "microsoft/Phi-3-mini-4k-instruct": 3.82, "microsoft/Phi-3.5-mini-instruct": 3.82,
+    "microsoft/Phi-4-mini-instruct": 3.84, "microsoft/phi-2": 2.78, "openai-community/gpt2": 0.124,
+    "EleutherAI/pythia-6.9b": 6.86, "EleutherAI/gpt-neox-20b": 20.55, "facebook/opt-350m": 0.331,
+    "tiiuae/falcon-7b": 6.92, "tiiuae/falcon-40b": 41.3, "tiiuae/falcon-11B": 11.1,
+    "stabilityai/stablelm-2-1_6b": 1.64, "bigcode/starcoder2-7b": 7.17, "CohereForAI/c4ai-command-r-v01": 34.98,
+    "CohereForAI/c4ai-command-r7b-12-2024": 8.03, "allenai/OLMo-2-1124-7B": 7.3, "allenai/OLMo-7B-hf": 6.89,
+    "ibm-granite/granite-3.3-8b-instruct": 8.17, "HuggingFaceTB/SmolLM3-3B": 3.08, "zai-org/GLM-4-9B-0414": 9.4,
+    "LGAI-EXAONE/EXAONE-4.0-32B": 32.0, "ByteDance-Seed/Seed-OSS-36B-Instruct": 36.15,
+    "internlm/internlm3-8b-instruct": 8.8, "openbmb/MiniCPM-2B-sft-bf16": 2.72,
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.57, "tencent/Hunyuan-7B-Instruct": 7.5,
+    "nvidia/Minitron-4B-Base": 4.19, "meta-llama/Llama-4-Scout-17B-16E-Instruct": 107.77,
+}  # fmt: skip
 LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a million tokens on
 OTHERS = {
-    "microsoft/Phi-3-mini-4k-instruct": "Phi3ForCausalLM",
-    "microsoft/phi-2": "PhiForCausalLM",
-    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "Mistral3ForConditionalGeneration",
-    "google/gemma-2-9b-it": "Gemma2ForCausalLM",
-    "google/gemma-3-27b-it": "Gemma3ForConditionalGeneration",
-    "openai-community/gpt2": "GPT2LMHeadModel",
-    "deepseek-ai/DeepSeek-V3": "DeepseekV3ForCausalLM",
     "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2_5_VLForConditionalGeneration",
-    "ibm-granite/granite-3.3-8b-instruct": "GraniteForCausalLM",
-    "HuggingFaceTB/SmolLM3-3B": "SmolLM3ForCausalLM",
-    "zai-org/GLM-4-9B-0414": "Glm4ForCausalLM",
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "Llama4ForConditionalGeneration",
+    "bigscience/bloom": "BloomForCausalLM",
 }
 
 
@@ -54,6 +62,14 @@ def test_is_read(name):
     assert config.ropes["default"].theta == given.get("rope_theta", 10000.0)
     assert config.max_position == given.get("max_position_embeddings", given.get("max_sequence_length"))
     assert config.has_windows == (config.family == "mistral" and given["sliding_window"] is not None)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_families_are_read_whole(name):
+    """No setting is left over, and the model has as many parameters as it should."""
+    config = read_model_config(HFConfig(dict(DENSE[name]), name))
+    shapes = abstract_params(Decoder(config, config.num_kv_heads, config.vocab_size), make_mesh(1)).values()
+    assert sum(math.prod(a.shape) for a in shapes) / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
 def small(given):
@@ -88,10 +104,19 @@ def test_computes_with_random_weights(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_are_named(name):
     architecture = OTHERS[name]
-    with pytest.raises(
-        ConfigError, match=rf"architectures=\['{architecture}'\] is not supported; supported are .*Qwen3"
-    ):
+    with pytest.raises(ConfigError, match=rf"architectures=\['{architecture}'\] is not supported.*models list"):
         read_model_config(HFConfig({"architectures": [architecture], "model_type": "x"}, name))
+
+
+def test_the_nearest_architecture_is_named_with_what_differs():
+    given = CONFIGS["Qwen/Qwen3-8B"]
+    with pytest.raises(ConfigError, match=r"the nearest is Qwen3ForCausalLM \(its config.json reads like"):
+        read_model_config(HFConfig(given | {"architectures": ["Qwen3XForCausalLM"]}))
+    more = given | {"architectures": ["Qwen3XForCausalLM"], "surprise": 3}
+    with pytest.raises(ConfigError, match=r"the nearest is Qwen3ForCausalLM \(beyond that: .*surprise=3"):
+        read_model_config(HFConfig(more))
+    with pytest.raises(ConfigError, match=r"is not supported\. `jaxserve models list` lists what is$"):
+        read_model_config(HFConfig(given | {"architectures": ["Zzz"]}))
 
 
 @pytest.mark.parametrize(

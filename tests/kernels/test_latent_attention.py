@@ -1,18 +1,24 @@
 """Latent attention against float64 NumPy: the reference, and the CPU's kernel; and the form with expanded keys."""
 
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
 from latent_batches import DTYPES, TOLERANCE, Config, make_batch, random_rows
+from test_tpu_attention import no_disk_cache
 
 from jaxserve.pallas_kernels import cpu as host
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.pallas_kernels.latent_attention import cpu, expanded, reference
 from jaxserve.pallas_kernels.registry import Device, LatentProblem, choose, explain, load
 from jaxserve.pallas_kernels.types import LatentPages, stored_latent_width
+
+__all__ = ["no_disk_cache"]
 
 HERE = Device("cpu", "cpu")
 BORDERS = (reference.KV_BLOCK, reference.TILE)
@@ -152,8 +158,8 @@ def test_write(backend, kv_dtype, first_page):
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2], CONFIGS[5]], ids=str)
-@pytest.mark.parametrize("tile", [16, 512])
-def test_expanded_keys_and_values_give_the_same(config, tile, monkeypatch):
+@pytest.mark.parametrize(("tile", "block"), [(16, 128), (512, 128), (512, 1024)])
+def test_expanded_keys_and_values_give_the_same(config, tile, block, monkeypatch):
     monkeypatch.setattr(expanded, "TILE", tile)
     expanded.expanded_attention.clear_cache()
     rng = np.random.default_rng(3)
@@ -170,7 +176,7 @@ def test_expanded_keys_and_values_give_the_same(config, tile, monkeypatch):
         gold = np.einsum("thr,hvr->thv", batch.gold(), v_up.astype(np.float64))
         options = {"scale": config.scale, "first_page": jnp.int32(config.first_page)}
         _, *rest = batch.arguments()
-        out = expanded.expanded_attention(jnp.asarray(q), rest[0], k_up, v_up, *rest[1:], **options)
+        out = expanded.expanded_attention(jnp.asarray(q), rest[0], k_up, v_up, *rest[1:], block=block, **options)
         assert np.isfinite(np.asarray(out)).all()
         first = batch.num_decodes
         np.testing.assert_allclose(np.asarray(out)[first : len(gold)], gold[first:], rtol=0, atol=2e-4)
@@ -199,6 +205,31 @@ def test_from_heads_queries_to_heads_results(backend, expand, rows):
     np.testing.assert_allclose(out[: len(gold)], gold, rtol=0, atol=2e-4)
     program = call.lower(jnp.asarray(q), pages, k_up, v_up, *arrays).as_text()
     assert ("expanded_attention" in program) == (expand and not options["decode_only"])
+
+
+@pytest.mark.usefixtures("no_disk_cache")
+@pytest.mark.parametrize("target", ["h200x1", "v5e-1", "v6e-1"])
+def test_the_expanded_form_compiles_with_blocks_alone_expanded(target):
+    """DeepSeek-V3 under tensor parallelism of 8: no copy of the cache, and temporaries of a block's scores."""
+    place = NamedSharding(mesh_of(target), PartitionSpec())
+    tokens, rows, count, heads, block = 1024, 8, 2001, 16, 1024  # no other dimension is 2001
+
+    def array(shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    pages = LatentPages(array((count, 64, 640 if target.startswith("v") else 576)))
+    weights = array((heads, 128, 512)), array((heads, 128, 512))
+    numbers = [array(shape, jnp.int32) for shape in ((rows, 64), (rows + 1,), (rows,), (), ())]
+
+    def attend(q, pages, k_up, v_up, *numbers):
+        options = {"scale": 0.1, "first_page": numbers[-1], "compute_dtype": jnp.bfloat16, "block": block}
+        return expanded.expanded_attention(q, pages, k_up, v_up, *numbers[:-1], **options)
+
+    compiled = jax.jit(attend).lower(array((tokens, heads, 192)), pages, *weights, *numbers).compile()
+    assert f"[{count}," in compiled.as_text()
+    assert not re.search(rf"\[{count},[^ ]* (copy|copy-start|transpose|convert|fusion)\(", compiled.as_text())
+    scores = heads * expanded.TILE * block * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * scores
 
 
 def test_which_form_is_cheaper():
@@ -260,17 +291,26 @@ def test_every_pair_of_types_and_sizes_that_fill_no_registers(dtype, kv_dtype):
 
 @needs_kernel
 def test_a_query_s_result_does_not_depend_on_how_its_prompt_was_cut():
+    """Nor on whether the threads share its parts: one token alone has few tiles, all tokens together have many."""
     rng = np.random.default_rng(1)
-    pages = LatentPages(jnp.asarray(rng.standard_normal((20, 16, 80)), jnp.float32))
-    q = jnp.asarray(rng.standard_normal((300, 7, 80)), jnp.float32)
+    pages = LatentPages(jnp.asarray(rng.standard_normal((90, 16, 80)), jnp.float32))
+    q = jnp.asarray(rng.standard_normal((1300, 7, 80)), jnp.float32)
 
     def call(first, end):
-        rest = jnp.arange(20, dtype=jnp.int32)[None], jnp.array([0, end - first]), jnp.array([end])
+        rest = jnp.arange(90, dtype=jnp.int32)[None], jnp.array([0, end - first]), jnp.array([end])
         return cpu.latent_attention(q[first:end], pages, *rest, jnp.int32(end - first == 1), scale=0.1, rank=64)
 
-    whole = np.asarray(call(0, 300))
-    for first, end in ((0, 77), (77, 300), (150, 166), (299, 300)):
+    whole = np.asarray(call(0, 1300))
+    for first, end in ((0, 77), (77, 300), (150, 166), (299, 300), (1299, 1300), (1020, 1030), (500, 1300)):
         np.testing.assert_array_equal(call(first, end), whole[first:end])
+
+
+@needs_kernel
+@pytest.mark.parametrize("length", [511, 512, 513, 1025, 2000])
+def test_parts_of_long_rows(length):
+    config = Config(heads=9, max_pages=130, tokens=30)
+    check(cpu, config, [(1, length)], length, decode_only=True)
+    check(cpu, config, [(1, length), (29, length)], length)
 
 
 @needs_kernel

@@ -147,3 +147,18 @@ def test_products_in_parts_are_tried(monkeypatch, caplog):
     Parts.lost = True
     assert checked_matmul(device, [MATMULS["int4 g128"]], "auto") == "xla"
     assert "is wrong on this device: parts of 1 rows: off by" in caplog.text
+
+
+def test_a_wrong_grouped_product_is_not_used(monkeypatch):
+    class Wrong:
+        quant_matmul = staticmethod(quantized.quant_matmul)
+
+        @staticmethod
+        def grouped_quant_matmul(x, w, group_sizes):
+            return quantized.grouped_quant_matmul(x, w, group_sizes).at[0].set(0.0)
+
+    device = Device("gpu", "some GPU", (9, 0))
+    monkeypatch.setattr(operations, "choose", lambda operation, device, problem, backend: "triton")
+    for module, expected in ((Wrong, "xla"), (quantized, "auto")):
+        monkeypatch.setattr(operations, "load", lambda operation, backend, module=module: module)
+        assert checked_matmul(device, [], "auto", [MATMULS["int4 g128"]]) == expected

@@ -13,6 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.pallas_kernels import experts
+from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.quant_matmul import tpu
 from jaxserve.pallas_kernels.quant_matmul.tpu_codes import factor, numbers
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
@@ -209,6 +211,18 @@ def test_grouped_equals_numpy(case, sizes):
         if size:
             check(got[end - size : end], x[end - size : end], weight[expert], ROUNDED if case.tokens > 64 else EXACT)
     assert not np.asarray(got[ends[-1] :]).any()
+
+
+@pytest.mark.parametrize("tokens", [40, 200])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_grouped_floats_equal_numpy(tokens, dtype):
+    """Weights of experts in the dtype of x."""
+    rng, sizes = np.random.default_rng(2), [tokens // 2, 0, 7]
+    x, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((tokens, 300), (3, 150, 300)))
+    with pltpu.force_tpu_interpret_mode(INTERPRET):
+        got = np.asarray(tpu.grouped_quant_matmul(x, as_codes(w), jnp.array(sizes, jnp.int32)))
+    expected = np.asarray(experts.grouped_matmul(x, w, jnp.array(sizes, jnp.int32)))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 if dtype == "float32" else 2e-2)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.paged_attention import triton_gpu as attention
 from jaxserve.pallas_kernels.quant_matmul import blocks, reference, triton_blocks
 from jaxserve.pallas_kernels.quant_matmul import triton_gpu as matmul
@@ -432,6 +433,26 @@ def test_grouped_quant_matmul(name, dtype, monkeypatch):
     assert not out[start:].any()
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_grouped_matmul(dtype, monkeypatch):
+    """Weights of experts in the dtype of x."""
+    monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 4))
+    rng, sizes = np.random.default_rng(5), [3, 0, 20, 1]
+    x, w = rounded(rng, (27, 144), dtype), rounded(rng, (4 * 40, 144), dtype).reshape(4, 40, 144)
+    out = np.asarray(
+        matmul.grouped_quant_matmul(jnp.asarray(x), as_codes(jnp.asarray(w)), jnp.asarray(sizes, jnp.int32))
+    )
+    start = 0
+    for size, own in zip(sizes, w.astype(np.float64), strict=True):
+        expected = x[start : start + size].astype(np.float64) @ own.T
+        np.testing.assert_allclose(
+            out[start : start + size], expected, rtol=0, atol=2e-5 * np.abs(expected).max(initial=1)
+        )
+        start += size
+    assert not out[start:].any()
+
+
 def block_weight(rng, kind, outputs, inputs):
     """A random BlockArray of NumPy arrays; its values, which tests/kernels/test_blocks.py compares with the gguf
     package's, come from plain XLA."""
@@ -732,3 +753,14 @@ def test_grouped_quant_matmul_compiles(compile_for, codes, block, tokens):
     entry = program.as_text().partition("\nENTRY")[2]
     assert entry.count(" custom-call(") == 1
     assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + inputs) + 4096
+
+
+@compiled
+@pytest.mark.parametrize("tokens", [16, 64, 4096])
+def test_grouped_matmul_compiles(compile_for, tokens):
+    like, experts = jax.ShapeDtypeStruct, 16
+    arguments = like((tokens, 2048), "bfloat16"), like((experts, 1536, 2048), "bfloat16"), like((experts,), np.int32)
+    program = compile_for(lambda x, w, sizes: matmul.grouped_quant_matmul(jnp.tanh(x), as_codes(w), sizes), *arguments)
+    entry = program.as_text().partition("\nENTRY")[2]
+    assert entry.count(" custom-call(") == 1
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * 1536 + 2048) + 8192

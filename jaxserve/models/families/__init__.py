@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 
 from jaxserve.config import ConfigError
@@ -28,10 +29,23 @@ class Family:
     ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
     more_layers: bool = False  # files hold layers behind the last one, which predict several tokens at a time
     variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
+    layouts: tuple[Mapping[str, str], ...] = ()  # other beginnings of names in some files, by the usual ones
+    unread: tuple[str, ...] = ()  # beginnings of names of tensors of which nothing is served
 
-    def roles(self, config: ModelConfig) -> Names:
-        """The names of a model's tensors."""
-        return {**self.names, **self.variant(config)}
+    def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
+        """The names of a model's tensors, in the layout of files that have tensors of these names."""
+        usual = {**self.names, **self.variant(config)}
+        for layout in ({}, *self.layouts):
+            names = {role: _begun(name, layout) for role, name in usual.items()}
+            if has(names["embed.weight"]):
+                return names
+        return usual
+
+
+def _begun(name: str, layout: Mapping[str, str]) -> str:
+    """The name with another beginning."""
+    usual = next((usual for usual in layout if name.startswith(usual)), None)
+    return name if usual is None else layout[usual] + name.removeprefix(usual)
 
 
 @cache
@@ -42,13 +56,35 @@ def families() -> tuple[Family, ...]:
 
 
 def find_family(hf: HFConfig) -> Family:
-    """The family of a config's architecture. Raises ConfigError that lists the known ones."""
+    """The family of a config's architecture. Raises ConfigError that names the nearest one and what differs from it."""
     given = hf.take("architectures", None) or []
-    for family in families():
-        if set(given) & set(family.architectures):
-            return family
-    known = sorted(name for family in families() for name in family.architectures)
-    raise ConfigError(f"{hf.source}: architectures={given} is not supported; supported are {', '.join(known)}")
+    by_name = {name: family for family in families() for name in family.architectures}
+    for name in given:
+        if name in by_name:
+            return by_name[name]
+    raise ConfigError(
+        f"{hf.source}: architectures={given} is not supported{_nearest(hf, given, by_name)}. `jaxserve models list` "
+        "lists what is"
+    )
+
+
+def _nearest(hf: HFConfig, given: Sequence[str], by_name: Mapping[str, Family]) -> str:
+    """The supported architecture with the most similar name, and what it does not understand of the config."""
+
+    def core(name: str) -> str:
+        return name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
+
+    cores = {core(name): name for name in by_name}
+    found = [cores[near] for name in given for near in get_close_matches(core(name), cores, n=1, cutoff=0.5)]
+    if not found:
+        return ""
+    try:
+        like = HFConfig(hf.values | {"architectures": found[:1]}, "its config.json")
+        read_model_config(like)
+        differs = "its config.json reads like one of that architecture, but the name says that the model differs"
+    except ConfigError as error:
+        differs = f"beyond that: {error}"
+    return f"; the nearest is {found[0]} ({differs})"
 
 
 def read_model_config(hf: HFConfig) -> ModelConfig:

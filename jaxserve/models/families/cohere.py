@@ -26,13 +26,15 @@ def _read(hf: HFConfig) -> ModelConfig:
     bias, norm = bool(hf.take("attention_bias", False)), read_layer_norm(hf, bias=False)
     qk_norm = QKNormSpec(norm=norm, over="each_head") if hf.take("use_qk_norm", False) else None
     attention = read_attention(hf, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
-    rope = read_rope(hf, read_max_position(hf, 8192), theta=THETA, interleaved=True)
+    # Command-R's config has a length for fine-tuning, and beside it the one that it was made for.
+    max_position = max(hf.take("model_max_length", 0), read_max_position(hf, 8192))
+    rope = read_rope(hf, max_position, theta=THETA, interleaved=True)
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
     return ModelConfig(
         family="cohere",
         layers=alike(hf, attention, mlp, norm=norm, residual="parallel"),
         logit_scale=hf.take("logit_scale", 0.0625),
-        **read_shared(hf, tied=True, norm=norm, ropes={"default": rope}),
+        **read_shared(hf, tied=True, norm=norm, max_position=max_position, ropes={"default": rope}),
     )
 
 
@@ -43,6 +45,7 @@ def _read_second(hf: HFConfig) -> ModelConfig:
     for key, only in WRITTEN.items():
         hf.expect(key, only)
     hf.take("order_of_interleaved_layers", None), hf.take("layer_switch", None), hf.take("rotary_pct", None)
+    hf.take("use_parallel_embedding", None)
     bias, norm = bool(hf.take("attention_bias", False)), read_layer_norm(hf, bias=False)
     sliding = read_sliding(hf, 4)
     rope = read_rope(hf, read_max_position(hf, 8192), interleaved=True)
@@ -68,6 +71,5 @@ WRITTEN = {
     "use_embedding_sharing": True,
     "use_gated_activation": True,
     "use_parallel_block": True,
-    "use_parallel_embedding": False,
 }
 FAMILIES = (FIRST, Family("cohere2", ("Cohere2ForCausalLM",), _read_second, NAMES, IGNORED))

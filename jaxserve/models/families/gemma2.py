@@ -33,6 +33,7 @@ def _read(hf: HFConfig) -> ModelConfig:
         qkv_bias=bias,
         out_bias=bias,
     )
+    hf.expect("sliding_window_size", window)
     windows = windows_of(read_sliding(hf, 2), window)
     return ModelConfig(
         family="gemma2",

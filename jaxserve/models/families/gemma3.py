@@ -12,7 +12,7 @@ from jaxserve.models.families.shared import read_ropes, read_sliding, windows_of
 from jaxserve.models.spec import ModelConfig, QKNormSpec
 
 
-def _read(hf: HFConfig) -> ModelConfig:
+def read_gemma3(hf: HFConfig) -> ModelConfig:
     hf.expect("use_bidirectional_attention", False)
     bias, max_position = bool(hf.take("attention_bias", False)), read_max_position(hf, 131072)
     norm, window, sliding = read_norm(hf, offset=1.0), hf.take("sliding_window", 4096), read_sliding(hf, 6)
@@ -36,4 +36,4 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
 
 
-FAMILY = Family("gemma3", ("Gemma3ForCausalLM",), _read, SANDWICH_NAMES, IGNORED)
+FAMILY = Family("gemma3", ("Gemma3ForCausalLM",), read_gemma3, SANDWICH_NAMES, IGNORED)

@@ -12,25 +12,20 @@ from jaxserve.models.families.llama import (
     read_mlp,
     read_shared,
 )
-from jaxserve.models.families.shared import read_activation
+from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ModelConfig
 
 LAYER = "gpt_neox.layers.{i}"
-ROLES = {
-    "attention_norm": f"{LAYER}.input_layernorm",
-    "mlp_norm": f"{LAYER}.post_attention_layernorm",
-    "qkv_grouped": f"{LAYER}.attention.query_key_value",
-    "o": f"{LAYER}.attention.dense",
-    "up": f"{LAYER}.mlp.dense_h_to_4h",
-    "down": f"{LAYER}.mlp.dense_4h_to_h",
-    "norm": "gpt_neox.final_layer_norm",
-}
-NAMES = {
-    "embed.weight": "gpt_neox.embed_in.weight",
-    "head.weight": "embed_out.weight",
-    **{f"{role}.{kind}": f"{name}.{kind}" for role, name in ROLES.items() for kind in ("weight", "bias")},
-}
+NAMES = {"embed.weight": "gpt_neox.embed_in.weight", "head.weight": "embed_out.weight"} | named(
+    attention_norm=f"{LAYER}.input_layernorm",
+    mlp_norm=f"{LAYER}.post_attention_layernorm",
+    qkv_grouped=f"{LAYER}.attention.query_key_value",
+    o=f"{LAYER}.attention.dense",
+    up=f"{LAYER}.mlp.dense_h_to_4h",
+    down=f"{LAYER}.mlp.dense_4h_to_h",
+    norm="gpt_neox.final_layer_norm",
+)
 
 
 def _read(hf: HFConfig) -> ModelConfig:

@@ -6,9 +6,9 @@ from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention
 from jaxserve.models.spec import ModelConfig
 
 
-def _read(hf: HFConfig) -> ModelConfig:
+def read_mistral(hf: HFConfig) -> ModelConfig:
     layers = alike(hf, read_attention(hf), read_mlp(hf), read_windows(hf, used=True))
     return ModelConfig(family="mistral", layers=layers, **read_shared(hf))
 
 
-FAMILY = Family("mistral", ("MistralForCausalLM",), _read, NAMES, IGNORED)
+FAMILY = Family("mistral", ("MistralForCausalLM",), read_mistral, NAMES, IGNORED)

@@ -5,28 +5,26 @@ from __future__ import annotations
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import alike, read_attention, read_mlp, read_shared
-from jaxserve.models.families.shared import read_activation
+from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import UNTURNED
 from jaxserve.models.spec import LearnedPositions, ModelConfig, NormSpec
 
 LAYER = "model.decoder.layers.{i}"
-ROLES = {
-    "attention_norm": f"{LAYER}.self_attn_layer_norm",
-    "mlp_norm": f"{LAYER}.final_layer_norm",
-    **{role: f"{LAYER}.self_attn.{role}_proj" for role in ("q", "k", "v")},
-    "o": f"{LAYER}.self_attn.out_proj",
-    "up": f"{LAYER}.fc1",
-    "down": f"{LAYER}.fc2",
-    "norm": "model.decoder.final_layer_norm",
-}
 NAMES = {
     "embed.weight": "model.decoder.embed_tokens.weight",
     "positions.weight": "model.decoder.embed_positions.weight",
     "project_in.weight": "model.decoder.project_in.weight",
     "project_out.weight": "model.decoder.project_out.weight",
     "head.weight": "lm_head.weight",
-    **{f"{role}.{kind}": f"{name}.{kind}" for role, name in ROLES.items() for kind in ("weight", "bias")},
-}
+} | named(
+    attention_norm=f"{LAYER}.self_attn_layer_norm",
+    mlp_norm=f"{LAYER}.final_layer_norm",
+    **{role: f"{LAYER}.self_attn.{role}_proj" for role in "qkv"},
+    o=f"{LAYER}.self_attn.out_proj",
+    up=f"{LAYER}.fc1",
+    down=f"{LAYER}.fc2",
+    norm="model.decoder.final_layer_norm",
+)
 OFFSET = 2  # rows of the table of positions that no position has
 
 
@@ -48,4 +46,4 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
 
 
-FAMILY = Family("opt", ("OPTForCausalLM",), _read, NAMES)
+FAMILY = Family("opt", ("OPTForCausalLM",), _read, NAMES, layouts=({"model.decoder.": "decoder."},))

@@ -25,8 +25,12 @@ FUSED_NAMES = NAMES | {
 
 def _read(hf: HFConfig) -> ModelConfig:
     max_position, window = read_max_position(hf, 4096), hf.take("sliding_window", None)
-    hf.expect("attention_bias", False)
-    hf.expect("mlp_bias", False)
+    if window is not None and window >= max_position:
+        window = None
+    for key, only in (("full_attn_mod", 1), ("interpolate_factor", 1)):  # which transformers does not read either
+        hf.expect(key, only)
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        hf.expect(key, False)
     layers = alike(hf, read_attention(hf), read_mlp(hf), [window] * hf.take("num_hidden_layers"))
     rope = read_rope(hf, max_position, partial=1.0)
     return ModelConfig(family="phi3", layers=layers, **read_shared(hf, ropes={"default": rope}))

@@ -26,6 +26,11 @@ ACTIVATIONS: dict[str, Activation] = {
 KINDS = ("full_attention", "sliding_attention")
 
 
+def named(**roles: str) -> dict[str, str]:
+    """The names of weights and biases of modules."""
+    return {f"{role}.{kind}": f"{name}.{kind}" for role, name in roles.items() for kind in ("weight", "bias")}
+
+
 def read_activation(hf: HFConfig, default: str, key: str = "hidden_act") -> Activation:
     """Of any kind. Raises ConfigError for one that is not known."""
     hf.expect(key, *ACTIVATIONS)

@@ -1,0 +1,45 @@
+"""EXAONE 4: norms after attention and MLP, norms of queries and keys; where some layers have a window, the others have
+no positions."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    alike,
+    read_attention,
+    read_max_position,
+    read_mlp,
+    read_norm,
+    read_shared,
+)
+from jaxserve.models.families.olmo import POST_NAMES
+from jaxserve.models.families.shared import KINDS, read_activation, read_sliding, windows_of
+from jaxserve.models.rope import UNTURNED, read_rope
+from jaxserve.models.spec import ModelConfig, QKNormSpec
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    norm, count = read_norm(hf, 1e-5), hf.take("num_hidden_layers")
+    window = hf.take("sliding_window", None if "sliding_window" in hf.values else 4096)
+    pattern = hf.values.get("sliding_window_pattern")
+    if isinstance(pattern, str):  # "LLLG": local and global layers in turns
+        hf.values.setdefault("layer_types", [KINDS[pattern[i % len(pattern)] == "L"] for i in range(count)])
+    sliding = read_sliding(hf, 4) if window else [False] * count
+    hf.take("layer_types", None), hf.take("sliding_window_pattern", None)
+    attention = read_attention(hf, qk_norm=QKNormSpec(norm=norm))
+    ropes = {"default": read_rope(hf, read_max_position(hf)), "none": UNTURNED}
+    layers = alike(
+        hf,
+        attention,
+        read_mlp(hf, activation=read_activation(hf, "silu")),
+        windows_of(sliding, window),
+        ["default" if slides or not window else "none" for slides in sliding],
+        norm=norm,
+        residual="post",
+    )
+    return ModelConfig(family="exaone4", layers=layers, **read_shared(hf, norm=norm, ropes=ropes))
+
+
+FAMILY = Family("exaone4", ("Exaone4ForCausalLM",), _read, POST_NAMES, IGNORED)

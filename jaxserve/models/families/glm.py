@@ -1,0 +1,43 @@
+"""GLM-4-9B (GlmForCausalLM): half of each head rotated, in pairs of neighbours; biases on queries, keys and values;
+gate and up fused. GLM-4-0414 (Glm4ForCausalLM): norms after attention and MLP, too."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_max_position,
+    read_mlp,
+    read_norm,
+    read_shared,
+)
+from jaxserve.models.families.shared import read_activation
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import ModelConfig, Residual
+
+GLM_NAMES = NAMES | {"gate_up.weight": "model.layers.{i}.mlp.gate_up_proj.weight"}
+GLM4_NAMES = GLM_NAMES | {
+    "attention_out_norm.weight": "model.layers.{i}.post_self_attn_layernorm.weight",
+    "mlp_out_norm.weight": "model.layers.{i}.post_mlp_layernorm.weight",
+}
+
+
+def _read(family: str, residual: Residual, hf: HFConfig) -> ModelConfig:
+    norm = read_norm(hf, 1.5625e-07)
+    attention = read_attention(hf, head_dim=128, qkv_bias=bool(hf.take("attention_bias", True)))
+    rope = read_rope(hf, read_max_position(hf, 131072), partial=0.5, head_dim=128, interleaved=True)
+    mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
+    layers = alike(hf, attention, mlp, norm=norm, residual=residual)
+    return ModelConfig(family=family, layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
+
+
+FAMILIES = (
+    Family("glm", ("GlmForCausalLM",), partial(_read, "glm", "pre"), GLM_NAMES, IGNORED),
+    Family("glm4", ("Glm4ForCausalLM",), partial(_read, "glm4", "sandwich"), GLM4_NAMES, IGNORED),
+)

@@ -1,0 +1,19 @@
+"""InternLM3: Llama whose config calls its biases by other names."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_norm, read_shared
+from jaxserve.models.spec import ModelConfig
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    hf.rename(qkv_bias="attention_bias", bias="mlp_bias")
+    norm, bias = read_norm(hf, 1e-5), bool(hf.take("mlp_bias", False))
+    attention = read_attention(hf, head_dim=128, qkv_bias=bool(hf.take("attention_bias", False)), out_bias=bias)
+    layers = alike(hf, attention, read_mlp(hf, bias=bias), norm=norm)
+    return ModelConfig(family="internlm3", layers=layers, **read_shared(hf, norm=norm))
+
+
+FAMILY = Family("internlm3", ("InternLM3ForCausalLM",), _read, NAMES, IGNORED)

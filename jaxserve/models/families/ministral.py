@@ -1,0 +1,62 @@
+"""Ministral 8B: Mistral with a window on some layers. Ministral 3: YaRN, and queries that grow with the position."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_max_position,
+    read_mlp,
+    read_norm,
+    read_shared,
+    read_windows,
+)
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import ModelConfig, QueryScale
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    layers = alike(hf, read_attention(hf), read_mlp(hf), read_windows(hf, used=True))
+    return ModelConfig(family="ministral", layers=layers, **read_shared(hf))
+
+
+DEFAULT = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def read_ministral3(hf: HFConfig) -> ModelConfig:
+    max_position = read_max_position(hf, 262144)
+    parameters = dict(hf.take("rope_parameters", None) or hf.take("rope_scaling", None) or DEFAULT)
+    hf.take("rope_scaling", None)
+    if parameters.get("max_position_embeddings") == max_position:
+        del parameters["max_position_embeddings"]
+    slope = parameters.pop("llama_4_scaling_beta", None)
+    period = parameters.get("original_max_position_embeddings") or max_position
+    scale = QueryScale(slope=slope, period=period) if slope else None
+    rope = read_rope(hf, max_position, parameters=parameters, query_scale=scale)
+    norm, window = read_norm(hf, 1e-5), hf.take("sliding_window", None)
+    hf.take("layer_types", None)
+    windows = [window] * hf.take("num_hidden_layers")
+    layers = alike(hf, read_attention(hf, head_dim=128), read_mlp(hf), windows, norm=norm)
+    return ModelConfig(
+        family="ministral3",
+        layers=layers,
+        **read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope}),
+    )
+
+
+FAMILIES = (
+    Family("ministral", ("MinistralForCausalLM",), _read, NAMES, IGNORED),
+    Family("ministral3", ("Ministral3ForCausalLM",), read_ministral3, NAMES, IGNORED),
+)

@@ -1,0 +1,64 @@
+"""Families that are Llama but for one thing each: ERNIE 4.5 and Helium rotate pairs of neighbours, Arcee's MLP squares
+ReLUs and has no gate, CWM has a window on three of four layers."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_max_position,
+    read_mlp,
+    read_norm,
+    read_shared,
+)
+from jaxserve.models.families.shared import KINDS, read_activation, read_sliding, windows_of
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import ModelConfig
+
+
+def _read_ernie(hf: HFConfig) -> ModelConfig:
+    hf.expect("compression_ratio", 1.0)
+    norm, bias = read_norm(hf, 1e-5), bool(hf.take("use_bias", False))
+    rope = read_rope(hf, read_max_position(hf, 131072), interleaved=True)
+    attention = read_attention(hf, head_dim=128, qkv_bias=bias, out_bias=bias)
+    layers = alike(hf, attention, read_mlp(hf, bias=bias), norm=norm)
+    return ModelConfig(
+        family="ernie4_5", layers=layers, **read_shared(hf, tied=True, norm=norm, ropes={"default": rope})
+    )
+
+
+def _read_helium(hf: HFConfig) -> ModelConfig:
+    norm = read_norm(hf, 1e-8)
+    rope = read_rope(hf, read_max_position(hf, 4096), interleaved=True)
+    attention = read_attention(hf, head_dim=128, qkv_bias=bool(hf.take("attention_bias", False)))
+    layers = alike(hf, attention, read_mlp(hf, bias=bool(hf.take("mlp_bias", False))), norm=norm)
+    return ModelConfig(family="helium", layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
+
+
+def _read_arcee(hf: HFConfig) -> ModelConfig:
+    norm, bias, activation = read_norm(hf, 1e-5), bool(hf.take("attention_bias", False)), read_activation(hf, "relu2")
+    mlp = read_mlp(hf, gated=False, bias=bool(hf.take("mlp_bias", False)), activation=activation)
+    layers = alike(hf, read_attention(hf, qkv_bias=bias, out_bias=bias), mlp, norm=norm)
+    return ModelConfig(family="arcee", layers=layers, **read_shared(hf, norm=norm))
+
+
+def _read_cwm(hf: HFConfig) -> ModelConfig:
+    norm, count = read_norm(hf, 1e-5), hf.take("num_hidden_layers")
+    hf.values.setdefault("layer_types", [KINDS[i % 4 > 0] for i in range(count)])
+    windows = windows_of(read_sliding(hf, 4), hf.take("sliding_window", 8192))
+    mlp = read_mlp(hf, bias=bool(hf.take("mlp_bias", False)))
+    layers = alike(hf, read_attention(hf, head_dim=128), mlp, windows, norm=norm)
+    rope = read_rope(hf, read_max_position(hf, 131072), theta=1e6)
+    return ModelConfig(family="cwm", layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
+
+
+FAMILIES = (
+    Family("ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), _read_ernie, NAMES, IGNORED),
+    Family("helium", ("HeliumForCausalLM",), _read_helium, NAMES, IGNORED),
+    Family("arcee", ("ArceeForCausalLM",), _read_arcee, NAMES, IGNORED),
+    Family("cwm", ("CwmForCausalLM",), _read_cwm, NAMES, IGNORED),
+)

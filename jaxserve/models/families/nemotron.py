@@ -1,0 +1,40 @@
+"""Nemotron 4 and Minitron: LayerNorms that multiply by 1 + w, an MLP of squared ReLUs without a gate, half of each head
+rotated."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_layer_norm,
+    read_max_position,
+    read_mlp,
+    read_shared,
+)
+from jaxserve.models.families.shared import named, read_activation
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import ModelConfig
+
+LAYER = "model.layers.{i}"
+NEMOTRON_NAMES = NAMES | named(
+    attention_norm=f"{LAYER}.input_layernorm", mlp_norm=f"{LAYER}.post_attention_layernorm", norm="model.norm"
+)
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    hf.rename(rope_percent="partial_rotary_factor")
+    hf.expect("kv_channels", hf.take("head_dim", None) or hf.take("kv_channels", None))
+    norm, bias = read_layer_norm(hf, "norm_eps", offset=1.0), bool(hf.take("attention_bias", False))
+    attention = read_attention(hf, head_dim=hf.take("kv_channels", None), qkv_bias=bias, out_bias=bias)
+    activation = read_activation(hf, "relu2")
+    mlp = read_mlp(hf, gated=False, bias=bool(hf.take("mlp_bias", False)), activation=activation)
+    rope = read_rope(hf, read_max_position(hf, 4096), partial=0.5)
+    layers = alike(hf, attention, mlp, norm=norm)
+    return ModelConfig(family="nemotron", layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
+
+
+FAMILY = Family("nemotron", ("NemotronForCausalLM",), _read, NEMOTRON_NAMES, IGNORED)

@@ -1,0 +1,18 @@
+"""Seed-OSS: Llama with biases on queries, keys and values, and by choice on the rest."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared
+from jaxserve.models.spec import ModelConfig
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    bias, out_bias = bool(hf.take("attention_bias", True)), bool(hf.take("attention_out_bias", False))
+    attention = read_attention(hf, head_dim=128, qkv_bias=bias, out_bias=out_bias)
+    layers = alike(hf, attention, read_mlp(hf, bias=bool(hf.take("mlp_bias", False))))
+    return ModelConfig(family="seed_oss", layers=layers, **read_shared(hf))
+
+
+FAMILY = Family("seed_oss", ("SeedOssForCausalLM",), _read, NAMES, IGNORED)

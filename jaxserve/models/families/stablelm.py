@@ -1,0 +1,46 @@
+"""StableLM 2 and 3B: Llama with LayerNorms, part of each head rotated; the larger ones norm each head by itself, with
+attention and MLP in parallel."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    alike,
+    read_attention,
+    read_layer_norm,
+    read_max_position,
+    read_mlp,
+    read_shared,
+)
+from jaxserve.models.families.shared import named, read_activation
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import ModelConfig, QKNormSpec, Residual
+
+LAYER = "model.layers.{i}"
+STABLELM_NAMES = NAMES | named(
+    attention_norm=f"{LAYER}.input_layernorm",
+    mlp_norm=f"{LAYER}.post_attention_layernorm",
+    q_norm=f"{LAYER}.self_attn.q_layernorm.norms.{{h}}",
+    k_norm=f"{LAYER}.self_attn.k_layernorm.norms.{{h}}",
+    norm="model.norm",
+)
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    hf.rename(rope_pct="partial_rotary_factor", norm_eps="layer_norm_eps")
+    norm = read_layer_norm(hf)
+    of_heads = QKNormSpec(norm=read_layer_norm(hf, bias=False), over="each_head")
+    qk_norm = of_heads if hf.take("qk_layernorm", False) else None
+    attention = read_attention(hf, qkv_bias=bool(hf.take("use_qkv_bias", False)), qk_norm=qk_norm)
+    residual: Residual = "parallel" if hf.take("use_parallel_residual", False) else "pre"
+    mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
+    rope = read_rope(hf, read_max_position(hf, 4096), partial=0.25)
+    layers = alike(hf, attention, mlp, norm=norm, residual=residual)
+    return ModelConfig(family="stablelm", layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
+
+
+ARCHITECTURES = ("StableLmForCausalLM", "StableLMEpochForCausalLM")
+FAMILY = Family("stablelm", ARCHITECTURES, _read, STABLELM_NAMES, IGNORED)

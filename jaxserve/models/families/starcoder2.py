@@ -1,0 +1,38 @@
+"""StarCoder2: LayerNorms, biases, an MLP without a gate, and a window on every layer."""
+
+from __future__ import annotations
+
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_layer_norm, read_mlp, read_shared
+from jaxserve.models.families.shared import named, read_activation
+from jaxserve.models.spec import ModelConfig
+
+LAYER = "model.layers.{i}"
+STARCODER_NAMES = NAMES | named(
+    attention_norm=f"{LAYER}.input_layernorm",
+    mlp_norm=f"{LAYER}.post_attention_layernorm",
+    up=f"{LAYER}.mlp.c_fc",
+    down=f"{LAYER}.mlp.c_proj",
+    norm="model.norm",
+)
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    hf.expect("mlp_type", "default")
+    hf.expect("norm_type", "layer_norm")
+    for key in ("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        hf.take(key, None)  # which the first configs write, and transformers does not read
+    hf.expect("scale_attn_weights", True)
+    norm = read_layer_norm(hf, "norm_epsilon")
+    hf.expect("layer_norm_epsilon", norm.eps)
+    bias, window = bool(hf.take("use_bias", True)), hf.take("sliding_window", None)
+    if not hf.take("use_sliding_window", True):
+        window = None
+    mlp = read_mlp(hf, gated=False, bias=bias, activation=read_activation(hf, "gelu_pytorch_tanh"))
+    attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
+    layers = alike(hf, attention, mlp, [window] * hf.take("num_hidden_layers"), norm=norm)
+    return ModelConfig(family="starcoder2", layers=layers, **read_shared(hf, tied=True, norm=norm))
+
+
+FAMILY = Family("starcoder2", ("Starcoder2ForCausalLM",), _read, STARCODER_NAMES, IGNORED)

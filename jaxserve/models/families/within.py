@@ -1,0 +1,104 @@
+"""Language models inside of models that also see images: the text is served, images are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.config import ConfigError
+from jaxserve.models.config import HFConfig, take_token_ids
+from jaxserve.models.families import Family
+from jaxserve.models.families.gemma2 import SANDWICH_NAMES
+from jaxserve.models.families.gemma3 import read_gemma3
+from jaxserve.models.families.llama import IGNORED, NAMES
+from jaxserve.models.families.llama4 import FAMILY as LLAMA4
+from jaxserve.models.families.ministral import read_ministral3
+from jaxserve.models.families.mistral import read_mistral
+from jaxserve.models.spec import ModelConfig
+
+# How files call what the language model alone calls "model." and "lm_head.": before transformers 5, and in it.
+LAYOUTS = (
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "model.language_model."},
+)
+UNREAD = tuple(
+    f"{start}{part}"
+    for start in ("", "model.")
+    for part in ("vision_tower.", "multi_modal_projector.", "vision_model.")
+)
+OF_IMAGES = (
+    "vision_config", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
+    "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
+)  # fmt: skip
+# What transformers assumes where a text_config does not say it.
+GEMMA3 = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+}  # fmt: skip
+MISTRAL = {
+    "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "sliding_window": None,
+}  # fmt: skip
+Reader = Callable[[HFConfig], ModelConfig]
+
+
+def _reader(readers: Mapping[str, Reader], usual: str, defaults: Mapping[str, Any], tied: bool) -> Reader:
+    """Reads `text_config`, by its own model_type; beside it are the settings of images and some of the whole."""
+
+    def read(hf: HFConfig) -> ModelConfig:
+        inner = hf.take("text_config", None) or {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{hf.source}: text_config must be a JSON object, got {inner!r:.80}")
+        for key in OF_IMAGES:
+            hf.take(key, None)
+        kind = inner.get("model_type", usual)
+        if kind not in readers:
+            raise ConfigError(
+                f"{hf.source}: text_config.model_type={kind!r} is not supported (only {', '.join(readers)})"
+            )
+        whole = {"tie_word_embeddings": hf.take("tie_word_embeddings", inner.get("tie_word_embeddings", tied))}
+        for name in ("torch_dtype", "dtype"):
+            if (dtype := hf.take(name, None)) is not None:
+                whole[name] = dtype
+        rope = {} if {"rope_theta", "rope_parameters"} & inner.keys() or kind != "mistral" else {"rope_theta": 1e9}
+        text = HFConfig({**defaults, **rope, **inner, **whole}, f"{hf.source}: text_config")
+        config = readers[kind](text)
+        text.take("quantization_config", None)
+        text.finish()
+        ends = take_token_ids(hf.take("eos_token_id", None))
+        return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)))
+
+    return read
+
+
+FAMILIES = (
+    Family(
+        "gemma3 with images",
+        ("Gemma3ForConditionalGeneration",),
+        _reader({"gemma3_text": read_gemma3}, "gemma3_text", GEMMA3, tied=True),
+        SANDWICH_NAMES,
+        IGNORED,
+        layouts=LAYOUTS,
+        unread=UNREAD,
+    ),
+    Family(
+        "mistral3 with images",
+        ("Mistral3ForConditionalGeneration",),
+        _reader({"mistral": read_mistral, "ministral3": read_ministral3}, "mistral", MISTRAL, tied=False),
+        NAMES,
+        IGNORED,
+        layouts=LAYOUTS,
+        unread=UNREAD,
+    ),
+    Family(
+        "llama4 with images",
+        ("Llama4ForConditionalGeneration",),
+        _reader({"llama4_text": LLAMA4.read_config}, "llama4_text", {}, tied=False),
+        LLAMA4.names,
+        LLAMA4.ignored,
+        layouts=LAYOUTS,
+        unread=UNREAD,
+    ),
+)

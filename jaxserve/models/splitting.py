@@ -1,0 +1,38 @@
+"""Over how many devices a model can be split, and how often its heads of keys and values then stand."""
+
+from __future__ import annotations
+
+from jaxserve.config import ConfigError
+from jaxserve.models.spec import ModelConfig
+
+
+def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
+    """KV heads as laid out over the mesh: each is repeated when there are more devices than heads.
+
+    Raises ConfigError when the heads, the MLP or the vocabulary cannot be split evenly.
+    """
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, tensor_parallel_size
+    problems = []
+    if size <= kv_heads:
+        if kv_heads % size:
+            problems.append(f"{kv_heads} key-value heads")
+    elif size % kv_heads or heads % size:
+        problems.append(f"{heads} query heads over {kv_heads} key-value heads")
+    problems += [f"an MLP width of {width}" for width in sorted(_widths(config)) if width % size]
+    if problems:
+        allowed = [n for n in range(1, heads + 1) if _splits(config, n)]
+        raise ConfigError(
+            f"tensor_parallel_size {size} does not divide {' and '.join(problems)}; this model allows {allowed}"
+        )
+    return max(kv_heads, size)
+
+
+def _splits(config: ModelConfig, size: int) -> bool:
+    kv = config.num_kv_heads
+    heads_fit = kv % size == 0 if size <= kv else (size % kv == 0 and config.num_heads % size == 0)
+    return heads_fit and not any(width % size for width in _widths(config))
+
+
+def _widths(config: ModelConfig) -> set[int]:
+    shared = {layer.mlp.experts.shared_size for layer in config.layers if layer.mlp.experts} - {0}
+    return {layer.mlp.size for layer in config.layers} | shared

@@ -1,0 +1,65 @@
+"""Steps of DeepSeek-V3's shape, compiled ahead of time by the real compilers for devices that are not here. With two of
+the layers, one dense and one with experts. No kernel runs here."""
+
+import math
+import re
+
+import pytest
+from test_steps import PAGES, cache_copies, make_runner
+
+from jaxserve.execution.step_shape import StepShape
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "rms_norm_eps": 1e-6,
+}
+LAYERS = 2
+# Bytes of a row in bfloat16: 576 numbers, on a TPU 640, because its tiles have 128 lanes.
+CASES = [
+    pytest.param("h200x8", "mosaic_gpu", 16, "bf16", 1152, id="h200x8 bf16"),
+    pytest.param("h200x8", "triton", 16, "int8", 1152, id="h200x8 triton int8", marks=pytest.mark.slow),
+    pytest.param("v6e-8", "mosaic_tpu", 128, "int8", 1280, id="v6e-8 int8", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("target", "backend", "page_size", "scheme", "row"), CASES)
+@pytest.mark.parametrize("decode", [True, False])
+def test_latents(target, backend, page_size, scheme, row, decode, tmp_path):
+    """The cache has a row per token and layer, is updated in place, and lies on every device. Only heads are split."""
+    runner, _ = make_runner(tmp_path, target, backend, page_size, LAYERS, scheme, **DEEPSEEK_V3)
+    layout = runner.layout
+    assert layout.token_bytes == LAYERS * row
+    assert layout.ways(runner.mesh) == 1
+    shape = StepShape.of(*((64, 64) if decode else (512, 64)), page_size, decode_only=decode)
+    compiled = runner.lower(shape).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    cache = PAGES * layout.page_bytes
+    assert memory.alias_size_in_bytes >= cache
+    assert cache_copies(text, cache // LAYERS // 2) == []
+    assert memory.temp_size_in_bytes < 2**30
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) <= 2 * LAYERS + 8
+    up_projection = 128 * 128 * 512 // runner.mesh.size  # of a device's heads, the smallest weight that is split
+    gathered = re.findall(r"= (?:\()?(?:bf16|s8)\[([\d,]+)\]\S* all-gather", text)
+    assert all(math.prod(map(int, dims.split(","))) < up_projection for dims in gathered), "a weight is gathered"
