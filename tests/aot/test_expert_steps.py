@@ -51,8 +51,8 @@ CASES = [  # those whose forms others cover run in the slow group
     pytest.param("h200x1", "mosaic_gpu", 16, "fp8", QWEN3_30B, id="h200 qwen3 fp8", marks=pytest.mark.slow),
     pytest.param("h200x1", "triton", 16, "mxfp4", GPT_OSS, id="h200 gpt-oss mxfp4"),
     pytest.param("h200x8", "mosaic_gpu", 16, "int8", QWEN3_30B, id="h200x8 qwen3 int8"),
-    pytest.param("v6e-4", "mosaic_tpu", 128, "bf16", MIXTRAL, id="v6e mixtral bf16", marks=pytest.mark.slow),
-    pytest.param("v6e-4", "mosaic_tpu", 128, "int4", QWEN3_30B, id="v6e qwen3 int4"),
+    pytest.param("v6e-4", "mosaic_tpu", 128, "bf16", MIXTRAL, id="v6e mixtral bf16"),
+    pytest.param("v6e-4", "mosaic_tpu", 128, "int4", QWEN3_30B, id="v6e qwen3 int4", marks=pytest.mark.slow),
     pytest.param("v5e-4", "mosaic_tpu", 128, "int8", MIXTRAL, id="v5e mixtral int8", marks=pytest.mark.slow),
 ]
 

@@ -299,5 +299,5 @@ def test_narrow_heads_on_tpu(tmp_path):
     """Heads of 64 numbers, as in Llama 3.2 1B, are stored as 128, so that the cache needs no copy."""
     small = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "vocab_size": 32000}
     runner, params = make_runner(tmp_path, "v5e-1", "mosaic_tpu", 128, 2, **small)
-    assert runner.layout.head_dim == 128
+    assert runner.layout.kind.head_dim == 128
     check(runner, StepShape.of(16, 16, 128, decode_only=True), 2, params)
