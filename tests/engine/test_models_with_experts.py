@@ -9,7 +9,6 @@ import pytest
 import tiny_models
 from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
-from gguf_files import Kind, write_gguf
 from moe_models import MOE_CASES
 from quantized_files import gptq
 from safetensors.numpy import save_file
@@ -98,17 +97,19 @@ def test_panels_of_experts(model_folders):
         assert len({tuple(ids) for ids in answers(engine, 4)}) > 1
 
 
-GGUF_KINDS = {"F16": Kind.F16, "Q8_0": Kind.Q8_0, "Q4_K": Kind.Q4_K, "Q6_K": Kind.Q6_K}
+@pytest.fixture
+def gguf_files():
+    return pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
 
 
 @pytest.mark.parametrize(
     ("case", "kind"), [(CASE, "Q8_0"), (CASE, "F16"), ("qwen2_moe_gguf", "Q8_0"), ("wide", "Q4_K"), ("wide", "Q6_K")]
 )
-def test_gguf(case, kind, tmp_path, model_folders):
+def test_gguf(case, kind, tmp_path, model_folders, gguf_files):
     """Stacks of experts in a GGUF file: the tokens of the same values in files of floats, on one device and two."""
     folder = model_folders(case) if case in tiny_models.CASES else other_case(case, tmp_path / "case")
-    of_experts = GGUF_KINDS[kind]
-    path = write_gguf(folder, tmp_path / "model.gguf", lambda name: of_experts if "experts" in name else Kind.F32)
+    kinds = gguf_files.Kind[kind], gguf_files.Kind.F32
+    path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", lambda name: kinds["experts" not in name])
     file = Checkpoint.open(path)
     stored = {name: dequantized(file, name) for name in file.tensors}
     (tmp_path / "floats").mkdir()
@@ -213,10 +214,11 @@ def form(x) -> list:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_plans_and_conversions(devices, tmp_path, model_folders):
+def test_plans_and_conversions(devices, tmp_path, model_folders, gguf_files):
     """The plan tells the forms of stacks before they are loaded, and stacks survive conversion to Orbax and back."""
     folder = model_folders(CASE)
-    gguf = write_gguf(folder, tmp_path / "model.gguf", lambda name: Kind.Q8_0 if "experts" in name else Kind.F32)
+    kinds = gguf_files.Kind.Q8_0, gguf_files.Kind.F32
+    gguf = gguf_files.write_gguf(folder, tmp_path / "model.gguf", lambda name: kinds["experts" not in name])
     for path, options in ((gguf, {}), (folder, {}), (folder, {"load_format": "dummy", "quantization": "int4"})):
         engine = make_engine(path, tensor_parallel_size=devices, **options)
         planned = abstract_weights(engine.runner.model, path, engine.runner.mesh, engine.config)

@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 
-import gguf
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf_files import Kind, random_blocks
 
 from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize as host_values
@@ -164,10 +162,12 @@ def panel_stack(kind, out, inputs, arithmetic):
             values.append(plain.astype(np.float64))
             continue
         if kind in cpu_panels.GGUF_TYPES:
-            data = random_blocks(Kind[kind], out, inputs, expert)
+            gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+            gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
+            data = gguf_files.random_blocks(gguf_files.Kind[kind], out, inputs, expert)
             part = cpu_panels.Rows(cpu_panels.GGUF_TYPES[kind], data)
             members.append(cpu_panels.pack([part], np.arange(out), inputs, arithmetic))
-            values.append(gguf.quants.dequantize(data, Kind[kind]).astype(np.float64))
+            values.append(gguf.quants.dequantize(data, gguf_files.Kind[kind]).astype(np.float64))
             continue
         dtype, group, scale = FORMS[kind]
         if kind in ("mxfp4", "nvfp4"):
