@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
-from jaxserve.pallas_kernels.latent_attention.expanded import absorb, project_values
+from jaxserve.pallas_kernels.latent_attention.expanded import attention_of_heads
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
@@ -304,9 +304,9 @@ class Ops:
         options are arguments of `latent_attention`."""
         rank = heads.k_up.shape[-1]
         pages = self.write_latent(pages, heads.row, slots, first_page, rank=rank)
-        q = absorb(heads.q, heads.k_up)
-        options: Any = {"first_page": first_page, "scale": scale, "rank": rank, "decode_only": decode_only}
-        return project_values(self.latent_attention(q, pages, *rows, **options), heads.v_up), pages
+        options: Any = {"first_page": first_page, "scale": scale, "decode_only": decode_only}
+        out = attention_of_heads(self.latent_attention, heads.q, pages, heads.k_up, heads.v_up, *rows, **options)
+        return out, pages
 
     def counting(self, count: jax.Array) -> Ops:
         """Returns operations that compute only the `count` (int32 scalar) leading rows of their inputs."""

@@ -45,7 +45,7 @@ class LayerGroups:
             return sum(-(-len(some) // depth) for some in layers.values())
 
         def memory(depth: int) -> int:
-            """Tokens that the layers keep, those that padding keeps included."""
+            """Tokens times layers that a sequence of `longest` tokens keeps, unused layers of pages included."""
             return sum(-(-len(some) // depth) * depth * (window or longest) for window, some in layers.items())
 
         depths = range(1, max(map(len, layers.values())) + 1)

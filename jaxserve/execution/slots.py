@@ -10,6 +10,7 @@ penalty row beside its slot; the others share row 0 (NO_PENALTY_ROW), whose cont
 from __future__ import annotations
 
 from collections.abc import Callable
+from struct import Struct
 from typing import Any, NamedTuple
 
 import jax
@@ -26,22 +27,22 @@ COUNTED_PER_CALL = 512  # tokens that the smallest call of `count_tokens` counts
 
 
 class Field(NamedTuple):
-    """How a number, or `size` of them, lies in the words of a slot. `padding` fills those that are not given."""
+    """How a number, or `size` of them, lies in the words of a slot. A list has up to `size` numbers, then `padding`."""
 
     dtype: DTypeLike
     size: int | None = None
-    padding: int = 0
+    padding: int | None = None  # None: it is no list
 
 
-def _field(dtype: DTypeLike, size: int | None = None, padding: int = 0) -> Any:
+def _field(dtype: DTypeLike, size: int | None = None, padding: int | None = None) -> Any:
     return Field(dtype, size, padding)
 
 
 class RowParams(NamedTuple):
     """What the devices are told of a sequence when it gets a slot. Of a batch: arrays [rows] or [rows, size].
 
-    This is the one list of these numbers. `encode_slot` packs them in this order, 32 bits each, and `decode_slots`
-    unpacks them.
+    These numbers are declared here alone. `encode_slot` packs them in this order, 32 bits each, and `decode_slots`
+    unpacks them. Lists come last.
     """
 
     slot: jax.Array = _field(np.int32)
@@ -59,7 +60,7 @@ class RowParams(NamedTuple):
     logprobs: jax.Array = _field(np.bool_)  # whether the row wants log-probabilities
     stop_ids: jax.Array = _field(np.int32, MAX_STOP_TOKENS, -1)
     bias_ids: jax.Array = _field(np.int32, MAX_LOGIT_BIAS, -1)
-    bias: jax.Array = _field(np.float32, MAX_LOGIT_BIAS)
+    bias: jax.Array = _field(np.float32, MAX_LOGIT_BIAS, 0)
 
 
 def _places() -> tuple[dict[str, slice], int]:
@@ -71,6 +72,14 @@ def _places() -> tuple[dict[str, slice], int]:
 
 
 _PLACES, SLOT_WORDS = _places()
+_FIELDS = RowParams._field_defaults
+_LISTS = {name: field for name, field in _FIELDS.items() if field.padding is not None}
+_FORMATS = {np.int32: "i", np.uint32: "I", np.float32: "f", np.bool_: "i"}
+_NUMBERS = Struct("=" + "".join(_FORMATS[f.dtype] * (f.size or 1) for f in _FIELDS.values() if f.padding is None))
+_NO_LISTS = np.concatenate([
+    np.zeros(_NUMBERS.size // 4, np.int32),
+    *(np.full(field.size, field.padding, field.dtype).view(np.int32) for field in _LISTS.values()),
+])  # fmt: skip
 LAST_TOKEN, LENGTH = range(2)  # columns of SlotState.progress
 
 
@@ -130,32 +139,29 @@ def encode_slot(
     Its pages hold the keys and values of `length` tokens already."""
     bias = params.logit_bias or {}
     no_stop_before = prompt_len + params.min_tokens if params.min_tokens and not params.grammar else 0
-    row = np.empty(SLOT_WORDS, np.int32)
-    values: dict[str, Any] = {
-        "slot": slot,
-        "penalty_row": penalty_row,
-        "length": length,
-        "temperature": 0.0 if params.greedy else params.temperature,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition": params.repetition_penalty,
-        "presence": params.presence_penalty,
-        "frequency": params.frequency_penalty,
-        "top_k": max(params.top_k, 0),
-        "seed": ((seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF),
-        "no_stop_before": min(no_stop_before, 2**31 - 1),
-        "logprobs": params.logprobs is not None,
-        "stop_ids": stop_ids,
-        "bias_ids": tuple(bias),
-        "bias": tuple(bias.values()),
-    }
-    for name, field in RowParams._field_defaults.items():
-        value = values[name]
-        wide = np.int32 if field.dtype is np.bool_ else field.dtype
-        words = row[_PLACES[name]].view(wide)
-        given = value if isinstance(value, tuple) else (value,)
-        words[: len(given)] = given
-        words[len(given) :] = field.padding
+    row = _NO_LISTS.copy()
+    _NUMBERS.pack_into(
+        row.data,
+        0,
+        slot,
+        penalty_row,
+        length,
+        0.0 if params.greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        max(params.top_k, 0),
+        (seed >> 32) & 0xFFFFFFFF,
+        seed & 0xFFFFFFFF,
+        min(no_stop_before, 2**31 - 1),
+        params.logprobs is not None,
+    )
+    lists = {"stop_ids": stop_ids, "bias_ids": tuple(bias), "bias": tuple(bias.values())}
+    for name, values in lists.items():
+        if values:
+            row[_PLACES[name]].view(_LISTS[name].dtype)[: len(values)] = values
     return row
 
 
@@ -171,7 +177,7 @@ def decode_slots(rows: jax.Array) -> RowParams:
         words = rows[:, _PLACES[name]] if field.size else rows[:, _PLACES[name].start]
         return words > 0 if field.dtype is np.bool_ else lax.bitcast_convert_type(words, field.dtype)
 
-    return RowParams(**{name: unpacked(name, field) for name, field in RowParams._field_defaults.items()})
+    return RowParams(**{name: unpacked(name, field) for name, field in _FIELDS.items()})
 
 
 def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
