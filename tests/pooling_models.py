@@ -1,7 +1,6 @@
 """Small models that embed or score, made of cases of `tiny_models`. Nothing here needs torch."""
 
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import tiny_models
 from safetensors.numpy import load_file, save_file
 
+GOLDEN = Path(__file__).parent / "goldens" / "pooling.npz"
 PROMPT_LENGTHS = (1, 7, 37, 130)
 MODES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 DENSE = 40  # outputs of the dense module
@@ -96,8 +96,3 @@ def _write_modules(name: str, case: PoolingCase, folder: Path, hidden: int) -> N
         tiny_models._write_json(folder / "2_Dense" / "config.json", sizes)
         layer = {"linear.weight": matrix(name, "dense", DENSE, hidden), "linear.bias": matrix(name, "bias", DENSE)}
         save_file(layer, folder / "2_Dense" / "model.safetensors")
-
-
-def fresh(name: str, folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    return build(name, folder)

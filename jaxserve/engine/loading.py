@@ -25,7 +25,8 @@ from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import compute_dtype, find_files, make_decoder, make_params, read_model, trust_matmul
-from jaxserve.models.pooling import Pooler, read_pooler
+from jaxserve.models.pooling import Pooler
+from jaxserve.models.pooling_files import read_pooler
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.pallas_kernels.types import default_page_size

@@ -75,7 +75,7 @@ from jaxserve.pallas_kernels.types import (
 
 log = logging.getLogger(__name__)
 
-CLASSIFIER = ("score.weight", "score.bias")  # which `jaxserve.models.pooling` reads
+CLASSIFIER = ("score.weight", "score.bias")  # which `jaxserve.models.pooling_files` reads
 
 
 @dataclass(frozen=True)

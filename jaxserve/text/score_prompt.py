@@ -11,8 +11,8 @@ ScorePrompt = Literal["plain", "qwen3"]
 # The prompt that Qwen3-Reranker was trained with, from its model card. The parts are tokenized one by one, as there.
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3_BEFORE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
-    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 _QWEN3_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 

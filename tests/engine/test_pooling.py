@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pooling_models
@@ -12,11 +11,12 @@ from engines import request
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.models.pooling import find_task, unit
+from jaxserve.models.pooling import unit
+from jaxserve.models.pooling_files import find_task
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError, Request, SamplingParams
 
-GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "pooling.npz")
+GOLDEN = np.load(pooling_models.GOLDEN)
 NOTHING = SamplingParams(max_tokens=0, ignore_eos=True)
 
 
