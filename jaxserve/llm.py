@@ -18,7 +18,7 @@ from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
-from jaxserve.text.score_prompt import adds_special_tokens, joined, texts_of
+from jaxserve.text.score_prompt import ended, prompt_of
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import FinishReason, InvalidRequestError, Request, SamplingParams, SequenceUpdate, TokenLogprob
 
@@ -204,7 +204,9 @@ class LLM:
         size = self._pooler("embed").size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
-        vectors = self._pool([self._encode(prompt)[1] for prompt in _prompt_list(prompts)], progress)
+        given = map(self._encode, _prompt_list(prompts))
+        texts = [ids if text is None else ended(self.tokenizer, ids) for text, ids in given]
+        vectors = self._pool(texts, progress)
         if dimensions is not None:
             vectors = [unit(vector[:dimensions]) for vector in vectors]
         return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
@@ -226,11 +228,8 @@ class LLM:
             firsts = firsts * len(seconds)
         if len(firsts) != len(seconds):
             raise InvalidRequestError(f"{len(firsts)} queries, but {len(seconds)} documents", "queries")
-        kind, prompts = pooler.prompt, []
-        special = adds_special_tokens(kind)
-        for query, document in zip(firsts, seconds, strict=True):
-            parts = [self.tokenizer.encode(text, special) for text in texts_of(kind, query, document, instruction)]
-            prompts.append(joined(self.tokenizer, kind, parts))
+        pairs = zip(firsts, seconds, strict=True)
+        prompts = [prompt_of(self.tokenizer, pooler.prompt, *pair, instruction) for pair in pairs]
         odds = [float(result[0]) for result in self._pool(prompts, progress)]
         return [probability(one) for one in odds] if use_activation else odds
 

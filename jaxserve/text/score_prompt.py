@@ -1,4 +1,4 @@
-"""A query and a document as one prompt, for models that score how well they fit each other."""
+"""Prompts of models that embed or score: how texts end, how they are cut, a query and a document as one prompt."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ def joined(tokenizer: Tokenizer, kind: ScorePrompt, texts: list[list[int]], most
     if most is not None and len(ids) + len(last) + len(after) > most:
         last = cut(tokenizer, last, max(most - len(ids) - len(after), 1))
     return [*ids, *last, *after]
+
+
+def prompt_of(
+    tokenizer: Tokenizer, kind: ScorePrompt, query: str, document: str, instruction: str | None = None
+) -> list[int]:
+    """The prompt of a pair whose texts are trusted: special tokens in them are special."""
+    special = adds_special_tokens(kind)
+    parts = [tokenizer.encode(text, special) for text in texts_of(kind, query, document, instruction)]
+    return joined(tokenizer, kind, [ended(tokenizer, ids) for ids in parts] if special else parts)
+
+
+def ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """A text's tokens, with the end-of-sequence token that the tokenizer's settings want (`add_eos_token`, e5-mistral),
+    unless its own rules have added it already."""
+    end = tokenizer.eos_token_ids[:1]
+    return ids if not tokenizer.adds_eos or tuple(ids[-1:]) == end else [*ids, *end]
 
 
 def cut(tokenizer: Tokenizer, ids: list[int], most: int) -> list[int]:

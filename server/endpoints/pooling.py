@@ -23,7 +23,7 @@ from jaxserve.server.http.state import ServerState, key_of, read_body, state_of,
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.metrics import RequestTimes
 from jaxserve.server.schemas.pooling import EmbeddingRequest, PoolingFields, RerankRequest, ScoreRequest
-from jaxserve.text.score_prompt import ScorePrompt, adds_special_tokens, cut, joined, texts_of
+from jaxserve.text.score_prompt import ScorePrompt, adds_special_tokens, cut, ended, joined, texts_of
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams
 
@@ -170,9 +170,10 @@ async def _encode(
         longest = (_most(info, truncate) or info.max_model_len) * 2 * (tokenizer.longest_token or 64)
         texts = [text[:longest] for text in texts]
     try:
-        return await state.encode(http, texts, special, truncate)
+        encoded = await state.encode(http, texts, special, truncate)
     except InvalidRequestError as error:
         raise InvalidRequestError(str(error), param, error.code) from None
+    return [ended(tokenizer, ids) for ids in encoded] if special else encoded
 
 
 def _most(info: Ready, truncate: int | None) -> int | None:

@@ -103,6 +103,12 @@ def test_preempted_prompts_are_pooled_anew(name, folders):
     assert engine.stats().preemptions >= 2
 
 
+@pytest.mark.parametrize("name", ["embed_last", "embed_mean"])
+def test_tensor_parallel(name, folders):
+    engine = make(folders(name), tensor_parallel_size=2)
+    check(name, pool(engine, pooling_models.prompts_of(name))[0])
+
+
 def test_odds_of_two_tokens(tmp_path, folders):
     """A model that generates scores by two of its tokens; its embeddings are its head as well."""
     folder = tmp_path / "model"
@@ -157,6 +163,15 @@ def test_files_that_are_not_understood(tmp_path, folders):
     with pytest.raises(ConfigError, match="CNN"):
         make(folder)
     assert find_task(EngineConfig(model=str(folder), task="generate"), folder) == "generate"
+
+
+def test_attention_in_both_directions_is_refused(tmp_path, folders):
+    folder = tmp_path / "model"
+    shutil.copytree(folders("embed_cls"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    with pytest.raises(ConfigError, match="is_causal"):
+        make(folder)
 
 
 def test_unit_vectors():
