@@ -274,10 +274,10 @@ def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if keys.architecture == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if experts := keys.count("expert_count"):
-        config |= _experts(keys, experts)
         if keys.left.get("attention.sliding_window"):
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": keys.size("attention.sliding_window")}
+    if experts := keys.count("expert_count"):
+        config |= _experts(keys, experts)
     keys.expect("attention.value_length", head_dim)
     keys.expect("rope.dimension_count", head_dim)
     keys.expect("attention.causal", True)

@@ -37,6 +37,11 @@ def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
         found = jax.jit(lambda *a: fused.add_norm(*a, EPS))(x, y, scale)
         expected = plain.add_norm(_wide(x), _wide(y), _wide(scale), EPS)
         yield _compare(f"sum and norm of {size}", found, expected, tolerance(dtype, EPSILONS))
+        if dtype != jnp.float32:
+            precise = _row(2, size, jnp.float32)
+            found = jax.jit(lambda *a: fused.add_norm(*a, EPS))(x, y, precise)
+            expected = plain.add_norm(_wide(x), _wide(y), precise, EPS)
+            yield _compare(f"norm of {size} with a scale in float32", found, expected, tolerance(dtype, EPSILONS))
         gates = _parts(3, (TOKENS, 2 * size), None, dtype)
         gated = jax.jit(lambda y: fused.gate(y, "silu", dtype))(gates)
         exact = plain.gated(_wide(gates), "silu", jnp.float32)

@@ -108,7 +108,7 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
             stacked = isinstance(some, Stack)
             first, one = (some.members[0], member_of(target)) if isinstance(some, Stack) else (some, target)
             read = partial(read_weight, first, source.tensors, one, reader)
-            host = read(as_stored, not config.dequantize and not stacked)
+            host = read(() if stacked and packing is None else as_stored, not config.dequantize and not stacked)
             made = _one_of_a_kind(host, read, one, packing, mesh)
             known[kind] = abstract_stack(made, target, packing, mesh) if stacked and made is not None else made
         if known[kind] is not None:

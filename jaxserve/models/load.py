@@ -332,9 +332,8 @@ def load_params(
         assert isinstance(stack, Stack)
 
         def form(member: Host, number: int) -> Any:
-            """A member as it is to lie on the devices; rows of a file, where these cannot, become a QuantArray."""
-            if isinstance(member, StoredRows) and blocks and (kept := as_blocks(member, one.sharding)) is not None:
-                return kept
+            """A member as it is to lie on the devices. Rows of a file become a QuantArray where there are no panels for
+            them: no kernel multiplies stacks of BlockArrays."""
             if isinstance(member, StoredRows) and (packing is None or packing.packed(member) is None):
                 member = read_weight(stack.members[number], source.tensors, one, source.reader)
             return as_asked(name, member)

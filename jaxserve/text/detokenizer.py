@@ -87,6 +87,10 @@ class StopStrings:
         for i, stop in enumerate(self.stops):
             self.beginnings.setdefault(stop[0], []).append(i)
 
+    def matcher(self, include_in_output: bool) -> StopMatcher:
+        """A matcher for one completion."""
+        return StopMatcher(self, include_in_output)
+
 
 class StopMatcher:
     """Finds the stop string that completes first in a growing text; ties go by the order of the list.
@@ -115,9 +119,13 @@ class StopMatcher:
         self._held = buffer[len(buffer) - max(self._begun.values(), default=0) :]
         return buffer[: len(buffer) - len(self._held)], None
 
+    def skip(self, text: str) -> str:
+        """Adds a piece of text in which nothing is looked for; returns the text that may be shown."""
+        return text
+
     def flush(self) -> str:
         """Returns the text that was held back, at the end of the sequence."""
-        held, self._held = self._held, ""
+        held, self._held, self._begun = self._held, "", {}
         return held
 
     def _advance(self, char: str) -> str | None:
@@ -229,7 +237,7 @@ class _Choice:
         params = request.params
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
-        self._matcher = StopMatcher(stops, params.include_stop_str_in_output)
+        self._matcher = stops.matcher(params.include_stop_str_in_output)
         self._eos = tokenizer.eos_token_ids
         self._index = index
         self._length = 0  # characters of detokenized text, held ones included
@@ -266,7 +274,7 @@ class _Choice:
     def _add_text(self, text: str) -> str | None:
         self._length += len(text)
         if self.num_tokens <= self._params.min_tokens:  # stop strings are ignored before min_tokens
-            self._next.text += text
+            self._next.text += self._matcher.skip(text)
             return None
         shown, matched = self._matcher.push(text)
         self._next.text += shown

@@ -153,11 +153,8 @@ def _add_block(
     plan: LatentPlan, q: Any, scratch: LatentScratch, span: Span, first_token: Any, first_position: Any, slot: Any, *,
     masked: bool,
 ) -> None:  # fmt: skip
-    """Adds a block of cached tokens to the running softmax of all queries; `masked` where some are not to be seen.
-
-    The work is cut into units, all queries of some tokens. A unit's scores are asked of the matrix unit before the
-    softmax of the unit ahead of it, so that the matrix unit works while the vector unit does.
-    """
+    """Adds a block of cached tokens to the running softmax of all queries, a unit after the other, each of them all
+    queries of some tokens; `masked` where some are not to be seen."""
     tokens, rank = plan.block_tokens, plan.rank
     block = _block_of(plan, scratch, span, first_position, slot, masked)
     precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -199,16 +196,7 @@ def _add_block(
         weighted = dot(p.astype(plan.compute_dtype), block[:, :rank], (((1,), (0,)), ((), ())))
         scratch.values[rows] = scratch.values[rows] * _across(keep, rank) + weighted
 
-    def some(i, _):
-        units = [i * plan.units_together + unit for unit in range(plan.units_together)]
-        ahead = scores_of(units[0])
-        for unit, following in zip(units, [*units[1:], None], strict=True):
-            scores = ahead
-            if following is not None:
-                ahead = scores_of(following)
-            update(unit, scores)
-
-    lax.fori_loop(0, plan.queries // plan.unit // plan.units_together, some, None)
+    lax.fori_loop(0, plan.queries // plan.unit, lambda unit, _: update(unit, scores_of(unit)), None)
 
 
 def _scale_row(plan: LatentPlan, scratch: LatentScratch, slot: Any, part: int) -> jax.Array:

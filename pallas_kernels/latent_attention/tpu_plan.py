@@ -15,8 +15,7 @@ from jaxserve.pallas_kernels.tpu_dma import LANES
 
 TILE = 1024  # most queries in a tile of a prompt, a query being one head of one token
 BLOCK = 512  # cached tokens in a block
-UNIT = 128  # most queries whose scores are computed at once, where a token has fewer heads
-UNITS = 4  # units that the program treats side by side, so that their latencies overlap
+UNIT = 512  # most queries whose scores are computed at once, where a token has fewer heads
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ class LatentPlan(Plan):
         return self.unit_tokens * self.heads
 
     @property
-    def units_together(self) -> int:
-        units = self.tile // self.unit_tokens
-        return max(n for n in range(1, UNITS + 1) if units % n == 0)
-
-    @property
     def converts(self) -> bool:
         """Whether blocks must become numbers of the type that the matrix unit computes with."""
         return self.kv_dtype != self.compute_dtype
@@ -56,8 +50,8 @@ class LatentPlan(Plan):
         needed += self.queries * (self.rank + 2 * LANES) * 4
         rows = _round_up(self.queries, 16)
         needed += 2 * rows * (self.head_dim + self.rank) * jnp.dtype(self.q_dtype).itemsize
-        # Of each unit side by side: scores, probabilities, weighted values, and operands of the products.
-        needed += self.units_together * self.unit * (4 * self.block_tokens + 2 * self.rank + self.head_dim) * 4
+        # Of a unit: scores, probabilities, weighted values, and operands of the products.
+        needed += self.unit * (4 * self.block_tokens + 2 * self.rank + self.head_dim) * 4
         needed += 3 * block * 4  # a block while it is converted or cleared
         return max(needed + (2 << 20), OTHER_VMEM_BYTES)
 

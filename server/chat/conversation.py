@@ -28,6 +28,7 @@ from jaxserve.server.schemas.response_format import binds_reasoning
 from jaxserve.server.tools import messages as harmony
 from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.choice import forced_parser
+from jaxserve.text.detokenizer import StopStrings
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import Grammar, InvalidRequestError, SamplingParams
@@ -76,7 +77,7 @@ async def prepare(
     )
 
     def generate(prompt: list[int], params: SamplingParams) -> Generation:
-        return Generation(state, tokenizer, http, [prompt], params, body)
+        return Generation(state, tokenizer, http, [prompt], params, body, run.stop_strings(prompt, params))
 
     run.generation = generate(ids, params)
     if body.thinking_token_budget is not None and (splitter := run.splitter()) is not None:
@@ -107,7 +108,7 @@ def encode_chat(
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of this role, which every template knows
-    kwargs = template_variables(tools, template) | conversation.template_kwargs()
+    kwargs = template_variables(conversation.template_kwargs(), tools, template)
     foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
     foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], tools, kwargs])
     hidden, tools, kwargs = foreign.hidden
@@ -234,6 +235,13 @@ class ChatRun:
         if ends_inside(self._prompt_end, opening, closing) is False:
             return None
         return Thoughts(opening, closing, splitter.begins_inside)
+
+    def stop_strings(self, prompt: list[int], params: SamplingParams) -> StopStrings | None:
+        """The stop strings of a generation after `prompt`; None if they are looked for in the whole text."""
+        if self._reasoning is None or not params.stop:
+            return None
+        end = self.tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+        return self._reasoning.splitter(end).stop_strings(params.stop)
 
     def splitter(self) -> Splitter | None:
         """A new splitter that finds the reasoning in one answer; None if the format has no reasoning."""

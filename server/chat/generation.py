@@ -67,7 +67,7 @@ class Turn:
 
 
 class Generation:
-    """The completions of one or more prompts under the same parameters.
+    """The completions of one or more prompts under the same parameters. `stops`: the stop strings, if prepared.
 
     `body` has the other fields that concern the engine. A choice's number is prompt index × n + completion index.
     """
@@ -80,6 +80,7 @@ class Generation:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         body: SamplingFields,
+        stops: StopStrings | None = None,
     ):
         self._state, self._key, self._body = state, key_of(http), body_of(http)
         priority, cache_salt = state.priority(http, body.priority), state.cache_salt(http, body.cache_salt)
@@ -95,7 +96,7 @@ class Generation:
             )
             for ids in prompts
         ]
-        stops = StopStrings(params.stop)  # shared by all prompts
+        stops = stops or StopStrings(params.stop)  # shared by all prompts
         self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
         self._times = [RequestTimes(state.metrics, params, len(ids)) for ids in prompts]
         self._prompt_tokens = sum(map(len, prompts))

@@ -33,9 +33,17 @@ def for_template(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, 
     return messages
 
 
-def template_variables(tools: Sequence[Mapping[str, Any]] | None, template: str) -> dict[str, Any]:
-    """More variables for a template. SmolLM3's reads the tools from `xml_tools`."""
-    return {"xml_tools": tools} if tools and "xml_tools" in template and not _READS_TOOLS.search(template) else {}
+def template_variables(
+    given: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, template: str
+) -> dict[str, Any]:
+    """The given variables and others that particular templates read: SmolLM3's the tools from `xml_tools`, DeepSeek
+    V3.1's and Granite's `thinking` instead of `enable_thinking`."""
+    more: dict[str, Any] = {}
+    if tools and "xml_tools" in template and not _READS_TOOLS.search(template):
+        more["xml_tools"] = tools
+    if "enable_thinking" in given and "enable_thinking" not in template:
+        more["thinking"] = given["enable_thinking"]
+    return {**more, **given}
 
 
 def complete(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.limits import MAX_LOGPROBS, MAX_STOP_TOKENS
+from jaxserve.limits import MAX_INT, MAX_LOGPROBS, MAX_STOP_TOKENS
 from jaxserve.server.tools.choice import FUNCTION_NAME
 
 
@@ -93,8 +93,6 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "ChatRequest": [
         *_SAMPLING,
         _either(_one_of("top_logprobs", 0), _is_true("logprobs")),
-        _either(_one_of("thinking_token_budget"), _one_of("n", 1)),
-        _either(_one_of("thinking_token_budget"), _one_of("use_beam_search", False)),
     ],
     "Message": [
         _either(
@@ -231,6 +229,10 @@ FIELDS: dict[str, dict[str, Any]] = {
             "description": "The older form of tool_choice; functions and tools exclude each other",
         },
         "continue_final_message": {"type": "boolean", "description": "Needs a last message of role assistant"},
+        "thinking_token_budget": {
+            "anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_INT}, {"type": "null"}],
+            "description": "Needs n to be 1, and no beam search",
+        },
     },
     "ResponsesRequest": {
         "input": {

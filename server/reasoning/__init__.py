@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from jaxserve.text.detokenizer import StopStrings
+
 OPENING, CLOSING = "<think>", "</think>"
 
 
@@ -54,6 +56,10 @@ class Splitter:
     @property
     def reasons(self) -> bool:
         return self._state == "inside" or (self._state == "begin" and self.begins_inside)
+
+    def stop_strings(self, stops: Sequence[str]) -> StopStrings:
+        """A request's stop strings, as they are looked for in answers of this format."""
+        return StopStrings(stops)
 
     def push(self, text: str) -> tuple[str, str]:
         """Takes the next piece of text; returns (reasoning, rest) as far as both are certain."""

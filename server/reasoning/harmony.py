@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxserve.server.reasoning import Splitter
 from jaxserve.server.tools.messages import (
     CHANNEL,
@@ -13,10 +15,12 @@ from jaxserve.server.tools.messages import (
     Joined,
     Message,
     MessageReader,
+    MessageStops,
     Part,
     matches,
 )
 from jaxserve.server.tools.parsers import harmony as tool_format
+from jaxserve.text.detokenizer import StopStrings
 
 __all__ = ["matches", "splitter", "tool_format"]
 
@@ -33,7 +37,7 @@ class HarmonySplitter(Splitter):
 
     def __init__(self, inside: Message | None):
         super().__init__(inside=inside is not None and inside.is_reasoning)
-        self.is_framed = inside is None
+        self._inside, self.is_framed = inside, inside is None
         self._reader = MessageReader(inside)
         self._reasoning, self._content = Joined(), Joined()
 
@@ -48,6 +52,9 @@ class HarmonySplitter(Splitter):
     @property
     def reasons(self) -> bool:
         return self._reader.message is not None and self._reader.message.is_reasoning
+
+    def stop_strings(self, stops: Sequence[str]) -> StopStrings:
+        return MessageStops(stops, self._inside)
 
     def push(self, text: str) -> tuple[str, str]:
         return self._texts(self._reader.push(text))

@@ -9,9 +9,12 @@ before or after the channel. See https://github.com/openai/harmony/blob/main/doc
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
+
+from jaxserve.text.detokenizer import StopMatcher, StopStrings
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -56,6 +59,10 @@ class Message(msgspec.Struct, frozen=True):
     def is_reasoning(self) -> bool:
         return self.channel == "analysis" and self.function is None
 
+    @property
+    def is_content(self) -> bool:
+        return self.channel != "analysis" and self.function is None
+
     def header(self) -> str:
         """The header in one fixed form, with the marks around it."""
         to = f" to={self.recipient}" if self.recipient else ""
@@ -63,10 +70,12 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The next part of a message's text. `begins`, `ends`: the first and the last part."""
+    """The next part of a message's text. `begins`, `ends`: the first and the last part. `before`: marks and headers
+    since the last part."""
 
     message: Message
     text: str = ""
+    before: str = ""
     begins: bool = False
     ends: bool = False
 
@@ -83,7 +92,7 @@ class MessageReader:
 
     def __init__(self, inside: Message | None = None):
         self.message = inside
-        self._buffer = ""
+        self._buffer = self._before = ""
         self._is_new = inside is not None  # the message has no part yet
         self._is_named = False  # `<|start|>` came before the header
 
@@ -102,16 +111,26 @@ class MessageReader:
         held, self._buffer = self._buffer, ""
         if self.message is None:
             return []
-        return [Part(self.message, held, self._is_new, ends=True)]
+        return [Part(self.message, held, self._take_before(), self._is_new, ends=True)]
+
+    def rest(self) -> str:
+        """Ends the text; returns all that no part has had."""
+        held, self._buffer = self._buffer, ""
+        return self._take_before() + held
 
     def _begin(self, message: Message) -> None:
         self.message, self._is_new, self._is_named = message, True, False
 
+    def _take_before(self) -> str:
+        before, self._before = self._before, ""
+        return before
+
     def _header(self) -> bool:
         """In a header: takes it if it is complete. Returns whether there is more to read."""
         if not self._is_named:
-            self._buffer = self._buffer.lstrip()
-            begun = self._buffer
+            begun = self._buffer.lstrip()
+            self._before += self._buffer[: len(self._buffer) - len(begun)]
+            self._buffer = begun
             if not any(mark.startswith(begun[: len(mark)]) for mark in _BEGINNINGS):
                 self._begin(Message())
                 return True
@@ -122,6 +141,7 @@ class MessageReader:
         if not mark:
             return False
         header, self._buffer = self._buffer[:place], self._buffer[place + len(mark) :]
+        self._before += header + mark
         if mark == MESSAGE:
             self._begin(Message.read(header))
         else:
@@ -137,9 +157,10 @@ class MessageReader:
             place = len(self._buffer) - max(held, default=0)
         text, self._buffer = self._buffer[:place], self._buffer[place + len(mark) :]
         if text or mark or self._is_new:
-            parts.append(Part(self.message, text, self._is_new, ends=bool(mark)))
+            parts.append(Part(self.message, text, self._take_before(), self._is_new, ends=bool(mark)))
             self._is_new = False
         if mark:
+            self._before = mark
             self.message, self._is_named = None, mark == START
         return bool(mark)
 
@@ -160,6 +181,45 @@ class Joined:
         before = self.separator if self._is_due else ""
         self._is_empty = self._is_due = False
         return before + part.text
+
+
+class MessageStops(StopStrings):
+    """Stop strings that are looked for in the messages that a client sees as content. `inside`: see MessageReader."""
+
+    def __init__(self, stops: Sequence[str], inside: Message | None):
+        super().__init__(stops)
+        self._inside = inside
+
+    def matcher(self, include_in_output: bool) -> StopMatcher:
+        return _MessageStopMatcher(self, include_in_output, self._inside) if self.stops else StopMatcher(self)
+
+
+class _MessageStopMatcher(StopMatcher):
+    """Returns the whole text, marks included. A stop string does not go on from one message to another."""
+
+    def __init__(self, stops: StopStrings, include_in_output: bool, inside: Message | None):
+        super().__init__(stops, include_in_output)
+        self._reader = MessageReader(inside)
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        shown = ""
+        for part in self._reader.push(text):
+            if part.before or part.begins:
+                shown += super().flush() + part.before
+            if part.message.is_content:
+                more, matched = super().push(part.text)
+                shown += more
+                if matched is not None:
+                    return shown, matched
+            else:
+                shown += part.text
+        return shown, None
+
+    def skip(self, text: str) -> str:
+        return super().flush() + "".join(part.before + part.text for part in self._reader.push(text))
+
+    def flush(self) -> str:
+        return super().flush() + self._reader.rest()
 
 
 def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str]:

@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from test_steps import PAGES, dequantized_copies, make_runner
+from test_steps import dequantized_copies, make_runner
 
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.pallas_kernels.types import QuantArray
@@ -71,7 +71,8 @@ def test_experts(target, backend, page_size, scheme, model, decode, tmp_path):
     assert dequantized_copies(text, quantized) == []
     assert copied_stacks(text, stacks) == []
     assert memory.temp_size_in_bytes < 2**30
-    assert PAGES > 0
+    if runner.mesh.devices.flat[0].platform in ("gpu", "cuda"):
+        assert " conditional(" not in text, "the host would wait for a predicate"
     if runner.mesh.size > 1:
         own = min(local(w)[1] * local(w)[2] for w in stacks.values())
         gathered = re.findall(r"= (?:\()?\w+\[([\d,]+)\]\S* all-gather", text)

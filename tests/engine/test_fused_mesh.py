@@ -14,7 +14,7 @@ import pytest
 from engines import generate, make_engine, request
 
 from jaxserve.convert.quantize import QuantizeConfig, quantize_model
-from jaxserve.pallas_kernels import ops
+from jaxserve.pallas_kernels import device_ops
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import Row
 from jaxserve.pallas_kernels.quant_matmul import w8a8
@@ -57,7 +57,7 @@ class Kernels:
 def kernels(monkeypatch) -> Kernels:
     """Kernels that models on several devices run with from now on."""
     found = Kernels()
-    monkeypatch.setattr(ops, "_with_triton", lambda plain, *_: replace(plain, fused=found))
+    monkeypatch.setattr(device_ops, "_with_triton", lambda plain, *_: replace(plain, fused=found))
     return found
 
 
@@ -90,7 +90,7 @@ def test_same_answer(case, devices, model_folders, kernels, monkeypatch):
     found = answer(folder, devices)
     assert found.fused.kernels is kernels
     with monkeypatch.context() as plain:
-        plain.setattr(ops, "_with_triton", lambda plain, *_: plain)
+        plain.setattr(device_ops, "_with_triton", lambda plain, *_: plain)
         expected = answer(folder, devices)
     assert expected.fused is None
     assert found.tokens == expected.tokens
@@ -125,7 +125,7 @@ def test_rounded_inputs(scheme, model_folders, tmp_path, kernels, monkeypatch):
     assert {kind for kind, _, _ in multiplied} == {codes}
     assert {(inputs, scales) for _, inputs, scales in multiplied} == {(128, 1), (256 // 8, 1)}
     with monkeypatch.context() as plain:
-        plain.setattr(ops, "_with_triton", lambda plain, *_: plain)
+        plain.setattr(device_ops, "_with_triton", lambda plain, *_: plain)
         expected = answer(tmp_path / scheme, 8, **options)
         exact = answer(tmp_path / scheme, 8, activation_quantization="none")
     moved = np.abs(expected.likelihoods - exact.likelihoods).max()

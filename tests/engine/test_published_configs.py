@@ -19,6 +19,7 @@ from jaxserve.commands.arguments import engine_config
 from jaxserve.commands.cli import make_parser
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution.memory import max_model_len
 from jaxserve.models.config import HFConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import read_model_config
@@ -70,6 +71,8 @@ def test_dense_families_are_read_whole(name):
     config = read_model_config(HFConfig(dict(DENSE[name]), name))
     shapes = abstract_params(Decoder(config, config.num_kv_heads, config.vocab_size), make_mesh(1)).values()
     assert sum(math.prod(a.shape) for a in shapes) / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    stretched = "internlm3" in name  # by dynamic scaling beyond the length that its config gives
+    assert (max_model_len(EngineConfig(model="x"), config) > config.max_position) == stretched
 
 
 def small(given):

@@ -14,8 +14,9 @@ from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize as host_values
 from jaxserve.models.quantized import FORMS
 from jaxserve.pallas_kernels import cpu_panels
+from jaxserve.pallas_kernels.device_ops import grouped_matmul_of, mixture_of
 from jaxserve.pallas_kernels.experts import ExpertWeights, grouped_matmul, mixture
-from jaxserve.pallas_kernels.ops import Ops, grouped_matmul_of, mixture_of
+from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul.reference import dequantize
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.routing import Router, route

@@ -336,8 +336,55 @@ def test_a_budget_of_reasoning(server):
 
 
 def test_stop_strings(server):
-    choice = ask(server, ANSWER.replace("Four.", "One. Two."), stop=[" Two."]).choices[0]
-    assert (choice.message.content, choice.stop_reason) == ("One.", " Two.")
+    """They are looked for in what a client sees as content, not in reasoning, headers or calls."""
+    text = ANSWER.replace("Four.", "One. Two. assistant")
+    for stop, content, reason in (
+        ([" Two."], "One.", " Two."),
+        (["Two", "final", "analysis"], "One. ", "Two"),
+        (["assistant", "channel", "<|end|>"], "One. Two. ", "assistant"),
+        (["and two"], "One. Two. assistant", None),
+    ):
+        choice = ask(server, text, stop=stop).choices[0]
+        message = choice.message
+        assert (message.reasoning, message.content, choice.stop_reason) == ("Two and two.", content, reason)
+        assert streamed(server, text, stop=stop) == ("Two and two.", content, [], "stop")
+    included = ask(server, text, stop=[" Two."], extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert included.message.content == "One. Two."
+    called = ask(server, CALL, tools=[WEATHER], stop=["city", "Weather"]).choices[0]
+    assert called.message.tool_calls[0].function.arguments == '{"city": "Köln"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        (CALL + "<|start|>assistant<|channel|>final<|message|>One <|x. Two", "x. T", "One <|"),
+        (ANSWER, "r.", "Fou"),
+        ("plain Two", "Two", "plain "),
+        (ANSWER, "Two", "Four."),
+        (CALL, "city", "<|call|>"),
+    ],
+)
+def test_stop_strings_in_pieces(text, stop, shown):
+    """However a text is cut, all of it comes up to the stop string, if that is in the content. `shown`: its end."""
+    splitter = importlib.import_module("jaxserve.server.reasoning.harmony").splitter("<|start|>assistant")
+    chance = np.random.default_rng(7)
+    for skipped in (0, 0, 2):
+        for _ in range(50):
+            places = sorted(chance.integers(0, len(text), 5))
+            pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+            matcher = splitter.stop_strings([stop]).matcher(False)
+            read, matched = "".join(map(matcher.skip, pieces[:skipped])), None
+            for piece in pieces[skipped:]:
+                more, matched = matcher.push(piece)
+                read += more
+                if matched:
+                    break
+            read += "" if matched else matcher.flush()
+            assert text.startswith(read)
+            if matched or not skipped:
+                assert read.endswith(shown)
+            else:
+                assert read == text
 
 
 def test_a_final_message_that_continues(server):

@@ -182,6 +182,20 @@ def test_templates_that_need_descriptions_and_parameters():
     )
 
 
+@pytest.mark.parametrize(
+    ("template", "fields", "prompt"),
+    [
+        ("{{ thinking }}", {"chat_template_kwargs": {"enable_thinking": True}}, "True"),
+        ("{{ thinking }}", {"reasoning_effort": "none"}, "False"),
+        ("{{ thinking }}", {"chat_template_kwargs": {"enable_thinking": True, "thinking": 3}}, "3"),
+        ("{{ thinking is defined }}", {}, "False"),
+        ("{{ thinking }}{{ enable_thinking }}", {"reasoning_effort": "none"}, "False"),
+    ],
+)
+def test_other_names_of_thinking(template, fields, prompt):
+    assert rendered(template, [Message("user", "Hi")], **fields) == prompt
+
+
 def test_phi_s_tools_beside_a_system_message():
     template = (
         "{% for message in messages %}{{ message['content'] }}<|tool|>{{ message['tools'] }}<|/tool|>{% endfor %}"

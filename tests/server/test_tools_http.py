@@ -237,3 +237,14 @@ def test_response_field_by_flag(start_server, tmp_path):
     assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
         ask(server.openai(), "x", tools=[WEATHER])
+
+
+def test_marks_of_reasoning_that_are_special_tokens(start_server, tmp_path):
+    """They stay in the text until the reasoning is found, although special tokens are left out of answers."""
+    import tokenizers_for_tests as kinds
+
+    kinds.save_byte_level(tmp_path / "m", kinds.TOOL_TEMPLATE)
+    kinds.add_special_tokens(tmp_path / "m", ["<think>", "</think>", "<other>"])
+    server = start_server("ScriptEngine", config={"model": str(tmp_path / "m"), "max_model_len": 999})
+    message = ask(server.openai(), "<think>Hm.</think>Yes.").choices[0].message
+    assert (message.reasoning, message.content) == ("Hm.", "Yes.")

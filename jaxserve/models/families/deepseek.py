@@ -47,7 +47,7 @@ def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
     nope, rope = hf.take("qk_nope_head_dim", 128), hf.take("qk_rope_head_dim", 64)
     scaling = hf.take("rope_scaling", None) or hf.take("rope_parameters", None) or {}
     scale, everywhere = (nope + rope) ** -0.5, scaling.get("mscale_all_dim")
-    if everywhere and scaling.get("factor", 1.0) > 1.0:
+    if everywhere and (scaling.get("factor") or 1.0) > 1.0:
         scale *= (0.1 * everywhere * math.log(scaling["factor"]) + 1.0) ** 2
     return LatentAttentionSpec(
         num_heads=hf.take("num_attention_heads"),

@@ -3,6 +3,8 @@ a rotary base of their own, to one without."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.gemma import read_gemma_mlp
@@ -26,7 +28,11 @@ def read_gemma3(hf: HFConfig) -> ModelConfig:
         out_bias=bias,
     )
     windows, ropes = windows_of(sliding, window), ["sliding" if slides else "full" for slides in sliding]
-    of_kinds = read_ropes(hf, max_position, theta=1e6, local_theta=1e4)
+    # max_position_embeddings is the length after stretching, unlike in older models with a linear scaling.
+    of_kinds = {
+        name: replace(rope, original_max_position=int(max_position / rope.factor))
+        for name, rope in read_ropes(hf, max_position, theta=1e6, local_theta=1e4).items()
+    }
     return ModelConfig(
         family="gemma3",
         layers=alike(hf, attention, read_gemma_mlp(hf), windows, ropes, norm=norm, residual="sandwich"),

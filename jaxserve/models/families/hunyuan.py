@@ -44,7 +44,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     max_position = read_max_position(hf)
     parameters = dict(hf.take("rope_parameters", None) or hf.take("rope_scaling", None) or {})
     hf.take("rope_scaling", None)
-    if alpha := parameters.pop("alpha", None):
+    if (alpha := parameters.pop("alpha", None)) and attention.head_dim > 2:
         theta = parameters.pop("rope_theta", None) or hf.take("rope_theta", None) or 10000.0
         stretched = theta * alpha ** (attention.head_dim / (attention.head_dim - 2))
         kept = {key: value for key, value in parameters.items() if key not in (*UNUSED, "type", "rope_type")}
