@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from jaxserve.checkpoints.errors import CheckpointError
 DEMO = "demo"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # Files of configuration and tokenizer; never code. Subfolders hold copies of the weights in other formats.
+# Of sentence-transformers' modules, each in a folder of its own.
+_MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 _FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model*", "*.tiktoken")
 HUB_SECONDS = 10  # without the hub's answer after this time, the files in its local cache are used
 _TEMPLATES = "additional_chat_templates/"
@@ -67,13 +69,14 @@ def commit_of(folder: Path) -> str | None:
     return folder.name if folder.parent.name == "snapshots" else None
 
 
-def wanted_files(files: Iterable[str], weights: bool = True) -> list[str]:
+def wanted_files(files: Sequence[str], weights: bool = True) -> list[str]:
     """The files of a repository to download. Consolidated weights are skipped if there are others."""
     top = [name for name in files if "/" not in name or name.startswith(_TEMPLATES)]
     shards = [name for name in top if name.endswith(".safetensors")]
     usual = [name for name in shards if name.startswith("model")]
+    modules = [name for name in files if _MODULE.fullmatch(name) and (weights or name.endswith(".json"))]
     return [name for name in top if any(fnmatch(name, pattern) for pattern in _FILES)] + (
-        (usual or shards) if weights else []
+        [*(usual or shards), *modules] if weights else modules
     )
 
 

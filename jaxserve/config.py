@@ -67,6 +67,13 @@ class EngineConfig:
       activation_quantization: when to round the inputs of products whose checkpoint asks for 8 bits (W8A8). "auto":
         where the device multiplies such numbers (NVIDIA GPUs, TPUs with int8); "none": never; "checkpoint":
         everywhere, where on CPU the rounded values are multiplied as floats.
+      task: what the model is for. generate: tokens; embed: embeddings; score: how well a document fits a query.
+        "auto": what its files say (sentence-transformers' modules.json, the name of the architecture).
+      pooling: which of a prompt's hidden states an embedding or score is made of: that of the last token, the mean of
+        all, or that of the first token (cls). "auto": what the files say, else the last.
+      score_tokens: with task score and a model that generates, the tokens whose odds are the score: (no, yes).
+      score_prompt: how a query and a document become a prompt: "plain", one after the other, or "qwen3", the prompt of
+        Qwen3-Reranker. "auto": plain for classifiers, qwen3 for models that generate.
       async_scheduling: dispatch a step before the host knows the tokens of the step before it.
       decode_steps: most tokens that one call of the devices samples for a decoding sequence, 1 to 16. Applies while no
         prompt is computed and no request waits. The loop runs on the devices; answers do not depend on it.
@@ -102,6 +109,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     matmul_backend: str = "auto"
     activation_quantization: Literal["auto", "none", "checkpoint"] = "auto"
+    task: Literal["auto", "generate", "embed", "score"] = "auto"
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"
+    score_tokens: tuple[str, ...] = ("no", "yes")
+    score_prompt: Literal["auto", "plain", "qwen3"] = "auto"
     async_scheduling: bool = True
     decode_steps: int = 16
     latency_goal_ms: float | None = None
@@ -150,6 +161,10 @@ class EngineConfig:
         if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys):
             raise ConfigError(f"ignore_config_keys must be a list of keys, got {keys!r}")
         object.__setattr__(self, "ignore_config_keys", tuple(keys))  # JSON knows no tuples
+        tokens = self.score_tokens
+        if isinstance(tokens, str) or len(tokens) != 2 or not all(isinstance(one, str) and one for one in tokens):
+            raise ConfigError(f"score_tokens must be two texts, that of no and that of yes, got {tokens!r}")
+        object.__setattr__(self, "score_tokens", tuple(tokens))
         if self.page_size not in (None, 8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:

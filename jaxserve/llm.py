@@ -7,7 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -16,7 +16,9 @@ from jaxserve import heap
 from jaxserve.checkpoints import gguf
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
+from jaxserve.text.score_prompt import ended, prompt_of
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import FinishReason, InvalidRequestError, Request, SamplingParams, SequenceUpdate, TokenLogprob
 
@@ -193,6 +195,81 @@ class LLM:
         requests[0].streams = True
         processors = {requests[0].request_id: OutputProcessor(self.tokenizer, requests[0])}
         return (delta for _, delta in self._run(requests, processors))
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = True
+    ) -> np.ndarray:
+        """An embedding for each prompt, float32 [prompts, size]; for a model that embeds (`task="embed"`). With
+        `dimensions`, as many leading numbers of each, scaled to length 1."""
+        size = self._pooler("embed").size
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
+        given = map(self._encode, _prompt_list(prompts))
+        texts = [ids if text is None else ended(self.tokenizer, ids) for text, ids in given]
+        vectors = self._pool(texts, progress)
+        if dimensions is not None:
+            vectors = [unit(vector[:dimensions]) for vector in vectors]
+        return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_activation: bool = True,
+        progress: bool = True,
+    ) -> list[float]:
+        """How well each document fits the query, or the query beside it in a list of the same length: a probability, or
+        without `use_activation` its log-odds; for a model that scores (`task="score"`)."""
+        pooler = self._pooler("score")
+        firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (queries, documents))
+        if len(firsts) == 1:
+            firsts = firsts * len(seconds)
+        if len(firsts) != len(seconds):
+            raise InvalidRequestError(f"{len(firsts)} queries, but {len(seconds)} documents", "queries")
+        pairs = zip(firsts, seconds, strict=True)
+        prompts = [prompt_of(self.tokenizer, pooler.prompt, *pair, instruction) for pair in pairs]
+        odds = [float(result[0]) for result in self._pool(prompts, progress)]
+        return [probability(one) for one in odds] if use_activation else odds
+
+    def _pooler(self, task: Literal["embed", "score"]) -> Pooler:
+        pooler = self.engine.pooler
+        if pooler is None or pooler.task != task:
+            raise InvalidRequestError(f"the model was not loaded with task={task!r}", "model")
+        return pooler
+
+    def _pool(self, prompts: Sequence[list[int]], progress: bool) -> list[np.ndarray]:
+        """The engine's result for each prompt, float32."""
+        params = SamplingParams(max_tokens=0, ignore_eos=True)
+        requests = []
+        for place, ids in enumerate(prompts):
+            requests.append(Request(request_id=next(self._ids), prompt_token_ids=ids, params=params, pools=True))
+            try:
+                self.engine.check_request(requests[-1])
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {place}: {error}", error.param, error.code) from None
+        inbox: deque[SequenceUpdate] = deque()
+        self._inboxes |= {request.request_id: (inbox, 1) for request in requests}
+        results: dict[str, np.ndarray] = {}
+        try:
+            for request in requests:
+                self.engine.add_request(request)
+            with tqdm(total=len(requests), desc="computing", unit="prompt", disable=not progress) as bar:
+                while len(results) < len(requests):
+                    self._step()
+                    while inbox:
+                        update = inbox.popleft()
+                        if update.pooled is None:
+                            raise RuntimeError(f"the engine gave up on a prompt: {update.error}")
+                        results[update.request_id] = np.frombuffer(update.pooled, "<f4")
+                        bar.update()
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
+                del self._inboxes[request.request_id]
+        self._trim()
+        return [results[request.request_id] for request in requests]
 
     def _render(self, conversation: Any, template: Mapping[str, Any]) -> str:
         messages = conversation if isinstance(conversation, Sequence) else ()

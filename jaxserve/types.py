@@ -246,6 +246,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
       tenant: on whose behalf; the queue is shared fairly between tenants. Offline all requests have the same.
       page_hashes: hashes of the prompt's full pages, 32 bytes each, if the submitter has computed them
         (`block_manager.hash_pages`). For a long prompt this saves the engine's loop milliseconds.
+      pools: the prompt's embedding or score is wanted, and no tokens: max_tokens is 0.
     """
 
     request_id: str
@@ -256,6 +257,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     streams: bool = False
     tenant: str = ""
     page_hashes: bytes = b""
+    pools: bool = False
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -284,6 +286,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
         the prefix cache, and time in the queue.
       error, error_param: for finish_reason "error": the reason, and the request's field that caused it, if any.
       complete: the grammar ended the completion, as nothing could follow.
+      pooled: of a request that pools, its result in little-endian float32.
     """
 
     request_id: str
@@ -298,6 +301,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     error_param: str | None = None
     complete: bool = False
     queue_seconds: float = 0.0
+    pooled: bytes | None = None
 
 
 class StepOutput(msgspec.Struct, array_like=True, gc=False):

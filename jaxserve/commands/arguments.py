@@ -93,6 +93,16 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--quantization", field="quantization", metavar="NAME",
          help="format of the weights; auto: the checkpoint's; int8, int4, fp8, int8-dynamic or fp8-dynamic (rounds "
          "inputs of products too): quantize while loading; another name: require that format")  # fmt: skip
+    flag("--task", field="task",
+         help="what the model is for; auto: what its files say")  # fmt: skip
+    flag("--pooling", field="pooling",
+         help="which hidden states embeddings and scores are made of; auto: what the files say, else the last "
+         "token's")  # fmt: skip
+    flag("--score-tokens", field="score_tokens", metavar="NO,YES", type=_names,
+         help="tokens whose odds are the score, for --task score with a model that generates")  # fmt: skip
+    flag("--score-prompt", field="score_prompt",
+         help="how a query and a document become a prompt; qwen3: as Qwen3-Reranker wants it; auto: plain for "
+         "classifiers, else qwen3")  # fmt: skip
     flag("--load-format", field="load_format",
          help="auto: read the checkpoint; dummy: random weights, for which config.json is enough")  # fmt: skip
     flag("--seed", field="seed", type=int, help="seed of requests without one of their own, and of dummy weights")

@@ -24,7 +24,11 @@ class Admission:
         scheduler: Scheduler,
         constraints: Constraints,
         beams: Beams,
+        *,
+        pools: bool = False,
     ):
+        """`pools`: the model embeds or scores, and generates nothing."""
+        self._pools = pools
         self._config, self._max_model_len = config, max_model_len
         self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
         self._scheduler, self._constraints, self._beams = scheduler, constraints, beams
@@ -48,16 +52,23 @@ class Admission:
             if request.request_id in self._scheduler or request.request_id in self._constraints:
                 raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
             prompt = request.prompt_token_ids
+            self._check_task(request)
             self._check_prompt(prompt)
             if params.use_beam_search:
                 room = self._max_model_len - len(prompt)
                 self._beams.check(request, len(prompt) + min(room, params.max_tokens or room), len(stop_ids))
         return stop_ids
 
+    def _check_task(self, request: Request) -> None:
+        if request.pools and not self._pools:
+            raise InvalidRequestError("this model generates; it is not served for embeddings or scores", "model")
+        if self._pools and not (request.pools and request.params.max_tokens == 0 and request.params.n == 1):
+            raise InvalidRequestError("this model is served for embeddings or scores; it does not generate", "model")
+
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
             raise InvalidRequestError("the prompt is empty; it must have at least one token", "prompt")
-        if len(prompt) >= self._max_model_len:
+        if len(prompt) >= self._max_model_len + self._pools:  # what pools needs no room for an answer
             raise InvalidRequestError(
                 f"This model's maximum context length is {self._max_model_len} tokens. However, your prompt has "
                 f"{len(prompt)} tokens, which leaves no room for an answer. Please shorten the prompt.",

@@ -35,6 +35,7 @@ from jaxserve.engine.admission import Admission
 from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.in_flight import Deferred, InFlightBatch, InFlightStep
 from jaxserve.engine.loading import EngineParts, load_parts
+from jaxserve.engine.pooled import PooledRows, result_of
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.timeline import Timeline
@@ -68,6 +69,7 @@ class Engine:
         model, runner = parts.model, parts.runner
         self.config, self.model, self.runner = config, model, runner
         self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
+        self.pooler = parts.pooler
         self.model_folder, self.tokenizer_folder = parts.folders
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -89,9 +91,10 @@ class Engine:
         runner.allocate()
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
-        self.blocks = BlockManager(
-            layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching, windows=layout.groups.windows
-        )
+        # Of tokens found in the prefix cache there are no hidden states, so only the last token may be pooled then.
+        caches = config.prefix_caching and (self.pooler is None or self.pooler.method == "last")
+        windows = layout.groups.windows
+        self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=caches, windows=windows)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
@@ -102,7 +105,8 @@ class Engine:
             penalty_rows=runner.penalty_rows,
         )
         self.beams = Beams(self.scheduler, model.eos_token_ids)
-        self._admission = Admission(config, model, self.max_model_len, self.scheduler, self.constraints, self.beams)
+        rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams
+        self._admission = Admission(*rules, pools=self.pooler is not None)
         self.in_flight: deque[InFlightStep] = deque()
         self.recovery = Recovery(self)
         self.counters.pages_total = self.blocks.capacity
@@ -270,7 +274,10 @@ class Engine:
             copies, updates = [], updates[:, :0]  # all of them go with the first batch
             sampled.tokens.copy_to_host_async()
             sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
-            if hidden is not None and batch.rows.scores:
+            if hidden is not None and self.pooler is not None:
+                hidden.copy_to_host_async()
+                sent.pooled = PooledRows(batch.rows, hidden)
+            elif hidden is not None and batch.rows.scores:
                 sent.prompt_scores = PromptScores.start(batch.rows, self.runner)
             step.batches.append(sent)
         self.counters.steps += 1
@@ -311,6 +318,8 @@ class Engine:
         for batch in step.batches:  # all of them before any commit, which may end a request with its scores
             if batch.prompt_scores is not None:
                 batch.prompt_scores.finish()
+            if batch.pooled is not None and self.pooler is not None:
+                batch.pooled.finish(self.pooler)
         for batch, ids in zip(step.batches, tokens, strict=True):
             part, details = self.scheduler.commit(batch.rows, ids[: step.tokens_per_call, : len(batch.rows)].T)
             output.extend(part)
@@ -346,6 +355,8 @@ class Engine:
             update.queue_seconds = seq.queue_seconds
             if seq.params.prompt_logprobs is not None:
                 update.prompt_logprobs = seq.prompt_scores
+            if self.pooler is not None:
+                update.pooled = result_of(seq, self.pooler)
 
     def profile(self, steps: int) -> None:
         """Has JAX's profiler trace the next `steps` steps, into the settings' `profile_dir`, if there is one."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.engine.pooled import PooledRows
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled
 from jaxserve.scheduling.running_table import RunningTable
@@ -51,6 +52,7 @@ class InFlightBatch:
     sampled: Sampled
     deferred: Deferred | None = None
     prompt_scores: PromptScores | None = None
+    pooled: PooledRows | None = None
 
     def tokens(self) -> np.ndarray:
         """int32 [tokens per call, rows of the bucket]; waits until they are here. Then `sampled` is complete."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve import heap
-from jaxserve.config import EngineConfig
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import make_mesh, num_devices, on_one_cpu
 from jaxserve.engine.sizing import Sizing
@@ -25,9 +25,13 @@ from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import compute_dtype, find_files, make_decoder, make_params, read_model, trust_matmul
+from jaxserve.models.pooling import Pooler
+from jaxserve.models.pooling_files import read_pooler
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.pallas_kernels.types import default_page_size
+from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.types import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class ModelPlan:
       dtype: of the computation.
       longest: most tokens of a request, prompt and output.
       one_page: the cache's layout with a single page; `Sizing` chooses the number of pages.
+      pooler: of a model that embeds or scores; its decoder has no output head.
     """
 
     folder: Path
@@ -51,12 +56,16 @@ class ModelPlan:
     longest: int
     decoder: Decoder
     one_page: CacheLayout
+    pooler: Pooler | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None) -> ModelPlan:
         """Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
         model, mesh = read_model(folder, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
+        pooler = read_pooler(config, folder, model, lambda text: _token_of(tokenizer, folder, text))
+        if pooler is not None:
+            model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed
         longest = memory.max_model_len(config, model)
         model = model.limited_to(longest)
         platform = mesh.devices.flat[0].platform
@@ -66,7 +75,7 @@ class ModelPlan:
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest)
-        return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page)
+        return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,7 @@ class EngineParts:
     shapes: list[StepShape]
     cost: StepCost | None
     sizing: Sizing
+    pooler: Pooler | None = None
 
 
 def load_parts(
@@ -101,7 +111,9 @@ def load_parts(
     log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
     log.info("%s", memory.describe_weights(params))
     rows = config.max_num_seqs, memory.penalty_rows(config, model)
-    runner = ModelRunner(decoder, params, mesh, *rows, max_tokens_per_call=config.decode_steps, static=static_steps)
+    options: Any = {"max_tokens_per_call": config.decode_steps, "static": static_steps}
+    pooling = None if plan.pooler is None else plan.pooler.method
+    runner = ModelRunner(decoder, params, mesh, *rows, pooling=pooling, **options)
     device = mesh.devices.flat[0]
     cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)
     shapes = _shapes(config, plan, cost)
@@ -109,7 +121,7 @@ def load_parts(
     budget = memory.budget(config, device, num_devices(mesh), runner.weight_bytes, runner.slot_bytes)
     sizing = Sizing(config, runner, plan.one_page, budget, shapes, plan.longest)
     sizing.begin()
-    return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing)
+    return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing, plan.pooler)
 
 
 def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
@@ -120,4 +132,16 @@ def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> lis
     free = on_one_cpu(plan.mesh) and plan.dtype == np.float32 and cpu_build.possible()
     sizes = config.max_num_seqs, tokens, plan.one_page.page_size
     options: Any = {"cost": cost, "chunk": prefill_chunk(config, cost), "padding_is_free": free}
-    return step_shapes(*sizes, num_groups=plan.one_page.groups.num_groups, **options)
+    shapes = step_shapes(*sizes, num_groups=plan.one_page.groups.num_groups, **options)
+    return shapes if plan.pooler is None else [shape for shape in shapes if not shape.decode_only]
+
+
+def _token_of(tokenizer: Path, folder: Path, text: str) -> int:
+    """The id of a text that is one token. Raises ConfigError where it is not."""
+    try:
+        ids = load_tokenizer(folder, source=tokenizer).encode(text, add_special_tokens=False)
+    except (InvalidRequestError, OSError, ValueError) as error:
+        raise ConfigError(f"score_tokens need the model's tokenizer: {error}") from None
+    if len(ids) != 1:
+        raise ConfigError(f"score_tokens: {text!r} is {len(ids)} tokens in this model's tokenizer, not one")
+    return ids[0]

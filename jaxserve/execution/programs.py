@@ -49,14 +49,16 @@ class StepProgram:
 class StepPrograms:
     """Chooses programs. `static`: a program is fixed in everything that the host knows, for accelerators. `most`:
     tokens that a call may sample per row, by the settings. `costly_filters`: filters take many passes over the logits,
-    not one or two in a kernel."""
+    not one or two in a kernel. `pools`: nothing is sampled, and every step returns what it pools."""
 
-    def __init__(self, *, static: bool, most: int = MAX_TOKENS_PER_CALL, costly_filters: bool = True):
-        self.static, self._most, self._costly_filters = static, most, costly_filters
+    def __init__(
+        self, *, static: bool, most: int = MAX_TOKENS_PER_CALL, costly_filters: bool = True, pools: bool = False
+    ):
+        self.static, self._most, self._costly_filters, self._pools = static, most, costly_filters, pools
 
     def all(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """All programs that `choose` may return for these buckets. The last bucket must be the largest mixed one."""
-        if not self.static:
+        if not self.static or self._pools:
             return [self.largest(shape) for shape in shapes]
         found = []
         for shape in shapes:
@@ -70,6 +72,8 @@ class StepPrograms:
 
     def largest(self, shape: StepShape) -> StepProgram:
         """The program of a bucket that needs the most memory."""
+        if self._pools:
+            return StepProgram(shape, Sampler.NONE, 1, keeps_hidden=True)
         if self.static:
             return StepProgram(shape, Sampler.FULL, 1, keeps_hidden=not shape.decode_only)
         return StepProgram(shape, Sampler.ANY, None, keeps_hidden=not shape.decode_only)
@@ -77,7 +81,7 @@ class StepPrograms:
     def choose(self, shape: StepShape, sampler: Sampler, num_new: int, scores: bool) -> StepProgram:
         """The smallest program for rows that need `sampler` and sample up to `num_new` tokens. `scores`: hidden states
         are needed. `num_new` must be allowed by `lengths`."""
-        if not self.static or scores:
+        if not self.static or scores or self._pools:
             return self.largest(shape)
         length = next(length for length in self._lengths(shape) if length >= num_new)
         sampler = next(one for one in self._samplers(shape, length) if one >= sampler)

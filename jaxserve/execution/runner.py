@@ -45,7 +45,8 @@ class ModelRunner:
     `listener`, if there is one, is told of each call by the command that makes another runner do the same.
 
     `max_tokens_per_call`: tokens that a row may draw in one call. `static`: programs are fixed in what the host knows,
-    see `programs`; None: where that pays, which is not on CPU.
+    see `programs`; None: where that pays, which is not on CPU. `pooling`: of models that embed or score, see
+    `steps.pool_rows`; such a runner has programs for that and none that sample.
     """
 
     def __init__(
@@ -58,11 +59,15 @@ class ModelRunner:
         *,
         max_tokens_per_call: int = MAX_TOKENS_PER_CALL,
         static: bool | None = None,
+        pooling: str | None = None,
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         static = not self._on_cpu if static is None else static
-        self.programs = StepPrograms(static=static, most=max_tokens_per_call, costly_filters=model.ops.draw is None)
+        costly = model.ops.draw is None
+        pools = pooling is not None
+        self.programs = StepPrograms(static=static, most=max_tokens_per_call, costly_filters=costly, pools=pools)
+        self.pooling = pooling
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout
         self.slots: SlotState
@@ -276,6 +281,8 @@ class ModelRunner:
 
     def _others(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """Programs that multiply with the output head, beside the steps."""
+        if self.pooling is not None:
+            return []
         most = max(shape.tokens for shape in shapes if not shape.decode_only)
         return [Upkeep("score_prompt", most), *(Upkeep("sample_deferred", size) for size in self.deferred_sizes)]
 
@@ -333,7 +340,7 @@ class ModelRunner:
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._arrays]
         model = self.model, self.mesh, self.layout, params, self._unbundle
-        return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu)
+        return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, pooling=self.pooling)
 
 
 def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:

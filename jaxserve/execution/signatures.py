@@ -59,6 +59,7 @@ class Signatures:
       params: abstract arrays that hold the parameters; `unbundle` makes the model's own tree of them.
       slots: abstract, on all devices.
       static: programs are fixed in what the host knows, see `programs`.
+      pooling: of models that embed or score: what steps return of their hidden states, see `steps.pool_rows`.
     """
 
     model: Decoder
@@ -69,6 +70,7 @@ class Signatures:
     slots: SlotState
     static: bool
     on_cpu: bool
+    pooling: str | None = None
 
     def of(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
@@ -94,6 +96,7 @@ class Signatures:
             sampler=program.sampler,
             tokens_per_call=program.tokens_per_call,
             keeps_hidden=program.keeps_hidden,
+            pooling=self.pooling,
         )
         everywhere: Any = self._everywhere
         hidden = everywhere if program.keeps_hidden else None

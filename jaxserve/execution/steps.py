@@ -32,7 +32,8 @@ SCORED_ROWS, CPU_SCORED_ROWS = 128, 32  # prompt positions that `score_prompt` t
 
 class StepResult(NamedTuple):
     drawn: Sampled  # tokens [tokens per call, rows], -1 where a row drew none; scores [the same, …]
-    hidden: jax.Array | None  # [tokens, hidden] of a mixed step that keeps them, for prompt log-probabilities
+    # [tokens, hidden] of a mixed step that keeps them, for prompt log-probabilities; or what is pooled of them
+    hidden: jax.Array | None
     cache: KVCache
     slots: SlotState
 
@@ -50,12 +51,13 @@ def run_step(
     sampler: Sampler = Sampler.ANY,
     tokens_per_call: int | None = None,
     keeps_hidden: bool = True,
+    pooling: str | None = None,
 ) -> StepResult:
     """One step over a batch. `cache` and `slots` are donated; the results replace them.
 
     sampler: all that the rows need; see `Sampler`.
     tokens_per_call: passes of the model over a batch of decodes; None: as many as the buffer says, and rows need.
-    keeps_hidden: a mixed step returns its hidden states.
+    keeps_hidden: a mixed step returns its hidden states, or with `pooling` what `pool_rows` makes of them.
     """
     field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
     tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
@@ -73,8 +75,27 @@ def run_step(
         return _decode_loop(advance, cache, slots, batch, num_new, most)
     sampled, hidden, cache, slots = advance(cache, slots, batch)
     sampled = sampled._replace(tokens=jnp.where(batch.keeps_token, sampled.tokens, -1))
+    if pooling is not None:
+        hidden = pool_rows(hidden, q_start, pooling)
     kept = replicate(hidden, mesh) if keeps_hidden and not shape.decode_only else None
     return StepResult(jax.tree.map(lambda x: x[None], sampled), kept, cache, slots)
+
+
+def pool_rows(hidden: jax.Array, q_start: jax.Array, pooling: str) -> jax.Array:
+    """Of hidden states [tokens, hidden] of rows that begin at `q_start` [rows + 1]: those of each row's last or first
+    token ("last", "cls"), or the sum of a row's ("mean"); float32 [rows, hidden].
+
+    The sum is a product with ones and zeros, which adds in the same order in every run, and exact floats with float32
+    sums where hidden states have 16 bits.
+    """
+    if pooling == "last":
+        return hidden[jnp.maximum(q_start[1:] - 1, 0)].astype(jnp.float32)
+    if pooling == "cls":
+        return hidden[jnp.minimum(q_start[:-1], len(hidden) - 1)].astype(jnp.float32)
+    index = jnp.arange(len(hidden))
+    belongs = (index >= q_start[:-1, None]) & (index < q_start[1:, None])
+    finite = jnp.where((index < q_start[-1])[:, None], hidden, 0)  # padding may hold anything
+    return jnp.dot(belongs.astype(hidden.dtype), finite, precision="highest", preferred_element_type=jnp.float32)
 
 
 def _decode_loop(
@@ -143,6 +164,9 @@ def _sample_rows(
     model: Decoder, params, out: Output, batch: ModelInput, slots: SlotState, sampler: Sampler, mesh: Mesh
 ) -> Sampled:
     """A token for each row; those of rows that keep none mean nothing."""
+
+    if sampler is Sampler.NONE:
+        return Sampled(jnp.full(len(out.last), -1, jnp.int32), None)
 
     def sampled() -> Sampled:
         return _sample(model, params, out.last, slots, batch.slot, out.kv_len, None, sampler, mesh)

@@ -105,7 +105,7 @@ HARMLESS = frozenset([
     "return_dict", "return_dict_in_generate", "use_return_dict", "id2label", "label2id", "problem_type",
     "task_specific_params", "finetuning_task", "prefix", "layerdrop", "init_std", "embedding_dropout", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "reorder_and_upcast_attn",
+    "reorder_and_upcast_attn", "sentence_transformers", "num_labels",
 ])  # fmt: skip
 
 

@@ -75,6 +75,8 @@ from jaxserve.pallas_kernels.types import (
 
 log = logging.getLogger(__name__)
 
+CLASSIFIER = ("score.weight", "score.bias")  # which `jaxserve.models.pooling_files` reads
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -129,7 +131,7 @@ class Checkpoint:
             return layer.isdecimal() and int(layer) >= decoder.config.num_layers
 
         def is_unread(name: str) -> bool:
-            return name.endswith(family.ignored) or name.startswith(family.unread)
+            return name.endswith(family.ignored) or name.startswith(family.unread) or name in CLASSIFIER
 
         return lambda name: name in tied_head or is_unread(name) or is_of_more_layers(name)
 

@@ -71,6 +71,7 @@ class Sequence:
         self.queue_seconds = 0.0  # from `arrived` until the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
         self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
+        self.pooled: np.ndarray | None = None  # float32 [hidden]: pooled so far of the prompt's hidden states
         # Indices of siblings that begin when this one, the 0-th, has computed the prompt.
         self.unforked = list(range(1, request.params.n)) if index == 0 else []
 

@@ -91,6 +91,7 @@ class Tokenizer:
         self.generation_defaults = generation_defaults or GenerationDefaults()
         self.vocab_size: int = len(hf_tokenizer)
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
+        self.adds_eos = bool(hf_tokenizer.init_kwargs.get("add_eos_token"))  # see `score_prompt.ended`
         own_eos = [] if hf_tokenizer.eos_token_id is None else [hf_tokenizer.eos_token_id]
         added = hf_tokenizer.added_tokens_decoder
         ends = [*own_eos, *self.generation_defaults.eos_token_ids, *_answer_ends(added)]
@@ -99,8 +100,7 @@ class Tokenizer:
         self._added = {i: token.content for i, token in added.items()}
         steps = _decoder_steps(self._backend)
         kinds = [step["type"] for step in steps]
-        self._byte_level = kinds == ["ByteLevel"]
-        self._byte_fallback = "ByteFallback" in kinds
+        self._byte_level, self._byte_fallback = kinds == ["ByteLevel"], "ByteFallback" in kinds
         pieces = self._backend.get_vocab() if self._backend and (self._byte_level or self._byte_fallback) else ()
         self.longest_token: int | None = max(map(len, pieces), default=None)
         self._most_letters = max((len(piece) - len(_LETTERS.sub("", piece)) for piece in pieces), default=None)

@@ -49,7 +49,9 @@ def read_tokenizer(path: Path) -> Any:
         )
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    tokenizer.init_kwargs["add_eos_token"] = _settings(path).get("add_eos_token")  # which transformers 5 forgets
+    return tokenizer
 
 
 def _tiktoken(path: Path) -> str:

@@ -124,6 +124,7 @@ async def server_info(http: Request) -> Response:
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
             "dtype": info.dtype,
+            "task": info.task,
             "page_size": info.page_size,
             "max_num_seqs": info.max_num_seqs,
             "tool_call_parser": _module_name(state.tool_format),
@@ -236,7 +237,7 @@ async def openapi(http: Request) -> Response:
     if state.status == "ready":
         tokenizer, info = state.require_ready()
         ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
-        model = ModelFacts(info.vocab_size, info.max_model_len, len(ends))
+        model = ModelFacts(info.vocab_size, info.max_model_len, len(ends), info.task)
     settings = state.settings
     document = openapi_document(__version__, settings.model_names, model, settings.trust_request_chat_template)
     return _json(document)

@@ -17,6 +17,7 @@ from jaxserve.server.endpoints.openapi_rules import FIELDS, RULES
 from jaxserve.server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
 from jaxserve.server.schemas.common import NOT_SERVED, CompletionRequest, DetokenizeRequest, SamplingFields
+from jaxserve.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.schemas.responses import InputTokensRequest, ResponsesRequest
 
 _POSTS = {
@@ -28,6 +29,15 @@ _POSTS = {
     "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of such a conversation"),
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),
+}
+# Of models that do not generate, by `Ready.task`.
+_POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
+    "embed": {"/v1/embeddings": (EmbeddingRequest, "Embeddings of texts or tokens")},
+    "score": {
+        "/v1/score": (ScoreRequest, "How well pairs of texts fit each other"),
+        "/v1/rerank": (RerankRequest, "Documents in the order in which they fit a query"),
+        "/v2/rerank": (RerankRequest, "The same, in Cohere's shape"),
+    },
 }
 _GETS = {
     "/v1/models": "The models that are served",
@@ -51,11 +61,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
       vocab_size: token ids are less than this.
       max_model_len: a prompt has fewer tokens than this.
       num_end_ids: number of the model's end-of-sequence ids, which count towards MAX_STOP_TOKENS.
+      task: what the model is for. The endpoints of models that embed or score are described for such models only.
     """
 
     vocab_size: int
     max_model_len: int
     num_end_ids: int
+    task: str = "generate"
 
 
 def openapi_document(
@@ -65,7 +77,8 @@ def openapi_document(
 
     `own_templates`: requests may bring a chat template.
     """
-    types = [body for body, _ in _POSTS.values()]
+    posts = _POSTS | _POOLING_POSTS.get(model.task if model else "generate", {})
+    types = [body for body, _ in posts.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for name, rules in RULES.items():
         components[name]["allOf"] = rules
@@ -83,7 +96,7 @@ def openapi_document(
     paths: dict[str, Any] = {
         path: {"get": {"summary": summary, "responses": answers}} for path, summary in _GETS.items()
     }
-    for (path, (_, summary)), reference in zip(_POSTS.items(), references, strict=True):
+    for (path, (_, summary)), reference in zip(posts.items(), references, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": reference}}}
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": answers}}
     either = {"anyOf": [references[1], references[0]]}

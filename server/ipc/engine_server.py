@@ -290,6 +290,8 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
             log.error("the engine did not start: %s", text)
         server.close()
         return 1
+    pooler = getattr(engine, "pooler", None)
+    pooling = {"task": pooler.task, "result_size": pooler.size, "score_prompt": pooler.prompt} if pooler else {}
     ready = messages.Ready(
         model_folder=str(engine.model_folder),
         tokenizer_folder=str(getattr(engine, "tokenizer_folder", engine.model_folder)),
@@ -301,6 +303,7 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         max_num_seqs=config.max_num_seqs,
         profile_dir=config.profile_dir,
         scheduling_policy=config.scheduling_policy,
+        **pooling,
     )
     try:
         server.run(engine, ready)

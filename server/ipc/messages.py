@@ -93,6 +93,9 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     max_num_seqs: int
     profile_dir: str | None = None
     scheduling_policy: str = "fcfs"
+    task: str = "generate"  # or "embed" or "score"
+    result_size: int = 0  # numbers of an embedding or score
+    score_prompt: str = "plain"  # see `jaxserve.text.score_prompt`
 
 
 class Update(msgspec.Struct, tag="update"):

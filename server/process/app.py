@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.server.endpoints import invocations, models, page, responses
+from jaxserve.server.endpoints import invocations, models, page, pooling, responses
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
@@ -34,6 +34,9 @@ _ROUTES = [
     Route("/v1/responses/{id}/input_items", responses.list_input_items),
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/embeddings", pooling.create_embeddings, methods=["POST"]),
+    *(Route(path, pooling.create_scores, methods=["POST"]) for path in ("/v1/score", "/score")),
+    *(Route(path, pooling.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", pooling.COHERE_PATH)),
     Route("/v1/models", models.list_models),
     Route("/v1/models/", models.list_models),
     Route("/invocations", invocations.invoke, methods=["POST"]),

@@ -36,7 +36,7 @@ from jaxserve.server.process.supervisor import Supervisor
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import EngineDeadError
 
-URLS = ("/v1/completions", "/v1/chat/completions")
+URLS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 _AHEAD = 2  # requests in flight per sequence that the engine can run, so that the engine never waits for one
 _LOOK_SECONDS = 0.1  # between two checks whether a restarted engine is ready
 _OPENING = b'{"id":"batch_req_'  # every line of the output begins with this

@@ -219,22 +219,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one entry each. Raises InvalidRequestError for an empty or mixed list."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise InvalidRequestError("prompt must not be an empty list", "prompt")
-        kinds = set(map(type, self.prompt))
-        if len(kinds) > 1:
-            raise InvalidRequestError(
-                "prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
-            )
-        if kinds == {int}:
-            return [self.prompt]  # type: ignore[list-item]
-        if len(self.prompt) > limits.MAX_PROMPTS:
-            raise InvalidRequestError(
-                f"prompt holds {len(self.prompt)} prompts; at most {limits.MAX_PROMPTS}", "prompt"
-            )
-        return self.prompt  # type: ignore[return-value]
+        return prompts_of(self.prompt, "prompt")
 
     def check(self) -> None:
         super().check()
@@ -259,6 +244,24 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
     """The token sequences of each word: at the beginning of a text, and after a space."""
     forms = (tokenizer.encode(space + word, add_special_tokens=False) for word in words for space in ("", " "))
     return tuple(dict.fromkeys(tuple(form) for form in forms if form))
+
+
+def prompts_of(given: str | list, param: str) -> list[str | list[int]]:
+    """The prompts in a field, one entry each. Raises InvalidRequestError for an empty or mixed list."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError(f"{param} must not be an empty list", param)
+    kinds = set(map(type, given))
+    if len(kinds) > 1:
+        raise InvalidRequestError(
+            f"{param} must be a string, a list of strings, a list of token ids or a list of such lists", param
+        )
+    if kinds == {int}:
+        return [given]
+    if len(given) > limits.MAX_PROMPTS:
+        raise InvalidRequestError(f"{param} holds {len(given)} prompts; at most {limits.MAX_PROMPTS}", param)
+    return given
 
 
 def check_range(name: str, value: int | None, low: int, high: int, excluded: int | None = None) -> None:

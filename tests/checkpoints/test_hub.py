@@ -129,6 +129,9 @@ def test_consolidated_copies_are_wanted_where_they_are_all_there_is():
     ]
     quantized = ["gptq_model-4bit-128g.safetensors", "quantize_config.json"]
     assert set(wanted_files(quantized, True)) == set(quantized)
+    modules = ["1_Pooling/config.json", "2_Dense/model.safetensors"]  # of sentence-transformers
+    assert set(wanted_files(["model.safetensors", "onnx/config.json", *modules])) == {"model.safetensors", *modules}
+    assert wanted_files(modules, weights=False) == modules[:1]
     assert wanted_files(["additional_chat_templates/tools.jinja", "docs/x.json"]) == [
         "additional_chat_templates/tools.jinja"
     ]

@@ -17,6 +17,9 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.weights import Names
 
+BARE = {"model.": ""}  # files of a model without its head, as sentence-transformers writes them
+HEADLESS = ("Model", "ForSequenceClassification")  # ends of names of architectures whose decoder has another's name
+
 
 @dataclass(frozen=True)
 class Family:
@@ -35,7 +38,7 @@ class Family:
     def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
         """The names of a model's tensors, in the layout of files that have tensors of these names."""
         usual = {**self.names, **self.variant(config)}
-        for layout in ({}, *self.layouts):
+        for layout in ({}, *self.layouts, BARE):
             names = {role: _begun(name, layout) for role, name in usual.items()}
             if has(names["embed.weight"]):
                 return names
@@ -60,8 +63,9 @@ def find_family(hf: HFConfig) -> Family:
     given = hf.take("architectures", None) or []
     by_name = {name: family for family in families() for name in family.architectures}
     for name in given:
-        if name in by_name:
-            return by_name[name]
+        for alias in (name, *(name.removesuffix(end) + "ForCausalLM" for end in HEADLESS if name.endswith(end))):
+            if alias in by_name:
+                return by_name[alias]
     raise ConfigError(
         f"{hf.source}: architectures={given} is not supported{_nearest(hf, given, by_name)}. `jaxserve models list` "
         "lists what is"
