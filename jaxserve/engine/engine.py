@@ -89,8 +89,11 @@ class Engine:
         runner.allocate()
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
+        caching = config.prefix_caching and model.recurrent is None
+        if config.prefix_caching and not caching:
+            log.info("prefix caching is off: this model has recurrent layers, whose states no page keeps")
         self.blocks = BlockManager(
-            layout.num_pages, layout.page_size, prefix_caching=config.prefix_caching, windows=layout.groups.windows
+            layout.num_pages, layout.page_size, prefix_caching=caching, windows=layout.groups.windows
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -100,6 +103,7 @@ class Engine:
             prefill_bursts=self._cost is None,
             max_model_len=self.max_model_len,
             penalty_rows=runner.penalty_rows,
+            recurrent=model.recurrent is not None,
         )
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         self._admission = Admission(config, model, self.max_model_len, self.scheduler, self.constraints, self.beams)
