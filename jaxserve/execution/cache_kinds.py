@@ -92,7 +92,8 @@ class Latents:
         decode_only: bool,
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
         """`Ops.attend_latent` on each device's own heads."""
-        attend = partial(layer.ops.attend_latent, scale=layer.spec.attention.softmax_scale, decode_only=decode_only)
+        chosen: Any = layer.spec.attention
+        attend = partial(layer.ops.attend_latent, scale=chosen.softmax_scale, decode_only=decode_only)
         split: Any = (spec(None, "kv_heads"), EVERYWHERE, spec("kv_heads"), spec("kv_heads"))
         of_heads = LatentHeads(*split)
         return _on_each_device(attend, heads, of_heads, pages, EVERYWHERE, where, mesh)

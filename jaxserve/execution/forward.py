@@ -140,7 +140,8 @@ def _layer(
     def attend(heads: Any) -> jax.Array:
         nonlocal pages
         if isinstance(heads, DeltaHeads):
-            out, pages = delta_net(module, heads, pages, *where, mesh, decode_only)
+            rows, first = where
+            out, pages = delta_net(module, heads, pages, rows, first, mesh, decode_only)
             return out
         out, pages = kind.attend(module, heads, pages, where, mesh, x.dtype, decode_only)
         return out

@@ -57,7 +57,8 @@ class StateLayout:
         net = self.spec
         matrix = (count, net.key_heads, net.group, net.key_dim, net.value_dim)
         inputs = (count, net.key_heads, (net.conv_width - 1) * net.channels)
-        return DeltaState(jax.ShapeDtypeStruct(matrix, jnp.float32), jax.ShapeDtypeStruct(inputs, jnp.float32))
+        shapes: Any = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (matrix, inputs))
+        return DeltaState(*shapes)
 
     @property
     def slot_bytes(self) -> int:
@@ -85,11 +86,11 @@ def delta_net(
     if not is_split(mesh):
         return advance(heads, state, rows, first)
     by_head, everywhere = spec(None, "kv_heads"), PartitionSpec()
-    of_heads: Any = DeltaHeads(by_head, by_head, by_head, spec("kv_heads"))
+    splits: Any = (by_head, by_head, by_head, spec("kv_heads"))
     return jax.shard_map(
         advance,
         mesh=mesh,
-        in_specs=(of_heads, by_head, everywhere, everywhere),
+        in_specs=(DeltaHeads(*splits), by_head, everywhere, everywhere),
         out_specs=(by_head, by_head),
         check_vma=False,
     )(heads, state, rows, first)

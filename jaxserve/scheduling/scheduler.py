@@ -51,7 +51,7 @@ class Scheduler:
         penalty_rows: int | None = None,
         recurrent: bool = False,
     ):
-        """`recurrent`: the model has layers whose state is not in pages, so a sequence shares no tokens with another."""
+        """`recurrent`: the model has layers whose state no page holds, so sequences share no pages."""
         self.blocks, self._prefixes, self.recurrent = blocks, Prefixes(blocks), recurrent
         assert not (recurrent and blocks.prefix_caching), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"

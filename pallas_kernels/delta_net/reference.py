@@ -175,9 +175,11 @@ def _terms(chunk: Tokens, valid: jax.Array) -> Terms:
 
     q, k, v = heads_first(chunk.q), heads_first(chunk.k), heads_first(chunk.v)
     decay, rate = (jnp.moveaxis(jnp.where(valid[:, None, None], x, 0.0), 0, -1) for x in (chunk.decay, chunk.rate))
-    total = jnp.cumsum(decay, axis=-1)  # [key_heads, group, CHUNK]
     order = jnp.arange(CHUNK)
-    since = jnp.exp(jnp.where(order[:, None] >= order, total[..., :, None] - total[..., None, :], -jnp.inf))
+    # Sums from token j + 1 to i, each by itself: differences of sums since the chunk began would lose digits.
+    sums = jnp.cumsum(jnp.where(order[:, None] > order, decay[..., None], 0.0), axis=-2)
+    since = jnp.where(order[:, None] >= order, jnp.exp(sums), 0.0)
+    total = jnp.cumsum(decay, axis=-1)  # [key_heads, group, CHUNK]
     alike = einsum("hik,hjk->hij", k, k)[:, None] * since * rate[..., None]
     decayed = jnp.exp(total)[..., None]
     keys = jnp.broadcast_to(k[:, None], (*decay.shape, k.shape[-1]))
@@ -185,13 +187,13 @@ def _terms(chunk: Tokens, valid: jax.Array) -> Terms:
     solved = lax.linalg.triangular_solve(alike, right, left_side=True, lower=True, unit_diagonal=True)
     values, reads = jnp.split(solved, [v.shape[-1]], axis=-1)
     scores = einsum("hik,hjk->hij", q, k)[:, None] * since
-    until = jnp.exp(total[..., -1:] - total)[..., None]
+    until = since[..., -1, :, None]
     return Terms(values, reads, q[:, None] * decayed, scores, keys * until, jnp.exp(total[..., -1]))
 
 
 def _advance(terms: Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A chunk's results [CHUNK, key_heads, group, value_dim], and the state [key_heads, group, key_dim, value_dim] after
-    it."""
+    """A chunk's results [CHUNK, key_heads, group, value_dim], and the state after it [key_heads, group, key_dim,
+    value_dim]."""
     new = terms.values - einsum("hgik,hgkv->hgiv", terms.reads, state)
     out = einsum("hgik,hgkv->hgiv", terms.queries, state) + einsum("hgij,hgjv->hgiv", terms.scores, new)
     after = state * terms.decay[..., None, None] + einsum("hgik,hgiv->hgkv", terms.keys, new)
