@@ -87,6 +87,8 @@ def delta_net(
     clear = rows.fresh[:, None, None]
     before = jnp.where(clear[..., None, None], 0.0, state.matrix[first + rows.source])
     inputs = jnp.where(clear, 0.0, state.inputs[first + rows.source])
+    # Read once, before they are overwritten: otherwise XLA reads them again for each use, and copies all states first.
+    before, inputs = lax.optimization_barrier((before, inputs))
     mixed, inputs = convolve(heads.qkv.astype(jnp.float32), heads.conv.astype(jnp.float32), inputs, rows)
     tokens = _tokens(activation(mixed), heads, key_dim, before.shape[2:])
     one_each = tokens if decode_only else _at(tokens, jnp.minimum(rows.q_start[:-1], len(mixed) - 1))

@@ -10,6 +10,12 @@ from engines import drain, generate, make_engine, request, run_all
 
 from jaxserve.commands.model_report import describe_model
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution.kv_cache import CacheLayout
+from jaxserve.models.config import HFConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families import read_model_config
+from jaxserve.models.weights import abstract_params
 from jaxserve.types import InvalidRequestError
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -34,7 +40,7 @@ def check(engine, case, tag="", params=None):
 
 @pytest.mark.parametrize("case", CASES)
 def test_chunked_in_used_slots(case, model_folders):
-    """Prompts in pieces of 16 tokens and less, while others decode; the second time slots hold the first one's states."""
+    """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
     engine = make_engine(model_folders(case), tokens=16, rows=6, decode_steps=False)
     check(engine, case, "first-")
     check(engine, case, "again-")
@@ -134,3 +140,26 @@ def test_states_are_counted(devices, model_folders):
     config = EngineConfig(model=str(model_folders(SPLIT)), max_num_seqs=rows, tensor_parallel_size=devices)
     report = "\n".join(describe_model(config))
     assert f"states of recurrent layers: {slot:,} bytes a sequence" in report
+
+
+def test_the_published_size():
+    """Qwen3-Next-80B-A3B: 80 billion parameters, 12 layers of attention, states of 75.4 MiB a sequence."""
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_act": "silu",
+        "full_attention_interval": 4, "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 5120,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "norm_topk_prob": True, "max_position_embeddings": 262144, "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_scaling": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "vocab_size": 151936, "use_sliding_window": False,
+    }  # fmt: skip
+    model = read_model_config(HFConfig(config))
+    assert (model.num_recurrent, len(model.attentions), model.ropes["default"].rotary_dim) == (36, 12, 64)
+    params = abstract_params(Decoder(model, 2, model.vocab_size), make_mesh(1))
+    assert 79.5e9 < sum(x.size for x in jax.tree.leaves(params)) < 80e9
+    layout = CacheLayout.of(model, 2, 1, 16, "bfloat16", num_slots=256)
+    assert layout.states is not None
+    assert layout.states.slot_bytes == 36 * 4 * (32 * 128 * 128 + 3 * 8192) == 79036416
+    assert layout.token_bytes == 12 * 2 * 2 * 256 * 2
