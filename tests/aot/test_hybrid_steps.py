@@ -1,5 +1,5 @@
 """Steps of Qwen3-Next's shape, compiled ahead of time by the real compilers for devices that are not here: the states
-of recurrent layers are changed in place, and the host waits for nothing. With four of the layers. No kernel runs here."""
+of recurrent layers are changed in place, and the host waits for nothing. With four of the layers. No kernel runs."""
 
 import re
 
@@ -52,7 +52,7 @@ def test_states_stay_in_place(target, page_size, decode, tmp_path):
     assert target.startswith("v") or host_waits(text) == []
     states = 3 * (SLOTS + 1)
     copies = [line for line in text.splitlines() if re.search(rf"= \(?f32\[{states},.*\bcopy(-start)?\(", line)]
-    assert copies == []
+    assert [line for line in copies if "S(1)" not in line] == []  # to a TPU's memory on the chip XLA may bring them
     assert runner.layout.state_bytes(mesh) > states * STATE / mesh.size
     assert memory.alias_size_in_bytes > runner.layout.state_bytes(mesh)
     # The rows' states twice in each layer; of a prompt's chunks what does not depend on the states.
