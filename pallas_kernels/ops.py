@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels import experts
+from jaxserve.pallas_kernels.delta_net import reference as delta
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
@@ -21,6 +22,7 @@ from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.routing import Router, route
 from jaxserve.pallas_kernels.types import (
     BlockArray,
+    DeltaState,
     KVPages,
     LatentPages,
     MixedArray,
@@ -182,6 +184,7 @@ class Ops:
     write_and_attend: Callable[..., tuple[jax.Array, KVPages]] | None = None
     latent_attention: Callable[..., jax.Array] = latent.latent_attention
     write_latent: Callable[..., LatentPages] = latent.write_latent
+    delta_net: Callable[..., tuple[jax.Array, DeltaState]] = delta.delta_net
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     count: jax.Array | None = None  # leading rows that matter, see `counting`

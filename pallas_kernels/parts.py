@@ -69,3 +69,19 @@ class LatentHeads(NamedTuple):
     row: jax.Array
     k_up: jax.Array
     v_up: jax.Array
+
+
+class DeltaHeads(NamedTuple):
+    """New tokens' inputs of a gated delta net (Yang et al. 2025, arXiv:2412.06464).
+
+    qkv: [tokens, key_heads, channels], before the convolution: a key head's query and key, then the values of its group
+      of value heads.
+    decay: float32 [tokens, key_heads, group], the logarithm of what a head's matrix is multiplied with; at most 0.
+    rate: float32 [tokens, key_heads, group], the share of its error that a value replaces, from 0 to 1.
+    conv: [key_heads, channels, width], the convolution's weights, of which the last is a token's own.
+    """
+
+    qkv: jax.Array
+    decay: jax.Array
+    rate: jax.Array
+    conv: jax.Array

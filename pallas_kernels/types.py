@@ -60,6 +60,17 @@ class LatentPages(NamedTuple):
         return self.data.shape[2]
 
 
+class DeltaState(NamedTuple):
+    """What gated delta nets (Yang et al. 2025, arXiv:2412.06464) keep of sequences, one state for each layer and slot.
+
+    matrix: float32 [states, key_heads, group, key_dim, value_dim], for each of the value heads that share a key head.
+    inputs: float32 [states, key_heads, (width - 1) * channels], the last inputs of the convolution, the oldest first.
+    """
+
+    matrix: jax.Array
+    inputs: jax.Array
+
+
 def default_page_size(platform: str) -> int:
     """Tokens in a page where the operator says nothing. A TPU copies a page of a head by one DMA, and scales of 8-bit
     pages lie along its 128 lanes; small pages fit prompts that share their beginnings more closely."""

@@ -351,6 +351,8 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
     tied = case.config.get("tie_word_embeddings", case.config["model_type"] not in UNTIED)
     if name.endswith("bias"):
         return 0.0, 0.1
+    if name.endswith("A_log"):  # states that last long in some heads
+        return -1.0, 1.0
     if len(shape) == 1 or "norm" in name:
         queries = any(part in name for part in ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm"))
         last = tied and not any(part.isdigit() for part in name.split("."))

@@ -44,4 +44,20 @@ MOE_CASES: dict[str, DenseCase] = {
         attn_temperature_tuning=True, pad_token_id=ABSENT,
         rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
     ),
+    "qwen3_next_odd": dense(
+        "Qwen3NextForCausalLM", "qwen3_next", **_SHARED | {"num_key_value_heads": 3}, modern=False, norm=0.4, hidden=72,
+        heads=6, layers=5, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,
+        shared_expert_intermediate_size=56, mlp_only_layers=[1], decoder_sparse_step=1, norm_topk_prob=True,
+        attention_bias=True, partial_rotary_factor=0.25, rope_theta=7000.0, full_attention_interval=4,
+        linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=20,
+        linear_conv_kernel_dim=3, router_aux_loss_coef=0.001, output_router_logits=False,
+    ),
+    "qwen3_next_groups": dense(
+        "Qwen3NextForCausalLM", "qwen3_next", **_SHARED, norm=0.4, hidden=96, layers=8, head_dim=16, num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=64, mlp_only_layers=[],
+        decoder_sparse_step=2, norm_topk_prob=False, attention_bias=False, linear_num_key_heads=2,
+        linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=24, linear_conv_kernel_dim=4,
+        rope_parameters={"rope_theta": 7000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+        layer_types=(["full_attention"] + ["linear_attention"] * 3) * 2,
+    ),
 }  # fmt: skip

@@ -57,12 +57,15 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     yield memory.describe_weights(params)
     per_device = f"{layout.token_bytes // layout.ways(mesh):,} a device"
     yield f"KV cache per token: {layout.token_bytes:,} bytes in {layout.dtype}, {per_device}"
-    weights = sum(memory.bytes_by_dtype(params).values())
+    weights, states = sum(memory.bytes_by_dtype(params).values()), layout.state_bytes(mesh)
+    if layout.states is not None:
+        of_all = f"{memory.size(states)} a device for {config.max_num_seqs} sequences"
+        yield f"states of recurrent layers: {layout.states.slot_bytes:,} bytes a sequence, {of_all}"
     if devices is None:
-        budget = memory.budget(config, device, num_devices(mesh), weights, 0)
+        budget = memory.budget(config, device, num_devices(mesh), weights, 0, states)
     else:
         total = target_memory(device)
-        budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True)
+        budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True, states)
     page_bytes = layout.page_bytes // layout.ways(mesh)
     most = memory.pages_of_longest(config, plan.longest, layout.page_size, layout.groups.windows)
     pages = memory.fitting_pages(config, most, page_bytes, budget, memory.Needs())

@@ -21,7 +21,7 @@ from jaxserve.checkpoints.export import complete_file
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.config import ConfigError
 from jaxserve.models.decoder import Decoder, added, angles
-from jaxserve.models.spec import LayerSpec
+from jaxserve.models.spec import AttentionSpec, LayerSpec
 from jaxserve.pallas_kernels.ops import Ops, matmul
 from jaxserve.pallas_kernels.parts import Heads
 from jaxserve.text.tokenizer import Tokenizer
@@ -117,6 +117,7 @@ def _forward(
         return matmul(x, w)
 
     def attend(heads: Heads) -> jax.Array:
+        assert isinstance(spec.attention, AttentionSpec)
         q, k, v = layer.ops.rotate(heads, layer.norm_eps, x.dtype)
         scores = jnp.einsum("tkgd,skd->kgts", q, k) * spec.attention.softmax_scale
         back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))

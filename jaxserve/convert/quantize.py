@@ -38,7 +38,15 @@ from jaxserve.convert.calibration import Statistics, advance, embed, fuse, measu
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, read_model
-from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxserve.models.spec import (
+    AttentionSpec,
+    GatedDeltaSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+    NormSpec,
+)
 from jaxserve.models.weights import abstract_params, weight_pieces
 from jaxserve.pallas_kernels.ops import rms_norm
 from jaxserve.pallas_kernels.types import QuantArray
@@ -136,7 +144,7 @@ def _check_layers(model: ModelConfig) -> None:
     refusal = ConfigError(
         f"models of the family {model.family} are served, but not quantized yet: their layers differ from Llama's"
     )
-    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in kinds):
+    if any(isinstance(layer.attention, LatentAttentionSpec | GatedDeltaSpec) for layer in kinds):
         raise refusal
     plain = {
         LayerSpec(

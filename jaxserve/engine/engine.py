@@ -91,8 +91,11 @@ class Engine:
         runner.allocate()
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
+        caches = config.prefix_caching and model.recurrent is None
+        if config.prefix_caching and not caches:
+            log.info("prefix caching is off: this model has recurrent layers, whose states no page keeps")
         # Of tokens found in the prefix cache there are no hidden states, so only the last token may be pooled then.
-        caches = config.prefix_caching and (self.pooler is None or self.pooler.method == "last")
+        caches = caches and (self.pooler is None or self.pooler.method == "last")
         windows = layout.groups.windows
         self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=caches, windows=windows)
         self.scheduler = Scheduler(
@@ -103,6 +106,7 @@ class Engine:
             prefill_bursts=self._cost is None,
             max_model_len=self.max_model_len,
             penalty_rows=runner.penalty_rows,
+            recurrent=model.recurrent is not None,
         )
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams

@@ -74,7 +74,8 @@ class ModelPlan:
         page_size = config.page_size or default_page_size(platform)
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
-        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest)
+        kv_heads, slots = decoder.kv_heads, config.max_num_seqs
+        one_page = CacheLayout.of(model, kv_heads, 1, page_size, kv_dtype, platform, longest, slots)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
 
@@ -118,7 +119,8 @@ def load_parts(
     cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)
     shapes = _shapes(config, plan, cost)
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
-    budget = memory.budget(config, device, num_devices(mesh), runner.weight_bytes, runner.slot_bytes)
+    held = runner.weight_bytes, runner.slot_bytes, plan.one_page.state_bytes(mesh)
+    budget = memory.budget(config, device, num_devices(mesh), *held)
     sizing = Sizing(config, runner, plan.one_page, budget, shapes, plan.longest)
     sizing.begin()
     return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing, plan.pooler)

@@ -23,6 +23,14 @@ Pages = KVPages | LatentPages
 EVERYWHERE = PartitionSpec()
 
 
+MOST_LAYERS = 8  # in one array
+
+
+def layers_of_array(layers: int) -> int:
+    """As many as can be in an array where all arrays have equally many."""
+    return max(n for n in range(1, MOST_LAYERS + 1) if layers % n == 0)
+
+
 def _shaped(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -84,7 +92,8 @@ class Latents:
         decode_only: bool,
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
         """`Ops.attend_latent` on each device's own heads."""
-        attend = partial(layer.ops.attend_latent, scale=layer.spec.attention.softmax_scale, decode_only=decode_only)
+        chosen: Any = layer.spec.attention
+        attend = partial(layer.ops.attend_latent, scale=chosen.softmax_scale, decode_only=decode_only)
         split: Any = (spec(None, "kv_heads"), EVERYWHERE, spec("kv_heads"), spec("kv_heads"))
         of_heads = LatentHeads(*split)
         return _on_each_device(attend, heads, of_heads, pages, EVERYWHERE, where, mesh)
@@ -95,7 +104,7 @@ CacheKind = KeysAndValues | Latents
 
 def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str) -> CacheKind:
     """What the model's layers keep; `kv_heads` are those of the mesh."""
-    attention = model.layers[0].attention
+    attention = model.attentions[0]
     if isinstance(attention, LatentAttentionSpec):
         width = stored_latent_width(attention.rank + attention.rope_dim, platform)
         return Latents(attention.rank, attention.rope_dim, width, np.dtype(dtype))

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.execution.cache_kinds import Pages
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
+from jaxserve.execution.slot_states import delta_net
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.attention import Ropes
 from jaxserve.models.decoder import Decoder, DecoderLayer
-from jaxserve.pallas_kernels.parts import Parts
+from jaxserve.models.spec import GatedDeltaSpec
+from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
+from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
 
 
 class ModelInput(NamedTuple):
@@ -59,7 +61,8 @@ def forward(
     layout: CacheLayout,
     mesh: Mesh,
 ) -> tuple[Output, KVCache]:
-    """Computes the batch's tokens and writes their keys and values to the cache. The slots stay as they are."""
+    """Computes the batch's tokens and writes their keys and values to the cache, and the rows' new states in the place
+    of the old ones. The slots stay as they are."""
     q_start, slot = batch.q_start, batch.slot
     placed = _place(slots, batch, shape)
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
@@ -75,10 +78,18 @@ def forward(
     # Jitted here, so that equal layers are traced and lowered once.
     run = partial(_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec, parent=None))) for spec in set(model.config.layers)}
-    cache, y = list(cache), None
-    for i, (layer, (group, index)) in enumerate(zip(model.config.layers, groups.places, strict=True)):
-        array, part = divmod(index, each)
-        where = (written[group], tables[group], q_start, placed.kv_len, batch.num_decodes, first_page[part])
+    cache, y, paged, recurrent = list(cache), None, iter(groups.places), 0
+    rows = None if layout.states is None else _delta_rows(slots, batch, placed)
+    for i, layer in enumerate(model.config.layers):
+        where: tuple
+        if layout.states is not None and isinstance(layer.attention, GatedDeltaSpec):
+            array, part = layout.states.place(recurrent)
+            array, recurrent = array + layout.num_arrays, recurrent + 1
+            where = rows, jnp.int32(part * layout.states.slots)
+        else:
+            group, index = next(paged)
+            array, part = divmod(index, each)
+            where = (written[group], tables[group], q_start, placed.kv_len, batch.num_decodes, first_page[part])
         x, y, cache[array] = kinds[layer](params[f"layers_{i}"], x, y, ropes, cache[array], where)
     hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
@@ -98,6 +109,13 @@ def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
     return Placement(row, position, kv_len, (index < q_start[-1]) & batch.writes[row])
 
 
+def _delta_rows(slots: SlotState, batch: ModelInput, placed: Placement) -> DeltaRows:
+    """Whose states the rows continue from and change. Rows that keep nothing change that of nobody."""
+    target = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
+    begun = (batch.q_start[1:] > batch.q_start[:-1]) & (slots.length(batch.slot) > 0)
+    return DeltaRows(batch.slot, target, ~begun, batch.q_start, batch.num_decodes, placed.row)
+
+
 def _tables(tables: jax.Array, num_groups: int) -> list[jax.Array]:
     """The rows' block tables, int32 [rows, blocks * groups] -> those of each group [rows, blocks]."""
     if num_groups == 1:
@@ -113,14 +131,18 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 
 
 def _layer(
-    params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: Any, where: tuple,
+    params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: Any, where: Any,
     *, module: DecoderLayer, kind: Any, mesh: Mesh, decode_only: bool,
-) -> tuple[jax.Array, Parts | None, Pages]:  # fmt: skip
-    """One layer on x [tokens, hidden], what the layer before left to add to it, and its pages of the cache; returns
-    all three."""
+) -> tuple[jax.Array, Parts | None, Any]:  # fmt: skip
+    """One layer on x [tokens, hidden], what the layer before left to add to it, and its pages or states of the cache;
+    returns all three."""
 
     def attend(heads: Any) -> jax.Array:
         nonlocal pages
+        if isinstance(heads, DeltaHeads):
+            rows, first = where
+            out, pages = delta_net(module, heads, pages, rows, first, mesh, decode_only)
+            return out
         out, pages = kind.attend(module, heads, pages, where, mesh, x.dtype, decode_only)
         return out
 

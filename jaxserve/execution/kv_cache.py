@@ -1,9 +1,10 @@
-"""The paged KV cache on the devices: its layout, its size, and copying of pages."""
+"""The cache on the devices: its layout, its size, and copying of pages."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,15 +13,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.devices.mesh import on_one_cpu, sharding, ways
-from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind
+from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups
+from jaxserve.execution.slot_states import StateLayout
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels.types import DeltaState
 
 COPIES = 16  # page copies per call of `copy_pages`
 
-MOST_LAYERS = 8  # in one array
-KVCache = list[Pages]  # each of a few layers, see `CacheLayout`
+KVCache = list[Pages | DeltaState]  # each of a few layers, see `CacheLayout`: first pages, then states of slots
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,18 @@ class CacheLayout:
 
     A page has a part for each of `groups.depth` layers, which the group of layers that owns the page uses. An array
     holds the parts of a few layers, first those of the first layer for all pages, because each array that a step takes
-    and gives costs the host about 3 us.
+    and gives costs the host about 3 us. Behind them are the arrays of recurrent layers, if there are any.
+
+    Attributes:
+      groups, kind: of the layers with pages.
+      states: of recurrent layers; None: there are none.
     """
 
     groups: LayerGroups
     num_pages: int
     page_size: int
     kind: CacheKind
+    states: StateLayout | None = None
 
     @classmethod
     def of(
@@ -47,21 +54,25 @@ class CacheLayout:
         dtype: Any,
         platform: str = "cpu",
         longest: int | None = None,
+        num_slots: int = 0,
     ) -> CacheLayout:
-        """`longest`: tokens of the longest sequence; None: as many as the model was made for."""
-        windows = [layer.attention.window for layer in model.layers]
+        """`longest`: tokens of the longest sequence; None: as many as the model was made for. `num_slots`: sequences
+        that run at a time, which only recurrent layers need."""
+        windows = [attention.window for attention in model.attentions]
+        net, states = model.recurrent, None
+        if net is not None:
+            states = StateLayout(net, model.num_recurrent, num_slots + 1)
         groups = LayerGroups.of(windows, model.max_position if longest is None else longest)
-        return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform))
+        return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform), states)
 
     @property
     def num_arrays(self) -> int:
-        """As few as there can be, all alike."""
-        depth = self.groups.depth
-        return depth // max(n for n in range(1, MOST_LAYERS + 1) if depth % n == 0)
+        """Arrays of pages: as few as there can be, all alike."""
+        return self.groups.depth // layers_of_array(self.groups.depth)
 
     @property
     def array(self) -> Pages:
-        """One of them, as shapes."""
+        """One of the arrays of pages, as shapes."""
         return self.kind.pages(self.groups.depth // self.num_arrays * self.num_pages, self.page_size)
 
     @property
@@ -84,25 +95,37 @@ class CacheLayout:
         """Into how many parts devices split each page."""
         return math.prod(ways(mesh, axis) for axis in self.kind.axes if axis is not None)
 
-    def sharding(self, mesh: Mesh) -> NamedSharding:
-        return sharding(mesh, *self.kind.axes)
+    def state_bytes(self, mesh: Mesh) -> int:
+        """Bytes of all slots' states on each device."""
+        return 0 if self.states is None else self.states.device_bytes(mesh)
 
-    def abstract(self, mesh: Mesh) -> list[Pages]:
+    def _arrays(self, mesh: Mesh) -> list[tuple[Any, NamedSharding]]:
+        """Each array of the cache as shapes, and its sharding."""
+        pages: Any = (self.array, sharding(mesh, *self.kind.axes))
+        states = [] if self.states is None else [(self.states.array, self.states.sharding(mesh))]
+        return [pages] * self.num_arrays + states * (0 if self.states is None else self.states.num_arrays)
+
+    def shardings(self, mesh: Mesh) -> list[NamedSharding]:
+        """Of each array of the cache."""
+        return [place for _, place in self._arrays(mesh)]
+
+    def abstract(self, mesh: Mesh) -> list[Any]:
         """The cache's shapes, dtypes and shardings."""
-        sharding = self.sharding(mesh)
-        array = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.array)
-        return [array] * self.num_arrays
+
+        def placed(array: Any, place: NamedSharding) -> Any:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), array)
+
+        return [placed(*one) for one in self._arrays(mesh)]
 
     def create(self, mesh: Mesh) -> KVCache:
         """The cache. On one CPU its contents are undefined, and memory is taken as pages are used for the first time: a
         large cache then costs no time at start."""
         fill = cpu.untouched if on_one_cpu(mesh) else jnp.zeros
 
-        def empty() -> Pages:
-            return jax.tree.map(lambda x: fill(x.shape, x.dtype), self.array)
+        def empty(array: Any) -> Any:
+            return jax.tree.map(lambda x: fill(x.shape, x.dtype), array)
 
-        make = jax.jit(empty, out_shardings=self.sharding(mesh))
-        return [make() for _ in range(self.num_arrays)]
+        return [jax.jit(partial(empty, array), out_shardings=place)() for array, place in self._arrays(mesh)]
 
 
 def cache_dtype(name: str, compute: Any) -> np.dtype:
@@ -111,13 +134,16 @@ def cache_dtype(name: str, compute: Any) -> np.dtype:
     return np.dtype(named[name])
 
 
-def copy_pages(cache: KVCache, sources: jax.Array, targets: jax.Array, *, depth: int) -> KVCache:
+def copy_pages(
+    cache: KVCache, sources: jax.Array, targets: jax.Array, *, depth: int, arrays: int | None = None
+) -> KVCache:
     """Copies page sources[i] to targets[i], int32 [COPIES], with all its `depth` layers; all are read before any is
-    written. Pad with NULL_PAGE."""
-    each = depth // len(cache)  # layers of an array
+    written. Pad with NULL_PAGE. The first `arrays` of the cache hold pages; None: all."""
+    arrays = len(cache) if arrays is None else arrays
+    each = depth // arrays  # layers of an array
 
     def copy(x: jax.Array) -> jax.Array:
         first = jnp.arange(0, x.shape[0], x.shape[0] // each, dtype=jnp.int32)[:, None]
         return x.at[first + targets].set(x[first + sources], mode="promise_in_bounds")
 
-    return jax.tree.map(copy, cache)
+    return jax.tree.map(copy, cache[:arrays]) + cache[arrays:]

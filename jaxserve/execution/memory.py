@@ -66,24 +66,30 @@ class Budget:
     reserve: int
     most_cache: int | None  # no more than this for pages, whatever is left
     counts_programs: bool = False  # pages are chosen beside what the programs need; on CPU that is a trifle
+    states: int = 0  # of recurrent layers, for all slots
+
+    @property
+    def fixed(self) -> int:
+        """What neither pages nor programs take."""
+        return self.weights + self.slots + self.states + self.reserve
 
     def left(self, needs: Needs) -> int:
         """For pages, beside what the programs need."""
-        left = int(self.total * self.utilization) - self.weights - self.slots - self.reserve - needs.total
+        left = int(self.total * self.utilization) - self.fixed - needs.total
         return left if self.most_cache is None else min(left, self.most_cache)
 
     def holds(self, needs: Needs, cache: int) -> bool:
         """Whether all of it together is no more than may be used."""
-        used = self.weights + self.slots + needs.total + self.reserve + cache
-        return used <= int(self.total * self.utilization)
+        return self.fixed + needs.total + cache <= int(self.total * self.utilization)
 
     def describe(self, needs: Needs, cache: int) -> str:
         """The arithmetic, in words."""
-        used = self.weights + self.slots + needs.total + self.reserve + cache
+        used = self.fixed + needs.total + cache
+        states = f"states of recurrent layers {size(self.states)} + " if self.states else ""
         return (
             f"memory per device: {size(self.total)} x {self.utilization:g} = "
             f"{size(self.total * self.utilization)}; weights {size(self.weights)} + slots {size(self.slots)} + "
-            f"temporaries of the largest step {size(needs.temporaries)} + results of steps in flight "
+            f"{states}temporaries of the largest step {size(needs.temporaries)} + results of steps in flight "
             f"{size(needs.results)} + code of all programs {size(needs.code)} + reserve {size(self.reserve)} + "
             f"KV cache {size(cache)} = {size(used)}"
         )
@@ -97,14 +103,16 @@ class Budget:
             )
 
 
-def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int, slots: int) -> Budget:
-    """The budget of each of `devices` equal devices, which hold `weights` and `slots` bytes each already.
+def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int, slots: int, states: int = 0) -> Budget:
+    """The budget of each of `devices` equal devices, which hold `weights` and `slots` bytes each already, and will hold
+    `states` more for recurrent layers.
 
     Raises ConfigError where a device does not tell how much memory it has and kv_pages is not set either.
     """
     if device.platform == "cpu":
         free = available_host_bytes() // devices
-        return Budget(free + weights + slots, config.memory_utilization, weights, slots, 0, int(free * CPU_CACHE_SHARE))
+        most = int(max(free - states, 0) * CPU_CACHE_SHARE)
+        return Budget(free + weights + slots, config.memory_utilization, weights, slots, 0, most, states=states)
     total = (device.memory_stats() or {}).get("bytes_limit", 0)
     if not total and config.kv_pages is None:
         raise ConfigError(f"{device.device_kind} does not tell its memory size: set --kv-pages")
@@ -112,7 +120,7 @@ def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int,
     if device.platform == "gpu":  # the limit is that of JAX's pool, which is itself a fraction of the memory
         pool = float(os.environ.get(POOL_FRACTION, 0.75))
         total, utilization = int(total / pool), min(utilization, pool)
-    return Budget(total or 2**62, utilization, weights, slots, RESERVE_BYTES, None, counts_programs=True)
+    return Budget(total or 2**62, utilization, weights, slots, RESERVE_BYTES, None, True, states)
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:

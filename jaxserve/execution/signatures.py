@@ -130,7 +130,7 @@ class Signatures:
         return Signature(steps.update_tables, (0,), arguments, self._everywhere)
 
     def copy_pages(self, _: int) -> Signature:
-        copy = partial(copy_pages, depth=self.layout.groups.depth)
+        copy = partial(copy_pages, depth=self.layout.groups.depth, arrays=self.layout.num_arrays)
         return Signature(copy, (0,), (self._cache, self._host(COPIES), self._host(COPIES)), self._cache_sharding)
 
     @property
@@ -143,7 +143,7 @@ class Signatures:
 
     @property
     def _cache_sharding(self) -> list[NamedSharding]:
-        return [self.layout.sharding(self.mesh)] * self.layout.num_arrays
+        return self.layout.shardings(self.mesh)
 
     def _host(self, *shape: int) -> jax.ShapeDtypeStruct:
         """An int32 array that comes from the host."""

@@ -14,7 +14,7 @@ from jaxserve.models.norms import HeadNorm
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import AttentionSpec, QKNormSpec
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, value_of
+from jaxserve.pallas_kernels.parts import DeltaHeads, Heads, LatentHeads, Parts, value_of
 from jaxserve.pallas_kernels.types import QuantRows
 
 Ropes = Mapping[str, Angles]  # name in `ModelConfig.ropes` -> angles of all tokens
@@ -24,8 +24,9 @@ class AttentionFn(Protocol):
     """Writes the layer's new keys and values (`Ops.rotate_and_write`, or `rotate`) and attends over all that its tokens
     may see."""
 
-    def __call__(self, heads: Heads | LatentHeads) -> jax.Array:
-        """What attention gives [tokens, kv_heads, group, head_dim], or [tokens, heads, v_dim] of latents."""
+    def __call__(self, heads: Heads | LatentHeads | DeltaHeads) -> jax.Array:
+        """What attention gives [tokens, kv_heads, group, head_dim], or [tokens, heads, v_dim] of latents. A gated delta
+        net, which is in the place of attention, gives [tokens, key_heads, group, value_dim] in float32."""
 
 
 class Attention(nn.Module):
@@ -57,8 +58,12 @@ class Attention(nn.Module):
             init = nn.initializers.normal(1.0)
             sinks = weight(self, "sinks", init, ("kv_heads", None), (self.kv_heads, group), self.dtype)
             heads = heads._replace(sinks=sinks)
-        out_axes = ("embed", "kv_heads", None, None)
-        return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(attend(heads))
+        out_axes, result = ("embed", "kv_heads", None, None), attend(heads)
+        if spec.out_gate is not None:
+            gate_axes = ("kv_heads", None, None, "embed")
+            gate = linear("gate", (self.hidden_size,), (self.kv_heads, group, dim), gate_axes, spec.qkv_bias)(x)
+            result = result * jax.nn.sigmoid(gate.whole(self.dtype)).reshape(result.shape)
+        return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(result)
 
     def _heads(self, qkv: Parts, angles: Angles) -> Heads:
         """What `attend` gets. It rotates, and it computes the commonest norm; all else is done here, by XLA, which

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attention, AttentionFn, Ropes
+from jaxserve.models.delta_net import GatedDeltaNet
 from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Linear, reader
 from jaxserve.models.norms import Norm
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts
+from jaxserve.pallas_kernels.parts import DeltaHeads, Heads, LatentHeads, Parts
 
 
 def angles(config: ModelConfig, positions: jax.Array) -> Ropes:
@@ -70,7 +71,7 @@ class DecoderLayer(nn.Module):
         def mlp(x: Any) -> Parts:
             return scaled(mlp_module(x))
 
-        of_qkv = reader(self, "attention", "qkv" if isinstance(self.spec.attention, AttentionSpec) else "down")
+        of_qkv = reader(self, "attention", self._only_reader)
         of_mlp = reader(self, "mlp", "gate_up" if self.spec.mlp.gated else "up")
         match self.spec.residual:
             case "pre":
@@ -97,8 +98,20 @@ class DecoderLayer(nn.Module):
                 others = norm("mlp_norm")(x)[1]
                 return x, Parts((attention(inputs).whole(x.dtype) + mlp(others).whole(x.dtype))[None])
 
-    def _attention(self) -> Attention | LatentAttention:
+    @property
+    def _only_reader(self) -> str:
+        """The projection for which the inputs of attention may be rounded; none where others read them too."""
+        match self.spec.attention:
+            case LatentAttentionSpec():
+                return "down"
+            case AttentionSpec(out_gate=None):
+                return "qkv"
+        return ""
+
+    def _attention(self) -> Attention | LatentAttention | GatedDeltaNet:
         spec, options = self.spec.attention, {"dtype": self.dtype, "ops": self.ops, "name": "attention"}
+        if isinstance(spec, GatedDeltaSpec):
+            return GatedDeltaNet(spec, self.hidden_size, **options)
         if isinstance(spec, LatentAttentionSpec):
             return LatentAttention(spec, self.hidden_size, **options)
         return Attention(spec, self.hidden_size, self.kv_heads, **options)
@@ -182,7 +195,11 @@ class Decoder(nn.Module):
             x, y = layer(x, y, ropes, partial(self._queries, layer.norm_eps))
         return self.logits(self.finish(x, y))
 
-    def _queries(self, eps: float, heads: Heads | LatentHeads) -> jax.Array:
+    def _queries(self, eps: float, heads: Heads | LatentHeads | DeltaHeads) -> jax.Array:
+        if isinstance(heads, DeltaHeads):
+            recurrent = self.config.recurrent
+            assert recurrent is not None
+            return jnp.zeros((*heads.decay.shape, recurrent.value_dim), jnp.float32)
         if isinstance(heads, LatentHeads):
             return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), self.dtype)
         return self.ops.rotate(heads, eps, self.dtype)[0]

@@ -214,7 +214,7 @@ def _problem(
     model: ModelConfig, kv_heads: int, devices: int, device: Device, dtype: Any, kv_dtype: Any, page_size: int
 ) -> AttentionProblem | LatentProblem:
     """What the model's attention is on one of the devices that share its heads."""
-    spec, scales = model.layers[0].attention, has_scale(kv_dtype)
+    spec, scales = model.attentions[0], has_scale(kv_dtype)
     if isinstance(spec, LatentAttentionSpec):
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
         heads = spec.num_heads // devices

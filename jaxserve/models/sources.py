@@ -17,7 +17,8 @@ from jaxserve.checkpoints.load import Piece
 # "correction_row" of one that is [1, experts].
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
 # and its value; gate_up has gate and up one after the other. Roles of matrices [in, out] end in ".T". A file may stack
-# experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a, kv_b and kv_norm.
+# experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a, kv_b and kv_norm;
+# gated delta nets have those of `delta_net.delta_sources`. With an output gate, q has each head's query, then its gate.
 Names = Mapping[str, str]
 
 

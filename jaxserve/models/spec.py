@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from jaxserve.config import ConfigError
+from jaxserve.models.rope_spec import QueryScale as QueryScale
+from jaxserve.models.rope_spec import RopeConfig as RopeConfig
+from jaxserve.models.rope_spec import RopeScaling as RopeScaling
 from jaxserve.pallas_kernels.routing import Router
 
-RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]
 
@@ -53,58 +55,6 @@ class QKNormSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryScale:
-    """Queries times 1 + slope * log(1 + floor((position + shift) / period)), so that attention stays sharp over long
-    contexts (Llama 4's attn_scale and floor_scale, Ministral's llama_4_scaling_beta)."""
-
-    slope: float
-    period: float
-    shift: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
-
-    `factor` stretches positions: linear (Chen et al. 2023, arXiv:2306.15595), dynamic NTK, llama3 (Llama 3.1's
-    piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). longrope (Ding et al. 2024, arXiv:2402.13753) divides
-    each frequency by a factor of its own; `ModelConfig.limited_to` chooses one of its two lists. Lengths are in tokens.
-
-    Attributes:
-      rotary_dim: the leading channels of a head that turn; None: all; 0: none.
-      interleaved: channel 2i turns with 2i + 1 in the checkpoint, not i with i + rotary_dim / 2. The weights are
-        reordered when they are loaded (`rope.head_order`), so that the operations know one pairing only.
-      query_scale: see there; None: queries stay.
-    """
-
-    theta: float = 10000.0
-    scaling: RopeScaling = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-    rotary_dim: int | None = None
-    interleaved: bool = False
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    query_scale: QueryScale | None = None
-
-    def __post_init__(self) -> None:
-        if self.theta <= 1:
-            raise ConfigError(f"rope_theta must be above 1, got {self.theta}")
-        if self.rotary_dim is not None and (self.rotary_dim < 0 or self.rotary_dim % 2):
-            raise ConfigError(f"the rotated part of a head must have an even number of channels, not {self.rotary_dim}")
-        if self.low_freq_factor > self.high_freq_factor:
-            raise ConfigError(
-                f"low_freq_factor={self.low_freq_factor} must not be above high_freq_factor={self.high_freq_factor}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) of one layer.
 
@@ -115,6 +65,8 @@ class AttentionSpec:
       softcap: scores become softcap * tanh(score / softcap); None: they stay.
       sinks: each query head has a learned logit that takes part in the softmax and has no value (gpt-oss).
       clip: queries, keys and values are limited to [-clip, clip]; None: they are not.
+      out_gate: what a head's results are multiplied with, before the output projection: sigmoid of a further projection
+        of the layer's input, which files keep behind each head's query (Qwen3-Next); None: nothing.
       qk_norm: norms of queries and keys; None: there are none.
     """
 
@@ -129,6 +81,7 @@ class AttentionSpec:
     out_bias: bool = False
     sinks: bool = False
     clip: float | None = None
+    out_gate: Literal["sigmoid"] | None = None
     qk_norm: QKNormSpec | None = None
 
     def __post_init__(self) -> None:
@@ -208,6 +161,47 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec:
+    """A gated delta net (Yang et al. 2025, arXiv:2412.06464) in the place of attention: per sequence it keeps a matrix
+    for each value head, whatever the sequence's length.
+
+    Attributes:
+      key_heads, value_heads: consecutive value heads share a key head.
+      key_dim, value_dim: numbers of a head's queries and keys, and of its values.
+      conv_width: tokens that the convolution before it sees, a token itself included.
+      activation: after the convolution.
+      norm: of each value head's results, which are then gated with the silu of a projection of the layer's input.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    activation: Activation = "silu"
+    norm: NormSpec
+    window: None = None
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads={self.value_heads} is no multiple of linear_num_key_heads={self.key_heads}"
+            )
+        if self.conv_width < 2:
+            raise ConfigError(f"linear_conv_kernel_dim must be at least 2, got {self.conv_width}")
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that the convolution takes, for each key head: its query, its key, its group's values."""
+        return 2 * self.key_dim + self.group * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
     """A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): each token goes through a few of several MLPs.
 
@@ -251,7 +245,7 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A layer: attention and MLP, each of which adds its result to the residual stream x.
+    """A layer: attention, or what stands in its place, and MLP, each of which adds its result to the residual stream x.
 
     Attributes:
       norm: of every norm of the layer; `residual` says where they are.
@@ -261,7 +255,7 @@ class LayerSpec:
       residual_scale: multiplies what attention and MLP add.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
     mlp: MLPSpec
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
@@ -313,11 +307,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ropes", MappingProxyType(dict(self.ropes)))
-        attentions = [layer.attention for layer in self.layers]
+        attentions = self.attentions
+        if len({spec for spec in self.specs if isinstance(spec, GatedDeltaSpec)}) > 1:
+            raise ConfigError("all recurrent layers must have the same shape")
         shapes = {(type(a).__name__, a.num_heads, a.num_kv_heads, a.head_dim, a.rotated_dim) for a in attentions}
         if len(shapes) != 1:
-            raise ConfigError(f"all layers must have as many heads of the same size, got {sorted(shapes)}")
-        if unknown := {layer.attention.rope for layer in self.layers} - set(self.ropes):
+            raise ConfigError(f"all attention layers must have as many heads of the same size, got {sorted(shapes)}")
+        if unknown := {attention.rope for attention in attentions} - set(self.ropes):
             raise ConfigError(f"layers use rotary embeddings {sorted(unknown)}; there are {sorted(self.ropes)}")
         for rope in self.ropes.values():
             if (rope.rotary_dim or 0) > self.rotated_dim:
@@ -349,24 +345,44 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def specs(self) -> list[AttentionSpec | LatentAttentionSpec | GatedDeltaSpec]:
+        """Each layer's attention, or what stands in its place."""
+        return [layer.attention for layer in self.layers]
+
+    @property
+    def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
+        """The attention of those layers that have one; there is at least one such layer."""
+        return [spec for spec in self.specs if not isinstance(spec, GatedDeltaSpec)]
+
+    @property
+    def recurrent(self) -> GatedDeltaSpec | None:
+        """What the layers without attention are; None: there are none."""
+        return next((spec for spec in self.specs if isinstance(spec, GatedDeltaSpec)), None)
+
+    @property
+    def num_recurrent(self) -> int:
+        """Layers without attention."""
+        return self.num_layers - len(self.attentions)
+
+    @property
     def num_heads(self) -> int:
-        """Query heads of every layer."""
-        return self.layers[0].attention.num_heads
+        """Query heads of every attention layer."""
+        return self.attentions[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values of every layer."""
-        return self.layers[0].attention.num_kv_heads
+        """Heads of keys and values of every attention layer."""
+        return self.attentions[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head in every layer."""
-        return self.layers[0].attention.head_dim
+        """Numbers of a head in every attention layer."""
+        return self.attentions[0].head_dim
 
     @property
     def rotated_dim(self) -> int:
-        """Numbers of a head that rotary positions are for, in every layer."""
-        return self.layers[0].attention.rotated_dim
+        """Numbers of a head that rotary positions are for, in every attention layer."""
+        return self.attentions[0].rotated_dim
 
     @property
     def has_windows(self) -> bool:

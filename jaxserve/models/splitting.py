@@ -18,6 +18,9 @@ def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
             problems.append(f"{kv_heads} key-value heads")
     elif size % kv_heads or heads % size:
         problems.append(f"{heads} query heads over {kv_heads} key-value heads")
+    net = config.recurrent
+    if net is not None and net.key_heads % size:
+        problems.append(f"{net.key_heads} key heads of recurrent layers")
     problems += [f"an MLP width of {width}" for width in sorted(_widths(config)) if width % size]
     if problems:
         allowed = [n for n in range(1, heads + 1) if _splits(config, n)]
@@ -30,6 +33,8 @@ def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
 def _splits(config: ModelConfig, size: int) -> bool:
     kv = config.num_kv_heads
     heads_fit = kv % size == 0 if size <= kv else (size % kv == 0 and config.num_heads % size == 0)
+    net = config.recurrent
+    heads_fit = heads_fit and (net is None or net.key_heads % size == 0)
     return heads_fit and not any(width % size for width in _widths(config))
 
 

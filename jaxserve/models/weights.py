@@ -19,12 +19,21 @@ from jax.sharding import Mesh
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.delta_net import delta_sources
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.latent_weights import latent_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, rows, whole
-from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec, NormSpec, QKNormSpec
+from jaxserve.models.spec import (
+    AttentionSpec,
+    GatedDeltaSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    QKNormSpec,
+)
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
 
@@ -115,14 +124,17 @@ _NORMS = {
 
 def _layer(model: Decoder, spec: LayerSpec, names: Names) -> dict[str, list[Source]]:
     hidden, attention = model.config.hidden_size, spec.attention
-    order = head_order(model.config.ropes[attention.rope], attention.rotated_dim)
     layer: dict[str, list[Source]] = {}
     for name in _NORMS[spec.residual]:
         layer |= _norm(name, spec.norm, hidden)
-    if isinstance(attention, LatentAttentionSpec):
-        layer |= latent_sources(attention, order, hidden)
+    if isinstance(attention, GatedDeltaSpec):
+        layer |= delta_sources(attention, hidden)
     else:
-        layer |= _attention(attention, model.kv_heads, order, names, hidden)
+        order = head_order(model.config.ropes[attention.rope], attention.rotated_dim)
+        if isinstance(attention, LatentAttentionSpec):
+            layer |= latent_sources(attention, order, hidden)
+        else:
+            layer |= _attention(attention, model.kv_heads, order, names, hidden)
     return layer if spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
 
 
@@ -137,12 +149,30 @@ def _attention(
         layer["attention/qkv/bias"] = _qkv(attention, kv_heads, order, names, "bias", ())
     if attention.out_bias:
         layer["attention/out/bias"] = [Source("o.bias", (hidden,), whole)]
+    if attention.out_gate is not None:
+        layer |= _out_gate(attention, kv_heads, hidden)
     if attention.qk_norm is not None:
         layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
     if attention.sinks:
         split = (kv_heads, attention.num_heads // kv_heads)
         layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, split)]
     return layer
+
+
+def _out_gate(attention: AttentionSpec, kv_heads: int, hidden: int) -> dict[str, list[Source]]:
+    """Gates are behind each head's query in the tensor of queries."""
+    width, dim = attention.num_heads * attention.head_dim, attention.head_dim
+    gates = _of_pairs(dim, 1)
+    found = {"attention/gate/kernel": [Source("q.weight", (2 * width, hidden), whole, take=gates)]}
+    if attention.qkv_bias:
+        split = (kv_heads, attention.num_heads // kv_heads, dim)
+        found["attention/gate/bias"] = [Source("q.bias", (2 * width,), whole, split, take=gates)]
+    return found
+
+
+def _of_pairs(dim: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
+    """The rows of queries (0) or of gates (1) of a tensor that has both for each head, one after the other."""
+    return lambda t: t.reshape(-1, 2, dim, *t.shape[1:])[:, which].reshape(-1, *t.shape[1:])
 
 
 def _norm(name: str, spec: NormSpec, size: int) -> dict[str, list[Source]]:
@@ -209,6 +239,10 @@ def _qkv(
     takes: dict[str, Callable[[np.ndarray], np.ndarray] | None] = dict.fromkeys("qkv")
     if order is not None:
         takes |= {"q": ordered, "k": ordered}
+    if spec.out_gate is not None:
+        sizes["q"] *= 2
+        of_queries = _of_pairs(dim, 0)
+        takes["q"] = of_queries if order is None else lambda t: ordered(of_queries(t))
     if not (_has(names, f"qkv.{kind}") or _has(names, f"qkv_grouped.{kind}")):
         return [
             Source(f"{role}.{kind}", (sizes[role], *inputs), views[role], splits[role], take=takes[role])

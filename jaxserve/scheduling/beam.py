@@ -71,6 +71,10 @@ class Beams:
     def check(self, request: Request, tokens: int, stops: int) -> None:
         """Raises InvalidRequestError for a search that cannot run. Each beam has at most `tokens` tokens, prompt
         included; `stops` is the number of stop ids."""
+        if self._scheduler.recurrent:
+            raise InvalidRequestError(
+                "this model has recurrent layers, which beam search cannot copy", "use_beam_search"
+            )
         blocks, width = self._scheduler.blocks, request.params.n
         if (most := min(MAX_LOGPROBS - stops, self._scheduler.running.num_slots)) < width:
             raise InvalidRequestError(f"with use_beam_search n must be at most {most}, got {width}", "n")

@@ -49,8 +49,11 @@ class Scheduler:
         prefill_chunk: int | None = None,
         prefill_bursts: bool = True,
         penalty_rows: int | None = None,
+        recurrent: bool = False,
     ):
-        self.blocks, self._prefixes = blocks, Prefixes(blocks)
+        """`recurrent`: the model has layers whose state no page holds, so sequences share no pages."""
+        self.blocks, self._prefixes, self.recurrent = blocks, Prefixes(blocks), recurrent
+        assert not (recurrent and blocks.prefix_caching), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.num_groups)
@@ -329,9 +332,12 @@ class Scheduler:
     # Siblings
 
     def _fork(self, seq: Sequence, *, share: bool = True) -> None:
-        """Adds the request's other completions; `share`: the prompt is computed, and they share its pages."""
+        """Adds the request's other completions; `share`: the prompt is computed, and they share its pages. Those of a
+        recurrent model compute the prompt again: the state in the slot has seen the whole prompt, and they begin with
+        its last token."""
         if not seq.unforked:
             return  # the usual case
+        share = share and not self.recurrent
         computed = seq.prompt_len - 1
         pages = seq.pages[: self.blocks.pages_for(computed)] if share and seq.pages else None
         placed = min(len(seq.unforked), self.running.num_places_for(seq)) if pages is not None else 0

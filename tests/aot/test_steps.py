@@ -95,7 +95,8 @@ def make_runner(
     elif scheme != "bf16":
         params = arranged(quantized_abstract(params, scheme), mesh, jnp.bfloat16, backends["matmul"])
     runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
-    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, kv_dtype, devices[0].platform)
+    platform = devices[0].platform
+    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, kv_dtype, platform, num_slots=slots)
     runner.set_cache_size(layout, context // page_size)
     return runner, params
 

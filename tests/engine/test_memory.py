@@ -53,8 +53,8 @@ class Gpu:
     surprising_code: int = 0  # of the smallest step, in place of `code`
     compiled: list[str] = field(default_factory=list)
 
-    def budget(self, config, device, devices, weights, slots) -> Budget:
-        return Budget(self.total, config.memory_utilization, weights, slots, 8 * MIB, None, counts_programs=True)
+    def budget(self, config, device, devices, weights, slots, states) -> Budget:
+        return Budget(self.total, config.memory_utilization, weights, slots, 8 * MIB, None, True, states)
 
     def program(self, name, compiled):
         self.compiled.append(str(name))

@@ -9,7 +9,7 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import alike, read_attention, read_layer_norm, read_mlp, read_shared
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import UNTURNED
-from jaxserve.models.spec import LayerSpec, LearnedPositions, ModelConfig
+from jaxserve.models.spec import AttentionSpec, LayerSpec, LearnedPositions, ModelConfig
 
 LAYER = "transformer.h.{i}"
 MATRICES = {"qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
@@ -48,6 +48,7 @@ def _read(hf: HFConfig) -> ModelConfig:
 
 
 def _scaled(layer: LayerSpec, scale: float) -> LayerSpec:
+    assert isinstance(layer.attention, AttentionSpec)
     return replace(layer, attention=replace(layer.attention, scale=scale))
 
 

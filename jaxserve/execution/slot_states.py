@@ -1,0 +1,96 @@
+"""What recurrent layers keep of a sequence: a state of fixed size in the sequence's slot, in the place of pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.devices.mesh import is_split, sharding, spec, ways
+from jaxserve.execution.cache_kinds import layers_of_array
+from jaxserve.models.decoder import DecoderLayer
+from jaxserve.models.spec import GatedDeltaSpec
+from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
+from jaxserve.pallas_kernels.ops import ACTIVATIONS
+from jaxserve.pallas_kernels.parts import DeltaHeads
+from jaxserve.pallas_kernels.types import DeltaState
+
+AXES = None, "kv_heads"  # logical axes of the arrays' first dimensions
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The arrays of the states of a model's recurrent layers.
+
+    Each `DeltaState` holds the states of a few layers, first those of the first layer for all slots, that of nobody
+    included. A step changes the states of its rows in place. A sequence that begins needs no state cleared: the step
+    takes zero for the state of a slot whose length is 0.
+
+    Attributes:
+      layers: recurrent layers.
+      slots: that of nobody included.
+    """
+
+    spec: GatedDeltaSpec
+    layers: int
+    slots: int
+
+    @property
+    def num_arrays(self) -> int:
+        """As few as there can be, all alike."""
+        return self.layers // layers_of_array(self.layers)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(array, part of it) of the recurrent layer with this index among these layers."""
+        return divmod(index, layers_of_array(self.layers))
+
+    @property
+    def array(self) -> DeltaState:
+        """One of the arrays, as shapes."""
+        return self._states(layers_of_array(self.layers) * self.slots)
+
+    def _states(self, count: int) -> DeltaState:
+        net = self.spec
+        matrix = (count, net.key_heads, net.group, net.key_dim, net.value_dim)
+        inputs = (count, net.key_heads, (net.conv_width - 1) * net.channels)
+        shapes: Any = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (matrix, inputs))
+        return DeltaState(*shapes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all layers and all devices."""
+        return self.layers * sum(x.size * x.dtype.itemsize for x in self._states(1))
+
+    def device_bytes(self, mesh: Mesh) -> int:
+        """Bytes of all slots on each device."""
+        return self.slots * self.slot_bytes // ways(mesh, "kv_heads")
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return sharding(mesh, *AXES)
+
+
+def delta_net(
+    layer: DecoderLayer, heads: DeltaHeads, state: DeltaState, rows: DeltaRows, first: jax.Array, mesh: Mesh,
+    decode_only: bool,
+) -> tuple[jax.Array, DeltaState]:  # fmt: skip
+    """`Ops.delta_net` on each device's own heads. `first`: the layer's first state."""
+    net = layer.spec.attention
+    assert isinstance(net, GatedDeltaSpec)
+    static = mesh.devices.flat[0].platform != "cpu"  # accelerators ask the host for a length that varies
+    options = {"key_dim": net.key_dim, "activation": ACTIVATIONS[net.activation]}
+    advance = partial(layer.ops.delta_net, **options, decode_only=decode_only, static=static)
+    if not is_split(mesh):
+        return advance(heads, state, rows, first)
+    by_head, everywhere = spec(None, "kv_heads"), PartitionSpec()
+    splits: Any = (by_head, by_head, by_head, spec("kv_heads"))
+    return jax.shard_map(
+        advance,
+        mesh=mesh,
+        in_specs=(DeltaHeads(*splits), by_head, everywhere, everywhere),
+        out_specs=(by_head, by_head),
+        check_vma=False,
+    )(heads, state, rows, first)

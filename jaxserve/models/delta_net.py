@@ -1,0 +1,81 @@
+"""A gated delta net in the place of attention (Yang et al. 2025, arXiv:2412.06464), as Qwen3-Next has it: projections,
+and what happens to the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.attention import AttentionFn, Ropes
+from jaxserve.models.layers import Linear, weight
+from jaxserve.models.norms import HeadNorm
+from jaxserve.models.sources import Source, rows, whole
+from jaxserve.models.spec import GatedDeltaSpec
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
+from jaxserve.pallas_kernels.types import QuantRows
+
+
+class GatedDeltaNet(nn.Module):
+    """Key heads are split over devices, each with its group of value heads. Decays and rates stay in float32."""
+
+    spec: GatedDeltaSpec
+    hidden_size: int
+    dtype: Any
+    ops: Ops
+
+    @nn.compact
+    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
+        spec, heads, group = self.spec, self.spec.key_heads, self.spec.group
+
+        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
+            return Linear(in_shape, out_shape, axes, False, self.dtype, ops=self.ops, in_parts=True, name=name)
+
+        def per_head(name: str, init: Any) -> jax.Array:
+            return weight(self, name, init, ("kv_heads", None), (heads, group), jnp.float32)
+
+        inputs, axes = (self.hidden_size,), ("kv_heads", None, "embed")
+        qkvz = linear("qkvz", inputs, (heads, spec.channels + group * spec.value_dim), axes)(x)
+        ba = linear("ba", inputs, (heads, 2 * group), axes)(x)
+        qkv, z = jnp.split(qkvz.whole(self.dtype).reshape(-1, heads, qkvz.sums.shape[-1] // heads), [spec.channels], -1)
+        rates, steps = jnp.split(ba.whole(self.dtype).astype(jnp.float32).reshape(-1, heads, 2 * group), 2, axis=-1)
+        a_log, bias = per_head("a_log", nn.initializers.zeros), per_head("dt_bias", nn.initializers.ones)
+        decay = -jnp.exp(a_log) * jax.nn.softplus(steps + bias)
+        shape = (heads, spec.channels, spec.conv_width)
+        conv = weight(self, "conv", nn.initializers.normal(0.5), ("kv_heads", None, None), shape, self.dtype)
+        out = attend(DeltaHeads(qkv, decay, jax.nn.sigmoid(rates), conv))
+        out = HeadNorm(spec.norm, (spec.value_dim,), self.dtype, name="norm")(out, -1)
+        out = (out * jax.nn.silu(z.astype(jnp.float32).reshape(out.shape))).astype(self.dtype)
+        return linear("out", out.shape[1:], (self.hidden_size,), ("embed", "kv_heads", None, None))(out)
+
+
+def delta_sources(spec: GatedDeltaSpec, hidden: int) -> dict[str, list[Source]]:
+    """Roles: delta_qkvz and delta_ba, which have for each key head its query, key, values and gates, or its rates and
+    steps; delta_conv, with all queries, all keys and all values; delta_a_log, delta_dt_bias, delta_norm, delta_out."""
+    heads, group, key, value, width = spec.key_heads, spec.group, spec.key_dim, spec.value_dim, spec.conv_width
+    sizes = {0: key, key: key, 2 * key: group * value}  # of a key head's part, by its first channel
+    channels = heads * spec.channels
+
+    def of_part(first: int, size: int) -> Source:
+        def view(target: np.ndarray) -> np.ndarray:
+            return target[:, first : first + size]
+
+        before = heads * first
+        split = (heads, size, width)
+        return Source("delta_conv.weight", (channels, 1, width), view, split, take=rows(before, heads * size))
+
+    values = spec.value_heads * value
+    found = {
+        "qkvz/kernel": [Source("delta_qkvz.weight", (2 * heads * key + 2 * values, hidden), whole)],
+        "ba/kernel": [Source("delta_ba.weight", (2 * spec.value_heads, hidden), whole)],
+        "conv": [of_part(first, size) for first, size in sizes.items()],
+        "a_log": [Source("delta_a_log", (spec.value_heads,), whole, (heads, group))],
+        "dt_bias": [Source("delta_dt_bias", (spec.value_heads,), whole, (heads, group))],
+        "norm/scale": [Source("delta_norm.weight", (value,), whole)],
+        "out/kernel": [Source("delta_out.weight", (hidden, values), whole)],
+    }
+    return {f"attention/{path}": some for path, some in found.items()}

@@ -1,0 +1,70 @@
+"""Qwen3-Next: gated delta nets in most layers, in the others attention whose results are gated, and experts as in
+Qwen2-MoE. Norms multiply by 1 + w, but for those of the delta nets' results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve.config import ConfigError
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import Family
+from jaxserve.models.families.llama import IGNORED, read_attention, read_max_position, read_mlp, read_norm, read_shared
+from jaxserve.models.families.qwen2_moe import QWEN2_MOE_NAMES, read_experts, with_experts
+from jaxserve.models.rope import read_rope
+from jaxserve.models.spec import GatedDeltaSpec, LayerSpec, ModelConfig, QKNormSpec
+
+DELTA = "model.layers.{i}.linear_attn"
+NAMES = QWEN2_MOE_NAMES | {
+    "delta_qkvz.weight": f"{DELTA}.in_proj_qkvz.weight",
+    "delta_ba.weight": f"{DELTA}.in_proj_ba.weight",
+    "delta_conv.weight": f"{DELTA}.conv1d.weight",
+    "delta_a_log": f"{DELTA}.A_log",
+    "delta_dt_bias": f"{DELTA}.dt_bias",
+    "delta_norm.weight": f"{DELTA}.norm.weight",
+    "delta_out.weight": f"{DELTA}.out_proj.weight",
+}
+
+
+def _recurrent(hf: HFConfig) -> list[bool]:
+    """Which layers are gated delta nets: by `layer_types`, else all but each `full_attention_interval`-th."""
+    count, interval = hf.take("num_hidden_layers"), hf.take("full_attention_interval", 4)
+    types = hf.take("layer_types", None) or [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
+    ]
+    if unknown := set(types) - {"linear_attention", "full_attention"}:
+        raise ConfigError(f"{hf.source}: layer_types {sorted(unknown)} are not supported")
+    if len(types) != count:
+        raise ConfigError(f"layer_types has {len(types)} entries, num_hidden_layers is {count}")
+    if "full_attention" not in types:
+        raise ConfigError(f"{hf.source}: models without any layer of attention are not supported")
+    return [kind == "linear_attention" for kind in types]
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    bias, norm = bool(hf.take("attention_bias", False)), read_norm(hf, offset=1.0)
+    attention = read_attention(
+        hf, head_dim=256, qk_norm=QKNormSpec(norm=norm), qkv_bias=bias, out_bias=bias, out_gate="sigmoid"
+    )
+    dense = read_mlp(hf)
+    delta = GatedDeltaSpec(
+        key_heads=hf.take("linear_num_key_heads", 16),
+        value_heads=hf.take("linear_num_value_heads", 32),
+        key_dim=hf.take("linear_key_head_dim", 128),
+        value_dim=hf.take("linear_value_head_dim", 128),
+        conv_width=hf.take("linear_conv_kernel_dim", 4),
+        activation=dense.activation,
+        norm=replace(norm, offset=0.0),
+    )
+    layers = tuple(
+        LayerSpec(attention=delta if recurrent else attention, mlp=dense, norm=norm) for recurrent in _recurrent(hf)
+    )
+    hf.values.setdefault("norm_topk_prob", True)
+    mixture = read_experts(hf, shared_size=hf.take("shared_expert_intermediate_size"), shared_gate=True)
+    max_position = read_max_position(hf, 32768)
+    ropes = {"default": read_rope(hf, max_position, partial=0.25, head_dim=attention.head_dim)}
+    shared = read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)
+    return ModelConfig(family="qwen3_next", layers=with_experts(hf, layers, mixture), **shared)
+
+
+# What files hold of a further layer predicts more tokens at a time; it is left out.
+FAMILY = Family("qwen3_next", ("Qwen3NextForCausalLM",), _read, NAMES, IGNORED, unread=("mtp.",))

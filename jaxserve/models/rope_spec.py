@@ -1,0 +1,62 @@
+"""The shape of a rotary position embedding, as part of a model's shape (`spec`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.config import ConfigError
+
+RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Queries times 1 + slope * log(1 + floor((position + shift) / period)), so that attention stays sharp over long
+    contexts (Llama 4's attn_scale and floor_scale, Ministral's llama_4_scaling_beta)."""
+
+    slope: float
+    period: float
+    shift: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
+
+    `factor` stretches positions: linear (Chen et al. 2023, arXiv:2306.15595), dynamic NTK, llama3 (Llama 3.1's
+    piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). longrope (Ding et al. 2024, arXiv:2402.13753) divides
+    each frequency by a factor of its own; `ModelConfig.limited_to` chooses one of its two lists. Lengths are in tokens.
+
+    Attributes:
+      rotary_dim: the leading channels of a head that turn; None: all; 0: none.
+      interleaved: channel 2i turns with 2i + 1 in the checkpoint, not i with i + rotary_dim / 2. The weights are
+        reordered when they are loaded (`rope.head_order`), so that the operations know one pairing only.
+      query_scale: see there; None: queries stay.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    query_scale: QueryScale | None = None
+
+    def __post_init__(self) -> None:
+        if self.theta <= 1:
+            raise ConfigError(f"rope_theta must be above 1, got {self.theta}")
+        if self.rotary_dim is not None and (self.rotary_dim < 0 or self.rotary_dim % 2):
+            raise ConfigError(f"the rotated part of a head must have an even number of channels, not {self.rotary_dim}")
+        if self.low_freq_factor > self.high_freq_factor:
+            raise ConfigError(
+                f"low_freq_factor={self.low_freq_factor} must not be above high_freq_factor={self.high_freq_factor}"
+            )

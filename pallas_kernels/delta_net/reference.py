@@ -1,0 +1,240 @@
+"""The gated delta rule (Yang et al. 2025, arXiv:2412.06464) in plain XLA, on every device.
+
+A value head keeps a matrix S [key_dim, value_dim]. A token with query q and key k, both of length 1, value v, decay g
+and rate b changes it and reads it:
+
+  S <- exp(g) S + b k (v - exp(g) S'k)'        its result is S'q / sqrt(key_dim)
+
+Before that, queries, keys and values go through a causal convolution over the last few tokens of their sequence. Both
+continue from what the sequence's slot keeps (`DeltaState`), so a prompt may be cut into steps anywhere.
+
+Rows of one token take one update. Longer rows are cut into chunks of CHUNK tokens, one after another: within a chunk
+all updates come of one triangular system, as in the WY form of Yang et al. 2024 (arXiv:2406.06484).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.pallas_kernels.parts import DeltaHeads
+from jaxserve.pallas_kernels.types import DeltaState
+
+CHUNK = 64
+EPS = 1e-6  # in the lengths of queries and keys
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+class DeltaRows(NamedTuple):
+    """The rows of a batch, and which states they continue from and change.
+
+    Attributes:
+      source: int32 [rows], the slot whose state a row continues from.
+      target: int32 [rows], the slot that gets the row's new state; that of nobody for rows that keep nothing.
+      fresh: bool [rows], the row is the beginning of its sequence: the state is zero, whatever the slot holds.
+      q_start: int32 [rows + 1], the first token of each row.
+      num_decodes: int32 scalar, leading rows that have one token each, at the place of their row.
+      row: int32 [tokens], the row of each token.
+    """
+
+    source: jax.Array
+    target: jax.Array
+    fresh: jax.Array
+    q_start: jax.Array
+    num_decodes: jax.Array
+    row: jax.Array
+
+
+class Tokens(NamedTuple):
+    """Tokens after the convolution, in float32: q and k [tokens, key_heads, key_dim], v [tokens, key_heads, group,
+    value_dim], decay and rate [tokens, key_heads, group]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    decay: jax.Array
+    rate: jax.Array
+
+
+def delta_net(
+    heads: DeltaHeads,
+    state: DeltaState,
+    rows: DeltaRows,
+    first: jax.Array | int = 0,
+    *,
+    key_dim: int,
+    activation: Callable[[jax.Array], jax.Array],
+    decode_only: bool = False,
+    static: bool = False,
+) -> tuple[jax.Array, DeltaState]:
+    """Computes the batch's tokens and keeps the rows' new states.
+
+    Args:
+      state: donated by the caller, and returned updated.
+      first: int32 scalar, the layer's first state, from which slots count.
+      activation: after the convolution.
+      decode_only: all rows have at most one token.
+      static: the loop over chunks has a length that the compiler knows, as many as there can be, and what does not
+        depend on the state is computed for all chunks at once. Otherwise the loop ends with the batch's last chunk.
+
+    Returns the results, float32 [tokens, key_heads, group, value_dim], and the states.
+    """
+    clear = rows.fresh[:, None, None]
+    before = jnp.where(clear[..., None, None], 0.0, state.matrix[first + rows.source])
+    inputs = jnp.where(clear, 0.0, state.inputs[first + rows.source])
+    # Read once, before they are overwritten: otherwise XLA reads them again for each use, and copies all states first.
+    before, inputs = lax.optimization_barrier((before, inputs))
+    mixed, inputs = convolve(heads.qkv.astype(jnp.float32), heads.conv.astype(jnp.float32), inputs, rows)
+    tokens = _tokens(activation(mixed), heads, key_dim, before.shape[2:])
+    one_each = tokens if decode_only else _at(tokens, jnp.minimum(rows.q_start[:-1], len(mixed) - 1))
+    out, after = update(one_each, before)
+    if not decode_only:
+        decodes = jnp.arange(len(rows.source)) < rows.num_decodes
+        after = jnp.where(decodes[:, None, None, None, None], after, before)
+        alone = jnp.pad(out, ((0, max(len(mixed) - len(out), 0)), (0, 0), (0, 0), (0, 0)))[: len(mixed)]
+        out, after = _chunks(tokens, alone, after, rows, static)
+    target = first + rows.target
+    return out, DeltaState(state.matrix.at[target].set(after), state.inputs.at[target].set(inputs))
+
+
+def convolve(x: jax.Array, w: jax.Array, before: jax.Array, rows: DeltaRows) -> tuple[jax.Array, jax.Array]:
+    """The causal convolution of each channel over its row's tokens and those before them.
+
+    Args:
+      x: float32 [tokens, key_heads, channels].
+      w: float32 [key_heads, channels, width].
+      before: float32 [rows, key_heads, (width - 1) * channels], the last inputs before each row, the oldest first.
+
+    Returns the results, as x, and the last inputs at the end of each row, as `before`.
+    """
+    kept, width = w.shape[-1] - 1, w.shape[-1]
+    shape = before.shape
+    before = before.reshape(*shape[:2], kept, -1)
+    place = jnp.maximum(jnp.arange(len(x)) - rows.q_start[rows.row], 0)  # of a token in its row
+    mixed = x * w[..., kept]
+    for back in range(1, width):
+        own = jnp.roll(x, back, axis=0)
+        older = before[rows.row, :, jnp.clip(kept + place - back, 0, kept - 1)]
+        mixed += jnp.where((place >= back)[:, None, None], own, older) * w[..., kept - back]
+    count = rows.q_start[1:] - rows.q_start[:-1]
+    each, last = jnp.arange(len(count)), []
+    for i in range(kept):
+        from_row = count - kept + i  # of the row's tokens; below 0: of the inputs before
+        own = x[jnp.clip(rows.q_start[:-1] + from_row, 0, len(x) - 1)]
+        older = before[each, :, jnp.clip(count + i, 0, kept - 1)]
+        last.append(jnp.where((from_row >= 0)[:, None, None], own, older))
+    return mixed, jnp.stack(last, axis=2).reshape(shape)
+
+
+def _tokens(mixed: jax.Array, heads: DeltaHeads, key_dim: int, shape: tuple[int, ...]) -> Tokens:
+    """`shape`: (group, key_dim, value_dim)."""
+
+    def unit(x: jax.Array) -> jax.Array:
+        return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPS)
+
+    q, k, v = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)
+    v = v.reshape(*v.shape[:2], shape[0], shape[2])
+    return Tokens(unit(q) * key_dim**-0.5, unit(k), v, heads.decay, heads.rate)
+
+
+def _at(tokens: Tokens, index: jax.Array) -> Tokens:
+    return Tokens(*(x[index] for x in tokens))
+
+
+def update(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One token of each row: results [rows, key_heads, group, value_dim] and new states [rows, key_heads, group,
+    key_dim, value_dim]."""
+    q, k, v, decay, rate = tokens
+    shrunk = jnp.exp(decay)[..., None]
+    read = einsum("rhxk,rhgkv->rhgxv", jnp.stack([k, q], axis=2), state) * shrunk[..., None]
+    new = rate[..., None] * (v - read[..., 0, :])
+    after = state * shrunk[..., None] + k[:, :, None, :, None] * new[..., None, :]
+    return read[..., 1, :] + jnp.sum(q * k, axis=-1)[..., None, None] * new, after
+
+
+class Terms(NamedTuple):
+    """What of a chunk does not depend on the state before it; see `_terms`."""
+
+    values: jax.Array  # [key_heads, group, CHUNK, value_dim], what the tokens would write into an empty state
+    reads: jax.Array  # [key_heads, group, CHUNK, key_dim], how this depends on the state
+    queries: jax.Array  # [key_heads, group, CHUNK, key_dim], decayed since the chunk began
+    scores: jax.Array  # [key_heads, group, CHUNK, CHUNK], of queries with keys, decayed since the key
+    keys: jax.Array  # [key_heads, group, CHUNK, key_dim], decayed until the chunk ends
+    decay: jax.Array  # [key_heads, group], of the whole chunk
+
+
+def _terms(chunk: Tokens, valid: jax.Array) -> Terms:
+    """Of CHUNK tokens, of which bool [CHUNK] count. Let L be the strictly lower part of b_i k_i'k_j exp(g_j+1 + … +
+    g_i). With S before the chunk, the new values U solve (I + L) U = b (V - exp(g_1 + … + g_i) K S)."""
+
+    def heads_first(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0), 0, -2)
+
+    q, k, v = heads_first(chunk.q), heads_first(chunk.k), heads_first(chunk.v)
+    decay, rate = (jnp.moveaxis(jnp.where(valid[:, None, None], x, 0.0), 0, -1) for x in (chunk.decay, chunk.rate))
+    order = jnp.arange(CHUNK)
+    # Sums from token j + 1 to i, each by itself: differences of sums since the chunk began would lose digits.
+    sums = jnp.cumsum(jnp.where(order[:, None] > order, decay[..., None], 0.0), axis=-2)
+    since = jnp.where(order[:, None] >= order, jnp.exp(sums), 0.0)
+    total = jnp.cumsum(decay, axis=-1)  # [key_heads, group, CHUNK]
+    alike = einsum("hik,hjk->hij", k, k)[:, None] * since * rate[..., None]
+    decayed = jnp.exp(total)[..., None]
+    keys = jnp.broadcast_to(k[:, None], (*decay.shape, k.shape[-1]))
+    right = rate[..., None] * jnp.concatenate([v, keys * decayed], axis=-1)
+    solved = lax.linalg.triangular_solve(alike, right, left_side=True, lower=True, unit_diagonal=True)
+    values, reads = jnp.split(solved, [v.shape[-1]], axis=-1)
+    scores = einsum("hik,hjk->hij", q, k)[:, None] * since
+    until = since[..., -1, :, None]
+    return Terms(values, reads, q[:, None] * decayed, scores, keys * until, jnp.exp(total[..., -1]))
+
+
+def _advance(terms: Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A chunk's results [CHUNK, key_heads, group, value_dim], and the state after it [key_heads, group, key_dim,
+    value_dim]."""
+    new = terms.values - einsum("hgik,hgkv->hgiv", terms.reads, state)
+    out = einsum("hgik,hgkv->hgiv", terms.queries, state) + einsum("hgij,hgjv->hgiv", terms.scores, new)
+    after = state * terms.decay[..., None, None] + einsum("hgik,hgiv->hgkv", terms.keys, new)
+    return jnp.moveaxis(out, 2, 0), after
+
+
+def _chunks(
+    tokens: Tokens, out: jax.Array, states: jax.Array, rows: DeltaRows, static: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Goes through the chunks of all rows but the decodes. `out` has the results of these, `states` those of all rows;
+    returns both with the results of the others."""
+    count = rows.q_start[1:] - rows.q_start[:-1]
+    count = jnp.where(jnp.arange(len(count)) < rows.num_decodes, 0, count)
+    ends = jnp.cumsum(-(-count // CHUNK))  # number of chunks of each row and those before it
+    most = len(out) // CHUNK + len(count)
+    padded = Tokens(*(jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for x in tokens))
+    out = jnp.pad(out, ((0, CHUNK), (0, 0), (0, 0), (0, 0)))
+
+    def place(chunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A chunk's row, first token and which of its tokens count; chunks behind the last one have none."""
+        row = jnp.minimum(jnp.sum(ends <= chunk), len(count) - 1)
+        before = CHUNK * (chunk - (ends[row] - (-(-count[row] // CHUNK))))
+        start = jnp.minimum(rows.q_start[row] + before, len(out) - CHUNK)
+        return row, start, (jnp.arange(CHUNK) < count[row] - before) & (chunk < ends[-1])
+
+    def terms(chunk: jax.Array) -> Terms:
+        _, start, valid = place(chunk)
+        return _terms(Tokens(*(lax.dynamic_slice_in_dim(x, start, CHUNK) for x in padded)), valid)
+
+    every = jax.vmap(terms)(jnp.arange(most)) if static else None
+
+    def one(chunk: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, states = carry
+        row, start, valid = place(chunk)
+        ours = terms(chunk) if every is None else jax.tree.map(lambda x: x[chunk], every)
+        new, state = _advance(ours, states[row])
+        old = lax.dynamic_slice_in_dim(out, start, CHUNK)
+        new = jnp.where(valid[:, None, None, None], new, old)
+        return lax.dynamic_update_slice_in_dim(out, new, start, 0), states.at[row].set(state)
+
+    out, states = lax.fori_loop(0, most if static else ends[-1], one, (out, states))
+    return out[:-CHUNK], states

@@ -1,0 +1,59 @@
+"""Steps of Qwen3-Next's shape, compiled ahead of time by the real compilers for devices that are not here: the states
+of recurrent layers are changed in place, and the host waits for nothing. With four of the layers. No kernel runs."""
+
+import re
+
+import jax
+import pytest
+from test_host_free_steps import host_waits
+from test_steps import make_runner
+
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.scheduling.sampler import Sampler
+
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_theta": 10000000.0,
+    "vocab_size": 151936,
+}
+SLOTS, ROWS, STATE = 67, 32, 32 * 128 * 128 * 4  # bytes of a sequence's matrices in a layer
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.mark.parametrize(("target", "page_size"), [("h200x1", 16), ("h200x2", 16), ("v6e-4", 128)])
+@pytest.mark.parametrize("decode", [True, False])
+def test_states_stay_in_place(target, page_size, decode, tmp_path):
+    runner, _ = make_runner(tmp_path, target, "auto", page_size, 4, "bf16", slots=SLOTS, **QWEN3_NEXT)
+    shape = StepShape.of(*((ROWS, ROWS) if decode else (512, ROWS)), page_size, decode_only=decode)
+    compiled = runner.lower(StepProgram(shape, Sampler.GREEDY, 1, keeps_hidden=False)).compile()
+    text, memory, mesh = compiled.as_text(), compiled.memory_analysis(), runner.mesh
+    assert target.startswith("v") or host_waits(text) == []
+    states = 3 * (SLOTS + 1)
+    copies = [line for line in text.splitlines() if re.search(rf"= \(?f32\[{states},.*\bcopy(-start)?\(", line)]
+    assert [line for line in copies if "S(1)" not in line] == []  # to a TPU's memory on the chip XLA may bring them
+    assert runner.layout.state_bytes(mesh) > states * STATE / mesh.size
+    assert memory.alias_size_in_bytes > runner.layout.state_bytes(mesh)
+    # The rows' states twice in each layer; of a prompt's chunks what does not depend on the states.
+    assert memory.temp_size_in_bytes < (6 if decode else 12) * ROWS * STATE / mesh.size + 2**29

@@ -1,0 +1,165 @@
+"""Models with recurrent layers: a sequence's tokens depend on nothing but itself, though its state lies in a slot that
+others had before, is updated in place, and cannot be shared."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from engines import drain, generate, make_engine, request, run_all
+
+from jaxserve.commands.model_report import describe_model
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution.kv_cache import CacheLayout
+from jaxserve.models.config import HFConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families import read_model_config
+from jaxserve.models.weights import abstract_params
+from jaxserve.types import InvalidRequestError
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+CASES = "qwen3_next_odd", "qwen3_next_groups"
+SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
+
+
+def golden(case):
+    """Prompts of 1, 7, 37 and 130 tokens, and what transformers answers, 64 tokens each."""
+    recorded = np.load(GOLDENS / f"{case}.npz")
+    return [(recorded[f"prompt_{i}"].tolist(), recorded[f"tokens_{i}"].tolist()) for i in range(4)]
+
+
+def check(engine, case, tag="", params=None):
+    """All prompts at once, each twice."""
+    pairs = golden(case) * 2
+    requests = [request(f"{tag}{i}", prompt, max_tokens=64, **params or {}) for i, (prompt, _) in enumerate(pairs)]
+    results = generate(engine, *requests)
+    assert [result.token_ids for result in results] == [tokens for _, tokens in pairs]
+    assert not any(result.num_cached for result in results)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunked_in_used_slots(case, model_folders):
+    """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
+    engine = make_engine(model_folders(case), tokens=16, rows=6, decode_steps=False)
+    check(engine, case, "first-")
+    check(engine, case, "again-")
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_several_tokens_a_call(static, model_folders):
+    engine = make_engine(model_folders(SPLIT), rows=8, tokens=128, static_steps=static, latency_goal_ms=60_000.0)
+    most, step = [], engine.runner.step
+
+    def watch(program, packed):
+        at, _ = program.shape.fields["tokens_per_call"]
+        most.append(int(packed[at]))
+        return step(program, packed)
+
+    engine.runner.step = watch
+    check(engine, SPLIT)
+    assert max(most) > 1
+
+
+def test_preempted(model_folders):
+    engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, kv_pages=30, max_model_len=200)
+    check(engine, SPLIT)
+    assert engine.stats().preemptions > 3
+
+
+def test_two_devices(model_folders):
+    engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, tensor_parallel_size=2)
+    check(engine, SPLIT)
+    states = engine.runner.cache[-1]
+    assert [x.addressable_shards[0].data.shape[1] for x in states] == [1, 1]
+    kernel = engine.runner.params["layers_1"]["attention"]["qkvz"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // 2
+    with pytest.raises(ConfigError, match="2 key heads of recurrent layers; this model allows"):
+        make_engine(model_folders(SPLIT), tensor_parallel_size=4)
+
+
+def test_completions_of_one_prompt(model_folders):
+    """Completion 0 is what n = 1 gives; the others differ, and repeat with the seed, also where they wait for slots."""
+    engine = make_engine(model_folders(SPLIT), rows=4, tokens=64)
+    prompt, tokens = golden(SPLIT)[3]
+    greedy = run_all(engine, request("greedy", prompt, n=3, max_tokens=30))
+    assert all(greedy["greedy", i].token_ids == tokens[:30] for i in range(3))
+
+    def run(n, name):
+        results = run_all(engine, request(name, prompt, n=n, max_tokens=30, temperature=1.0, seed=5))
+        return [results[name, i].token_ids for i in range(n)]
+
+    three = run(3, "three")
+    assert three[:1] == run(1, "one")
+    assert len({tuple(ids) for ids in three}) == 3
+    assert run(9, "nine")[:3] == three
+
+
+def test_a_paused_request_goes_on(model_folders):
+    engine = make_engine(model_folders(SPLIT), rows=2, tokens=64)
+    prompt, tokens = golden(SPLIT)[2]
+    engine.add_request(request("a", prompt, max_tokens=64))
+    found = []
+    while len(found) < 20:
+        found += [token for update in engine.step() for token in update.token_ids]
+    engine.scheduler.pause("a", True)
+    while engine.in_flight:
+        found += [token for update in engine.step() for token in update.token_ids]
+    engine.scheduler.pause("a", False)
+    assert found + drain(engine)["a", 0].token_ids == tokens
+
+
+def test_beams_are_refused(model_folders):
+    engine = make_engine(model_folders(SPLIT))
+    with pytest.raises(InvalidRequestError, match="recurrent layers"):
+        engine.add_request(request("beams", [7, 8, 9], n=2, max_tokens=4, use_beam_search=True))
+
+
+def test_nothing_compiles_late(model_folders):
+    config = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "kv_pages": 40, "max_model_len": 220}
+    engine = make_engine(model_folders(SPLIT), rows=2, tokens=32, forbid_compile=True, **config)
+    engine.compile()
+    check(engine, SPLIT)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_states_are_counted(devices, model_folders):
+    """A slot has a matrix of 16 x 24 numbers for each of 6 heads, and 3 inputs of 2 x 16 + 3 x 24 numbers for each of 2
+    key heads, in each of 6 layers."""
+    slot, rows = 4 * 6 * (6 * 16 * 24 + 3 * 2 * (2 * 16 + 3 * 24)), 8
+    engine = make_engine(model_folders(SPLIT), rows=rows, tensor_parallel_size=devices)
+    layout, mesh = engine.runner.layout, engine.runner.mesh
+    assert layout.states.slot_bytes == slot
+    assert layout.state_bytes(mesh) == (rows + 1) * slot // devices
+    held = [sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(array)) for array in engine.runner.cache]
+    assert len(held) == layout.num_arrays + 1
+    assert held[-1] == layout.state_bytes(mesh)
+    assert sum(held[:-1]) == layout.num_pages * layout.page_bytes // layout.ways(mesh)
+    budget = engine._sizing.budget
+    assert budget.states == layout.state_bytes(mesh)
+    config = EngineConfig(model=str(model_folders(SPLIT)), max_num_seqs=rows, tensor_parallel_size=devices)
+    report = "\n".join(describe_model(config))
+    assert f"states of recurrent layers: {slot:,} bytes a sequence" in report
+
+
+def test_the_published_size():
+    """Qwen3-Next-80B-A3B: 80 billion parameters, 12 layers of attention, states of 75.4 MiB a sequence."""
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_act": "silu",
+        "full_attention_interval": 4, "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 5120,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "norm_topk_prob": True, "max_position_embeddings": 262144, "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_scaling": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "vocab_size": 151936, "use_sliding_window": False,
+    }  # fmt: skip
+    model = read_model_config(HFConfig(config))
+    assert (model.num_recurrent, len(model.attentions), model.ropes["default"].rotary_dim) == (36, 12, 64)
+    params = abstract_params(Decoder(model, 2, model.vocab_size), make_mesh(1))
+    assert 79.5e9 < sum(x.size for x in jax.tree.leaves(params)) < 80e9
+    layout = CacheLayout.of(model, 2, 1, 16, "bfloat16", num_slots=256)
+    assert layout.states is not None
+    assert layout.states.slot_bytes == 36 * 4 * (32 * 128 * 128 + 3 * 8192) == 79036416
+    assert layout.token_bytes == 12 * 2 * 2 * 256 * 2

@@ -1,0 +1,174 @@
+"""The gated delta rule and the convolution before it, against the rule itself in float64, one token after another."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels.delta_net.reference import CHUNK, DeltaRows, delta_net
+from jaxserve.pallas_kernels.parts import DeltaHeads
+from jaxserve.pallas_kernels.types import DeltaState
+
+HEADS, GROUP, KEY, VALUE, WIDTH, SLOTS = 2, 3, 10, 7, 4, 9
+CHANNELS = 2 * KEY + GROUP * VALUE
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+class Sequences(NamedTuple):
+    """Random tokens of sequences: qkv [tokens, heads, channels], decay and rate [tokens, heads, group]."""
+
+    qkv: list[np.ndarray]
+    decay: list[np.ndarray]
+    rate: list[np.ndarray]
+    conv: np.ndarray
+
+
+def sequences(lengths: list[int], seed: int, *, alike: float = 0.0, fastest: float = 3.0) -> Sequences:
+    """`alike`: the share of all tokens' inputs that is the same, which makes triangular systems hard to solve."""
+    rng = np.random.default_rng(seed)
+    made: tuple[list, list, list] = ([], [], [])
+    for length in lengths:
+        same = rng.normal(size=(1, HEADS, CHANNELS))
+        made[0].append((1 - alike) * rng.normal(size=(length, HEADS, CHANNELS)) + alike * same)
+        made[1].append(-(10.0 ** rng.uniform(-4, np.log10(fastest), (length, HEADS, GROUP))))
+        made[2].append(rng.uniform(0.02, 0.999, (length, HEADS, GROUP)))
+    return Sequences(*made, rng.normal(size=(HEADS, CHANNELS, WIDTH)))
+
+
+def oracle(given: Sequences, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Results [tokens, heads, group, value], the last matrix and the last inputs [heads, (width - 1) * channels]."""
+    x = np.concatenate([np.zeros((WIDTH - 1, HEADS, CHANNELS)), given.qkv[i]])
+    matrix, out = np.zeros((HEADS, GROUP, KEY, VALUE)), []
+    for t in range(len(given.qkv[i])):
+        mixed = silu(np.einsum("whc,hcw->hc", x[t : t + WIDTH], given.conv))
+        for h in range(HEADS):
+            q, k = mixed[h, :KEY], mixed[h, KEY : 2 * KEY]
+            q, k = (one / np.sqrt(one @ one + 1e-6) for one in (q, k))
+            for g, v in enumerate(mixed[h, 2 * KEY :].reshape(GROUP, VALUE)):
+                matrix[h, g] *= np.exp(given.decay[i][t, h, g])
+                matrix[h, g] += np.outer(k, given.rate[i][t, h, g] * (v - matrix[h, g].T @ k))
+                out.append(matrix[h, g].T @ q / np.sqrt(KEY))
+    return np.reshape(out, (-1, HEADS, GROUP, VALUE)), matrix, x[-(WIDTH - 1) :].swapaxes(0, 1).reshape(HEADS, -1)
+
+
+class Runner:
+    """Steps over sequences, sequence i in slot `slot[i]` of the second of two layers."""
+
+    def __init__(self, given: Sequences, slot: list[int], **options: Any):
+        self.given, self.slot, self.done = given, slot, [0] * len(slot)
+        rng = np.random.default_rng(99)  # slots hold what sequences before left there
+        matrix = rng.normal(size=(2 * (SLOTS + 1), HEADS, GROUP, KEY, VALUE))
+        inputs = rng.normal(size=(2 * (SLOTS + 1), HEADS, (WIDTH - 1) * CHANNELS))
+        self.state = DeltaState(jnp.asarray(matrix, jnp.float32), jnp.asarray(inputs, jnp.float32))
+        self.first = SLOTS + 1
+        self.run = jax.jit(
+            lambda heads, state, rows, decode_only: delta_net(
+                heads, state, rows, self.first, key_dim=KEY, activation=jax.nn.silu, decode_only=decode_only, **options
+            ),
+            static_argnums=3,
+        )
+        self.out: list[list[np.ndarray]] = [[] for _ in slot]
+
+    def step(self, counts: dict[int, int], tokens: int, rows: int, *, keeps: bool = True, decode_only=False) -> None:
+        """The next `counts[i]` tokens of sequences, rows of one token first, in a bucket of `tokens` and `rows`."""
+        order = sorted(counts, key=lambda i: counts[i] > 1)
+        starts = np.cumsum([0, *(counts[i] for i in order)])
+        q_start = np.full(rows + 1, starts[-1], np.int32)
+        q_start[: len(starts)] = starts
+        source = np.full(rows, SLOTS, np.int32)
+        source[: len(order)] = [self.slot[i] for i in order]
+        fresh = np.ones(rows, bool)
+        fresh[: len(order)] = [self.done[i] == 0 for i in order]
+        of_token = np.minimum(np.searchsorted(q_start, np.arange(tokens), side="right") - 1, rows - 1)
+        packed = []
+        for values in self.given[:3]:
+            parts = [values[i][self.done[i] : self.done[i] + counts[i]] for i in order]
+            whole = np.concatenate(parts)
+            padding = np.full((tokens - len(whole), *whole.shape[1:]), 0.5 if values is self.given.qkv else -0.5)
+            packed.append(jnp.asarray(np.concatenate([whole, padding]), jnp.float32))
+        heads = DeltaHeads(*packed, jnp.asarray(self.given.conv, jnp.float32))
+        decodes = sum(counts[i] == 1 for i in order)
+        where = DeltaRows(*map(jnp.asarray, (source, source if keeps else np.full_like(source, SLOTS), fresh, q_start)),
+                          jnp.int32(decodes), jnp.asarray(of_token, jnp.int32))  # fmt: skip
+        before = self.state
+        out, self.state = self.run(heads, self.state, where, decode_only)
+        changed = {self.first + SLOTS} | ({self.first + self.slot[i] for i in order} if keeps else set())
+        kept = [i for i in range(2 * (SLOTS + 1)) if i not in changed]
+        for old, new in zip(before, self.state, strict=True):
+            np.testing.assert_array_equal(old[jnp.asarray(kept)], new[jnp.asarray(kept)])
+        if keeps:
+            for at, i in enumerate(order):
+                self.out[i].append(np.asarray(out[starts[at] : starts[at + 1]]))
+                self.done[i] += counts[i]
+
+    def check(self, rtol: float = 1e-5) -> None:
+        for i, slot in enumerate(self.slot):
+            out, matrix, inputs = oracle(self.given, i)
+            for ours, theirs in (
+                (np.concatenate(self.out[i]), out),
+                (self.state.matrix[self.first + slot], matrix),
+                (self.state.inputs[self.first + slot], inputs),
+            ):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=rtol * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("lengths", [[1], [2, 3], [64, 1, 65], [130, 63, 1, 1, 200], [CHUNK * 3]])
+def test_whole_prompts(lengths, static):
+    runner = Runner(sequences(lengths, len(lengths)), list(range(2, 2 + len(lengths))), static=static)
+    runner.step(dict(enumerate(lengths)), 420, 6)
+    runner.check()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_any_cut_into_steps(static):
+    """Prompts cut in pieces of all kinds, also shorter than the convolution, among rows that decode."""
+    lengths = [150, 90, 7, 40]
+    runner = Runner(sequences(lengths, 5), [4, 0, 7, 2], static=static)
+    rng = np.random.default_rng(3)
+    while left := {i: n - runner.done[i] for i, n in enumerate(lengths) if n > runner.done[i]}:
+        runner.step({i: min(n, int(rng.choice([1, 1, 2, 3, 5, 64, 70]))) for i, n in left.items()}, 300, 5)
+    runner.check()
+
+
+def test_decodes_one_by_one():
+    lengths = [30, 30, 30]
+    runner = Runner(sequences(lengths, 6), [8, 3, 5])
+    for _ in range(30):
+        runner.step(dict.fromkeys(range(3), 1), 4, 4, decode_only=True)
+    runner.check()
+
+
+def test_rows_that_keep_nothing_change_no_state():
+    """`Runner.step` compares all states but those of its rows, or all where it keeps none."""
+    runner = Runner(sequences([80, 40], 7), [1, 6])
+    runner.step({0: 50, 1: 40}, 100, 3)
+    runner.step({0: 30}, 100, 3, keeps=False)
+    runner.step({0: 30}, 100, 3)
+    runner.check()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_tokens_that_resemble_each_other(static):
+    """Keys nearly alike, rates near 1 and hardly a decay make the worst of triangular systems."""
+    given = sequences([190], 8, alike=0.98, fastest=1e-3)
+    given.rate[0][:] = 0.999
+    runner = Runner(given, [0], static=static)
+    runner.step({0: 190}, 190, 1)
+    runner.check(rtol=2e-4)
+
+
+def test_chunks_forget_at_once():
+    """Decays that leave nothing of a state neither overflow nor make numbers that are none."""
+    given = sequences([140], 9)
+    given.decay[0][::3] = -200.0
+    runner = Runner(given, [0])
+    runner.step({0: 140}, 160, 2)
+    runner.check()
