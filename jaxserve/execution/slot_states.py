@@ -1,4 +1,4 @@
-"""What recurrent layers keep of a sequence: a state of fixed size in the sequence's slot, in the place of pages."""
+"""The states of recurrent layers. A sequence's state has a fixed size and lies in the sequence's slot, not in pages."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ AXES = None, "kv_heads"  # logical axes of the arrays' first dimensions
 class StateLayout:
     """The arrays of the states of a model's recurrent layers.
 
-    Each `DeltaState` holds the states of a few layers, first those of the first layer for all slots, that of nobody
-    included. A step changes the states of its rows in place. A sequence that begins needs no state cleared: the step
-    takes zero for the state of a slot whose length is 0.
+    Each `DeltaState` holds the states of a few layers: first those of its first layer for all slots, then those of its
+    second. The slot of nobody is among them. A step changes the states of its rows in place. Nothing is cleared when a
+    sequence begins: the step takes zero for the state of a slot whose length is 0.
 
     Attributes:
-      layers: recurrent layers.
-      slots: that of nobody included.
+      layers: number of recurrent layers.
+      slots: number of slots, including the slot of nobody.
     """
 
     spec: GatedDeltaSpec
@@ -41,16 +41,16 @@ class StateLayout:
 
     @property
     def num_arrays(self) -> int:
-        """As few as there can be, all alike."""
+        """The number of arrays: as few as possible, all alike."""
         return self.layers // layers_of_array(self.layers)
 
     def place(self, index: int) -> tuple[int, int]:
-        """(array, part of it) of the recurrent layer with this index among these layers."""
+        """(array, index within the array) of a recurrent layer; `index` counts recurrent layers only."""
         return divmod(index, layers_of_array(self.layers))
 
     @property
     def array(self) -> DeltaState:
-        """One of the arrays, as shapes."""
+        """The shapes of one of the arrays."""
         return self._states(layers_of_array(self.layers) * self.slots)
 
     def _states(self, count: int) -> DeltaState:
@@ -77,10 +77,10 @@ def delta_net(
     layer: DecoderLayer, heads: DeltaHeads, state: DeltaState, rows: DeltaRows, first: jax.Array, mesh: Mesh,
     decode_only: bool,
 ) -> tuple[jax.Array, DeltaState]:  # fmt: skip
-    """`Ops.delta_net` on each device's own heads. `first`: the layer's first state."""
+    """`Ops.delta_net` for the heads of each device. `first` is the index of the layer's first state in `state`."""
     net = layer.spec.attention
     assert isinstance(net, GatedDeltaSpec)
-    static = mesh.devices.flat[0].platform != "cpu"  # accelerators ask the host for a length that varies
+    static = mesh.devices.flat[0].platform != "cpu"  # on accelerators a loop of unknown length waits for the host
     options = {"key_dim": net.key_dim, "activation": ACTIVATIONS[net.activation]}
     advance = partial(layer.ops.delta_net, **options, decode_only=decode_only, static=static)
     if not is_split(mesh):

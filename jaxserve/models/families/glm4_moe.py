@@ -1,4 +1,4 @@
-"""GLM-4.5: some dense layers, then experts with DeepSeek-V3's router beside shared experts; half of each head rotated."""
+"""GLM-4.5: dense layers, then experts with DeepSeek-V3's router beside shared experts; half of each head is rotated."""
 
 from __future__ import annotations
 
