@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import DeltaState
 
 COPIES = 16  # page copies per call of `copy_pages`
+STATE_COPIES = 2  # copies per call of `copy_states`; a state is some thousand times larger than a page
 
 KVCache = list[Pages | DeltaState]  # each of a few layers, see `CacheLayout`: first pages, then states of slots
 
@@ -55,13 +56,14 @@ class CacheLayout:
         platform: str = "cpu",
         longest: int | None = None,
         num_slots: int = 0,
+        snapshots: int = 0,
     ) -> CacheLayout:
-        """`longest`: tokens of the longest sequence; None: as many as the model was made for. `num_slots`: sequences
-        that run at a time, which only recurrent layers need."""
+        """`longest`: tokens of the longest sequence; None: as many as the model was made for. Only recurrent layers
+        need `num_slots`, the sequences that run at a time, and `snapshots`, the states that are kept beside theirs."""
         windows = [attention.window for attention in model.attentions]
         net, states = model.recurrent, None
         if net is not None:
-            states = StateLayout(net, model.num_recurrent, num_slots + 1)
+            states = StateLayout(net, model.num_recurrent, num_slots + 1, snapshots)
         groups = LayerGroups.of(windows, model.max_position if longest is None else longest)
         return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform), states)
 
@@ -96,7 +98,7 @@ class CacheLayout:
         return math.prod(ways(mesh, axis) for axis in self.kind.axes if axis is not None)
 
     def state_bytes(self, mesh: Mesh) -> int:
-        """Bytes of all slots' states on each device."""
+        """Bytes of all slots' states and snapshots on each device."""
         return 0 if self.states is None else self.states.device_bytes(mesh)
 
     def _arrays(self, mesh: Mesh) -> list[tuple[Any, NamedSharding]]:
@@ -140,10 +142,20 @@ def copy_pages(
     """Copies page sources[i] to targets[i], int32 [COPIES], with all its `depth` layers; all are read before any is
     written. Pad with NULL_PAGE. The first `arrays` of the cache hold pages; None: all."""
     arrays = len(cache) if arrays is None else arrays
-    each = depth // arrays  # layers of an array
+    return _copy(cache[:arrays], sources, targets, depth // arrays) + cache[arrays:]
+
+
+def copy_states(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int, arrays: int) -> KVCache:
+    """Copies recurrent states between slots and snapshots, int32 [STATE_COPIES], of all `layers` that have one; all are
+    read before any is written. Pad with the slot of nobody. The last `arrays` of the cache hold states."""
+    return cache[:-arrays] + _copy(cache[-arrays:], sources, targets, layers // arrays)
+
+
+def _copy(arrays: list, sources: jax.Array, targets: jax.Array, each: int) -> list:
+    """Copies in arrays [layers * places, ...] of `each` layers the places `sources` to `targets`, in all layers."""
 
     def copy(x: jax.Array) -> jax.Array:
         first = jnp.arange(0, x.shape[0], x.shape[0] // each, dtype=jnp.int32)[:, None]
         return x.at[first + targets].set(x[first + sources], mode="promise_in_bounds")
 
-    return jax.tree.map(copy, cache[:arrays]) + cache[arrays:]
+    return jax.tree.map(copy, arrays)

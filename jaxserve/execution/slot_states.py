@@ -30,14 +30,23 @@ class StateLayout:
     included. A step changes the states of its rows in place. A sequence that begins needs no state cleared: the step
     takes zero for the state of a slot whose length is 0.
 
+    Behind the slots are places for snapshots: copies of states, from which sequences with the same prefix start.
+
     Attributes:
       layers: recurrent layers.
       slots: that of nobody included.
+      snapshots: places for copies.
     """
 
     spec: GatedDeltaSpec
     layers: int
     slots: int
+    snapshots: int = 0
+
+    @property
+    def places(self) -> int:
+        """States of a layer."""
+        return self.slots + self.snapshots
 
     @property
     def num_arrays(self) -> int:
@@ -51,7 +60,7 @@ class StateLayout:
     @property
     def array(self) -> DeltaState:
         """One of the arrays, as shapes."""
-        return self._states(layers_of_array(self.layers) * self.slots)
+        return self._states(layers_of_array(self.layers) * self.places)
 
     def _states(self, count: int) -> DeltaState:
         net = self.spec
@@ -66,8 +75,8 @@ class StateLayout:
         return self.layers * sum(x.size * x.dtype.itemsize for x in self._states(1))
 
     def device_bytes(self, mesh: Mesh) -> int:
-        """Bytes of all slots on each device."""
-        return self.slots * self.slot_bytes // ways(mesh, "kv_heads")
+        """Bytes of all slots and snapshots on each device."""
+        return self.places * self.slot_bytes // ways(mesh, "kv_heads")
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return sharding(mesh, *AXES)
