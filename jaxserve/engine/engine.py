@@ -92,8 +92,10 @@ class Engine:
         runner.allocate()
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
-        states = layout.states and StateSnapshots(layout.states.slots, layout.states.snapshots)
-        caches = config.prefix_caching and (layout.states is None or layout.states.snapshots > 0)
+        caches, states = config.prefix_caching, None
+        if layout.states is not None:
+            states = StateSnapshots(layout.states.slots, layout.states.snapshots)
+            caches = layout.states.snapshots > 0
         # Of tokens found in the prefix cache there are no hidden states, so only the last token may be pooled then.
         caches = caches and (self.pooler is None or self.pooler.method == "last")
         self.blocks = BlockManager(
