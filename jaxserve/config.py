@@ -81,6 +81,9 @@ class EngineConfig:
         where the host's work between calls takes cores from the model, elsewhere 10.
       forbid_compile: after `Engine.compile`, a step that would have to compile is an error instead of a stall.
       prefix_caching: reuse KV pages of equal prompt prefixes.
+      state_snapshots: of a model with recurrent layers: states at the ends of prompts that are kept for later requests
+        with the same beginning. Each takes the memory of a sequence's state. None is a quarter of max_num_seqs, at
+        least 8; with 0 no prefix is reused.
       profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.
       seed: seed of dummy weights, and of requests without a seed of their own.
     """
@@ -118,6 +121,7 @@ class EngineConfig:
     latency_goal_ms: float | None = None
     forbid_compile: bool = False
     prefix_caching: bool = True
+    state_snapshots: int | None = None
     profile_dir: str | None = None
     seed: int = 0
 
@@ -130,6 +134,13 @@ class EngineConfig:
     def rounding(self) -> str:
         """The `activation_quantization` in effect: a named matmul_backend never rounds."""
         return self.activation_quantization if self.matmul_backend == "auto" else "none"
+
+    @property
+    def num_snapshots(self) -> int:
+        """The `state_snapshots` in effect."""
+        if not self.prefix_caching:
+            return 0
+        return max(8, self.max_num_seqs // 4) if self.state_snapshots is None else self.state_snapshots
 
     def latency_goal(self, *, on_cpu: bool) -> float:
         """Longest time of a call while a client streams, in seconds."""
@@ -146,6 +157,7 @@ class EngineConfig:
             ("max_waiting", 1, 2**31),
             ("max_waiting_tokens", 1, 2**62),
             ("kv_pages", 2, 2**31 - 1),
+            ("state_snapshots", 0, 2**16),
             ("tensor_parallel_size", 1, 2**16),
             ("decode_steps", 1, MAX_TOKENS_PER_CALL),
         ):

@@ -105,6 +105,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "classifiers, else qwen3")  # fmt: skip
     flag("--load-format", field="load_format",
          help="auto: read the checkpoint; dummy: random weights, for which config.json is enough")  # fmt: skip
+    flag("--state-snapshots", field="state_snapshots", type=int,
+         help="of a model with recurrent layers: states at the ends of prompts that are kept for later requests; "
+         "None: a quarter of --max-num-seqs, at least 8")  # fmt: skip
     flag("--seed", field="seed", type=int, help="seed of requests without one of their own, and of dummy weights")
     flag("--profile", "--profile-dir", field="profile_dir", metavar="DIR",
          help="folder for traces of JAX's profiler; adds POST /profile?steps=N to a server with --admin-key; "

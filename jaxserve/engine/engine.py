@@ -53,6 +53,7 @@ from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import DetailedUpdate, StepPlan
 from jaxserve.types import Request, StepOutput
@@ -91,13 +92,19 @@ class Engine:
         runner.allocate()
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
-        caches = config.prefix_caching and model.recurrent is None
-        if config.prefix_caching and not caches:
-            log.info("prefix caching is off: this model has recurrent layers, whose states no page keeps")
+        caches, states = config.prefix_caching, None
+        if layout.states is not None:
+            states = StateSnapshots(layout.states.slots, layout.states.snapshots)
+            caches = layout.states.snapshots > 0
         # Of tokens found in the prefix cache there are no hidden states, so only the last token may be pooled then.
         caches = caches and (self.pooler is None or self.pooler.method == "last")
-        windows = layout.groups.windows
-        self.blocks = BlockManager(layout.num_pages, layout.page_size, prefix_caching=caches, windows=windows)
+        self.blocks = BlockManager(
+            layout.num_pages,
+            layout.page_size,
+            prefix_caching=caches,
+            windows=layout.groups.windows,
+            states=states,
+        )
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
@@ -269,6 +276,7 @@ class Engine:
         """Sends a plan to the devices and returns without waiting for them."""
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
+        self.runner.copy_states(plan.restored)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
         for batch in split(plan.rows, self.shapes, self._cost):
@@ -284,6 +292,7 @@ class Engine:
             elif hidden is not None and batch.rows.scores:
                 sent.prompt_scores = PromptScores.start(batch.rows, self.runner)
             step.batches.append(sent)
+        self.runner.copy_states(plan.kept)
         self.counters.steps += 1
         self.counters.step_tokens.observe(plan.rows.num_tokens)
         return step

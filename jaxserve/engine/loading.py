@@ -74,8 +74,8 @@ class ModelPlan:
         page_size = config.page_size or default_page_size(platform)
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
-        kv_heads, slots = decoder.kv_heads, config.max_num_seqs
-        one_page = CacheLayout.of(model, kv_heads, 1, page_size, kv_dtype, platform, longest, slots)
+        states = config.max_num_seqs, config.num_snapshots
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
 

@@ -51,6 +51,11 @@ class CopyPages(msgspec.Struct, tag=True, frozen=True):
     pairs: list[tuple[int, int]]
 
 
+class CopyStates(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "copy_states"
+    pairs: list[tuple[int, int]]
+
+
 class ScorePrompt(msgspec.Struct, tag=True, frozen=True):
     """Scores rows of the hidden states that the latest step kept."""
 
@@ -63,7 +68,7 @@ class Restore(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "restore"
 
 
-Command = Step | SetSlots | CountTokens | SampleDeferred | UpdateTables | CopyPages | ScorePrompt | Restore
+Command = Step | SetSlots | CountTokens | SampleDeferred | UpdateTables | CopyPages | CopyStates | ScorePrompt | Restore
 
 
 def encode(command: Command) -> bytes:

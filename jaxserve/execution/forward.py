@@ -85,7 +85,7 @@ def forward(
         if layout.states is not None and isinstance(layer.attention, GatedDeltaSpec):
             array, part = layout.states.place(recurrent)
             array, recurrent = array + layout.num_arrays, recurrent + 1
-            where = rows, jnp.int32(part * layout.states.slots)
+            where = rows, jnp.int32(part * layout.states.places)
         else:
             group, index = next(paged)
             array, part = divmod(index, each)

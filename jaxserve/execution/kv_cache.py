@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import DeltaState
 
 COPIES = 16  # page copies per call of `copy_pages`
+STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
 
 KVCache = list[Pages | DeltaState]  # first arrays of pages, then arrays of states; each has a few layers
 
@@ -57,16 +58,18 @@ class CacheLayout:
         platform: str = "cpu",
         longest: int | None = None,
         num_slots: int = 0,
+        snapshots: int = 0,
     ) -> CacheLayout:
         """The layout for a model with `num_pages` pages of `page_size` tokens.
 
-        `longest` is the length of the longest sequence in tokens; None: the model's own limit. `num_slots` is the
-        number of sequences that can run at a time, which only recurrent layers need.
+        `longest` is the length of the longest sequence in tokens; None: the model's own limit. Only recurrent layers
+        need `num_slots`, the number of sequences that can run at a time, and `snapshots`, the number of states that can
+        be kept beside those of running sequences.
         """
         windows = [attention.window for attention in model.attentions]
         net, states = model.recurrent, None
         if net is not None:
-            states = StateLayout(net, model.num_recurrent, num_slots + 1)
+            states = StateLayout(net, model.num_recurrent, num_slots + 1, snapshots)
         groups = LayerGroups.of(windows, model.max_position if longest is None else longest)
         return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform), states)
 
@@ -101,7 +104,7 @@ class CacheLayout:
         return math.prod(ways(mesh, axis) for axis in self.kind.axes if axis is not None)
 
     def state_bytes(self, mesh: Mesh) -> int:
-        """Bytes of the recurrent states of all slots on each device; 0 without recurrent layers."""
+        """Bytes of all recurrent states and snapshots on each device; 0 without recurrent layers."""
         return 0 if self.states is None else self.states.device_bytes(mesh)
 
     def _arrays(self, mesh: Mesh) -> list[tuple[Any, NamedSharding]]:
@@ -145,10 +148,21 @@ def copy_pages(
     """Copies page sources[i] to targets[i], int32 [COPIES], with all its `depth` layers. All sources are read before
     any target is written. Unused entries are NULL_PAGE. The first `arrays` arrays of `cache` hold pages; None: all."""
     arrays = len(cache) if arrays is None else arrays
-    each = depth // arrays  # layers in each array
+    return _copy(cache[:arrays], sources, targets, depth // arrays) + cache[arrays:]
+
+
+def copy_states(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int, arrays: int) -> KVCache:
+    """Copies recurrent states between slots and snapshots, from sources[i] to targets[i], int32 [STATE_COPIES], for all
+    `layers` recurrent layers. All sources are read before any target is written. Unused entries are the slot of nobody.
+    The last `arrays` arrays of `cache` hold states."""
+    return cache[:-arrays] + _copy(cache[-arrays:], sources, targets, layers // arrays)
+
+
+def _copy(arrays: list, sources: jax.Array, targets: jax.Array, each: int) -> list:
+    """Copies the places `sources` to the places `targets` in each of `arrays` [each * places, ...] of `each` layers."""
 
     def copy(x: jax.Array) -> jax.Array:
         first = jnp.arange(0, x.shape[0], x.shape[0] // each, dtype=jnp.int32)[:, None]
         return x.at[first + targets].set(x[first + sources], mode="promise_in_bounds")
 
-    return jax.tree.map(copy, cache[:arrays]) + cache[arrays:]
+    return jax.tree.map(copy, arrays)

@@ -20,7 +20,7 @@ from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import commands, steps
-from jaxserve.execution.kv_cache import COPIES, CacheLayout, KVCache
+from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
@@ -231,11 +231,22 @@ class ModelRunner:
         """Copies pages, given as (source, target), before the next step writes."""
         if pairs:
             self._tell(commands.CopyPages, pairs)
-        for at in range(0, len(pairs), COPIES):
-            packed = np.full((2, COPIES), NULL_PAGE, np.int32)
-            some = np.asarray(pairs[at : at + COPIES], np.int32).T
+            self._copy("copy_pages", pairs, COPIES, NULL_PAGE)
+
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies recurrent states between slots and snapshots, given as (source, target), after the steps dispatched so
+        far."""
+        if pairs:
+            self._tell(commands.CopyStates, pairs)
+            self._copy("copy_states", pairs, STATE_COPIES, self.num_slots)
+
+    def _copy(self, kind: str, pairs: list[tuple[int, int]], each: int, nobody: int) -> None:
+        """Copies within the cache in calls of `each` pairs. Unused pairs of a call copy the place `nobody` to itself."""
+        for at in range(0, len(pairs), each):
+            packed = np.full((2, each), nobody, np.int32)
+            some = np.asarray(pairs[at : at + each], np.int32).T
             packed[:, : some.shape[1]] = some
-            self.cache = self._get(Upkeep("copy_pages"))(self.cache, packed[0], packed[1])
+            self.cache = self._get(Upkeep(kind))(self.cache, packed[0], packed[1])
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
         """Packed log-probabilities of the tokens `targets` [n] at `rows` [n] of the hidden states that the latest step
@@ -276,6 +287,8 @@ class ModelRunner:
         # Programs that need no kernel come first: on CPU the kernels may still be compiling.
         upkeep = [Upkeep("set_slots", size) for size in self.slot_sizes]
         upkeep += [Upkeep("update_tables"), Upkeep("copy_pages")]
+        if self.layout.states is not None and self.layout.states.snapshots:
+            upkeep.append(Upkeep("copy_states"))
         upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes]
         by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
         return [*upkeep, *by_size, *self._others(shapes)]

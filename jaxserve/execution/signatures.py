@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution import steps
-from jaxserve.execution.kv_cache import COPIES, CacheLayout, copy_pages
+from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, copy_pages, copy_states
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.slots import SLOT_WORDS, SlotState, count_tokens, set_slots
 from jaxserve.models.decoder import Decoder
@@ -36,7 +36,7 @@ class Upkeep(NamedTuple):
     @property
     def takes_cache(self) -> bool:
         """Whether its arguments depend on the number of pages."""
-        return self.kind == "copy_pages"
+        return self.kind in ("copy_pages", "copy_states")
 
 
 ProgramName = StepProgram | Upkeep
@@ -82,6 +82,7 @@ class Signatures:
             "score_prompt": self.score_prompt,
             "update_tables": self.update_tables,
             "copy_pages": self.copy_pages,
+            "copy_states": self.copy_states,
         }
         return upkeep[name.kind](name.size)
 
@@ -132,6 +133,13 @@ class Signatures:
     def copy_pages(self, _: int) -> Signature:
         copy = partial(copy_pages, depth=self.layout.groups.depth, arrays=self.layout.num_arrays)
         return Signature(copy, (0,), (self._cache, self._host(COPIES), self._host(COPIES)), self._cache_sharding)
+
+    def copy_states(self, _: int) -> Signature:
+        states = self.layout.states
+        assert states is not None
+        copy = partial(copy_states, layers=states.layers, arrays=states.num_arrays)
+        arguments = self._cache, self._host(STATE_COPIES), self._host(STATE_COPIES)
+        return Signature(copy, (0,), arguments, self._cache_sharding)
 
     @property
     def _everywhere(self) -> NamedSharding:

@@ -30,14 +30,24 @@ class StateLayout:
     second. The slot of nobody is among them. A step changes the states of its rows in place. Nothing is cleared when a
     sequence begins: the step takes zero for the state of a slot whose length is 0.
 
+    Behind the slots are places for snapshots. These are copies of states, from which sequences with the same prefix
+    start.
+
     Attributes:
       layers: number of recurrent layers.
       slots: number of slots, including the slot of nobody.
+      snapshots: number of places for copies.
     """
 
     spec: GatedDeltaSpec
     layers: int
     slots: int
+    snapshots: int = 0
+
+    @property
+    def places(self) -> int:
+        """The number of states of a layer: one per slot and per snapshot."""
+        return self.slots + self.snapshots
 
     @property
     def num_arrays(self) -> int:
@@ -51,7 +61,7 @@ class StateLayout:
     @property
     def array(self) -> DeltaState:
         """The shapes of one of the arrays."""
-        return self._states(layers_of_array(self.layers) * self.slots)
+        return self._states(layers_of_array(self.layers) * self.places)
 
     def _states(self, count: int) -> DeltaState:
         net = self.spec
@@ -66,8 +76,8 @@ class StateLayout:
         return self.layers * sum(x.size * x.dtype.itemsize for x in self._states(1))
 
     def device_bytes(self, mesh: Mesh) -> int:
-        """Bytes of all slots on each device."""
-        return self.slots * self.slot_bytes // ways(mesh, "kv_heads")
+        """Bytes of the states of all slots and snapshots on each device."""
+        return self.places * self.slot_bytes // ways(mesh, "kv_heads")
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return sharding(mesh, *AXES)

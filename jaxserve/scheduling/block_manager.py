@@ -32,6 +32,8 @@ from typing import Any, overload
 
 import numpy as np
 
+from jaxserve.scheduling.state_snapshots import StateSnapshots
+
 Windows = tuple[int | None, ...]  # of each group of layers: how many tokens back they see, a token itself included
 
 NULL_PAGE = 0  # without owner: padding tokens write to it, and nothing reads it
@@ -93,15 +95,26 @@ class Tail:
 class BlockManager:
     """Allocates the pages 1 .. num_pages - 1; page 0 is the null page.
 
-    `windows`: for each group of layers, how many tokens back they see, a token itself included; None: all.
+    Attributes:
+      windows: for each group of layers, how many tokens back they see, a token itself included; None: all.
+      states: of a model with recurrent layers; a sequence then starts only from cached pages that have a snapshot.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, windows: Windows = (None,)):
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_caching: bool = True,
+        windows: Windows = (None,),
+        states: StateSnapshots | None = None,
+    ):
         self.num_pages = num_pages
         self.page_size = page_size
         self.windows = windows
         self.num_groups = len(windows)
         self.prefix_caching = prefix_caching
+        self.states = states if prefix_caching else None
         self._refs, self._free = self._unowned()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._hash_of: dict[int, bytes | Tail] = {}
@@ -224,27 +237,39 @@ class BlockManager:
         In groups with a window, the pages before it need not be cached; the null page stands for them. Where a group
         has no window, no more hashes are taken than needed.
         """
+        return self._usable(self._cached_blocks(root, hashes))
+
+    def num_cached_blocks(self, root: bytes, hashes: Iterable[bytes]) -> int:
+        """How many of these first blocks are cached, whether or not a sequence can start from them."""
+        return len(self._cached_blocks(root, hashes))
+
+    def _cached_blocks(self, root: bytes, hashes: Iterable[bytes]) -> dict[bytes, list[int]]:
+        """The first of these blocks that are cached in all groups without a window: the pages of each by its hash."""
         missing = [NULL_PAGE] * self.num_groups
-        blocks, parent = [], root
+        blocks, parent = {}, root
         for key in hashes:
             if key not in self._pages_of and parent in self._tails:
                 self._hash_tails(parent)
             block = self._pages_of.get(key, missing)
             if any(page == NULL_PAGE and window is None for page, window in zip(block, self.windows, strict=True)):
                 break
-            blocks.append(block)
+            blocks[key] = block
             parent = key
-        return self._usable(blocks)
+        return blocks
 
-    def _usable(self, blocks: list[list[int]]) -> list[int]:
+    def _usable(self, by_hash: dict[bytes, list[int]]) -> list[int]:
         """Pages of the most of the first blocks that a sequence can start from: in each group all pages within the
-        window are cached. The null page stands for the pages before the window."""
+        window are cached, and recurrent layers have a snapshot. The null page stands for the pages before the window.
+        """
+        blocks = list(by_hash.values())
         last_missing = [-1] * self.num_groups  # of the blocks before `count`: the last whose page is not cached
         best = 0
-        for count, block in enumerate(blocks, 1):
+        for count, (key, block) in enumerate(by_hash.items(), 1):
             for group, page in enumerate(block):
                 if page == NULL_PAGE:
                     last_missing[group] = count - 1
+            if self.states is not None and key not in self.states:
+                continue
             if all(first > last for first, last in zip(self._first_blocks(count), last_missing, strict=True)):
                 best = count
         firsts = self._first_blocks(best)
@@ -320,6 +345,8 @@ class BlockManager:
         self._free.extend(self._evictable)
         for forgotten in (self._evictable, self._hash_of, self._pages_of, self._tails):
             forgotten.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def clear(self) -> None:
         """Forgets all owners and all cached content."""
@@ -343,6 +370,8 @@ class BlockManager:
         assert {page: self._refs[page] for page in in_use} == dict(owned), "reference counts differ from the owners"
         assert evictable <= set(self._hash_of), "an evictable page has no hash"
         assert not free & set(self._hash_of), "a free page is still in the prefix cache"
+        if self.states is not None:
+            self.states.check_integrity()
         hashed = {page: key for page, key in self._hash_of.items() if not isinstance(key, Tail)}
         cached = [(page, key) for key, block in self._pages_of.items() for page in block if page != NULL_PAGE]
         assert len(cached) == len(hashed), "a page is cached twice"

@@ -7,6 +7,7 @@ import numpy as np
 from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Lookup, Sequence
+from jaxserve.scheduling.step_plan import Rows
 
 
 class Prefixes:
@@ -36,6 +37,46 @@ class Prefixes:
             return []
         full = (len(seq.tokens) - 1) // self._blocks.page_size
         return self._blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, self._blocks.page_size))
+
+    def begin_state(self, running: RunningTable, seq: Sequence, computed: int) -> None:
+        """Has a newcomer that starts with `computed` tokens, whose pages were just looked up, start from the snapshot
+        behind them, and its steps end where a snapshot is wanted."""
+        states, size = self._blocks.states, self._blocks.page_size
+        if states is None:
+            return
+        if computed:
+            place = states.use(seq.page_hash(seq.tokens, computed // size - 1, size))
+            running.restored.append((place, seq.slot))
+        seq.state_stops = self._state_stops(seq, computed, states.least)
+        running.next_state_stop(seq)
+
+    def _state_stops(self, seq: Sequence, computed: int, least: int) -> list[int]:
+        """Behind how many of its tokens a snapshot is wanted: where an earlier sequence went on with other tokens, and
+        at the end of its own last full block."""
+        blocks, size = self._blocks, self._blocks.page_size
+        full = (len(seq.tokens) - 1) // size
+        shared = blocks.num_cached_blocks(seq.root_hash, seq.page_hashes(seq.tokens, full, size))
+        stops = [computed]
+        for end in (shared * size, full * size):
+            if end - stops[-1] >= least:
+                stops.append(end)
+        return stops[1:]
+
+    def keep_states(self, running: RunningTable, rows: Rows) -> list[tuple[int, int]]:
+        """Gives places to the snapshots that a step makes possible, whose rows end where one is wanted: (slot, place)
+        to copy behind the step. Later lookups find them."""
+        states, size = self._blocks.states, self._blocks.page_size
+        if states is None:
+            return []
+        copies = []
+        for i in np.flatnonzero(rows.end == running.state_stop[rows.slot]).tolist():
+            seq, slot = rows.seqs[i], int(rows.slot[i])
+            place = states.add(seq.page_hash(running.tokens[slot], int(rows.end[i]) // size - 1, size))
+            if place is not None:
+                copies.append((slot, place))
+            running.next_state_stop(seq)
+        self._blocks.generation += bool(copies)
+        return copies
 
     def register(self, running: RunningTable, seq: Sequence, computed: int, *, lazily: bool = False) -> None:
         """Offers the full pages among the first `computed` tokens of a running sequence to the prefix cache. With

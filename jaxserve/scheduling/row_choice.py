@@ -50,18 +50,20 @@ def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget
     if not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
     room = budget.for_prompts(len(one), len(running) - len(one) + num_waiting)
-    chunks, count, last = _prompt_chunks(np.flatnonzero(prompts), left, spare, room)
+    most = np.minimum(left, running.state_stop[lineup.slot] - start)
+    chunks, count, last = _prompt_chunks(np.flatnonzero(prompts), left, most, spare, room)
     seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
     return running.rows(seqs, np.concatenate([one, count]), np.concatenate([one, last]))
 
 
 def _prompt_chunks(
-    prompts: np.ndarray, left: np.ndarray, spare: np.ndarray, budget: int
+    prompts: np.ndarray, left: np.ndarray, most: np.ndarray, spare: np.ndarray, budget: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spends the budget on prompts in order: the indices of those that get some of it, how many tokens each computes,
-    and how many it samples, which is one where the chunk ends its prompt."""
-    left, spare = left[prompts], spare[prompts]
-    count = np.clip(budget - (np.cumsum(left, dtype=np.int32) - left), 0, left)
+    """Spends the budget on prompts in order, of which each computes `most` of its tokens that are `left`: the indices
+    of those that get some of it, how many tokens each computes, and how many it samples, which is one where the chunk
+    ends its prompt."""
+    left, most, spare = left[prompts], most[prompts], spare[prompts]
+    count = np.clip(budget - (np.cumsum(most, dtype=np.int32) - most), 0, most)
     last = ((count == left) & (spare > 0)).astype(np.int32)
     some = count > 0
     return prompts[some], count[some], last[some]

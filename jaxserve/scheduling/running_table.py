@@ -17,6 +17,7 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 from jaxserve.scheduling.step_plan import Rows
 from jaxserve.types import NO_PENALTY_ROW
 
+NO_STOP = np.iinfo(np.int32).max
 NO_TOKEN = -2  # pads stop ids: differs from every token, and from the -1 that stands for no new token
 
 
@@ -68,15 +69,19 @@ class RunningTable:
         # In each group the first blocks whose pages were given up, because no layer sees them any more.
         self.num_released = np.zeros((max_num_seqs, num_groups), np.int32)
         self.num_registered = numbers()  # first blocks, which were offered to the prefix cache
+        # Of a recurrent model: behind this many tokens a step must end, so that its state there can be kept.
+        self.state_stop = np.full(max_num_seqs, NO_STOP, np.int32)
         self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
         self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
         self.beams = np.zeros(max_num_seqs, bool)
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
-        # What the devices have not been told yet: sequences that are new in a slot; rows of the block table to copy,
+        # What the devices have not been told yet: recurrent states to copy from snapshots to slots, (source, target);
+        # sequences that are new in a slot; rows of the block table to copy,
         # (source, target) slots; and entries to write after that, int32 [3, any] of (slot, index, page). Where two
         # entries are for the same place, the later one counts.
+        self.restored: list[tuple[int, int]] = []
         self.newcomers: list[Sequence] = []
         self.table_copies: list[tuple[int, int]] = []
         self.table_entries: list[np.ndarray] = []
@@ -165,6 +170,7 @@ class RunningTable:
             self.show_pages(seq, 0)
         else:
             self.copy_pages(seq, like)
+        self.state_stop[slot] = NO_STOP
         self.num_registered[slot] = computed // self.page_size
         self.num_released[slot] = seq.num_released(self.num_groups)
         self.scored_until[slot] = seq.prompt_len - 1 if seq.scores_prompt else 0
@@ -178,6 +184,14 @@ class RunningTable:
         self.sampler[slot] = Sampler.of(seq.params)
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.needs_detail.add(seq)
+
+    def until_stop(self, seq: Sequence) -> int:
+        """How many tokens the next step of a running sequence may compute before its recurrent state is to be kept."""
+        return int(self.state_stop[seq.slot] - self.computed[seq.slot])
+
+    def next_state_stop(self, seq: Sequence) -> None:
+        """Goes on to the next place where a sequence's recurrent state is to be kept."""
+        self.state_stop[seq.slot] = seq.state_stops.pop(0) if seq.state_stops else NO_STOP
 
     def show_pages(self, seq: Sequence, first: int) -> None:
         """Has the devices told of a sequence's pages from the index `first` on."""
@@ -211,18 +225,19 @@ class RunningTable:
         self.num_blocks[slot] += count // self.num_groups
         self.table_entries.append(np.asarray((np.repeat(slot, count), index, pages), np.int32))
 
-    def take_news(self) -> tuple[list[Sequence], list[tuple[int, int]], np.ndarray]:
-        """What the devices have not been told yet, which the caller tells them: the newcomers, copies of rows of the
-        block table, and its new entries, int32 [3, any] of (slot, index, page), no place twice."""
-        placed, copies, entries = self.newcomers, self.table_copies, self.table_entries
-        self.newcomers, self.table_copies, self.table_entries = [], [], []
+    def take_news(self) -> tuple[list[tuple[int, int]], list[Sequence], list[tuple[int, int]], np.ndarray]:
+        """What the devices have not been told yet, which the caller tells them: copies of recurrent states, the
+        newcomers, copies of rows of the block table, and its new entries, int32 [3, any] of (slot, index, page), no
+        place twice."""
+        news, entries = (self.restored, self.newcomers, self.table_copies), self.table_entries
+        self.restored, self.newcomers, self.table_copies, self.table_entries = [], [], [], []
         if len(entries) == 1:  # the usual case
-            return placed, copies, entries[0]
+            return *news, entries[0]
         if not entries:
-            return placed, copies, np.empty((3, 0), np.int32)
+            return *news, np.empty((3, 0), np.int32)
         joined = np.concatenate(entries, axis=1)[:, ::-1]  # the last first
         _, first = np.unique(joined[0].astype(np.int64) << 32 | joined[1], return_index=True)
-        return placed, copies, joined[:, first]
+        return *news, joined[:, first]
 
     def append(self, slot: np.ndarray, tokens: np.ndarray, num_new: np.ndarray | int) -> None:
         """Makes the first `num_new` of tokens [slots, any] known, which steps have sampled."""

@@ -51,9 +51,10 @@ class Scheduler:
         penalty_rows: int | None = None,
         recurrent: bool = False,
     ):
-        """`recurrent`: the model has layers whose state no page holds, so sequences share no pages."""
+        """`recurrent`: the model has layers whose state no page holds, so sequences share pages only where the states
+        at their ends are kept."""
         self.blocks, self._prefixes, self.recurrent = blocks, Prefixes(blocks), recurrent
-        assert not (recurrent and blocks.prefix_caching), "pages hold no states"
+        assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.num_groups)
@@ -175,7 +176,7 @@ class Scheduler:
             return None
         running.computed[rows.slot] = rows.reach
         running.total[rows.slot] += rows.num_new
-        return StepPlan(rows, copies, *running.take_news())
+        return StepPlan(rows, copies, *running.take_news(), self._prefixes.keep_states(running, rows))
 
     def _rows_with_pages(self, tokens_per_call: int) -> tuple[Rows, list[tuple[int, int]]]:
         """The next rows of running sequences, which get the pages that they need, and the page copies to make first.
@@ -229,8 +230,8 @@ class Scheduler:
         while budget > 0 and (seq := self._next_admissible()):
             left = self._admit(seq, budget)
             seqs.append(seq)
-            counts.append(min(left, budget))
-            num_new.append(left <= budget and seq.max_tokens > 0)
+            counts.append(min(left, budget, self.running.until_stop(seq)))
+            num_new.append(counts[-1] == left and seq.max_tokens > 0)
             budget -= counts[-1]
         return self.running.rows(seqs, np.asarray(counts, np.int32), np.asarray(num_new, np.int32))
 
@@ -255,6 +256,8 @@ class Scheduler:
         left = len(seq.tokens) - computed
         seq.pages += self.blocks.allocate(self.blocks.pages_for(computed + min(left, budget)) - len(seq.pages))
         self.running.place(seq, computed)
+        if self.recurrent:
+            self._prefixes.begin_state(self.running, seq, computed)
         return left
 
     # Commit

@@ -80,6 +80,7 @@ class Sequence:
         self.slot = NO_SLOT
         self.penalty_row = NO_PENALTY_ROW  # where the devices count its tokens, while it runs and has penalties
         self.pages: list[int] = []
+        self.state_stops: list[int] = []  # see `RunningTable.state_stop`; those that it has not reached
         self.lookup: Lookup | None = None  # while it waits
         self.pending_tokens = 0  # without a slot: tokens that steps still in flight sample for it
         given = request.page_hashes

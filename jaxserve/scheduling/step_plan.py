@@ -80,16 +80,20 @@ class StepPlan:
     Attributes:
       rows: decodes first.
       copies: pages to copy, (source, target) each.
+      restored: recurrent states to copy, (snapshot, slot) each.
       placed: sequences that are new in their slots, which the devices must be told.
       table_copies: rows of the block table to copy, one after the other, (source, target) slots each.
       table_updates: int32 [3, any], new entries of the block table, written after the copies: (slot, index, page).
+      kept: recurrent states to copy behind the step, (slot, snapshot) each.
     """
 
     rows: Rows
     copies: list[tuple[int, int]]
+    restored: list[tuple[int, int]]
     placed: list[Sequence]
     table_copies: list[tuple[int, int]]
     table_updates: np.ndarray
+    kept: list[tuple[int, int]]
 
 
 class DetailedUpdate(NamedTuple):

@@ -78,6 +78,7 @@ def make_runner(
     slots: int = 64,
     context: int = 8192,
     kv_dtype=jnp.bfloat16,
+    snapshots=0,
     **changes,
 ) -> tuple[ModelRunner, dict]:
     """A runner of the 8B shape with so many layers and `changes` of its config, and its weights' shapes."""
@@ -96,7 +97,8 @@ def make_runner(
         params = arranged(quantized_abstract(params, scheme), mesh, jnp.bfloat16, backends["matmul"])
     runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
     platform = devices[0].platform
-    layout = CacheLayout.of(decoder.config, decoder.kv_heads, PAGES, page_size, kv_dtype, platform, num_slots=slots)
+    sizes = PAGES, page_size, kv_dtype, platform
+    layout = CacheLayout.of(decoder.config, decoder.kv_heads, *sizes, num_slots=slots, snapshots=snapshots)
     runner.set_cache_size(layout, context // page_size)
     return runner, params
 

@@ -87,7 +87,9 @@ class Device:
         check_read: Callable[[Sequence, int, list], None],
         cost: StepCost | None = None,
         longest: int = 0,
+        recurrent: int | None = None,
     ):
+        """`recurrent`: the model is, and has so many places for snapshots."""
         self.cost = cost
         self.blocks, self.num_slots, self._check_read = blocks, max_num_seqs, check_read
         half = -(-max_num_seqs // 2)  # buckets below the engine's limits, so that plans are cut into several batches
@@ -102,6 +104,8 @@ class Device:
         self.last_token = [-1] * (max_num_seqs + 1)
         self.length = [0] * (max_num_seqs + 1)  # tokens whose content lies in the slot's pages
         self.slot_params = [(0, 0, frozenset())] * (max_num_seqs + 1)  # root state, seed, stop ids
+        # Of a recurrent model: the state behind the last token of each slot, then the snapshots.
+        self.recurrent = None if recurrent is None else [0] * (max_num_seqs + 1 + recurrent)
 
     def run(self, plan: StepPlan, running: RunningTable) -> list[Ran]:
         for seq in plan.placed:
@@ -109,6 +113,7 @@ class Device:
             self.length[seq.slot] = int(running.start[seq.slot])
             self.slot_params[seq.slot] = root_state(seq.request.cache_salt), child_seed(seq.seed, 0), seq.stop_ids
         self._copy(plan.copies)
+        self._copy_states(plan.restored, "restored")
         for source, target in plan.table_copies:
             self.tables[target] = self.tables[source].copy()
         self.events["copied tables"] += len(plan.table_copies)
@@ -123,6 +128,7 @@ class Device:
             self.events["overflow"] += updates[:, room:].shape[1]
             results.append(self._run_batch(batch, running, updates[:, :room]))
             updates = updates[:, :0]
+        self._copy_states(plan.kept, "kept")
         self._check_split(plan, [row for batch in batches for row in each(batch.rows)])
         return results
 
@@ -197,10 +203,18 @@ class Device:
         assert [self.memory[target] for _, target in pairs] == expected, "copies overlap"
         self.events["copies"] += len(pairs)
 
+    def _copy_states(self, pairs: list[tuple[int, int]], event: str) -> None:
+        for source, target in pairs:
+            assert self.recurrent is not None
+            self.recurrent[target] = self.recurrent[source]
+        self.events[event] += len(pairs)
+
     def _write_row(self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]], step: int) -> None:
         (first, last), slot = batch["q_start"][i : i + 2], batch["slot"][i]
         start = self.length[slot]
         state = self._read(slot, start - 1, self.widest)
+        if self.recurrent is not None and start > 0:
+            state = self.recurrent[slot]
         for at in range(first, last):
             position = start + at - first
             token = batch["tokens"][at]
@@ -215,6 +229,8 @@ class Device:
                 written.add((page, offset))
                 self.memory[page][offset] = group, state
         self.length[slot] = start + last - first
+        if self.recurrent is not None:
+            self.recurrent[slot] = state
 
     def _read_row(self, slot: int, seq: Sequence) -> int:
         """Looks at all that the slot's last token can attend to in each group; returns the state after it."""

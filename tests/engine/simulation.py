@@ -11,6 +11,7 @@ from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager, most_pages
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
+from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.types import Request, SamplingParams
@@ -98,9 +99,12 @@ class Simulation:
 
     def __init__(
         self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None,
-        windows=(None,),
+        windows=(None,), snapshots=None,
     ):  # fmt: skip
-        self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=prefix_caching, windows=windows)
+        """`snapshots`: the model is recurrent, and keeps so many states of prefixes."""
+        states = StateSnapshots(max_num_seqs + 1, snapshots, least=page_size) if snapshots else None
+        caches = prefix_caching and snapshots != 0
+        self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=caches, windows=windows, states=states)
         self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
         self.scheduler = Scheduler(
             self.blocks,
@@ -109,9 +113,10 @@ class Simulation:
             max_model_len=self.longest,
             prefill_chunk=chunk,
             prefill_bursts=cost is None,
+            recurrent=snapshots is not None,
         )
         self.beams = Beams(self.scheduler, ())
-        self.device = Device(self.blocks, max_num_seqs, self._check_read, cost, self.longest)
+        self.device = Device(self.blocks, max_num_seqs, self._check_read, cost, self.longest, snapshots)
         self.events: Counter[str] = self.device.events
         self.in_flight: deque[list[Ran]] = deque()
         self.jobs: dict[str, Job] = {}

@@ -35,7 +35,7 @@ def check(engine, case, tag="", params=None):
     requests = [request(f"{tag}{i}", prompt, max_tokens=64, **params or {}) for i, (prompt, _) in enumerate(pairs)]
     results = generate(engine, *requests)
     assert [result.token_ids for result in results] == [tokens for _, tokens in pairs]
-    assert not any(result.num_cached for result in results)
+    return [result.num_cached for result in results]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -43,7 +43,9 @@ def test_chunked_in_used_slots(case, model_folders):
     """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
     engine = make_engine(model_folders(case), tokens=16, rows=6, decode_steps=False)
     check(engine, case, "first-")
-    check(engine, case, "again-")
+    assert check(engine, case, "again-") == [0, 0, 0, 128] * 2
+    engine.reset_prefix_cache()
+    assert check(engine, case, "without-")[:4] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -59,6 +61,38 @@ def test_several_tokens_a_call(static, model_folders):
     engine.runner.step = watch
     check(engine, SPLIT)
     assert max(most) > 1
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_prompts_that_part(devices, model_folders):
+    """The second prompt shows where others part from the first: its steps end there, and the third begins there. A
+    sequence that begins from a snapshot says what it says without."""
+    prompt, tokens = golden(SPLIT)[3]
+    others = [prompt[:100] + [5 + i] * 20 for i in range(3)]
+    options = {"rows": 4, "tokens": 32, "tensor_parallel_size": devices, "max_num_seqs": 4}
+
+    def run(engine, tag):
+        return [
+            run_all(engine, request(f"{tag}{i}", one, max_tokens=20))[f"{tag}{i}", 0] for i, one in enumerate(others)
+        ]
+
+    plain = make_engine(model_folders(SPLIT), prefix_caching=False, **options)
+    expected = [result.token_ids for result in run(plain, "plain")]
+    assert plain.runner.layout.states.snapshots == 0
+    engine = make_engine(model_folders(SPLIT), state_snapshots=3, **options)
+    assert run_all(engine, request("first", prompt, max_tokens=64))["first", 0].token_ids == tokens
+    results = run(engine, "")
+    assert [result.token_ids for result in results] == expected
+    assert [result.num_cached for result in results] == [0, 96, 96]
+    # Three snapshots at most: those of the first prompt's end and of the place of parting were used last.
+    again = run_all(engine, request("again", prompt, max_tokens=64))["again", 0]
+    assert (again.num_cached, again.token_ids) == (128, tokens)
+
+
+def test_no_place_for_snapshots(model_folders):
+    engine = make_engine(model_folders(SPLIT), rows=4, tokens=64, state_snapshots=0)
+    check(engine, SPLIT, "first-")
+    assert not any(check(engine, SPLIT, "again-"))
 
 
 def test_preempted(model_folders):
@@ -130,7 +164,8 @@ def test_states_are_counted(devices, model_folders):
     engine = make_engine(model_folders(SPLIT), rows=rows, tensor_parallel_size=devices)
     layout, mesh = engine.runner.layout, engine.runner.mesh
     assert layout.states.slot_bytes == slot
-    assert layout.state_bytes(mesh) == (rows + 1) * slot // devices
+    assert layout.states.snapshots == 8
+    assert layout.state_bytes(mesh) == (rows + 1 + 8) * slot // devices
     held = [sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(array)) for array in engine.runner.cache]
     assert len(held) == layout.num_arrays + 1
     assert held[-1] == layout.state_bytes(mesh)

@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         prefix_caching=st.sampled_from([True, True, True, False]),
         windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 5), (3, None, 9), (2, 7)]),
+        snapshots=st.sampled_from([None, None, None, 0, 1, 5]),
         cost=st.sampled_from([None, StepCost(weights=0.003, token=0.001), StepCost(weights=1.0, token=0.001)]),
     )
     def create(self, **sizes):
@@ -54,8 +55,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, family, shared, tail, n, max_tokens, kind, **options):
         prompt = (family[:shared] + tail)[: max(self.simulation.longest - max_tokens, 1)]
         max_tokens = min(max_tokens, self.simulation.longest - len(prompt))
-        if kind == "beams" and not max_tokens:
-            kind = "plain"
+        if kind == "beams" and (not max_tokens or self.simulation.scheduler.recurrent):
+            kind = "plain"  # recurrent models have no beams
         if kind != "plain":
             options[kind] = True
         with contextlib.suppress(InvalidRequestError):  # beams that have no room
@@ -109,11 +110,12 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6, 6)])
+@pytest.mark.parametrize(("windows", "snapshots"), [((None,), None), ((6,), None), ((None, 6, 6), None), ((None,), 4)])
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_under_pressure(overlapped, windows):
+def test_under_pressure(overlapped, windows, snapshots):
     """Many requests in few pages, and proof that the hard cases did occur."""
     events: Counter[str] = Counter()
+    without = None if snapshots is None else "beams"
     for seed in range(12):
         rng = np.random.default_rng(seed)
         simulation = Simulation(
@@ -122,6 +124,7 @@ def test_under_pressure(overlapped, windows):
             max_num_seqs=5,
             budget=int(rng.integers(5, 20)),
             windows=windows,
+            snapshots=snapshots,
         )
         for _ in range(40):
             shared, tail = FAMILIES[rng.integers(3)][: rng.integers(20)], rng.integers(0, VOCAB, rng.integers(1, 4))
@@ -133,7 +136,7 @@ def test_under_pressure(overlapped, windows):
                     priority=int(rng.integers(-1, 2)),
                     stop_ids=() if rng.random() < 0.5 else (0,),
                     salt=["a", None][rng.integers(2)],
-                    **{kind: True for kind in [str(rng.choice(KINDS))] if kind != "ordinary"},
+                    **{kind: True for kind in [str(rng.choice(KINDS))] if kind not in ("ordinary", without)},
                 )
             for tokens_per_call in rng.choice(TOKENS_PER_CALL, rng.integers(0, 12)).tolist():
                 simulation.overlapped_step(tokens_per_call) if overlapped else simulation.step(tokens_per_call)
@@ -154,6 +157,9 @@ def test_under_pressure(overlapped, windows):
         "beams": 20,
         "copied tables": 20,
     }
+    if snapshots is not None:
+        unshared = ("beams", "copies", "copied tables", "overflow")
+        least = {name: n for name, n in least.items() if name not in unshared} | {"restored": 100, "kept": 300}
     if overlapped:
         least |= {"overlapped": 100, "unknown tokens": 500, "ended on the device": 50}
     assert {name: n for name, n in least.items() if events[name] < n} == {}, events
