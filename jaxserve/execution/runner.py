@@ -241,7 +241,7 @@ class ModelRunner:
             self._copy("copy_states", pairs, STATE_COPIES, self.num_slots)
 
     def _copy(self, kind: str, pairs: list[tuple[int, int]], each: int, nobody: int) -> None:
-        """Copies within the cache in calls of `each` pairs. Unused pairs of a call copy the place `nobody` to itself."""
+        """Copies within the cache in calls of `each` pairs. Unused pairs copy the place `nobody` to itself."""
         for at in range(0, len(pairs), each):
             packed = np.full((2, each), nobody, np.int32)
             some = np.asarray(pairs[at : at + each], np.int32).T
