@@ -41,7 +41,7 @@ from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, P
 
 
 def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> Iterator[str]:
-    """The report's lines: shape, weights by dtype, KV cache, and what fits beside them.
+    """The report's lines: shape, weights by dtype, KV cache, and how many requests fit.
 
     `devices` may be those of a target; None is this machine's. Raises ConfigError or CheckpointError for a model that
     could not be served with these settings.
@@ -122,8 +122,8 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
 def _one_of_a_kind(
     host: Any, again: Callable[[], Any], target: jax.ShapeDtypeStruct, packing: Packing | None, mesh: Mesh
 ) -> Any:
-    """The form that a weight of the host will have on the devices, as `models.load.load_params` makes it, before it is
-    packed; None: floats. `again` reads it with no rows as the file stores them."""
+    """The form that a weight of the host will have on the devices, before packing, as `models.load.load_params` makes
+    it; None: floats. `again` reads the weight without keeping rows as the file stores them."""
     if isinstance(host, StoredRows) and (packing is None or packing.abstract(host, mesh) is None):
         blocks = None if packing else as_blocks(host, target.sharding)
         host = blocks or by_type(host) or again()

@@ -1,4 +1,4 @@
-"""Calibration: statistics of the linear layers' inputs, from running the decoder over texts one layer at a time.
+"""Calibration: statistics of the inputs of linear layers. The decoder runs over texts one layer at a time.
 
 The activations between two layers are kept in a file, float32 [samples, length, hidden], from which the next layer
 continues, possibly in another process.

@@ -60,8 +60,8 @@ GROUP_SIZES = (128, 64, 32)
 RECIPE = "quantize.json"  # in an unfinished output folder: the settings of its layers
 TEXT = "calibration.txt"  # in the model's folder: the default calibration text
 
-# Each matrix of a decoder layer, the roles of the tensors it consists of, and the role that produces its inputs, whose
-# outputs AWQ divides by its scales.
+# Each matrix of a decoder layer: the roles of the tensors that it consists of, and the role that produces its inputs.
+# AWQ divides the outputs of the latter by its scales.
 LINEARS = (
     ("attention/qkv/kernel", ("q", "k", "v"), "attention_norm"),
     ("attention/out/kernel", ("o",), "v"),
@@ -139,7 +139,7 @@ def quantize_model(model: str, out: Path, config: QuantizeConfig, *, progress: b
 
 
 def _check_layers(model: ModelConfig) -> None:
-    """Raises ConfigError for layers that are not quantized: what feeds each product is written down in LINEARS."""
+    """Raises ConfigError for kinds of layers that cannot be quantized: LINEARS does not list their products."""
     kinds = {replace(layer, attention=replace(layer.attention, window=None)) for layer in model.layers}
     refusal = ConfigError(
         f"models of the family {model.family} are served, but not quantized yet: their layers differ from Llama's"

@@ -1,4 +1,4 @@
-"""`jaxserve kernels`: which kernels a device runs, and why not the others."""
+"""`jaxserve kernels`: which kernels a device runs, and why it does not run the others."""
 
 from __future__ import annotations
 

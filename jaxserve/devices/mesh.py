@@ -1,4 +1,4 @@
-"""The mesh of devices, and the table that maps logical axes of weights to its axes."""
+"""The mesh of devices, and the table that maps logical axes of weights to axes of the mesh."""
 
 from __future__ import annotations
 

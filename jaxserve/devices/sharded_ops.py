@@ -1,4 +1,4 @@
-"""Operations of `jaxserve.pallas_kernels` where each device of a mesh has a part of a weight."""
+"""Operations of `jaxserve.pallas_kernels` for weights that are split over the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def quant_matmul_sharded(
     count: jax.Array | None = None,
     parts: bool = False,
 ) -> jax.Array:
-    """`jaxserve.pallas_kernels.ops.quant_matmul` by each device on its own part of the weight, with logical `axes`;
-    with `parts` as `Parts.sums`, which is one where the inputs are split.
+    """`jaxserve.pallas_kernels.ops.quant_matmul` on each device for its part of the weight, which has logical `axes`.
+    With `parts` the result has the form of `Parts.sums`, with one part if the inputs are split.
 
-    Where the inputs are split, each device accumulates in float32, and the parts are added in the dtype of x. Inputs
-    that the weight wants rounded to 8 bits are rounded by each device with scales of its own part: a finer grid than
-    one device's, and no maximum travels. Static scales are the same on all.
+    If the inputs are split, each device accumulates in float32, and the partial sums are added in the dtype of x. If
+    the weight wants its inputs rounded to 8 bits, each device rounds its part with scales of its own. This is a finer
+    grid than on one device, and no maximum needs to be exchanged. Static scales are the same on all devices.
     """
     specs = quant_specs(w, spec(*axes), mesh)
     out, inputs = specs.codes if isinstance(specs, QuantArray) else specs.low
@@ -92,8 +92,8 @@ def quant_matmul_sharded(
 
 
 def rows_spec(w: QuantArray | BlockArray, inputs: str | None, dtype: Any) -> QuantRows:
-    """PartitionSpecs of rounded inputs of a product with `w`, the inputs on this axis of the mesh. Scales that are not
-    given are each device's own, of its part of the inputs."""
+    """PartitionSpecs of the rounded inputs of a product with `w`, when the inputs are split over this axis of the mesh.
+    Each device has scales of its own for its part, unless the scales are static."""
     assert isinstance(w, QuantArray)
     assert w.activations is not None
     split = PartitionSpec(None, inputs)
@@ -101,10 +101,10 @@ def rows_spec(w: QuantArray | BlockArray, inputs: str | None, dtype: Any) -> Qua
 
 
 def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
-    """`jaxserve.pallas_kernels.ops.matmul` where the weight, with logical `axes`, is split over the devices.
+    """`jaxserve.pallas_kernels.ops.matmul` for a weight with logical `axes` that is split over the devices.
 
-    XLA handles split outputs. Where the inputs are split, each device accumulates in float32, and the parts are added
-    in the dtype of x. XLA:GPU would send float32, which is twice the traffic.
+    XLA handles split outputs. If the inputs are split, each device accumulates in float32, and the partial sums are
+    added in the dtype of x. XLA:GPU would send float32, which is twice the traffic.
     """
     split = spec(*axes)
     inputs = split[1]
@@ -122,8 +122,8 @@ def experts_sharded(
     mesh: Mesh, mixture: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array,
     w: ExpertWeights, *, count: jax.Array | None = None, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """`jaxserve.pallas_kernels.experts.mixture` where each device has some of the experts, and of these a part of the
-    width; the parts of the results are added in the dtype of x."""
+    """`jaxserve.pallas_kernels.experts.mixture` when each device has some of the experts, and a part of the width of
+    each of these. The devices' partial results are added in the dtype of x."""
     everywhere = PartitionSpec()
     by_expert, axes = RULES["expert"], tuple(axis for axis in (RULES["expert"], RULES["mlp"]) if axis is not None)
 
@@ -150,8 +150,8 @@ def experts_sharded(
 
 @dataclass(frozen=True)
 class FusedSharded:
-    """The functions of `kernels`, a module like `jaxserve.pallas_kernels.fused_triton`, by each device on its own part
-    of the heads and of the MLP's width. Norms, of which each device needs the result, are computed by all."""
+    """The functions of `kernels`, a module like `jaxserve.pallas_kernels.fused_triton`. Each device runs them for its
+    part of the heads and of the MLP's width. All devices compute the norms, because each needs the whole result."""
 
     mesh: Mesh
     kernels: Any
@@ -159,7 +159,7 @@ class FusedSharded:
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
     ) -> tuple[jax.Array, jax.Array | QuantRows]:
-        """As `Ops.add_norm`. Of a reader the outputs are split."""
+        """As `Ops.add_norm`. If there is a reader, its outputs are split."""
 
         def local(x: jax.Array, y: Parts | None, scale: jax.Array | Row, reader: QuantArray | None) -> Any:
             return self.kernels.add_norm(x, y, scale, eps, reader)
@@ -169,7 +169,7 @@ class FusedSharded:
         return self._run(local, specs, everywhere, x, y, scale, reader)
 
     def gate(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
-        """As `Ops.gated`. Of y the outputs are split, of a reader the inputs."""
+        """As `Ops.gated`. The outputs of y are split, and the inputs of a reader are split in the same way."""
 
         def local(sums: jax.Array, bias: jax.Array | None, reader: QuantArray | None) -> Any:
             return self.kernels.gate(Parts(sums, bias), activation, dtype, reader)
@@ -188,13 +188,13 @@ class FusedSharded:
         return self.kernels.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
 
     def quantize(self, x: jax.Array, w: QuantArray, axes: tuple[str | None, str | None]) -> QuantRows:
-        """As `quant_matmul.w8a8.quantize`, with scales of each device's own part of x where the inputs are split."""
+        """As `quant_matmul.w8a8.quantize`. If the inputs are split, each device has scales of its own for its part."""
         inputs = spec(*axes)[1]
         specs = (PartitionSpec(None, inputs), self._specs(w, axes))
         return self._run(self.kernels.quantize, specs, rows_spec(w, inputs, x.dtype), x, w)
 
     def product(self, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
-        """As `Ops.product`. Where the inputs are split there is one part, which was added up over the devices."""
+        """As `Ops.product`. If the inputs are split, the result has one part, which is the sum over the devices."""
         out, inputs = spec(*axes)
         if inputs is not None:
             return matmul_sharded(self.mesh, x, w, axes)[None]

@@ -34,7 +34,7 @@ class Admission:
         self._scheduler, self._constraints, self._beams = scheduler, constraints, beams
 
     def check_queue(self, requests: Sequence[Request]) -> None:
-        """Raises QueueFullError where the queue has no room. An empty queue takes requests of any size."""
+        """Raises QueueFullError if the queue has no room. An empty queue takes requests of any size."""
         here = self._scheduler.waiting.num_completions + self._constraints.num_completions
         more = sum(request.params.n for request in requests)
         if (most := self._config.max_waiting) is not None and here and here + more > most:
@@ -45,7 +45,8 @@ class Admission:
             raise QueueFullError(f"prompts of {here} tokens are waiting already; try again later")
 
     def check(self, requests: Sequence[Request]) -> tuple[int, ...]:
-        """Ids that end these requests' outputs. Raises InvalidRequestError for requests that the model cannot serve."""
+        """Returns the token ids that end these requests' outputs. Raises InvalidRequestError for requests that the
+        model cannot serve."""
         params = requests[0].params
         stop_ids = self._check_params(params)
         for request in requests:
@@ -68,7 +69,7 @@ class Admission:
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
             raise InvalidRequestError("the prompt is empty; it must have at least one token", "prompt")
-        if len(prompt) >= self._max_model_len + self._pools:  # what pools needs no room for an answer
+        if len(prompt) >= self._max_model_len + self._pools:  # a prompt that is pooled needs no room for an answer
             raise InvalidRequestError(
                 f"This model's maximum context length is {self._max_model_len} tokens. However, your prompt has "
                 f"{len(prompt)} tokens, which leaves no room for an answer. Please shorten the prompt.",

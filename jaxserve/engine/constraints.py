@@ -1,6 +1,7 @@
 """Which tokens requests may sample (host side): grammars, lists of allowed tokens and bad words.
 
-Requests with a grammar are held until it is compiled. For running ones, masks say which tokens may come next.
+Requests with a grammar are held until the grammar is compiled. For running requests, masks tell which tokens may come
+next.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Engine:
         self._allocate()
 
     def _allocate(self) -> None:
-        """Makes the cache and all that depends on its size. There must be no requests yet."""
+        """Allocates the cache and creates everything that depends on its size. There must be no requests yet."""
         config, model, runner = self.config, self.model, self.runner
         runner.allocate()
         layout = runner.layout
@@ -96,7 +96,7 @@ class Engine:
         if layout.states is not None:
             states = StateSnapshots(layout.states.slots, layout.states.snapshots)
             caches = layout.states.snapshots > 0
-        # Of tokens found in the prefix cache there are no hidden states, so only the last token may be pooled then.
+        # Tokens found in the prefix cache have no hidden states, so prefixes are reused only for pooling by last token.
         caches = caches and (self.pooler is None or self.pooler.method == "last")
         self.blocks = BlockManager(
             layout.num_pages,
@@ -145,8 +145,8 @@ class Engine:
     def compile(self) -> None:
         """Compiles every executable that serving can need. Without this call, each is compiled when it is first used.
 
-        Where they need more memory than was reserved for them, the cache is made smaller. Raises ConfigError where it
-        would be too small.
+        If they need more memory than was reserved for them, the cache becomes smaller. Raises ConfigError if it would
+        become too small.
         """
         start = time.perf_counter()
         early = [] if self._cost is None else [self.grammars.vocabulary]  # 60 MiB: on CPU the first grammar loads it
@@ -213,7 +213,7 @@ class Engine:
         self.scheduler.pause(request_id, paused)
 
     def check_request(self, request: Request) -> None:
-        """Raises InvalidRequestError for what this model cannot serve."""
+        """Raises InvalidRequestError for a request that this model cannot serve."""
         self._admission.check([request])
 
     # The step
@@ -283,7 +283,7 @@ class Engine:
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])
             sampled, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
-            copies, updates = [], updates[:, :0]  # all of them go with the first batch
+            copies, updates = [], updates[:, :0]  # all copies and updates go with the first batch
             sampled.tokens.copy_to_host_async()
             sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
             if hidden is not None and self.pooler is not None:
@@ -298,7 +298,7 @@ class Engine:
         return step
 
     def _program(self, batch: StepBatch) -> StepProgram:
-        """The least capable program that does what a batch's rows need."""
+        """The least capable program that serves a batch's rows."""
         rows, running = batch.rows, self.scheduler.running
         sampler = running.lineup.sampler
         if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
@@ -318,7 +318,7 @@ class Engine:
             self.runner.count_tokens(np.concatenate(counted, axis=1))
 
     def wait(self, step: InFlightStep) -> list[np.ndarray]:
-        """A step's tokens, as `InFlightStep.tokens`; waits until they are here, and times the devices."""
+        """Waits for a step's tokens and returns them as `InFlightStep.tokens` does. Measures the devices' time."""
         asked = time.perf_counter()
         tokens = step.tokens()
         passes = step.tokens_per_call if self.runner.programs.static else step.passes(tokens)
@@ -328,7 +328,7 @@ class Engine:
     def commit(self, step: InFlightStep, tokens: list[np.ndarray]) -> StepOutput:
         """Commits a step's tokens; returns what they add to each completion."""
         output = StepOutput([], [], [], [])
-        for batch in step.batches:  # all of them before any commit, which may end a request with its scores
+        for batch in step.batches:  # finish all scores before any commit, which may end a request that has scores
             if batch.prompt_scores is not None:
                 batch.prompt_scores.finish()
             if batch.pooled is not None and self.pooler is not None:
@@ -372,7 +372,7 @@ class Engine:
                 update.pooled = result_of(seq, self.pooler)
 
     def profile(self, steps: int) -> None:
-        """Has JAX's profiler trace the next `steps` steps, into the settings' `profile_dir`, if there is one."""
+        """Traces the next `steps` steps with JAX's profiler into `EngineConfig.profile_dir`, if it is set."""
         self.timeline.trace(steps)
 
     def stats(self) -> EngineStats:

@@ -23,14 +23,14 @@ class Deferred:
 
     @classmethod
     def of(cls, rows: Rows, running: RunningTable) -> Deferred | None:
-        """Those of a batch; None where it has none."""
+        """The deferred rows of a batch; None if it has none."""
         if not running.lineup.any_masked:
             return None
         index = np.flatnonzero(running.masked[rows.slot] & (rows.num_new > 0))
         return cls(index) if len(index) else None
 
     def join(self, rows: Rows, sampled: Sampled) -> Sampled:
-        """What the step sampled of these rows, with the deferred ones in their places."""
+        """The samples of all rows of a batch: `sampled`, with the samples of deferred rows in their places."""
         if not self.sampled:
             return sampled
         tokens: Any = np.array(sampled.tokens)
@@ -55,7 +55,7 @@ class InFlightBatch:
     pooled: PooledRows | None = None
 
     def tokens(self) -> np.ndarray:
-        """int32 [tokens per call, rows of the bucket]; waits until they are here. Then `sampled` is complete."""
+        """Waits for the batch's tokens, int32 [tokens per call, rows of the bucket]. `sampled` is complete after it."""
         if self.deferred is not None:
             self.sampled, self.deferred = self.deferred.join(self.rows, self.sampled), None
         return np.asarray(self.sampled.tokens)
@@ -66,11 +66,11 @@ class InFlightStep:
     """A step that was dispatched and is not committed yet."""
 
     batches: list[InFlightBatch]
-    tokens_per_call: int  # that a row may have sampled
+    tokens_per_call: int  # the most tokens that a row may have sampled
     dispatched: float  # time.perf_counter()
 
     def tokens(self) -> list[np.ndarray]:
-        """Those of each batch; waits until they are here."""
+        """Waits for the tokens of all batches, and returns those of each batch."""
         return [batch.tokens() for batch in self.batches]
 
     def passes(self, tokens: list[np.ndarray]) -> int:

@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What the settings, the model's config and the devices determine, before weights are read.
+    """Everything that the settings, the model's config and the devices determine before weights are read.
 
     Attributes:
-      folder, tokenizer: folders of the model's files and the tokenizer's.
-      dtype: of the computation.
+      folder, tokenizer: the folders with the model's files and with the tokenizer's files.
+      dtype: the dtype of the computation.
       longest: most tokens of a request, prompt and output.
       one_page: the cache's layout with a single page; `Sizing` chooses the number of pages.
-      pooler: of a model that embeds or scores; its decoder has no output head.
+      pooler: for a model that embeds or scores, whose decoder has no output head; else None.
     """
 
     folder: Path
@@ -60,7 +60,8 @@ class ModelPlan:
 
     @classmethod
     def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None) -> ModelPlan:
-        """Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
+        """The plan for an engine's settings. Raises ConfigError or CheckpointError for a model that cannot be served
+        with them."""
         folder, tokenizer = find_files(config)
         model, mesh = read_model(folder, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
         pooler = read_pooler(config, folder, model, lambda text: _token_of(tokenizer, folder, text))
@@ -84,7 +85,7 @@ class EngineParts:
     """The parts of an engine that depend on model and devices.
 
     Attributes:
-      folders: of the model and of the tokenizer.
+      folders: the folders of the model and of the tokenizer.
       shapes: the buckets that steps are padded to.
       cost: estimates the time of a step; None on CPU.
     """
@@ -139,7 +140,7 @@ def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> lis
 
 
 def _token_of(tokenizer: Path, folder: Path, text: str) -> int:
-    """The id of a text that is one token. Raises ConfigError where it is not."""
+    """The id of a text that is one token. Raises ConfigError for a text of several tokens."""
     try:
         ids = load_tokenizer(folder, source=tokenizer).encode(text, add_special_tokens=False)
     except (InvalidRequestError, OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What steps pool of prompts: collected by sequence, until a prompt is whole and its result is made of it."""
+"""Collects pooled hidden states by sequence, and computes the embedding or score once a prompt is complete."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from jaxserve.scheduling.step_plan import Rows
 
 @dataclass
 class PooledRows:
-    """What one batch pools of its rows' tokens, which the devices are computing.
+    """The pooled hidden states of one batch, which the devices are still computing.
 
     Attributes:
+      rows: the batch's rows.
       pooled: float32 [rows of the bucket, hidden], see `steps.pool_rows`.
     """
 
@@ -24,10 +25,10 @@ class PooledRows:
     pooled: jax.Array
 
     def finish(self, pooler: Pooler) -> None:
-        """Waits for it and adds it to the sequences.
+        """Waits for the pooled hidden states and adds them to the sequences' results.
 
-        Steps finish in the order in which they were dispatched. A prompt that is computed anew begins at its first
-        token, or, where the last token alone counts, at a cached prefix; so nothing of an earlier attempt remains.
+        Steps finish in the order in which they were dispatched. After a preemption a prompt is computed again from its
+        first token, or, if only the last token counts, from a cached prefix. So nothing of an earlier attempt remains.
         """
         pooled = np.asarray(self.pooled)
         for seq, start, row in zip(self.rows.seqs, self.rows.start.tolist(), pooled, strict=False):
@@ -39,7 +40,7 @@ class PooledRows:
 
 
 def result_of(seq: Sequence, pooler: Pooler) -> bytes:
-    """The embedding or score of a whole prompt: little-endian float32."""
+    """The embedding or score of a sequence whose prompt is complete: little-endian float32."""
     assert seq.pooled is not None
     pooled = seq.pooled / seq.prompt_len if pooler.method == "mean" else seq.pooled
     return pooler(pooled).astype("<f4").tobytes()

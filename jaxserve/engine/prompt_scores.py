@@ -27,11 +27,11 @@ class PromptScores:
 
     @classmethod
     def start(cls, rows: Rows, runner: ModelRunner) -> PromptScores | None:
-        """Dispatches the scoring of all prompt chunks that want it in the batch whose step was dispatched last, in one
-        call; None where nothing is left to score.
+        """Dispatches one call that scores all prompt chunks, of the batch that was dispatched last, whose requests want
+        log-probabilities. Returns None if nothing is left to score.
 
-        The hidden state at a position scores the token after it. Tokens computed again after a preemption are not
-        scored twice.
+        The hidden state at a position scores the token after it. Tokens that are computed again after a preemption are
+        not scored twice.
         """
         parts, places = [], []
         for i in np.flatnonzero(rows.scores_prompt).tolist():

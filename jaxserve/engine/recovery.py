@@ -1,13 +1,14 @@
-"""Recovery from failed steps (host side): only the request that makes a step fail ends; all others go on.
+"""Recovery from failed steps (host side): only the request that makes a step fail ends; all others continue.
 
 A step that raises does not say which request caused it. So all sequences return to the tokens that they had before the
-step, to be computed again as after a preemption. The requests that took part are suspects. Half of them run alone, then
-the other half. A part that fails again is halved again, until one request fails by itself: it ends with an error. A
-part that gets further than the failed step is cleared and waits. When all parts have run, every request goes on. Tokens
-are the same as without a failure.
+step, and are computed again as after a preemption. The requests that took part are suspects. One half of them runs
+without the other, then the other half runs. A part that fails again is halved again, until one request fails by itself:
+it ends with an error. A part that gets further than the failed step is cleared and waits. When all parts have run, all
+requests continue. Tokens are the same as without a failure.
 
-A convicted request is only ended if a request of the engine's own succeeds. If that fails too, the devices are at
-fault, and the error goes to the engine's caller. It also does when steps keep failing and no request fails alone.
+Before a convicted request ends, the engine runs a request of its own. If that request fails too, the devices are at
+fault, and the error goes to the engine's caller. The error also goes to the caller when steps keep failing although no
+request fails by itself.
 """
 
 from __future__ import annotations
@@ -105,10 +106,10 @@ class Recovery:
     def __init__(self, engine: Steps):
         self._engine = engine
         self._before: _Before | None = None  # while a commit is under way
-        self._trial: list[str] = []  # requests that run alone now
+        self._trial: list[str] = []  # the part that runs now, while all other requests wait
         self._parts: list[list[str]] = []  # parts still to be tried, the last one first
-        self._goals: dict[Sequence | str, int] = {}  # tokens that clear a suspect; a search is listed by its id
-        self._idle_since = -1  # counters.steps when nothing was left in flight; -1: something is
+        self._goals: dict[Sequence | str, int] = {}  # suspect -> tokens that clear it; a beam search goes by its id
+        self._idle_since = -1  # counters.steps when nothing was in flight any more; -1: a step is in flight
         self._unexplained: list[int] = []  # counters.steps of failures without a convicted request
 
     @property
@@ -117,7 +118,7 @@ class Recovery:
         return bool(self._trial)
 
     def step(self) -> StepOutput:
-        """One step of the engine. Raises its error where no request causes it."""
+        """Runs one step of the engine. Raises the step's error if no request caused it."""
         output = StepOutput([], [], [], [])
         try:
             self._engine.advance(output)
@@ -181,7 +182,7 @@ class Recovery:
         return list(dict.fromkeys(seq.request_id for seq in everyone if seq.request_id in here))
 
     def _set_goals(self, suspects: list[str]) -> None:
-        """Sets the tokens that clear each suspect: one more than all steps so far were to give it."""
+        """Sets the number of tokens that clears each suspect: one more than all steps so far should have given it."""
         running, chosen = self._engine.scheduler.running, set(suspects)
         for seq in self._engine.scheduler.everyone:
             if seq.request_id in chosen:
@@ -214,7 +215,7 @@ class Recovery:
             self._end(request_id, error, output)
 
     def _convict(self, request_id: str, error: Exception, output: StepOutput) -> None:
-        """Ends a request that failed alone. Raises the error where the engine's own request fails, too."""
+        """Ends a request that failed by itself. Raises the error if the engine's own request fails, too."""
         self._probe(error, output)
         self._end(request_id, error, output)
 
@@ -252,7 +253,7 @@ class Recovery:
     # Trials
 
     def _passed(self) -> bool:
-        """Whether all requests that run alone are cleared, or have nothing left to compute."""
+        """Whether all requests of the part that runs are cleared, or have nothing left to compute."""
         engine = self._engine
         if not engine.in_flight and engine.counters.steps == self._idle_since:
             return True
@@ -266,7 +267,7 @@ class Recovery:
         return all(group.length >= self._goals.get(name, 0) for name, group in groups if name in chosen)
 
     def _next(self, output: StepOutput) -> None:
-        """Has the next part run alone; after the last one, all requests go on."""
+        """Lets the next part run; after the last part, all requests continue."""
         engine = self._engine
         self._idle_since = -1
         while self._parts:

@@ -1,4 +1,4 @@
-"""The number of KV pages: what weights, slots and compiled programs leave of the devices' memory."""
+"""Chooses the number of KV pages: they fill the memory that weights, slots and compiled programs leave."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ UNUSED = 1 / 64  # part of the cache that a guess may leave unused
 class Sizing:
     """Chooses the pages of a runner's cache.
 
-    A step is compiled for one number of pages, and its memory needs are known only afterwards. So the number is chosen
-    up to three times. `begin` guesses it, and compiles the largest programs. Where their needs, and an allowance for
-    the code of the other programs, do not fit the guess, it chooses again. `finish` chooses once more where all
+    A step is compiled for one number of pages, and its memory needs are known only after it is compiled. So the number
+    is chosen up to three times. `begin` guesses it and compiles the largest programs. If their needs, and an allowance
+    for the code of the other programs, do not fit the guess, it chooses again. `finish` chooses a last time if all
     programs together need more than that.
 
     Attributes:
@@ -59,10 +59,10 @@ class Sizing:
             self._choose(needs)
 
     def finish(self, shapes: Sequence[StepShape]) -> bool:
-        """Compares the needs of all programs, which are compiled, with the memory. Where they exceed what `begin`
-        allowed for, this chooses fewer pages, compiles again what depends on their number, and returns True.
+        """Compares the needs of all programs, which must be compiled, with the memory. If they exceed the allowance of
+        `begin`, this chooses fewer pages, compiles the programs that depend on their number again, and returns True.
 
-        Raises ConfigError where they do not fit.
+        Raises ConfigError if the model does not fit.
         """
         runner, changed = self._runner, False
         needs = runner.needs(shapes)
@@ -79,7 +79,7 @@ class Sizing:
         return changed
 
     def _choose(self, needs: Needs) -> None:
-        """Sets as many pages as these needs leave room for. Raises ConfigError where they are too few."""
+        """Sets as many pages as these needs leave room for. Raises ConfigError if they are too few."""
         page = self._one_page.page_size, self._page_bytes
         windows = self._one_page.groups.windows
         pages, self.longest = memory.plan_pages(self._config, self.longest, *page, self.budget, needs, windows)
@@ -112,10 +112,10 @@ class Sizing:
 
     @property
     def _page_bytes(self) -> int:
-        """On each device."""
+        """Bytes of a page on each device."""
         return self._one_page.page_bytes // self._one_page.ways(self._runner.mesh)
 
     @property
     def _cache_bytes(self) -> int:
-        """On each device."""
+        """Bytes of the cache on each device."""
         return self._runner.layout.num_pages * self._page_bytes

@@ -22,16 +22,16 @@ from jaxserve.scheduling.stats import Histogram
 
 log = logging.getLogger(__name__)
 
-MOST_STEPS = 10_000  # of one trace, which is in memory until it is written
+MOST_STEPS = 10_000  # most steps of one trace, which is in memory until it is written
 PHASES = ("schedule", "upload", "device", "commit", "mask")
 
 
 class Timeline:
-    """Used by the engine's thread only.
+    """Measures the phases of one engine's steps. Used by the engine's thread only.
 
     Attributes:
-      seconds: of each phase.
-      folder: for traces; None: no traces.
+      seconds: phase -> histogram of its times.
+      folder: where traces are written; None: there are no traces.
     """
 
     def __init__(self, folder: str | None):

@@ -1,5 +1,5 @@
-"""What a layer keeps of its tokens in the KV cache: each kind knows its arrays, how they lie on the devices, and the
-attention that writes and reads them."""
+"""The kinds of KV cache: keys and values, or latents. Each kind knows its arrays, how devices share them, and the
+attention operation that writes and reads them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ Pages = KVPages | LatentPages
 EVERYWHERE = PartitionSpec()
 
 
-MOST_LAYERS = 8  # in one array
+MOST_LAYERS = 8  # maximum of layers in one array of the cache
 
 
 def layers_of_array(layers: int) -> int:
-    """As many as can be in an array where all arrays have equally many."""
+    """How many layers to put in an array: the largest divisor of `layers` up to MOST_LAYERS, so that all arrays are
+    alike."""
     return max(n for n in range(1, MOST_LAYERS + 1) if layers % n == 0)
 
 
@@ -44,7 +45,7 @@ class KeysAndValues:
     dtype: np.dtype
 
     def pages(self, count: int, page_size: int) -> KVPages:
-        """So many pages of one layer, as shapes. Codes of int8 or fp8 have a scale for each head of each token."""
+        """The shapes of `count` pages of one layer. Codes of int8 or fp8 have a scale per token and head."""
         scales = (count, 2, self.kv_heads, page_size)
         scale = _shaped(scales, jnp.float32) if has_scale(self.dtype) else None
         return KVPages(_shaped((*scales, self.head_dim), self.dtype), scale)
@@ -57,7 +58,7 @@ class KeysAndValues:
     def attend(
         self, layer: DecoderLayer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any, decode_only: bool
     ) -> tuple[jax.Array, KVPages]:
-        """`Ops.attend` on each device's own heads."""
+        """`Ops.attend` for the heads of each device."""
         chosen: Any = layer.spec.attention
         options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
         attend = partial(layer.ops.attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
@@ -69,8 +70,8 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Latents:
-    """A row for each token, which all heads share: pages [pages, page_size, width]; see `LatentPages`. Every device has
-    all of it."""
+    """One row per token, which all heads share: pages [pages, page_size, width]; see `LatentPages`. Each device holds
+    all rows."""
 
     rank: int
     rope_dim: int
@@ -78,7 +79,7 @@ class Latents:
     dtype: np.dtype
 
     def pages(self, count: int, page_size: int) -> LatentPages:
-        """So many pages of one layer, as shapes."""
+        """The shapes of `count` pages of one layer."""
         scale = _shaped((count, 2, page_size), jnp.float32) if has_scale(self.dtype) else None
         return LatentPages(_shaped((count, page_size, self.width), self.dtype), scale)
 
@@ -91,7 +92,7 @@ class Latents:
         self, layer: DecoderLayer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any,
         decode_only: bool,
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
-        """`Ops.attend_latent` on each device's own heads."""
+        """`Ops.attend_latent` for the heads of each device."""
         chosen: Any = layer.spec.attention
         attend = partial(layer.ops.attend_latent, scale=chosen.softmax_scale, decode_only=decode_only)
         split: Any = (spec(None, "kv_heads"), EVERYWHERE, spec("kv_heads"), spec("kv_heads"))
@@ -103,7 +104,7 @@ CacheKind = KeysAndValues | Latents
 
 
 def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str) -> CacheKind:
-    """What the model's layers keep; `kv_heads` are those of the mesh."""
+    """The kind of cache of a model's attention layers. `kv_heads` are the heads over all devices, with repeats."""
     attention = model.attentions[0]
     if isinstance(attention, LatentAttentionSpec):
         width = stored_latent_width(attention.rank + attention.rope_dim, platform)
@@ -114,7 +115,7 @@ def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str) -> 
 def _on_each_device(
     attend: Callable, heads: Any, of_heads: Any, pages: Any, of_pages: PartitionSpec, where: tuple, mesh: Mesh
 ) -> tuple[jax.Array, Any]:
-    """`attend` of the heads and pages that a device has; `where` is where tokens are written and read."""
+    """Runs `attend` on each device for its heads and pages. `where` says where tokens are written and read."""
 
     def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
         return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)

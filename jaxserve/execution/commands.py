@@ -1,8 +1,8 @@
 """The host's calls to the devices, as small typed messages.
 
-Another process with the same model can run them (`ModelRunner.run`), to do on its devices what this one does. A runner
-with a listener sends it each command before dispatching it. Messages are msgpack; arrays are sent as dtype, shape and
-bytes.
+Another process with the same model can run them (`ModelRunner.run`), and its devices then compute the same as here. A
+runner passes each command to its listener before dispatching it. Messages are msgpack; arrays are sent as dtype, shape
+and bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve.execution.programs import StepProgram
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """`method` is the method of `ModelRunner` that the command stands for. The fields are its arguments."""
+    """Runs a step. As in every command, `method` names a method of `ModelRunner`, and the fields are its arguments."""
 
     method: ClassVar = "step"
     program: StepProgram
@@ -76,7 +76,7 @@ def encode(command: Command) -> bytes:
 
 
 def decode(message: bytes) -> Command:
-    """Raises msgspec.DecodeError or msgspec.ValidationError for anything but a command."""
+    """The command that a message holds. Raises msgspec.DecodeError or msgspec.ValidationError for other messages."""
     return msgspec.msgpack.decode(message, type=Command, dec_hook=_from_message)
 
 

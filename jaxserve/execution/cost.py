@@ -19,16 +19,16 @@ from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the datasheet; an H200 moved 4.3 of 4.8 TB/s, and did 790 of 989 TFLOP/s
 FLOAT32_SHARE = 1 / 12  # of the 16-bit matmul rate, where products are truly float32
-CALL_SECONDS = 2e-4  # for each call: launches, and the gaps between them; assumed, not measured
+CALL_SECONDS = 2e-4  # seconds per call for launches and the gaps between them; assumed, not measured
 CONTEXT = 2048  # cached tokens that a prompt's token is assumed to attend to
-FEW = 16  # minimum of tokens in a step with prompts
+FEW = 16  # minimum of tokens of a bucket for steps with prompts
 CPU_PREFILL_CHUNK = 32  # the time of a step on CPU is proportional to its tokens
 FREE = 1.1  # a step that costs up to this factor more than the smallest one counts as equally fast
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step on devices that share it.
+    """The time of a step on the devices that share it, in seconds.
 
     Attributes:
       weights: seconds for reading the weights once.
@@ -61,9 +61,9 @@ class StepCost:
         return CALL_SECONDS + max(self.weights, tokens * self.token)
 
     def chunk(self, goal: float) -> int:
-        """Tokens of a step that computes prompts while others decode: as many as fit `goal` seconds. If the weights
-        alone take longer, as many as cost little more than the weights. Rounded to three significant bits, at least
-        FEW.
+        """Tokens of a step that computes prompts while others decode: as many as fit `goal` seconds. If reading the
+        weights takes longer than that, as many as cost little more than reading the weights. The result has three
+        significant bits and is at least FEW.
         """
         allowed = max(goal, FREE * self(1)) - CALL_SECONDS
         tokens = int(allowed / (self.token + self.attention))

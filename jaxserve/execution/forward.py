@@ -33,8 +33,8 @@ class ModelInput(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a pass gives: hidden states [tokens, hidden], those of each row's last token [rows, hidden], and the number
-    of tokens that this last token sees, itself included, int32 [rows]."""
+    """The results of a pass: all hidden states [tokens, hidden]; the hidden state of each row's last token [rows,
+    hidden]; and the number of tokens up to and including this last token, int32 [rows]."""
 
     hidden: jax.Array
     last: jax.Array
@@ -42,12 +42,12 @@ class Output(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a batch's tokens belong."""
+    """The row and the position of each token of a batch."""
 
     row: jax.Array  # int32 [tokens]
     position: jax.Array  # int32 [tokens], in the row's sequence
     kv_len: jax.Array  # int32 [rows], as in `Output`
-    writes: jax.Array  # bool [tokens]: its keys and values are kept
+    writes: jax.Array  # bool [tokens]: the token's keys and values are kept
 
 
 def forward(
@@ -61,21 +61,21 @@ def forward(
     layout: CacheLayout,
     mesh: Mesh,
 ) -> tuple[Output, KVCache]:
-    """Computes the batch's tokens and writes their keys and values to the cache, and the rows' new states in the place
-    of the old ones. The slots stay as they are."""
+    """Computes the batch's tokens. Their keys and values are written to the cache, and the rows' new recurrent states
+    replace the old ones. The slots do not change."""
     q_start, slot = batch.q_start, batch.slot
     placed = _place(slots, batch, shape)
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
-    # Rows of padding come last, and matmuls may leave them out.
+    # Padding comes last, and matmuls may skip it.
     model = model.counting(q_start[-1])
     decoder = partial(model.apply, {"params": params})
     x, ropes = decoder(tokens, placed.position, method="begin")
     groups = layout.groups
-    each = groups.depth // layout.num_arrays  # layers of an array of the cache
+    each = groups.depth // layout.num_arrays  # layers in each array of the cache
     first_page = [jnp.int32(i * layout.num_pages) for i in range(each)]
     tables = _tables(slots.block_tables[slot], groups.num_groups)
     written = [_kv_slots(placed, table, layout.page_size) for table in tables]
-    # Jitted here, so that equal layers are traced and lowered once.
+    # Jitted per kind of layer, so that equal layers are traced and lowered once.
     run = partial(_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec, parent=None))) for spec in set(model.config.layers)}
     cache, y, paged, recurrent = list(cache), None, iter(groups.places), 0
@@ -97,12 +97,12 @@ def forward(
 
 
 def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
-    """A row's tokens follow those that its slot has already. The tokens of padding rows count as none."""
+    """Finds the place of each token. A row's tokens follow those that its slot has already. Padding rows have none."""
     q_start = batch.q_start
     count = q_start[1:] - q_start[:-1]
     kv_len = jnp.where(count > 0, slots.length(batch.slot) + jnp.where(batch.writes, count, 0), 0)
     row = index = jnp.arange(shape.tokens)
-    if not shape.decode_only:  # by comparing all: on a GPU one launch, where a search takes ten and a loop
+    if not shape.decode_only:  # comparing all pairs takes one launch on a GPU; a binary search takes ten and a loop
         row = jnp.searchsorted(q_start, index, side="right", method="compare_all").astype(jnp.int32) - 1
         row = jnp.clip(row, 0, shape.rows - 1)
     position = jnp.maximum(kv_len[row] - q_start[row + 1] + index, 0)
@@ -110,14 +110,15 @@ def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
 
 
 def _delta_rows(slots: SlotState, batch: ModelInput, placed: Placement) -> DeltaRows:
-    """Whose states the rows continue from and change. Rows that keep nothing change that of nobody."""
+    """The slots whose recurrent states the rows read, and those that they write. Rows that keep nothing write to the
+    slot of nobody."""
     target = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
     begun = (batch.q_start[1:] > batch.q_start[:-1]) & (slots.length(batch.slot) > 0)
     return DeltaRows(batch.slot, target, ~begun, batch.q_start, batch.num_decodes, placed.row)
 
 
 def _tables(tables: jax.Array, num_groups: int) -> list[jax.Array]:
-    """The rows' block tables, int32 [rows, blocks * groups] -> those of each group [rows, blocks]."""
+    """The rows' block tables, int32 [rows, blocks * groups] -> a table [rows, blocks] for each group of layers."""
     if num_groups == 1:
         return [tables]
     by_group = tables.reshape(len(tables), -1, num_groups)
@@ -125,7 +126,8 @@ def _tables(tables: jax.Array, num_groups: int) -> list[jax.Array]:
 
 
 def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
-    """Where the keys and values of each token go, int32 [tokens]: page * page_size + place in it; -1 for nowhere."""
+    """Where each token's keys and values are written, int32 [tokens]: page * page_size + index in the page; -1 if they
+    are not kept."""
     block = jnp.minimum(placed.position // page_size, table.shape[1] - 1)
     return jnp.where(placed.writes, table[placed.row, block] * page_size + placed.position % page_size, -1)
 
@@ -134,8 +136,8 @@ def _layer(
     params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: Any, where: Any,
     *, module: DecoderLayer, kind: Any, mesh: Mesh, decode_only: bool,
 ) -> tuple[jax.Array, Parts | None, Any]:  # fmt: skip
-    """One layer on x [tokens, hidden], what the layer before left to add to it, and its pages or states of the cache;
-    returns all three."""
+    """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
+    in the cache. Returns the new (x, y, pages)."""
 
     def attend(heads: Any) -> jax.Array:
         nonlocal pages

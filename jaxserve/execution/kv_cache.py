@@ -1,4 +1,4 @@
-"""The cache on the devices: its layout, its size, and copying of pages."""
+"""The cache on the devices: its layout, its size, and copies of pages."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import DeltaState
 
 COPIES = 16  # page copies per call of `copy_pages`
-STATE_COPIES = 2  # copies per call of `copy_states`; a state is some thousand times larger than a page
+STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
 
-KVCache = list[Pages | DeltaState]  # each of a few layers, see `CacheLayout`: first pages, then states of slots
+KVCache = list[Pages | DeltaState]  # first arrays of pages, then arrays of states; each has a few layers
 
 
 @dataclass(frozen=True)
 class CacheLayout:
     """The arrays of the cache.
 
-    A page has a part for each of `groups.depth` layers, which the group of layers that owns the page uses. An array
-    holds the parts of a few layers, first those of the first layer for all pages, because each array that a step takes
-    and gives costs the host about 3 us. Behind them are the arrays of recurrent layers, if there are any.
+    A page has a part for each of `groups.depth` layers. The group of layers that owns the page uses these parts. An
+    array holds the parts of a few layers: first the parts of its first layer for all pages, then those of its second.
+    Arrays hold several layers because each array that a step takes and returns costs the host about 3 us. The arrays of
+    recurrent layers, if there are any, follow the arrays of pages.
 
     Attributes:
-      groups, kind: of the layers with pages.
-      states: of recurrent layers; None: there are none.
+      groups: how the layers with pages share them.
+      kind: what these layers keep of a token.
+      states: the arrays of recurrent layers; None: there are none.
     """
 
     groups: LayerGroups
@@ -58,8 +60,12 @@ class CacheLayout:
         num_slots: int = 0,
         snapshots: int = 0,
     ) -> CacheLayout:
-        """`longest`: tokens of the longest sequence; None: as many as the model was made for. Only recurrent layers
-        need `num_slots`, the sequences that run at a time, and `snapshots`, the states that are kept beside theirs."""
+        """The layout for a model with `num_pages` pages of `page_size` tokens.
+
+        `longest` is the length of the longest sequence in tokens; None: the model's own limit. Only recurrent layers
+        need `num_slots`, the number of sequences that can run at a time, and `snapshots`, the number of states that can
+        be kept beside those of running sequences.
+        """
         windows = [attention.window for attention in model.attentions]
         net, states = model.recurrent, None
         if net is not None:
@@ -69,27 +75,27 @@ class CacheLayout:
 
     @property
     def num_arrays(self) -> int:
-        """Arrays of pages: as few as there can be, all alike."""
+        """The number of arrays of pages: as few as possible, all alike."""
         return self.groups.depth // layers_of_array(self.groups.depth)
 
     @property
     def array(self) -> Pages:
-        """One of the arrays of pages, as shapes."""
+        """The shapes of one of the arrays of pages."""
         return self.kind.pages(self.groups.depth // self.num_arrays * self.num_pages, self.page_size)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what is cached."""
+        """The dtype of cached values, or of their codes."""
         return self.kind.dtype
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all groups of layers and all devices, while it lies within all windows."""
+        """Bytes of one token over all groups of layers and all devices, for a token within all windows."""
         return self.groups.num_groups * self.page_bytes // self.page_size
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page over all devices, where each has its part or all have the same."""
+        """Bytes of a page over all devices. Copies on several devices count once."""
         one = jax.tree.leaves(self.kind.pages(1, self.page_size))
         return self.groups.depth * sum(x.size * x.dtype.itemsize for x in one)
 
@@ -98,7 +104,7 @@ class CacheLayout:
         return math.prod(ways(mesh, axis) for axis in self.kind.axes if axis is not None)
 
     def state_bytes(self, mesh: Mesh) -> int:
-        """Bytes of all slots' states and snapshots on each device."""
+        """Bytes of all recurrent states and snapshots on each device; 0 without recurrent layers."""
         return 0 if self.states is None else self.states.device_bytes(mesh)
 
     def _arrays(self, mesh: Mesh) -> list[tuple[Any, NamedSharding]]:
@@ -108,7 +114,7 @@ class CacheLayout:
         return [pages] * self.num_arrays + states * (0 if self.states is None else self.states.num_arrays)
 
     def shardings(self, mesh: Mesh) -> list[NamedSharding]:
-        """Of each array of the cache."""
+        """The sharding of each array of the cache."""
         return [place for _, place in self._arrays(mesh)]
 
     def abstract(self, mesh: Mesh) -> list[Any]:
@@ -120,8 +126,8 @@ class CacheLayout:
         return [placed(*one) for one in self._arrays(mesh)]
 
     def create(self, mesh: Mesh) -> KVCache:
-        """The cache. On one CPU its contents are undefined, and memory is taken as pages are used for the first time: a
-        large cache then costs no time at start."""
+        """Allocates the cache. On one CPU its contents are undefined, and the system provides memory when a page is
+        first written, so that a large cache costs no time at start."""
         fill = cpu.untouched if on_one_cpu(mesh) else jnp.zeros
 
         def empty(array: Any) -> Any:
@@ -131,7 +137,7 @@ class CacheLayout:
 
 
 def cache_dtype(name: str, compute: Any) -> np.dtype:
-    """The dtype of keys and values for `EngineConfig.kv_cache_dtype`; auto is that of the computation."""
+    """The dtype of the cache for `EngineConfig.kv_cache_dtype`; "auto" means the dtype of the computation."""
     named = {"auto": compute, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
     return np.dtype(named[name])
 
@@ -139,20 +145,21 @@ def cache_dtype(name: str, compute: Any) -> np.dtype:
 def copy_pages(
     cache: KVCache, sources: jax.Array, targets: jax.Array, *, depth: int, arrays: int | None = None
 ) -> KVCache:
-    """Copies page sources[i] to targets[i], int32 [COPIES], with all its `depth` layers; all are read before any is
-    written. Pad with NULL_PAGE. The first `arrays` of the cache hold pages; None: all."""
+    """Copies page sources[i] to targets[i], int32 [COPIES], with all its `depth` layers. All sources are read before
+    any target is written. Unused entries are NULL_PAGE. The first `arrays` arrays of `cache` hold pages; None: all."""
     arrays = len(cache) if arrays is None else arrays
     return _copy(cache[:arrays], sources, targets, depth // arrays) + cache[arrays:]
 
 
 def copy_states(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int, arrays: int) -> KVCache:
-    """Copies recurrent states between slots and snapshots, int32 [STATE_COPIES], of all `layers` that have one; all are
-    read before any is written. Pad with the slot of nobody. The last `arrays` of the cache hold states."""
+    """Copies recurrent states between slots and snapshots, from sources[i] to targets[i], int32 [STATE_COPIES], for all
+    `layers` recurrent layers. All sources are read before any target is written. Unused entries are the slot of nobody.
+    The last `arrays` arrays of `cache` hold states."""
     return cache[:-arrays] + _copy(cache[-arrays:], sources, targets, layers // arrays)
 
 
 def _copy(arrays: list, sources: jax.Array, targets: jax.Array, each: int) -> list:
-    """Copies in arrays [layers * places, ...] of `each` layers the places `sources` to `targets`, in all layers."""
+    """Copies the places `sources` to the places `targets` in each of `arrays` [each * places, ...] of `each` layers."""
 
     def copy(x: jax.Array) -> jax.Array:
         first = jnp.arange(0, x.shape[0], x.shape[0] // each, dtype=jnp.int32)[:, None]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jaxserve.scheduling.block_manager import Windows
 
-MOST_GROUPS = 16  # each costs a block table in every slot
-TOLERANCE = 1.05  # of the least memory: fewer groups are worth a little more
+MOST_GROUPS = 16  # maximum of groups, since each costs a block table in every slot
+TOLERANCE = 1.05  # up to this factor more memory is accepted for fewer groups
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class LayerGroups:
     one pool of pages serves them all. A group with fewer layers leaves the rest of its pages unused.
 
     Attributes:
-      windows: for each group, how many tokens back its layers see, a token itself included; None: all.
+      windows: for each group, how many tokens a token sees, itself included; None: all earlier tokens and itself.
       depth: layers that a page has room for.
       places: for each layer of the model, its group and its index within the group.
     """

@@ -1,4 +1,4 @@
-"""How the memory of a device is shared out: weights, what the compiled programs need, and the rest for KV pages."""
+"""Shares out the memory of a device: weights, slots, what compiled programs need, and the rest for KV pages."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jaxserve.scheduling.block_manager import Windows, most_pages
 
 log = logging.getLogger(__name__)
 
-CPU_CACHE_SHARE = 0.5  # of the memory that is free, for the cache on CPU: everything else on the machine needs some too
+CPU_CACHE_SHARE = 0.5  # share of free host memory for the cache on CPU; other processes need memory, too
 PENALTY_BYTES = 2**28  # for the token counts of sequences with penalties
-PENALTY_BYTES_PER_TOKEN = 5  # of the vocabulary: an int32 and a bool
+PENALTY_BYTES_PER_TOKEN = 5  # per penalty row and token of the vocabulary: an int32 and a bool
 RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
-STEPS_IN_FLIGHT = 2  # whose results are on the device at once: one step runs, of the other the host reads the results
-CODE_ALLOWANCE = 1.25  # code of a program that is not compiled yet, in those of the largest that is
-PAGE_GRID = 128  # numbers of pages between a power of two and the next, on an accelerator
-CPU_PAGE_GRID = 8  # on CPU, where the memory that is free differs from start to start
+STEPS_IN_FLIGHT = 2  # steps with results on the device: one runs while the host reads the results of another
+CODE_ALLOWANCE = 1.25  # estimated code of a program that is not compiled yet, relative to the largest compiled one
+PAGE_GRID = 128  # page counts between a power of two and the next that `_on_grid` allows, on an accelerator
+CPU_PAGE_GRID = 8  # the same on CPU, where free memory differs more from start to start
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of one device that compiled programs take, beside weights, slots and pages."""
+    """Bytes that compiled programs take on one device, beside weights, slots and pages."""
 
     temporaries: int = 0  # of the program with the most, while it runs; programs run one after the other
     results: int = 0  # what steps in flight leave on the device, beyond the cache and the slots that they update
@@ -40,8 +40,9 @@ class Needs:
 
     @classmethod
     def of(cls, compiled: Sequence[Any], pending: int = 0) -> Needs:
-        """What programs need by the compiler's own figures (`Compiled.memory_analysis`), and `pending` more, smaller
-        ones that are not compiled yet. Their code is allowed for; what else they need is within the others'."""
+        """The needs of compiled programs by the compiler's figures (`Compiled.memory_analysis`), and of `pending`
+        smaller programs that are not compiled yet. The latter add an estimate of their code. Their other needs are
+        assumed to be no larger than those of the compiled programs."""
         code = [figures.generated_code_size_in_bytes for figures in compiled]
         results = [figures.output_size_in_bytes - figures.alias_size_in_bytes for figures in compiled]
         return cls(
@@ -57,33 +58,33 @@ class Needs:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of one device."""
+    """How the memory of one device, in bytes, is divided."""
 
-    total: int  # what it has; on CPU what was free before the weights came
-    utilization: float  # the share of it that may be used
+    total: int  # all memory of the device; on CPU, the host memory that was free before the weights were loaded
+    utilization: float  # the share of `total` that may be used
     weights: int
     slots: int
     reserve: int
-    most_cache: int | None  # no more than this for pages, whatever is left
-    counts_programs: bool = False  # pages are chosen beside what the programs need; on CPU that is a trifle
-    states: int = 0  # of recurrent layers, for all slots
+    most_cache: int | None  # upper limit for pages; None: there is none
+    counts_programs: bool = False  # the number of pages allows for the needs of programs, which are negligible on CPU
+    states: int = 0  # states of recurrent layers, for all slots
 
     @property
     def fixed(self) -> int:
-        """What neither pages nor programs take."""
+        """Bytes of everything except pages and programs."""
         return self.weights + self.slots + self.states + self.reserve
 
     def left(self, needs: Needs) -> int:
-        """For pages, beside what the programs need."""
+        """Bytes that are left for pages after the needs of programs; may be negative."""
         left = int(self.total * self.utilization) - self.fixed - needs.total
         return left if self.most_cache is None else min(left, self.most_cache)
 
     def holds(self, needs: Needs, cache: int) -> bool:
-        """Whether all of it together is no more than may be used."""
+        """Whether everything, with a cache of `cache` bytes, fits the memory that may be used."""
         return self.fixed + needs.total + cache <= int(self.total * self.utilization)
 
     def describe(self, needs: Needs, cache: int) -> str:
-        """The arithmetic, in words."""
+        """The sum in words, for the log and for messages."""
         used = self.fixed + needs.total + cache
         states = f"states of recurrent layers {size(self.states)} + " if self.states else ""
         return (
@@ -95,7 +96,7 @@ class Budget:
         )
 
     def check(self, needs: Needs, cache: int) -> None:
-        """Raises ConfigError when all of it together is more than may be used."""
+        """Raises ConfigError unless `holds`."""
         if not self.holds(needs, cache):
             raise ConfigError(
                 f"the model does not fit: {self.describe(needs, cache)}. Lower --kv-pages, --max-num-seqs or "
@@ -104,10 +105,10 @@ class Budget:
 
 
 def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int, slots: int, states: int = 0) -> Budget:
-    """The budget of each of `devices` equal devices, which hold `weights` and `slots` bytes each already, and will hold
-    `states` more for recurrent layers.
+    """The budget of each of `devices` equal devices. Each holds `weights` and `slots` bytes already, and will hold
+    `states` bytes for recurrent layers.
 
-    Raises ConfigError where a device does not tell how much memory it has and kv_pages is not set either.
+    Raises ConfigError when a device does not tell how much memory it has and kv_pages is not set.
     """
     if device.platform == "cpu":
         free = available_host_bytes() // devices
@@ -117,14 +118,15 @@ def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int,
     if not total and config.kv_pages is None:
         raise ConfigError(f"{device.device_kind} does not tell its memory size: set --kv-pages")
     utilization = config.memory_utilization
-    if device.platform == "gpu":  # the limit is that of JAX's pool, which is itself a fraction of the memory
+    if device.platform == "gpu":  # bytes_limit is the size of JAX's pool, which is a fraction of the memory
         pool = float(os.environ.get(POOL_FRACTION, 0.75))
         total, utilization = int(total / pool), min(utilization, pool)
     return Budget(total or 2**62, utilization, weights, slots, RESERVE_BYTES, None, True, states)
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest request in tokens that the settings and the model allow. Raises ConfigError when they contradict."""
+    """The longest request in tokens, prompt and output, that the settings and the model allow. Raises ConfigError when
+    max_model_len exceeds the model's own limit."""
     limit = model.max_position
     for rope in model.ropes.values():
         if rope.scaling in ("linear", "yarn", "dynamic"):
@@ -135,7 +137,7 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def max_batched_tokens(config: EngineConfig) -> int:
-    """Most tokens of one step: as configured, or as suits the device, and at least one for each sequence."""
+    """The most tokens of one step: as configured, or as suits the device, and at least one for each sequence."""
     most = config.max_num_batched_tokens
     if most is None:
         device = jax.devices()[0]
@@ -145,19 +147,19 @@ def max_batched_tokens(config: EngineConfig) -> int:
 
 
 def penalty_rows(config: EngineConfig, model: ModelConfig) -> int:
-    """How many sequences can have penalties at a time."""
+    """How many sequences with penalties can run at a time."""
     rows = config.max_penalty_seqs or max(8, PENALTY_BYTES // (PENALTY_BYTES_PER_TOKEN * model.vocab_size))
     return min(rows, config.max_num_seqs)
 
 
 def pages_of_longest(config: EngineConfig, longest: int, page_size: int, windows: Windows) -> int:
-    """Pages that the longest request holds at a time, at most; the arguments are those of `plan_pages`."""
+    """The most pages that a request of `longest` tokens holds at a time. See `plan_pages` for the arguments."""
     return sum(most_pages(longest, page_size, windows, max_batched_tokens(config)))
 
 
 def fitting_pages(config: EngineConfig, most: int, page_bytes: int, budget: Budget, needs: Needs) -> int:
-    """Pages of the KV cache that were asked for; else those that fit, as far as they are useful. `most`: see
-    `pages_of_longest`; the other arguments are those of `plan_pages`."""
+    """The number of pages: as configured, or as many as fit the budget, but no more than all sequences together could
+    use. `most` is the result of `pages_of_longest`; see `plan_pages` for the other arguments."""
     if config.kv_pages is not None:
         return config.kv_pages
     fitting = max(budget.left(needs), 0) // page_bytes
@@ -168,8 +170,8 @@ def fitting_pages(config: EngineConfig, most: int, page_bytes: int, budget: Budg
 
 
 def fitting_tokens(config: EngineConfig, layout: CacheLayout, longest: int) -> int:
-    """Tokens that the cache holds at a time, those of requests of `longest` tokens whose pages behind windows are given
-    up; one page is the null page."""
+    """How many tokens the cache holds at a time, in requests of `longest` tokens. Pages behind windows are counted as
+    freed. The null page holds none."""
     blocks = -(-longest // layout.page_size)
     most = pages_of_longest(config, longest, layout.page_size, layout.groups.windows)
     return max(layout.num_pages - 1, 0) * blocks // most * layout.page_size
@@ -187,11 +189,12 @@ def plan_pages(
     """(pages of the KV cache, longest request in tokens that fits them).
 
     Args:
-      longest: of a request, in tokens, as far as the model and the settings go.
+      longest: tokens of the longest request that the model and the settings allow.
       page_size: tokens of a page.
-      page_bytes: of a page on one device.
-      needs: of the compiled programs, on one device.
-      windows: for each group of layers, how many tokens back they see; None: all.
+      page_bytes: bytes of a page on one device.
+      budget: the memory of one device.
+      needs: bytes that the compiled programs take on one device.
+      windows: for each group of layers, the tokens that a token sees; None: all.
 
     Raises ConfigError when not even one request fits.
     """
@@ -216,15 +219,16 @@ def plan_pages(
 
 
 def _on_grid(pages: int, grid: int) -> int:
-    """The next number below that has few significant bits: so the programs that a start finds in the compilation cache
-    are not missed for a few bytes more or less. It costs 0.4% of the cache on average, and 6% on CPU."""
+    """Rounds a number of pages down to few significant bits. Compiled programs depend on the number of pages. With the
+    rounding, starts with slightly different free memory find the same programs in the compilation cache. It costs 0.4%
+    of the cache on average, and 6% on CPU."""
     step = 1 << max(pages.bit_length() - grid.bit_length(), 0)
     return pages // step * step
 
 
 def available_host_bytes() -> int:
-    """Of the host's memory, what nobody uses."""
-    meminfo = Path("/proc/meminfo")  # of Linux alone
+    """Bytes of free host memory; 4 GiB if the system does not tell."""
+    meminfo = Path("/proc/meminfo")  # exists on Linux only
     for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -232,12 +236,12 @@ def available_host_bytes() -> int:
 
 
 def stored_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Of an array on a device, where two int4 share a byte."""
+    """Bytes of an array on a device. Two int4 share a byte."""
     return math.ceil(x.size * jax.dtypes.itemsize_bits(x.dtype) / 8)
 
 
 def bytes_by_dtype(params: Any) -> dict[str, int]:
-    """Dtype -> bytes on one device of a pytree of sharded arrays, or of their shapes."""
+    """Dtype -> bytes on one device, for a pytree of sharded arrays or of their shapes; the largest first."""
     total: dict[str, int] = {}
     for x in jax.tree.leaves(params):
         shard = jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
@@ -246,14 +250,14 @@ def bytes_by_dtype(params: Any) -> dict[str, int]:
 
 
 def describe_weights(params: Any) -> str:
-    """Bytes of weights on one device, in words."""
+    """A line for the log: the bytes of weights on one device, by dtype."""
     parts = bytes_by_dtype(params)
     listed = ", ".join(f"{size(count)} {dtype}" for dtype, count in parts.items())
     return f"weights per device: {size(sum(parts.values()))} ({listed})"
 
 
 def size(count: float) -> str:
-    """Bytes, readable."""
+    """A number of bytes with a unit, for people to read."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}"

@@ -1,9 +1,9 @@
 """Chooses which programs are compiled for steps, and which of them runs a batch (host side).
 
-The host knows the needs of every row. On accelerators it names a program by its bucket, its sampler (`Sampler`), the
+The host knows the needs of every row. On accelerators it chooses a program by its bucket, its sampler (`Sampler`), the
 tokens that a call samples, and whether hidden states are returned. So no program has a conditional, nor a loop whose
 length is unknown to the compiler; for both, XLA:GPU would make the host wait in the middle of a step. On CPU this gains
-nothing, and each additional program delays the start. There is one program per bucket, which decides at run time.
+nothing, and each additional program delays the start. There a bucket has one program, which decides at run time.
 
 The number of programs is bounded, since each costs seconds of compiling and memory for its code. A more capable sampler
 replaces one that is not compiled. Only small batches have programs of several tokens a call: with more rows the devices
@@ -24,7 +24,7 @@ from jaxserve.scheduling.sampler import Sampler
 CPU_THREADS = 4  # maximum of threads that compile for a CPU
 MOST_THREADS = 16  # maximum of threads that compile: tracing, which is serial in Python, cannot feed more
 COMPILE_BYTES = 2**30  # generous estimate of the host's memory for compiling one program
-LENGTHS = (1, 2, 4, 8)  # tokens that a row may sample in a call, for programs of fixed length
+LENGTHS = (1, 2, 4, 8)  # possible numbers of tokens that a row samples in a call, for programs of fixed length
 LOOPED_ROWS = 8  # rows of the largest batch that samples several tokens a call
 PLAIN_ROWS = 64  # from this number of rows on, a program without costly filters pays
 
@@ -47,9 +47,14 @@ class StepProgram:
 
 
 class StepPrograms:
-    """Chooses programs. `static`: a program is fixed in everything that the host knows, for accelerators. `most`:
-    tokens that a call may sample per row, by the settings. `costly_filters`: filters take many passes over the logits,
-    not one or two in a kernel. `pools`: nothing is sampled, and every step returns what it pools."""
+    """Chooses programs.
+
+    Args:
+      static: a program is specialised to everything that the host knows; for accelerators.
+      most: tokens that a call may sample per row, by the settings.
+      costly_filters: filters take many passes over the logits, instead of one or two in a kernel.
+      pools: nothing is sampled, and every step returns pooled hidden states.
+    """
 
     def __init__(
         self, *, static: bool, most: int = MAX_TOKENS_PER_CALL, costly_filters: bool = True, pools: bool = False

@@ -36,17 +36,21 @@ from jaxserve.types import NO_PENALTY_ROW
 
 log = logging.getLogger(__name__)
 
-COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, but for the largest
+COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, beside the largest call
 
 
 class ModelRunner:
-    """Owns what lives on the devices. Every method dispatches and returns at once; reading a result waits.
+    """Owns the parameters, the cache and the slots on the devices, and the programs that change them.
 
-    `listener`, if there is one, is told of each call by the command that makes another runner do the same.
+    Methods that run programs dispatch them and return at once; reading a result waits for the devices. Each of these
+    calls is also passed to `listener`, unless it is None, as a command with which another runner can repeat the call.
 
-    `max_tokens_per_call`: tokens that a row may draw in one call. `static`: programs are fixed in what the host knows,
-    see `programs`; None: where that pays, which is not on CPU. `pooling`: of models that embed or score, see
-    `steps.pool_rows`; such a runner has programs for that and none that sample.
+    Args:
+      num_slots: sequences that can run at a time.
+      penalty_rows: sequences with penalties that can run at a time.
+      max_tokens_per_call: tokens that a row may sample in one call.
+      static: programs are specialised to what the host knows, see `programs`; None: on accelerators they are.
+      pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
     """
 
     def __init__(
@@ -74,8 +78,8 @@ class ModelRunner:
         self.cache: KVCache
         self.compile_seconds = 0.0
         self.listener: Callable[[commands.Command], None] | None = None
-        self._hidden: jax.Array | None = None  # of the latest step that kept them
-        self.frozen = False  # nothing may be compiled any more
+        self._hidden: jax.Array | None = None  # hidden states of the latest step that kept them
+        self.frozen = False  # True: compiling a program raises RuntimeError
         self.compiling = False
         self._executables: dict[ProgramName, Compiled] = {}
         self._slot_shapes = ""
@@ -83,11 +87,12 @@ class ModelRunner:
 
     @property
     def params(self) -> Any:
-        """The model's own tree; vectors in it are copies."""
+        """The model's parameter tree. Vectors in it are copies, because they are stored in stacks."""
         return jax.tree.map(value_of, self._unbundle(self._arrays), is_leaf=lambda x: isinstance(x, Row))
 
     def set_cache_size(self, layout: CacheLayout, max_blocks: int) -> None:
-        """Settles the cache's size and the most blocks of a sequence, for all that is compiled from now on."""
+        """Sets the size of the cache, and the most blocks of a sequence, for programs that are compiled from now on.
+        Compiled programs that depend on other sizes are dropped."""
         self.layout = layout
         self.max_len = max_blocks * layout.page_size
         config = self.model.config
@@ -111,60 +116,61 @@ class ModelRunner:
         self._slot_shapes = slots
 
     def allocate(self) -> None:
-        """Makes the cache and the slots, in place of those that there may be."""
-        vars(self).pop("cache", None)  # there may be no room for both
+        """Allocates the cache and the slots. Existing ones are freed first."""
+        vars(self).pop("cache", None)  # the old and the new one may not fit together
         vars(self).pop("slots", None)
         lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
         self.slots = jax.jit(partial(self._make_slots, **lazily), out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
 
     def restore(self) -> None:
-        """Makes the cache and the slots anew where a step that failed took them along: then all their content is lost.
+        """Allocates the cache and the slots again if a failed step has destroyed them. Their contents are then lost.
 
-        Raises what the devices say where they are at fault.
+        Raises the devices' error if allocating fails, too.
         """
         self._tell(commands.Restore)
         try:
             whole = not any(x.is_deleted() for x in jax.tree.leaves((self.cache, self.slots)))
             jax.block_until_ready((self.cache, self.slots) if whole else ())
-        except Exception:  # what a computation came to that failed on the devices
+        except Exception:  # the error of a computation that failed on the devices
             whole = False
         if not whole:
-            del self.cache, self.slots  # there may be no room for both
+            del self.cache, self.slots  # the old and the new ones may not fit together
             self.allocate()
 
     @property
     def deferred_sizes(self) -> list[int]:
-        """Rows of the compiled `sample_deferred`s; on CPU a few calls cost what a large one does."""
+        """The numbers of rows for which `sample_deferred` is compiled. On CPU several small calls cost no more than a
+        large one, so there is one size."""
         few = min(32, self.num_slots)
         return [few] if self._on_cpu else sorted({few, self.num_slots})
 
     @property
     def slot_sizes(self) -> list[int]:
-        """Rows of the compiled `set_slots`, so that accelerators fill any number of slots in one call."""
+        """The numbers of rows for which `set_slots` is compiled. Accelerators fill any number of slots in one call."""
         few = SLOTS_PER_CALL
         return [few] if self._on_cpu or self.num_slots <= few else [few, self.num_slots]
 
     @property
     def count_sizes(self) -> list[int]:
-        """Tokens of the compiled `count_tokens`: a few, a long prompt's, and as many as fit one call of all others."""
+        """The numbers of tokens for which `count_tokens` is compiled. The largest takes the longest sequence."""
         if self._on_cpu:
             return [COUNTED_PER_CALL]
         return [size for size in COUNT_SIZES if size < self.max_len] + [max(self.max_len, COUNTED_PER_CALL)]
 
     @property
     def weight_bytes(self) -> int:
-        """On each device."""
+        """Bytes of the parameters on each device."""
         return sum(_device_bytes(x) for x in self._arrays)
 
     @property
     def slot_bytes(self) -> int:
-        """On each device."""
+        """Bytes of the slots on each device."""
         return sum(stored_bytes(x) for x in jax.tree.leaves(jax.eval_shape(self._make_slots)))
 
     @property
     def cache_bytes(self) -> int:
-        """On each device."""
+        """Bytes of the cache on each device."""
         return sum(_device_bytes(x) for x in jax.tree.leaves(self.cache))
 
     # Dispatch
@@ -177,7 +183,7 @@ class ModelRunner:
         return result.drawn, result.hidden
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
-        """Writes the sampling parameters of slots; rows as from `encode_slot`."""
+        """Writes the sampling parameters of slots. Each row is the result of `encode_slot`."""
         if rows:
             self._tell(commands.SetSlots, rows)
         for some, size in _calls(len(rows), self.slot_sizes):
@@ -185,7 +191,7 @@ class ModelRunner:
             self.slots = self._get(Upkeep("set_slots", size))(self.slots, np.stack(rows[some] + padding))
 
     def count_tokens(self, counted: np.ndarray) -> None:
-        """Counts tokens of sequences in their penalty rows, int32 [3, any] as from `encode_counts`."""
+        """Counts tokens of sequences in their penalty rows. counted: int32 [3, n], as from `encode_counts`."""
         self._tell(commands.CountTokens, counted)
         for some, size in _calls(counted.shape[1], self.count_sizes):
             packed = np.full((3, size), self.model.config.vocab_size, np.int32)
@@ -207,8 +213,8 @@ class ModelRunner:
         return drawn
 
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
-        """Copies rows of the block table, (source, target) slots one after the other, then writes entries of it, int32
-        [3, any] of (slot, index, page)."""
+        """Copies rows of the block table, as (source, target) slots, one after the other. Then writes entries of the
+        table, int32 [3, n] of (slot, index, page)."""
         calls = [(copies[at : at + TABLE_COPIES], entries[:, :0]) for at in range(0, len(copies), TABLE_COPIES)]
         calls += [([], entries[:, at : at + TABLE_UPDATES]) for at in range(0, entries.shape[1], TABLE_UPDATES)]
         if calls:
@@ -222,19 +228,20 @@ class ModelRunner:
             self.slots = self._get(Upkeep("update_tables"))(self.slots, packed_rows, packed)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages, (source, target) each, before the next step writes."""
+        """Copies pages, given as (source, target), before the next step writes."""
         if pairs:
             self._tell(commands.CopyPages, pairs)
             self._copy("copy_pages", pairs, COPIES, NULL_PAGE)
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies recurrent states between slots and snapshots, (source, target) each, behind the steps so far."""
+        """Copies recurrent states between slots and snapshots, given as (source, target), after the steps dispatched so
+        far."""
         if pairs:
             self._tell(commands.CopyStates, pairs)
             self._copy("copy_states", pairs, STATE_COPIES, self.num_slots)
 
     def _copy(self, kind: str, pairs: list[tuple[int, int]], each: int, nobody: int) -> None:
-        """Copies within the cache in calls of `each` pairs; a pair that lacks copies `nobody` to itself."""
+        """Copies within the cache in calls of `each` pairs. Unused pairs copy the place `nobody` to itself."""
         for at in range(0, len(pairs), each):
             packed = np.full((2, each), nobody, np.int32)
             some = np.asarray(pairs[at : at + each], np.int32).T
@@ -242,8 +249,8 @@ class ModelRunner:
             self.cache = self._get(Upkeep(kind))(self.cache, packed[0], packed[1])
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
-        """Packed log-probabilities of targets [n] at rows [n] of the hidden states that the latest step kept, n at most
-        their number; int32 [n or more, SCORE_WORDS]."""
+        """Packed log-probabilities of the tokens `targets` [n] at `rows` [n] of the hidden states that the latest step
+        kept; int32 [at least n, SCORE_WORDS]. n is at most the number of these hidden states."""
         self._tell(commands.ScorePrompt, rows, targets)
         hidden = self._hidden
         assert hidden is not None, "the latest step kept no hidden states"
@@ -259,7 +266,7 @@ class ModelRunner:
             self.listener(kind(*fields))
 
     def run(self, command: commands.Command) -> Any:
-        """Does what another runner did when it told its listener of this command; returns what that method returns."""
+        """Repeats the call of another runner whose listener received this command. Returns what the method returns."""
         return getattr(self, command.method)(*(getattr(command, field) for field in command.__struct_fields__))
 
     # Compilation
@@ -269,14 +276,15 @@ class ModelRunner:
         return len(self._executables)
 
     def needs(self, shapes: Sequence[StepShape]) -> Needs:
-        """What all programs of serving with these buckets need, by those of them that are compiled."""
+        """The memory that all programs of serving with these buckets need, estimated from those that are compiled."""
         names = self.names(shapes)
         known: list[Any] = [self._executables[name].memory_analysis() for name in names if name in self._executables]
         return Needs.of(known, pending=len(names) - len(known))
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
-        """Of all programs that serving can need: the upkeep first, then the steps of these buckets by size."""
-        # First what needs no kernel: on CPU these may still be being built.
+        """The names of all programs that serving can need: upkeep, then the steps of these buckets, the largest first,
+        then other programs with the output head."""
+        # Programs that need no kernel come first: on CPU the kernels may still be compiling.
         upkeep = [Upkeep("set_slots", size) for size in self.slot_sizes]
         upkeep += [Upkeep("update_tables"), Upkeep("copy_pages")]
         if self.layout.states is not None and self.layout.states.snapshots:
@@ -286,20 +294,20 @@ class ModelRunner:
         return [*upkeep, *by_size, *self._others(shapes)]
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
-        """Those of them that need the most memory: one of each kind."""
+        """The names of the programs that need the most memory, one of each kind."""
         kinds = [[shape for shape in shapes if shape.decode_only is kind] for kind in (True, False)]
         steps = [self.programs.largest(max(some, key=lambda shape: shape.tokens)) for some in kinds if some]
         return [*steps, *self._others(shapes)]
 
     def _others(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
-        """Programs that multiply with the output head, beside the steps."""
+        """The names of the programs beside the steps that multiply with the output head."""
         if self.pooling is not None:
             return []
         most = max(shape.tokens for shape in shapes if not shape.decode_only)
         return [Upkeep("score_prompt", most), *(Upkeep("sample_deferred", size) for size in self.deferred_sizes)]
 
     def compile(self, names: Sequence[ProgramName]) -> None:
-        """Compiles these programs, in this order, some at a time."""
+        """Compiles these programs in this order, several at a time, unless they are compiled already."""
         with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
             list(pool.map(self._get, names))
 
@@ -328,22 +336,23 @@ class ModelRunner:
         return compiled
 
     def lower(self, name: ProgramName | StepShape) -> Lowered:
-        """The program of an executable; needs shapes only. A bucket stands for its largest program."""
+        """Traces and lowers a program, for which shapes suffice. A bucket stands for its largest program."""
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
         function, donated, arguments, results = self._signatures.of(name)
-        with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # which tells Pallas the chip
+        with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # the mesh tells Pallas the chip
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
             return jitted.lower(*arguments)
 
     @property
     def _precision(self) -> str:
-        """float32 means float32, on every platform; smaller types leave the choice to the compiler."""
+        """The precision of matmuls. With float32 they are computed in float32 on every platform; for smaller types the
+        compiler chooses."""
         return "highest" if self.model.dtype == jnp.float32 else "default"
 
     @property
     def _signatures(self) -> Signatures:
-        """Of the cache and slots as they are settled."""
+        """The signatures of programs for the present sizes of cache and slots."""
         everywhere = replicated(self.mesh)
 
         def on_all_devices(x: Any) -> Any:
@@ -356,7 +365,8 @@ class ModelRunner:
 
 
 def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:
-    """Cuts `count` items into as few calls as the sizes allow, ascending; each with the least size that will do."""
+    """Cuts `count` items into as few calls as possible. `sizes` are ascending. Yields the items of each call, and the
+    smallest size that holds them."""
     for at in range(0, count, sizes[-1]):
         some = min(sizes[-1], count - at)
         yield slice(at, at + some), next(size for size in sizes if size >= some)

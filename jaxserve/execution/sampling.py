@@ -25,7 +25,7 @@ from jaxserve.pallas_kernels.types import DrawSettings
 from jaxserve.scheduling.sampler import Sampler
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # columns of Sampled.scores
-LANES = 128  # of a TPU's vectors
+LANES = 128  # width of a TPU's vector registers
 
 
 class Sampled(NamedTuple):
@@ -68,7 +68,7 @@ def sample(
     where the device has no such kernel.
     """
     if sampler is Sampler.ANY and masks is None and arg_max is not None:
-        # Most rows of a server on CPU only want the most likely token, which takes one pass over the logits.
+        # On a CPU most rows are greedy. The most likely token takes one pass over the logits.
         params = decode_slots(words)
         plain = (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
         return lax.cond(
@@ -152,7 +152,7 @@ def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     places = jnp.arange(width)
 
     def take_one(i: jax.Array, state: tuple) -> tuple:
-        tops, values, ids = state  # ids are -1 where none was taken yet
+        tops, values, ids = state  # an id is -1 until a value is found for it
         block = jnp.argmax(tops, axis=-1)
         taken = ((ids - block[:, None] * width)[:, :, None] == places).any(axis=1)
         left = jnp.where(taken, -jnp.inf, _take(blocks, block))

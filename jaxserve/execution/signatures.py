@@ -20,12 +20,12 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.scheduling.sampler import Sampler
 
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
-TABLE_COPIES = 32  # and rows of it that are copied
+TABLE_COPIES = 32  # copied rows of the block table per call of `update_tables`
 
 
 class Upkeep(NamedTuple):
-    """Names a program beside the steps: the method of `Signatures` that describes it, and its rows or tokens, which are
-    0 where there is one program only."""
+    """The name of a program that is not a step: the method of `Signatures` that describes it, and its number of rows or
+    tokens. The number is 0 if there is only one such program."""
 
     kind: str
     size: int = 0
@@ -43,7 +43,7 @@ ProgramName = StepProgram | Upkeep
 
 
 class Signature(NamedTuple):
-    """A program: what it computes, which arguments it takes over, and the shardings of its results."""
+    """A program: its function, which arguments are donated, its abstract arguments, and its results' shardings."""
 
     function: Callable
     donated: tuple[int, ...]
@@ -56,10 +56,10 @@ class Signatures:
     """Describes programs for one model, cache and number of slots.
 
     Attributes:
-      params: abstract arrays that hold the parameters; `unbundle` makes the model's own tree of them.
-      slots: abstract, on all devices.
-      static: programs are fixed in what the host knows, see `programs`.
-      pooling: of models that embed or score: what steps return of their hidden states, see `steps.pool_rows`.
+      params: abstract arrays that hold the parameters. `unbundle` makes the model's parameter tree from them.
+      slots: abstract slots, replicated on all devices.
+      static: programs are specialised to what the host knows, see `programs`.
+      pooling: for models that embed or score, what steps return of their hidden states, see `steps.pool_rows`.
     """
 
     model: Decoder
@@ -87,7 +87,7 @@ class Signatures:
         return upkeep[name.kind](name.size)
 
     def step(self, program: StepProgram) -> Signature:
-        """See `steps.run_step`."""
+        """The signature of a step, see `steps.run_step`."""
         step = partial(
             steps.run_step,
             model=self.model,
@@ -154,7 +154,7 @@ class Signatures:
         return self.layout.shardings(self.mesh)
 
     def _host(self, *shape: int) -> jax.ShapeDtypeStruct:
-        """An int32 array that comes from the host."""
+        """The abstract form of an int32 array that comes from the host."""
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
 
     def _with_params(self, function: Callable) -> Callable:

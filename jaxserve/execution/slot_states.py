@@ -1,4 +1,4 @@
-"""What recurrent layers keep of a sequence: a state of fixed size in the sequence's slot, in the place of pages."""
+"""The states of recurrent layers. A sequence's state has a fixed size and lies in the sequence's slot, not in pages."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ AXES = None, "kv_heads"  # logical axes of the arrays' first dimensions
 class StateLayout:
     """The arrays of the states of a model's recurrent layers.
 
-    Each `DeltaState` holds the states of a few layers, first those of the first layer for all slots, that of nobody
-    included. A step changes the states of its rows in place. A sequence that begins needs no state cleared: the step
-    takes zero for the state of a slot whose length is 0.
+    Each `DeltaState` holds the states of a few layers: first those of its first layer for all slots, then those of its
+    second. The slot of nobody is among them. A step changes the states of its rows in place. Nothing is cleared when a
+    sequence begins: the step takes zero for the state of a slot whose length is 0.
 
-    Behind the slots are places for snapshots: copies of states, from which sequences with the same prefix start.
+    Behind the slots are places for snapshots. These are copies of states, from which sequences with the same prefix
+    start.
 
     Attributes:
-      layers: recurrent layers.
-      slots: that of nobody included.
-      snapshots: places for copies.
+      layers: number of recurrent layers.
+      slots: number of slots, including the slot of nobody.
+      snapshots: number of places for copies.
     """
 
     spec: GatedDeltaSpec
@@ -45,21 +46,21 @@ class StateLayout:
 
     @property
     def places(self) -> int:
-        """States of a layer."""
+        """The number of states of a layer: one per slot and per snapshot."""
         return self.slots + self.snapshots
 
     @property
     def num_arrays(self) -> int:
-        """As few as there can be, all alike."""
+        """The number of arrays: as few as possible, all alike."""
         return self.layers // layers_of_array(self.layers)
 
     def place(self, index: int) -> tuple[int, int]:
-        """(array, part of it) of the recurrent layer with this index among these layers."""
+        """(array, index within the array) of a recurrent layer; `index` counts recurrent layers only."""
         return divmod(index, layers_of_array(self.layers))
 
     @property
     def array(self) -> DeltaState:
-        """One of the arrays, as shapes."""
+        """The shapes of one of the arrays."""
         return self._states(layers_of_array(self.layers) * self.places)
 
     def _states(self, count: int) -> DeltaState:
@@ -75,7 +76,7 @@ class StateLayout:
         return self.layers * sum(x.size * x.dtype.itemsize for x in self._states(1))
 
     def device_bytes(self, mesh: Mesh) -> int:
-        """Bytes of all slots and snapshots on each device."""
+        """Bytes of the states of all slots and snapshots on each device."""
         return self.places * self.slot_bytes // ways(mesh, "kv_heads")
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
@@ -86,10 +87,10 @@ def delta_net(
     layer: DecoderLayer, heads: DeltaHeads, state: DeltaState, rows: DeltaRows, first: jax.Array, mesh: Mesh,
     decode_only: bool,
 ) -> tuple[jax.Array, DeltaState]:  # fmt: skip
-    """`Ops.delta_net` on each device's own heads. `first`: the layer's first state."""
+    """`Ops.delta_net` for the heads of each device. `first` is the index of the layer's first state in `state`."""
     net = layer.spec.attention
     assert isinstance(net, GatedDeltaSpec)
-    static = mesh.devices.flat[0].platform != "cpu"  # accelerators ask the host for a length that varies
+    static = mesh.devices.flat[0].platform != "cpu"  # on accelerators a loop of unknown length waits for the host
     options = {"key_dim": net.key_dim, "activation": ACTIVATIONS[net.activation]}
     advance = partial(layer.ops.delta_net, **options, decode_only=decode_only, static=static)
     if not is_split(mesh):

@@ -1,7 +1,8 @@
 """What the devices remember of each running sequence between steps, by slot.
 
 A sequence owns one slot while it runs. Its sampling parameters are sent once, when it gets the slot (`encode_slot`,
-`set_slots`); a step then carries only what changes. The last slot (`num_slots`) is nobody's: padding rows point there.
+`set_slots`); a step then carries only what changes. No sequence owns the last slot (`num_slots`), called the slot of
+nobody: padding rows point there.
 
 Token counts are as wide as the vocabulary, and few sequences need them. A sequence with penalties therefore owns a
 penalty row beside its slot; the others share row 0 (NO_PENALTY_ROW), whose contents mean nothing.
@@ -27,11 +28,12 @@ COUNTED_PER_CALL = 512  # tokens that the smallest call of `count_tokens` counts
 
 
 class Field(NamedTuple):
-    """How a number, or `size` of them, lies in the words of a slot. A list has up to `size` numbers, then `padding`."""
+    """How a number, or a list of numbers, is stored in the words of a slot. A list is filled up to `size` numbers with
+    `padding`."""
 
     dtype: DTypeLike
     size: int | None = None
-    padding: int | None = None  # None: it is no list
+    padding: int | None = None  # None: the field is no list
 
 
 def _field(dtype: DTypeLike, size: int | None = None, padding: int | None = None) -> Any:
@@ -39,24 +41,25 @@ def _field(dtype: DTypeLike, size: int | None = None, padding: int | None = None
 
 
 class RowParams(NamedTuple):
-    """What the devices are told of a sequence when it gets a slot. Of a batch: arrays [rows] or [rows, size].
+    """The parameters that the devices get when a sequence gets a slot. For a batch these are arrays [rows] or [rows,
+    size].
 
-    These numbers are declared here alone. `encode_slot` packs them in this order, 32 bits each, and `decode_slots`
-    unpacks them. Lists come last.
+    This class is the only declaration of these fields. `encode_slot` packs them in this order, 32 bits each, and
+    `decode_slots` unpacks them. Lists come last.
     """
 
     slot: jax.Array = _field(np.int32)
     penalty_row: jax.Array = _field(np.int32)
-    length: jax.Array = _field(np.int32)  # tokens whose keys and values its pages hold already
-    temperature: jax.Array = _field(np.float32)  # 0 is greedy
+    length: jax.Array = _field(np.int32)  # tokens whose keys and values the sequence's pages hold already
+    temperature: jax.Array = _field(np.float32)  # 0: greedy
     top_p: jax.Array = _field(np.float32)
     min_p: jax.Array = _field(np.float32)
     repetition: jax.Array = _field(np.float32)
     presence: jax.Array = _field(np.float32)
     frequency: jax.Array = _field(np.float32)
-    top_k: jax.Array = _field(np.int32)  # 0 is off
+    top_k: jax.Array = _field(np.int32)  # 0: off
     seed: jax.Array = _field(np.uint32, 2)
-    no_stop_before: jax.Array = _field(np.int32)  # a position: no stop token is sampled for one below it
+    no_stop_before: jax.Array = _field(np.int32)  # no stop token is sampled for positions below this one
     logprobs: jax.Array = _field(np.bool_)  # whether the row wants log-probabilities
     stop_ids: jax.Array = _field(np.int32, MAX_STOP_TOKENS, -1)
     bias_ids: jax.Array = _field(np.int32, MAX_LOGIT_BIAS, -1)
@@ -64,7 +67,7 @@ class RowParams(NamedTuple):
 
 
 def _places() -> tuple[dict[str, slice], int]:
-    """Where each field lies among the words of a slot, and how many words there are."""
+    """(field -> its slice of a slot's words, number of words)."""
     places, at = {}, 0
     for name, field in RowParams._field_defaults.items():
         places[name] = slice(at, at := at + (field.size or 1))
@@ -89,17 +92,18 @@ class SlotState(NamedTuple):
     progress: jax.Array  # int32 [slots, 2]: LAST_TOKEN and LENGTH, in one array because steps change both
     block_tables: jax.Array  # int32 [slots, blocks * groups of layers], see `scheduling.block_manager`
     params: jax.Array  # int32 [slots, SLOT_WORDS], as from `encode_slot`
-    counts: jax.Array  # int32 [penalty_rows, vocab]: how often each token stands in the output so far
-    in_prompt: jax.Array  # bool [penalty_rows, vocab]: whether it stands in the prompt
+    counts: jax.Array  # int32 [penalty_rows, vocab]: how often each token is in the output so far
+    in_prompt: jax.Array  # bool [penalty_rows, vocab]: whether the token is in the prompt
     hidden: jax.Array  # [slots, hidden]: the last hidden state of a deferred row, which samples once its mask is known
 
     def last_token(self, slot: jax.Array) -> jax.Array:
-        """The latest token of each slot, int32 [rows]; -1 after a stop token: the sequence samples no more."""
+        """The latest token of each slot, int32 [rows]. It is -1 after a stop token: the sequence samples no more."""
         return self.progress[slot][:, LAST_TOKEN]
 
     def length(self, slot: jax.Array) -> jax.Array:
         """How many tokens of each slot have their keys and values in the cache, int32 [rows]. The device owns this
-        number: the next step continues here, whether or not the host knows yet how many tokens the step before kept."""
+        number. The next step continues from it, even if the host does not know yet how many tokens the step before
+        kept."""
         return self.progress[slot][:, LENGTH]
 
 
@@ -113,7 +117,7 @@ def create_slots(
     zeros: Callable[..., jax.Array] = jnp.zeros,
 ) -> SlotState:
     """Empty slots. A sequence has up to `table_width` pages, and `penalty_rows` sequences can have penalties at a time.
-    `zeros` makes what is large."""
+    `zeros` allocates the large arrays."""
     rows = num_slots + 1
     return SlotState(
         progress=jnp.zeros((rows, 2), jnp.int32),
@@ -134,9 +138,17 @@ def encode_slot(
     penalty_row: int = NO_PENALTY_ROW,
     length: int = 0,
 ) -> np.ndarray:
-    """One row of `set_slots`'s buffer, int32 [SLOT_WORDS]. `stop_ids` are all that end the output, at most
-    MAX_STOP_TOKENS; `seed` is the sequence's own, 64 bits. A sequence with penalties needs a penalty row of its own.
-    Its pages hold the keys and values of `length` tokens already."""
+    """One row of `set_slots`'s buffer, int32 [SLOT_WORDS].
+
+    Args:
+      slot: the slot that the row is written to.
+      params: the sequence's sampling parameters.
+      seed: the sequence's own seed, 64 bits.
+      stop_ids: all tokens that end the output, at most MAX_STOP_TOKENS.
+      prompt_len: tokens of the prompt.
+      penalty_row: a row of its own for a sequence with penalties.
+      length: tokens whose keys and values the sequence's pages hold already.
+    """
     bias = params.logit_bias or {}
     no_stop_before = prompt_len + params.min_tokens if params.min_tokens and not params.grammar else 0
     row = _NO_LISTS.copy()
@@ -166,12 +178,12 @@ def encode_slot(
 
 
 def padding_slot(num_slots: int) -> np.ndarray:
-    """A row of `set_slots`'s buffer that changes nobody's slot."""
+    """A row of `set_slots`'s buffer that changes no sequence's slot."""
     return encode_slot(num_slots, SamplingParams(temperature=0.0), 0, (), 0)
 
 
 def decode_slots(rows: jax.Array) -> RowParams:
-    """What `encode_slot` packed, of int32 [rows, SLOT_WORDS]."""
+    """Unpacks int32 [rows, SLOT_WORDS], which `encode_slot` packed."""
 
     def unpacked(name: str, field: Field) -> jax.Array:
         words = rows[:, _PLACES[name]] if field.size else rows[:, _PLACES[name].start]
@@ -181,10 +193,10 @@ def decode_slots(rows: jax.Array) -> RowParams:
 
 
 def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
-    """Writes the slots encoded in `rows`, int32 [any, SLOT_WORDS]; their penalty rows begin empty."""
+    """Writes the slots encoded in `rows`, int32 [n, SLOT_WORDS], and clears their penalty rows."""
     given = decode_slots(rows)
     slot, row = given.slot, given.penalty_row
-    cleared = jnp.where(row == NO_PENALTY_ROW, state.counts.shape[0], row)  # what lies outside is dropped
+    cleared = jnp.where(row == NO_PENALTY_ROW, state.counts.shape[0], row)  # writes to a row out of range are dropped
     return state._replace(
         progress=state.progress.at[slot].set(jnp.stack((jnp.zeros_like(slot), given.length), axis=1)),
         params=state.params.at[slot].set(rows),
@@ -194,8 +206,8 @@ def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
 
 
 def count_tokens(state: SlotState, packed: jax.Array) -> SlotState:
-    """Counts tokens for the penalties: packed int32 [3, any] of (penalty row, token, whether it is in the prompt), as
-    from `encode_counts`; a token beyond the vocabulary counts nowhere."""
+    """Counts tokens for the penalties. packed: int32 [3, n] of (penalty row, token, whether it is in the prompt), as
+    from `encode_counts`. Tokens beyond the vocabulary are padding and are not counted."""
     row, tokens, in_prompt = packed
     vocab = state.counts.shape[1]
     return state._replace(
@@ -205,6 +217,6 @@ def count_tokens(state: SlotState, packed: jax.Array) -> SlotState:
 
 
 def encode_counts(penalty_row: int, tokens: np.ndarray, prompt_len: int) -> np.ndarray:
-    """A sequence's tokens for `count_tokens`, int32 [3, tokens]; the first `prompt_len` are its prompt."""
+    """A sequence's tokens as a buffer for `count_tokens`, int32 [3, tokens]. The first `prompt_len` are its prompt."""
     in_prompt = np.arange(len(tokens)) < prompt_len
     return np.stack([np.full(len(tokens), penalty_row), tokens, in_prompt]).astype(np.int32)

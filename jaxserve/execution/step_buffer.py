@@ -1,4 +1,4 @@
-"""From a plan to packed buffers of a few fixed shapes (host side)."""
+"""Cuts the rows of a plan into batches of a few fixed shapes, and packs each batch into a buffer (host side)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jaxserve.scheduling.step_plan import Rows
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Rows that one call of a compiled step advances; those of one token first."""
+    """The rows that one call of a compiled step advances. Rows of one token come first."""
 
     shape: StepShape
     rows: Rows
 
 
-PADDING = 1.5  # a bucket costs at most so many times what its smallest batch would
-STEP = 4  # and has at most so many times its tokens: what the weights hide is not quite free
-GRAIN = 8  # of which tokens of a bucket are a multiple, as kernels want
+PADDING = 1.5  # a bucket costs at most this factor more than its smallest batch would without padding
+STEP = 4  # a bucket has at most this factor more tokens than the one before, since padding is never quite free
+GRAIN = 8  # tokens of a bucket above GRAIN are a multiple of it, as kernels need
 
 
 def step_shapes(
@@ -37,17 +37,19 @@ def step_shapes(
     num_groups: int = 1,
     padding_is_free: bool = False,
 ) -> list[StepShape]:
-    """The buckets of an engine, those of decodes first, the smaller first within each kind.
+    """The buckets of an engine: first those for decodes only, then mixed ones; the smaller first within each kind.
 
-    A plan larger than the largest bucket runs as several batches. On CPU (`cost` None) that costs nothing from a few
-    rows on, because the arithmetic dominates, so there are few buckets, which compile fast. Where kernels skip the
-    padding, two and one will do.
+    A plan larger than the largest bucket runs as several batches. On CPU (`cost` None) several batches cost no more
+    than one, because arithmetic dominates from a few rows on. A CPU therefore has few buckets, which compile fast: two
+    for decodes and one mixed one if kernels skip padding (`padding_is_free`).
 
-    Accelerators read all weights for each batch, so theirs go up to the engine's limits, rounded up to what kernels
-    want. As long as reading the weights takes longer than the arithmetic, padding costs little, and a bucket is up to
-    four times the one before; beyond, each costs at most 1.5 times what its smallest batch would. Steps with prompts
-    beside decodes mostly have `chunk` tokens, so there is a bucket for those. Of an 8B model on an H200 with 256
-    sequences and 8,192 tokens (`tests/engine/test_buckets.py` has this and what padding costs):
+    Accelerators read all weights for each batch, so their buckets go up to the engine's limits, rounded up to sizes
+    that kernels take. While reading the weights takes longer than the arithmetic, padding costs little, and a bucket is
+    up to four times as large as the one before. Larger buckets cost at most 1.5 times what their smallest batch would
+    without padding. Steps with prompts beside decodes mostly have `chunk` tokens, so there is a bucket of that size.
+
+    The buckets of an 8B model on an H200 with 256 sequences and 8,192 tokens (`tests/engine/test_buckets.py` checks
+    them, and what padding costs):
 
       weights   decodes                                  mixed
       bf16      1 4 16 64 256                            16 64 256 384 512 768 1024 1536 ... 8192
@@ -73,22 +75,22 @@ def _sizes(first: int, last: int, cost: StepCost) -> Iterator[int]:
     while size > first:
         least = next(n for n in range(1, size) if cost(size) <= PADDING * cost(n + 1))
         step = 1 << max(least.bit_length() - 2, 0)
-        below = -(-least // step) * step  # of two significant bits, unless that is hardly less
+        below = -(-least // step) * step  # two significant bits, unless that adds much padding
         below = min(_rounded(below if 8 * below <= 7 * size else least), size // 2 if size <= FEW else size - GRAIN)
         size = max(below, 1 << ((size - 1) // STEP).bit_length(), first)
         yield size
 
 
 def _rounded(tokens: int) -> int:
-    """The next size above that kernels take: a few, or a multiple of GRAIN."""
+    """The smallest size from `tokens` on that kernels take: a power of two up to GRAIN, or a multiple of GRAIN."""
     return 1 << (tokens - 1).bit_length() if tokens <= GRAIN else -(-tokens // GRAIN) * GRAIN
 
 
 def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> Iterator[StepBatch]:
-    """Cuts a plan's rows into batches that fit the buckets; a prompt's chunk may go on in the next batch.
+    """Cuts a plan's rows into batches that fit the buckets. A prompt's chunk may continue in the next batch.
 
-    With `cost`, into those that cost least. Rows of one token go through decode buckets where there are any, unless
-    they cost less, or (without `cost`) add no padding, beside the prompts.
+    With `cost`, the batches that cost least are chosen. Rows of one token go through decode buckets, unless computing
+    them beside the prompts costs less, or without `cost`, needs no more tokens with padding.
     """
     decode_shapes = [shape for shape in shapes if shape.decode_only]
     mixed_shapes = [shape for shape in shapes if not shape.decode_only]
@@ -115,8 +117,8 @@ def _go_together(
     mixed_shapes: list[StepShape],
     cost: StepCost | None,
 ) -> bool:
-    """All rows together cost less than decodes and prompts apart; without `cost`, as one batch no more tokens, padding
-    included."""
+    """Whether decodes and prompts together cost less than apart. Without `cost`: whether one batch for all rows has no
+    more tokens, padding included, than two."""
     tokens, alone = int(rows.count.sum()), int(np.count_nonzero(decodes))
     if cost is not None:
         sizes = _tokens(mixed_shapes[-1:] if rows.scores_prompt.any() else mixed_shapes)  # see `_mixed`
@@ -128,7 +130,7 @@ def _go_together(
 
 
 def _fitting(shapes: list[StepShape], tokens: int, rows: int) -> StepShape | None:
-    """The first bucket that is large enough."""
+    """The first bucket with room for so many tokens and rows; None if there is none."""
     return next((shape for shape in shapes if shape.tokens >= tokens and shape.rows >= rows), None)
 
 
@@ -137,7 +139,7 @@ def _tokens(shapes: list[StepShape]) -> tuple[int, ...]:
 
 
 def _cheapest(tokens: int, sizes: tuple[int, ...], cost: StepCost | None) -> tuple[int, ...]:
-    """Sizes of the buckets that together take so many tokens at the least cost; all but the last are full."""
+    """The sizes of the buckets that hold `tokens` tokens at the least cost. All except the last are full."""
     full, rest = divmod(tokens, sizes[-1])
     return (sizes[-1],) * full + (_cheapest_within(rest, sizes, cost) if rest else ())
 
@@ -154,7 +156,7 @@ def _cheapest_within(tokens: int, sizes: tuple[int, ...], cost: StepCost | None)
 
 @dataclass
 class Pieces:
-    """Rows cut at the edges of batches: piece i is `count[i]` tokens of row `row[i]` from its token `first[i]` on."""
+    """Rows cut at the ends of batches. Piece i is the tokens [first[i], first[i] + count[i]) of row `row[i]`."""
 
     row: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
@@ -169,7 +171,7 @@ class Pieces:
         return len(self.row)
 
     def of(self, rows: Rows) -> Rows:
-        """The pieces as rows, those of one token first. Only the last piece of a row samples."""
+        """The pieces as rows, with rows of one token first. Only the last piece of a row samples."""
         count, first = np.asarray(self.count, np.int32), np.asarray(self.first, np.int32)
         order = np.argsort(count > 1, kind="stable")
         pieces = rows.take(np.asarray(self.row)[order])
@@ -181,7 +183,7 @@ class Pieces:
 
 
 def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[StepBatch]:
-    """Fills batch after batch with as many tokens and rows as buckets hold."""
+    """Fills one batch after the other with as many tokens and rows as its bucket holds."""
     most = shapes[-1]
     cut = cost is not None and not rows.scores_prompt.any()
     sizes = iter(_cheapest(int(rows.count.sum()), _tokens(shapes), cost) if cut else ())
@@ -213,13 +215,13 @@ def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
 def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> np.ndarray:
     """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates].
 
-    For example, the sequence in slot 3 decodes its last token, which only the devices know yet, and the one in slot 5
-    computes the first three tokens 11, 12, 13 of its prompt, for which page 9 is the first of its table. In a bucket of
-    8 tokens, 4 rows and 4 table updates, of an engine with 6 slots:
+    For example, the sequence in slot 3 decodes: it computes its last token, which only the devices know yet. The
+    sequence in slot 5 computes the first three tokens of its prompt, 11, 12 and 13, for which page 9 enters its block
+    table. In a bucket of 8 tokens, 4 rows and 4 table updates, of an engine with 6 slots:
 
       tokens           -1 11 12 13 -1 -1 -1 -1    -1: the slot's last token, or padding
       q_start          0 1 4 4 4                  where each row's tokens begin; padding rows have none
-      slot             3 5 6 6                    6 is the slot of nobody
+      slot             3 5 6 6                    6 is the slot of nobody, for padding
       num_new          1 0 0 0                    the prompt goes on in the next step, so it samples nothing
       tokens_per_call  1
       num_decodes      1

@@ -1,4 +1,4 @@
-"""The buckets that steps are padded to, and the packed buffer of each."""
+"""The buckets to which steps are padded, and the layout of their packed buffers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from jaxserve.config import MAX_TOKENS_PER_CALL
 
 @dataclass(frozen=True)
 class StepShape:
-    """A bucket: the padded sizes of one compiled step, and where each field lies in its packed buffer.
+    """A bucket: the padded sizes of one compiled step, and the place of each field in its packed buffer.
 
-    Fields, int32: tokens [tokens], -1 for one that only the device knows (the slot's last); q_start [rows + 1]; slot
-    [rows]; num_new [rows], how many new tokens the row samples, -1 for one that `sample_deferred` samples later;
-    tokens_per_call [1], the largest of them, or 1; num_decodes [1]; and new block-table entries, as (slot, index, page)
-    columns [table_updates] each. Where a row's tokens lie in its sequence is not among them: the slot knows its length.
+    Fields, int32:
+      tokens [tokens]: -1 for a token that only the device knows (the slot's last), and for padding.
+      q_start [rows + 1]: the index of each row's first token, and the end of the last row.
+      slot [rows]: the slot of nobody for padding.
+      num_new [rows]: how many new tokens the row samples; -1: `sample_deferred` samples its token later.
+      tokens_per_call [1]: the largest num_new, at least 1.
+      num_decodes [1]: rows of one token, which come first.
+      update_slot, update_index, update_page [table_updates]: new entries of block tables.
+
+    The buffer does not say where a row's tokens lie in its sequence, because the slot knows the sequence's length.
     """
 
     tokens: int
@@ -27,12 +33,12 @@ class StepShape:
 
     @classmethod
     def of(cls, tokens: int, rows: int, page_size: int, *, decode_only: bool, num_groups: int = 1) -> StepShape:
-        """A bucket with room for the block-table entries that so many tokens add by themselves."""
+        """A bucket with room for the block-table entries that `tokens` tokens can add."""
         return cls(tokens, rows, (rows + tokens // page_size) * num_groups, decode_only)
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, int]]:
-        """Name -> (offset, length) in the packed buffer."""
+        """Field name -> (offset, length) in the packed buffer."""
         sizes = {
             "tokens": self.tokens,
             "q_start": self.rows + 1,
@@ -51,7 +57,7 @@ class StepShape:
         return fields
 
     def empty(self, num_slots: int) -> np.ndarray:
-        """A buffer without rows: the slot of nobody, and no token that the host knows."""
+        """A buffer without rows: all slots are the slot of nobody, and no token is given."""
         packed = np.zeros(self.words, np.int32)
         for name, value in (("tokens", -1), ("slot", num_slots), ("update_slot", num_slots)):
             at, size = self.fields[name]
@@ -60,7 +66,7 @@ class StepShape:
 
     @property
     def max_tokens_per_call(self) -> int:
-        """Tokens that a row can sample in one call, whatever program is compiled of it."""
+        """The most tokens that a row can sample in one call of any program for this bucket."""
         return MAX_TOKENS_PER_CALL if self.decode_only else 1
 
     @property

@@ -1,9 +1,10 @@
-"""The functions that run on the devices: one step of the model, and the upkeep around it. Pure; jitted by `runner`.
+"""The functions that run on the devices: one step of the model, and the upkeep around it. They are pure; `runner` jits
+them.
 
-A step advances a ragged batch: rows of decodes first (one token each), then rows of prompt chunks. All that changes
-from step to step arrives in one packed int32 buffer (`StepShape`); what stays is in the slots. A batch of decodes may
-draw several tokens a row in one call: the loop over them runs on the device (`_decode_loop`). `programs` says which
-programs are compiled of this.
+A step advances a ragged batch: rows of decodes first (one token each), then rows of prompt chunks. Everything that
+changes from step to step arrives in one packed int32 buffer (`StepShape`); everything else is in the slots. A batch of
+decodes may sample several tokens per row in one call: the loop over them runs on the device (`_decode_loop`).
+`programs` chooses which programs are compiled from these functions.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
 from jaxserve.scheduling.sampler import Sampler
 
-SCORED_ROWS, CPU_SCORED_ROWS = 128, 32  # prompt positions that `score_prompt` takes at a time
+SCORED_ROWS, CPU_SCORED_ROWS = 128, 32  # rows for which `score_prompt` computes logits at a time
 
 
 class StepResult(NamedTuple):
-    drawn: Sampled  # tokens [tokens per call, rows], -1 where a row drew none; scores [the same, …]
-    # [tokens, hidden] of a mixed step that keeps them, for prompt log-probabilities; or what is pooled of them
+    drawn: Sampled  # tokens [tokens per call, rows], -1 where a row sampled none; scores [tokens per call, rows, …]
+    # Hidden states [tokens, hidden] of a mixed step that keeps them, for prompt log-probabilities; or pooled ones.
     hidden: jax.Array | None
     cache: KVCache
     slots: SlotState
@@ -53,17 +54,20 @@ def run_step(
     keeps_hidden: bool = True,
     pooling: str | None = None,
 ) -> StepResult:
-    """One step over a batch. `cache` and `slots` are donated; the results replace them.
+    """Computes one step over a batch. `cache` and `slots` are donated; the results replace them.
 
-    sampler: all that the rows need; see `Sampler`.
-    tokens_per_call: passes of the model over a batch of decodes; None: as many as the buffer says, and rows need.
-    keeps_hidden: a mixed step returns its hidden states, or with `pooling` what `pool_rows` makes of them.
+    Args:
+      packed: the step's buffer, int32 [shape.words].
+      sampler: what sampling can do in this program; it must suffice for all rows, see `Sampler`.
+      tokens_per_call: passes of the model over a batch of decodes. None: as many as rows need, at most as many as the
+        buffer says.
+      keeps_hidden: a mixed step returns its hidden states, or with `pooling` the result of `pool_rows`.
     """
     field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
     tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
     slots = slots._replace(block_tables=tables)
     q_start, slot = field["q_start"], field["slot"]
-    going = slots.last_token(slot) >= 0  # a step in flight may have met a stop token that the host has not seen yet
+    going = slots.last_token(slot) >= 0  # the step before may have sampled a stop token that the host has not read yet
     num_new = jnp.where(going, field["num_new"], 0)
     writes = (q_start[1:] > q_start[:-1]) & going
     deferred = (num_new < 0) & going
@@ -82,11 +86,11 @@ def run_step(
 
 
 def pool_rows(hidden: jax.Array, q_start: jax.Array, pooling: str) -> jax.Array:
-    """Of hidden states [tokens, hidden] of rows that begin at `q_start` [rows + 1]: those of each row's last or first
-    token ("last", "cls"), or the sum of a row's ("mean"); float32 [rows, hidden].
+    """Pools the hidden states [tokens, hidden] of rows that begin at `q_start` [rows + 1]; float32 [rows, hidden].
 
-    The sum is a product with ones and zeros, which adds in the same order in every run, and exact floats with float32
-    sums where hidden states have 16 bits.
+    "last" takes each row's last token, "cls" its first token, and "mean" the sum over the row. The host divides the sum
+    by the length of the prompt. The sum is a product with a matrix of ones and zeros, which adds in the same order in
+    every run. The products are exact, and sums are float32.
     """
     if pooling == "last":
         return hidden[jnp.maximum(q_start[1:] - 1, 0)].astype(jnp.float32)
@@ -94,14 +98,14 @@ def pool_rows(hidden: jax.Array, q_start: jax.Array, pooling: str) -> jax.Array:
         return hidden[jnp.minimum(q_start[:-1], len(hidden) - 1)].astype(jnp.float32)
     index = jnp.arange(len(hidden))
     belongs = (index >= q_start[:-1, None]) & (index < q_start[1:, None])
-    finite = jnp.where((index < q_start[-1])[:, None], hidden, 0)  # padding may hold anything
+    finite = jnp.where((index < q_start[-1])[:, None], hidden, 0)  # padding may hold any value, even NaN
     return jnp.dot(belongs.astype(hidden.dtype), finite, precision="highest", preferred_element_type=jnp.float32)
 
 
 def _decode_loop(
     advance: Callable, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array, passes: jax.Array | int
 ) -> StepResult:
-    """Samples up to `num_new` [rows] tokens per row, one after the other; a row's own stop token ends it early."""
+    """Samples up to `num_new` [rows] tokens per row, one per pass of the model. A row ends early at its stop token."""
 
     def one_pass(i, state):
         cache, slots, drawn, going = state
@@ -125,7 +129,7 @@ def _decode_loop(
     state: Any = (cache, slots, nothing, num_new > 0)
     if isinstance(passes, int):
         cache, slots, drawn, _ = lax.fori_loop(0, passes, one_pass, state)
-    else:  # until no row goes on; deferred rows need the first pass
+    else:  # until no row continues; the first pass always runs, because deferred rows need it
         more = lambda x: (x[0] < passes) & ((x[0] == 0) | jnp.any(x[1][3]))  # noqa: E731
         _, (cache, slots, drawn, _) = lax.while_loop(more, lambda x: (x[0] + 1, one_pass(*x)), (0, state))
     return StepResult(drawn, None, cache, slots)
@@ -143,11 +147,12 @@ def _advance(
     mesh: Mesh,
     sampler: Sampler,
 ) -> tuple[Sampled, jax.Array, KVCache, SlotState]:
-    """One pass of the model over a batch, which samples a token per row; hidden states [tokens, hidden] beside them."""
+    """One pass of the model over a batch. Returns a sampled token per row, hidden states [tokens, hidden], cache and
+    slots."""
     out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
     head = model.counting(jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
     sampled = _sample_rows(head, params, out, batch, slots, sampler, mesh)
-    # Rows that keep nothing leave their slot alone: their writes go to the slot of nobody.
+    # Rows that keep nothing must not change their slot, so they write to the slot of nobody.
     slot, nobody = batch.slot, slots.progress.shape[0] - 1
     last = jnp.where(batch.keeps_token, _unless_stopped(sampled, slots, slot), slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, nobody)
@@ -163,7 +168,7 @@ def _advance(
 def _sample_rows(
     model: Decoder, params, out: Output, batch: ModelInput, slots: SlotState, sampler: Sampler, mesh: Mesh
 ) -> Sampled:
-    """A token for each row; those of rows that keep none mean nothing."""
+    """Samples a token for each row. The tokens of rows that keep none have no meaning."""
 
     if sampler is Sampler.NONE:
         return Sampled(jnp.full(len(out.last), -1, jnp.int32), None)
@@ -181,9 +186,9 @@ def _sample_rows(
 def sample_deferred(
     params, slots: SlotState, packed: jax.Array, *, model: Decoder, mesh: Mesh, sampler: Sampler = Sampler.ANY
 ) -> tuple[Sampled, SlotState]:
-    """Samples the tokens of deferred rows, from what grammars allow.
+    """Samples the tokens of deferred rows from the tokens that their grammars allow.
 
-    packed: int32 [rows, 2 + words]: a slot, the position of the token to draw, and a bit for each token.
+    packed: int32 [rows, 2 + words]: the slot, the position of the token to sample, and a bit for each allowed token.
     """
     slot, position, masks = packed[:, 0], packed[:, 1], packed[:, 2:]
     model = model.counting(jnp.sum(slot < slots.progress.shape[0] - 1, dtype=jnp.int32))
@@ -212,19 +217,19 @@ def _sample(
 
 
 def _unless_stopped(sampled: Sampled, slots: SlotState, slot: jax.Array) -> jax.Array:
-    """The tokens of rows [rows], -1 for those that are stop tokens of their `slot`."""
+    """The sampled tokens [rows], with -1 in the place of stop tokens of the row's `slot`."""
     stopped = jnp.any(sampled.tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
     return jnp.where(stopped, -1, sampled.tokens)
 
 
 def _count(sampled: Sampled, slots: SlotState, target: jax.Array) -> SlotState:
-    """Counts the tokens of rows, of which some may have penalties, in the slots `target` [rows]."""
+    """Counts the sampled tokens in the penalty rows of the slots `target` [rows]. Slots without penalties share one."""
     counted = decode_slots(slots.params[target]).penalty_row
     return slots._replace(counts=slots.counts.at[counted, sampled.tokens].add(1))
 
 
 def scored_words(tokens: int, on_cpu: bool) -> tuple[int, int]:
-    """(rows of `score_prompt`'s buffer for a step of so many tokens, how many of them it takes at a time)."""
+    """(rows of `score_prompt`'s buffer for a step of `tokens` tokens, rows for which it computes logits at a time)."""
     each = min(tokens, CPU_SCORED_ROWS if on_cpu else SCORED_ROWS)
     return -(-tokens // each) * each, each
 
@@ -234,9 +239,9 @@ def score_prompt(
 ) -> jax.Array:
     """Packed log-probabilities (`Sampled.scores`) of given tokens at rows of a step's hidden states [tokens, hidden].
 
-    packed: int32 [1 + 2 x rows]: how many rows count, the index in `hidden` of each, and the token that follows each.
-    The logits of `each` rows exist at a time. Accelerators go through all rows, because they run a loop without the
-    host only where its length is known to the compiler; a CPU goes through those that count.
+    packed: int32 [1 + 2 x rows]: the number of rows that count, each row's index in `hidden`, and the token that
+    follows each. Logits of `each` rows exist at a time. Accelerators go through all rows of the buffer, because a loop
+    runs without the host only if the compiler knows its length. A CPU goes through the rows that count.
     """
     count, (rows, targets) = packed[0], jnp.split(packed[1:], 2)
 
@@ -254,10 +259,10 @@ def score_prompt(
 
 
 def update_tables(slots: SlotState, copies: jax.Array, entries: jax.Array) -> SlotState:
-    """Copies rows of the block table, then writes entries of it: those that found no place in the step.
+    """Copies rows of the block table, then writes entries for which the step's buffer has no room.
 
     copies: int32 [rows, 2] of (source, target) slots, copied one after the other. entries: int32 [3, updates] of
-    (slot, index, page). What is left over in both names the slot of nobody.
+    (slot, index, page). Padding in both names the slot of nobody.
     """
 
     def copy(i, tables):

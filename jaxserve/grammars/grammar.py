@@ -1,4 +1,4 @@
-"""Structured output (host side): compiles grammars on threads, and tells which tokens each allows next.
+"""Structured output (host side): compiles grammars on threads, and tells which tokens a grammar allows next.
 
 llguidance does the work (https://github.com/guidance-ai/llguidance; its docs/json_schema.md lists the supported parts
 of JSON Schema). It limits its own time and memory, but recurses over grammars, so its threads need a large stack.
@@ -80,7 +80,7 @@ class Compilation:
 
     @property
     def error(self) -> BaseException | None:
-        """Why compiling failed or took too long, without the wait for a thread; None if it did not."""
+        """Why compiling failed or took too long; None if it did neither. Time in the queue does not count."""
         if self.future.done():
             return self.future.exception()
         late = self._started is not None and time.monotonic() - self._started > COMPILE_SECONDS
@@ -125,7 +125,7 @@ class Compiler:
             raise error
 
     def compile(self, grammar: Grammar) -> Compilation:
-        """The compilation of a grammar, which is begun unless it is among those kept. Raises QueueFullError."""
+        """The compilation of a grammar: one that is kept, or a new one. Raises QueueFullError."""
         vocabulary = self.vocabulary
         found = self._compiled.pop(grammar, None)
         if found is None or found.future.cancelled():

@@ -1,4 +1,4 @@
-"""The attention of a layer: projections, and what happens to queries and keys before they meet."""
+"""The attention of a layer: projections, norms and rotation of queries and keys, and the output projection."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ Ropes = Mapping[str, Angles]  # name in `ModelConfig.ropes` -> angles of all tok
 
 
 class AttentionFn(Protocol):
-    """Writes the layer's new keys and values (`Ops.rotate_and_write`, or `rotate`) and attends over all that its tokens
-    may see."""
+    """Writes the layer's new keys and values to the cache; each token then attends over all that it may see."""
 
     def __call__(self, heads: Heads | LatentHeads | DeltaHeads) -> jax.Array:
-        """What attention gives [tokens, kv_heads, group, head_dim], or [tokens, heads, v_dim] of latents. A gated delta
-        net, which is in the place of attention, gives [tokens, key_heads, group, value_dim] in float32."""
+        """The results before the output projection. Of Heads: [tokens, kv_heads, group, head_dim]. Of LatentHeads:
+        [tokens, heads, v_dim]. Of DeltaHeads: float32 [tokens, key_heads, group, value_dim]."""
 
 
 class Attention(nn.Module):
     """Grouped-query attention: fused QKV projection, rotary positions, output projection.
 
-    `kv_heads` may exceed the model's own when each is repeated over more devices than there are heads.
+    `kv_heads` exceeds the model's own number when the mesh has more devices than heads: each head is then repeated.
     """
 
     spec: AttentionSpec
@@ -66,8 +65,8 @@ class Attention(nn.Module):
         return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(result)
 
     def _heads(self, qkv: Parts, angles: Angles) -> Heads:
-        """What `attend` gets. It rotates, and it computes the commonest norm; all else is done here, by XLA, which
-        knows how the heads are split over devices."""
+        """The argument of `attend`, which rotates queries and keys and computes the norm if it is `fused`. Everything
+        else is computed here in plain XLA, which knows how the heads are split over devices."""
         spec, chosen = self.spec, self.spec.qk_norm
         norms = [] if chosen is None else self._norms(chosen)
         fused = chosen is None or (chosen.fused and angles.query_scale is None)
@@ -90,7 +89,7 @@ class Attention(nn.Module):
         return Heads(Parts(jnp.concatenate([q, k, v], axis=2)[None]), cos, sin, *scales)
 
     def _norms(self, chosen: QKNormSpec) -> list[HeadNorm]:
-        """Of queries [tokens, kv_heads, group, head_dim], and of keys [tokens, kv_heads, 1, head_dim]."""
+        """The norms of queries [tokens, kv_heads, group, head_dim] and of keys [tokens, kv_heads, 1, head_dim]."""
         spec, dim = self.spec, self.spec.head_dim
         shapes: dict[str, tuple[int, ...]] = {"q_norm": (dim,), "k_norm": (dim,)}
         if chosen.over != "head":

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json being read: every setting is understood, or refused."""
+"""Reads a Hugging Face config.json. Every setting must be understood; others are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _count(most: int, least: int = 1) -> tuple[str, Callable[[Any], bool]]:
     return f"an integer from {least} to {most}", lambda value: type(value) is int and least <= value <= most
 
 
-# What may stand in a config for each key that is read, also inside rope_scaling and rope_parameters.
+# Key -> (allowed values in words, predicate), for every key that is read, also inside rope_scaling and rope_parameters.
 _SIZE, _HEADS, _LAYERS, _LENGTH = _count(2**24), _count(2**12), _count(2**12), _count(2**30)
 _POSITIVE = "a positive number", lambda value: type(value) in (int, float) and 0 < value < 1e30
 _NUMBER = "a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e30
@@ -103,7 +103,7 @@ HARMLESS = frozenset([
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "neftune_noise_alpha", "max_length",
     "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams",
     "num_beam_groups", "num_return_sequences", "repetition_penalty", "length_penalty", "diversity_penalty",
-    "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",  # of training
+    "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",  # for training only
     "early_stopping", "no_repeat_ngram_size", "output_attentions", "output_hidden_states", "output_scores",
     "return_dict", "return_dict_in_generate", "use_return_dict", "id2label", "label2id", "problem_type",
     "task_specific_params", "finetuning_task", "prefix", "layerdrop", "init_std", "embedding_dropout", "summary_type",
@@ -113,10 +113,10 @@ HARMLESS = frozenset([
 
 
 class HFConfig:
-    """A config.json being read: remembers which keys were understood, and refuses the rest."""
+    """The settings of a config.json. It remembers which keys were taken, and `finish` refuses the rest."""
 
     def __init__(self, values: dict[str, Any], source: str = "config.json", ignored: Collection[str] = ()):
-        """Settings that are called as one of `ignored`, also inside of rope_scaling, count as absent."""
+        """`source` names the file in messages. Keys in `ignored` count as absent, also inside objects."""
         self.values = _without(values, frozenset(ignored))
         self.source = source
         self._taken: set[str] = set()
@@ -137,7 +137,7 @@ class HFConfig:
         return cls(values, str(path), ignored)
 
     def rename(self, **names: str) -> None:
-        """Reads settings that older configs call by another name (old=new) under the new one."""
+        """Lets settings that older configs have under an old name be taken under the new one (old=new)."""
         for old, new in names.items():
             if old in self.values and new not in self.values:
                 self.values[new] = self.values.pop(old)
@@ -166,7 +166,7 @@ class HFConfig:
                     self._check(inner, setting)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """The key must be absent, null or one of `allowed`: anything else changes the maths in a way not built here."""
+        """Raises ConfigError unless the key is absent, null or one of `allowed`, the values that are supported."""
         value = self.take(key, None)
         if value is not None and value not in allowed:
             raise ConfigError(
@@ -174,7 +174,7 @@ class HFConfig:
             )
 
     def finish(self) -> None:
-        """Raises ConfigError if a key is left that nobody understood and that is not empty, null or false."""
+        """Raises ConfigError if a key is left that was not taken, may matter, and is not empty, zero, null or false."""
         left = {
             key: value
             for key, value in self.values.items()
@@ -198,7 +198,7 @@ def _without(values: dict[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
 
 
 def take_token_ids(value: Any) -> tuple[int, ...]:
-    """End-of-sequence ids as config files write them: absent, one id, or a list."""
+    """End-of-sequence ids from a config's value: null, one id, or a list. Raises ConfigError for anything else."""
     if value is None:
         return ()
     ids = tuple(value) if isinstance(value, list) else (value,)

@@ -1,7 +1,7 @@
-"""The one decoder: embeddings, layers of attention and MLP, final norm, output head.
+"""The decoder of all model families: embeddings, layers of attention and MLP, final norm, output head.
 
-A step's attention is an argument (`AttentionFn`), so that the model knows neither pages nor kernels:
-`jaxserve.execution.steps` closes it over the KV cache and the batch's block tables.
+Attention over cached tokens is an argument (`AttentionFn`), so that the model knows neither pages nor kernels.
+`jaxserve.execution.forward` closes it over the KV cache and the batch's block tables.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from jaxserve.pallas_kernels.parts import DeltaHeads, Heads, LatentHeads, Parts
 
 
 def angles(config: ModelConfig, positions: jax.Array) -> Ropes:
-    """Of each of a model's rotary embeddings, at positions int32 [tokens]."""
+    """The angles of each of a model's rotary embeddings at positions int32 [tokens], by its name in `config.ropes`."""
     return {name: rope_angles(rope, config.rotated_dim, positions) for name, rope in config.ropes.items()}
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP around a residual stream x [tokens, hidden], as `LayerSpec.residual` says. The last result that
-    the stream has not taken up yet, y, is left for the next layer, whose norm needs the sum."""
+    """Attention and MLP around a residual stream x [tokens, hidden], as `LayerSpec.residual` says.
+
+    The layer does not add its last result, y, to x. It returns both, and the next layer's norm adds them, so that one
+    operation computes the sum and the norm.
+    """
 
     spec: LayerSpec
     hidden_size: int
@@ -41,7 +44,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def norm_eps(self) -> float:
-        """Of the norms of queries and keys (`Ops.rotate`)."""
+        """The epsilon of the norms of queries and keys (`Ops.rotate`)."""
         attention = self.spec.attention
         chosen = attention.qk_norm if isinstance(attention, AttentionSpec) else None
         return self.spec.norm.eps if chosen is None else chosen.norm.eps
@@ -50,7 +53,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: jax.Array, y: Parts | None, ropes: Ropes, attend: AttentionFn
     ) -> tuple[jax.Array, Parts | None]:
-        """`y` is None in the first layer, and where the layer before left nothing."""
+        """Returns (x, y). The argument `y` is None in the first layer, and where the layer before returned None."""
         kind = MLP if self.spec.mlp.experts is None else Experts
         attention_module = self._attention()
         mlp_module = kind(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")
@@ -100,7 +103,8 @@ class DecoderLayer(nn.Module):
 
     @property
     def _only_reader(self) -> str:
-        """The projection for which the inputs of attention may be rounded; none where others read them too."""
+        """The name of the projection for which the norm may round its result, because nothing else reads it. Empty if
+        several projections read it."""
         match self.spec.attention:
             case LatentAttentionSpec():
                 return "down"
@@ -118,16 +122,21 @@ class DecoderLayer(nn.Module):
 
 
 def added(x: jax.Array, y: Parts | None) -> jax.Array:
-    """The residual stream with what a layer left for the next one."""
+    """The residual stream x plus y, the result that a layer left for the next one; None adds nothing."""
     return x if y is None else x + y.whole(x.dtype)
 
 
 class Decoder(nn.Module):
-    """The weights around the layers, and the order of it all: `begin`, each `layer`, `finish`, `logits`.
+    """The weights around the layers, and the order of computation: `begin`, each `layer`, `finish`, `logits`.
 
-    The layers are applied one by one from outside (`layer`, on the parameters of "layers_0", "layers_1", …), so that
-    layers that are alike are traced once. `kv_heads` and `vocab_rows` are the model's own, or more where the mesh needs
-    it: repeated heads, empty rows.
+    The caller applies the layers one by one (`layer`, on the parameters of "layers_0", "layers_1", …), so that equal
+    layers are traced once.
+
+    Attributes:
+      kv_heads: heads of keys and values. There are more than the model's own when the mesh has more devices than heads:
+        heads are then repeated.
+      vocab_rows: rows of the embedding table. There are more than the vocabulary has when the mesh cannot split it
+        evenly: the further rows are zero.
     """
 
     config: ModelConfig
@@ -152,16 +161,16 @@ class Decoder(nn.Module):
             self.head = Linear((size or hidden,), shape, axes, config.head_bias, self.dtype, jnp.float32, self.ops)
 
     def counting(self, tokens: jax.Array) -> Decoder:
-        """The same, for inputs of which only so many leading rows matter (int32 scalar)."""
+        """The same decoder, told that only the first `tokens` (int32 scalar) rows of its inputs matter."""
         return self.clone(ops=self.ops.counting(tokens))
 
     def layer(self, spec: LayerSpec, **options: Any) -> DecoderLayer:
-        """A layer of this kind. With `parent=None` it is one to be applied to parameters from outside."""
+        """A layer of this shape. With `parent=None` in `options` it is unbound, to be applied to given parameters."""
         config = self.config
         return DecoderLayer(spec, config.hidden_size, self.kv_heads, self.dtype, self.ops, **options)
 
     def begin(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Ropes]:
-        """int32 [tokens], int32 [tokens] -> the first layer's input [tokens, hidden], and what positions mean."""
+        """token_ids and positions, int32 [tokens] each -> the first layer's input [tokens, hidden], and the angles."""
         config, x = self.config, self.embed(token_ids)
         if config.embed_scale != 1.0:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
@@ -172,11 +181,11 @@ class Decoder(nn.Module):
         return x, angles(config, positions)
 
     def finish(self, x: jax.Array, y: Parts | None) -> jax.Array:
-        """What the last layer leaves -> final hidden states [tokens, hidden], normed."""
+        """The last layer's (x, y) -> final hidden states [tokens, hidden], after the last norm."""
         return added(x, y) if self.config.norm is None else self.norm(x, y)[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [rows, hidden] -> float32 [rows, vocab_rows]; those beyond the vocabulary mean nothing."""
+        """hidden [rows, hidden] -> float32 [rows, vocab_rows]. Columns beyond the vocabulary have no meaning."""
         config = self.config
         if config.embed_size is not None:
             hidden = self.project_out(hidden)
@@ -188,7 +197,7 @@ class Decoder(nn.Module):
         return logits
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
-        """Touches every weight once; only its shapes matter."""
+        """Uses every weight once, so that flax declares all parameters. Only shapes matter, not the result."""
         x, ropes = self.begin(token_ids, token_ids)
         y: Any = None
         for layer in self.layers:

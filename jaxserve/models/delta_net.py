@@ -1,5 +1,5 @@
-"""A gated delta net in the place of attention (Yang et al. 2025, arXiv:2412.06464), as Qwen3-Next has it: projections,
-and what happens to the results."""
+"""A gated delta net (Yang et al. 2025, arXiv:2412.06464) in the place of attention, as in Qwen3-Next: its projections,
+and the norm and gate of its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from jaxserve.pallas_kernels.types import QuantRows
 
 
 class GatedDeltaNet(nn.Module):
-    """Key heads are split over devices, each with its group of value heads. Decays and rates stay in float32."""
+    """The layer around `Ops.delta_net`. Key heads are split over devices, each with its group of value heads. Decays
+    and rates stay in float32."""
 
     spec: GatedDeltaSpec
     hidden_size: int
@@ -54,10 +55,14 @@ class GatedDeltaNet(nn.Module):
 
 
 def delta_sources(spec: GatedDeltaSpec, hidden: int) -> dict[str, list[Source]]:
-    """Roles: delta_qkvz and delta_ba, which have for each key head its query, key, values and gates, or its rates and
-    steps; delta_conv, with all queries, all keys and all values; delta_a_log, delta_dt_bias, delta_norm, delta_out."""
+    """Path within the attention -> the tensors that make it up.
+
+    The roles are delta_qkvz, which has for each key head its query, its key, its values and its gates; delta_ba, which
+    has for each key head its rates and its steps; delta_conv, which has all queries, then all keys, then all values;
+    and delta_a_log, delta_dt_bias, delta_norm and delta_out.
+    """
     heads, group, key, value, width = spec.key_heads, spec.group, spec.key_dim, spec.value_dim, spec.conv_width
-    sizes = {0: key, key: key, 2 * key: group * value}  # of a key head's part, by its first channel
+    sizes = {0: key, key: key, 2 * key: group * value}  # part of a key head: first channel -> channels
     channels = heads * spec.channels
 
     def of_part(first: int, size: int) -> Source:

@@ -1,7 +1,7 @@
-"""Stacks of experts' weights on their way to the devices: some experts at a time, each device its own part of them.
+"""Brings stacks of experts' weights [experts, out, in] to the devices: some experts at a time, to each device its part.
 
-Of a stack [experts, out, in] the host holds CHUNK_BYTES, or one expert where this is larger, and what one expert takes
-while it is read. On a CPU the panels of a stack are packed where they stay.
+The host never holds a whole stack. It holds CHUNK_BYTES of it, or one expert if an expert is larger, and what reading
+one expert takes. On a CPU, panels are packed directly into the memory where they stay.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from jaxserve.models.quantized import for_devices, put
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 
-CHUNK_BYTES = 64 << 20  # of a stack's members, brought to the devices at once
+CHUNK_BYTES = 64 << 20  # bytes of a stack's members that are brought to the devices at once
 
 
 def place_stack(path: str, members: Iterator[Any], target: jax.ShapeDtypeStruct, packing: Packing | None) -> Any:
-    """A stack on the devices. Raises CheckpointError where its members differ in form.
+    """Builds a stack on the devices.
 
-    members: arrays, QuantArrays, BlockArrays or StoredRows [out, in] on the host, each made when it is asked for.
-    target: shape and sharding of the plain stack.
-    packing: of a CPU: members become panels where there is a type for them.
+    Args:
+      path: the stack's path, for messages.
+      members: arrays, QuantArrays, BlockArrays or StoredRows [out, in] on the host. Each is read when it is asked for.
+      target: shape and sharding of the plain stack.
+      packing: on a CPU, members become panels if a type of panels holds them.
+
+    Raises CheckpointError if the members are quantized in different ways.
     """
     first = next(members)
     members = chain([first], members)
@@ -52,7 +56,7 @@ def _mesh_of(target: jax.ShapeDtypeStruct) -> Mesh:
 
 
 class _Stack:
-    """One stack, being filled with its members in their order."""
+    """One stack while it is filled with its members, in their order."""
 
     def __init__(self, path: str, target: jax.ShapeDtypeStruct):
         assert isinstance(target.sharding, NamedSharding)
@@ -88,7 +92,8 @@ class _Stack:
         return for_devices(member, NamedSharding(self._mesh, spec))
 
     def _at_once(self, member: Any) -> int:
-        """The most members, of those that one device holds of every array, that CHUNK_BYTES have room for."""
+        """How many members to bring to the devices at once: as many as fit CHUNK_BYTES and divide the number that one
+        device holds, so that a chunk belongs to one device."""
         axis = self._spec[0] if len(self._spec) else None
         own = self._count // (self._mesh.shape[axis] if axis else 1)
         size = sum(_bytes(array) for array in _arrays(member).values())
@@ -115,7 +120,7 @@ class _Stack:
             self._arrays[name] = _writer(self._mesh, spec)(self._arrays[name], chunk, jnp.int32(first))
 
     def _spec_of(self, name: str, member: Any) -> PartitionSpec:
-        """How an array of the stack is split, all of whose axes are named."""
+        """How an array of the stack is split over the mesh, with an entry for each of its axes."""
         if not isinstance(member, QuantArray | BlockArray):
             spec = self._spec
         else:
@@ -132,7 +137,7 @@ _FIELDS = {
 
 
 def _arrays(member: Any) -> dict[str, Any]:
-    """The arrays of a member by their fields' names; a plain one is called "codes" too."""
+    """The arrays of a member by the names of their fields. A plain array is called "codes", too."""
     if type(member) not in _FIELDS:
         return {"codes": member}
     found = {name: getattr(member, name) for name in _FIELDS[type(member)]}
@@ -140,8 +145,8 @@ def _arrays(member: Any) -> dict[str, Any]:
 
 
 def _without_arrays(member: Any) -> Any:
-    """What the members of a stack have in common: kind, blocks and dtypes. Zero points, biases and gains may be
-    missing in some."""
+    """What all members of a stack must have in common: kind, blocks and dtypes. Zero points, biases and gains may be
+    missing in some members."""
     if isinstance(member, QuantArray):
         dtypes = str(member.codes.dtype), str(member.scale.dtype), member.order is None
         return QuantArray, member.block, member.activations, dtypes
@@ -159,7 +164,7 @@ def _with_arrays(form: Any, arrays: dict[str, Any]) -> Any:
 
 
 def _lifted(member: QuantArray | BlockArray) -> Any:
-    """The shapes of a stack of one such member."""
+    """The shapes of a stack that has this one member."""
 
     def lift(array: Any) -> Any:
         return None if array is None else jax.ShapeDtypeStruct((1, *array.shape), array.dtype)
@@ -197,8 +202,12 @@ def _filled(shape: tuple[int, ...], dtype: Any, value: int, sharding: NamedShard
 
 @cache
 def _writer(mesh: Mesh, spec: PartitionSpec) -> Callable[..., jax.Array]:
-    """(stack, some of its members, the first one's number) -> the stack with these members, in place. On each device,
-    which has a part of all members, or all of a part of them, of which a chunk lies on one device alone."""
+    """A jitted function (stack, chunk of members, index of the first one) -> the stack with these members. The stack is
+    donated and changed in place.
+
+    Devices split either each member, or the axis of members. In the second case all members of a chunk belong to one
+    device, and the others write back what they have.
+    """
     axis = spec[0]
 
     def local(stack: jax.Array, chunk: jax.Array, first: jax.Array) -> jax.Array:
@@ -216,8 +225,8 @@ def _writer(mesh: Mesh, spec: PartitionSpec) -> Callable[..., jax.Array]:
 
 
 def abstract_stack(member: Any, target: jax.ShapeDtypeStruct, packing: Packing | None, mesh: Mesh) -> Any:
-    """The shapes of what `place_stack` makes of members like this one: a QuantArray or BlockArray, of arrays or of
-    their shapes, or StoredRows, which become panels as `packing` says."""
+    """The shapes of the stack that `place_stack` would make of members like `member`: a QuantArray or BlockArray, of
+    arrays or of their shapes, or StoredRows, which become panels."""
     if packing is not None and (isinstance(member, StoredRows) or packing.fits(member)):
         place = NamedSharding(mesh, PartitionSpec())
         made = cpu_panels.abstract_stack(packing.abstract(member, mesh), target.shape[0])

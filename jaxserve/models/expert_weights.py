@@ -1,6 +1,7 @@
-"""Where the tensors of a mixture of experts go in the decoder's parameters.
+"""The place of each tensor of a mixture of experts in the decoder's parameters.
 
-Whatever a file stacks was cut into tensors of an expert each (`checkpoints.stacks`), so that all files are read alike.
+If a file stacks experts, `checkpoints.stacks` has cut the stacks into one tensor per expert, so that all files are read
+in one way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ View = Callable[[np.ndarray], np.ndarray]
 def expert_pieces(
     mlp: MLPSpec, hidden: int, names: Mapping[str, str], layer: int, has: Callable[[str], bool]
 ) -> dict[str, Pieces]:
-    """Path within the layer -> the tensors that make it up. `has`: whether the checkpoint has a weight of this name."""
+    """Path within the layer -> the tensors that make it up. `has` tells whether the checkpoint has a named weight."""
     experts = mlp.experts
     assert experts is not None
     made: dict[str, Pieces] = {"mlp/router/kernel": [_piece(names, "router.weight", layer, (experts.count, hidden))]}
@@ -51,7 +52,7 @@ def _piece(
 
 
 def _of(branch: int, size: int, target: np.ndarray) -> np.ndarray:
-    """Rows of the gate (branch 0) or of the other branch (1), which take turns."""
+    """The view of the gate's rows (branch 0) or the up's rows (1) in a fused weight, whose rows alternate."""
     return target.reshape(size, 2, *target.shape[1:])[:, branch]
 
 
@@ -59,7 +60,7 @@ _Made = tuple[Stack, Stack, dict[str, Pieces]]
 
 
 def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> _Made:
-    """Gates and ups in tensors of their own."""
+    """For checkpoints in which gate and up are two tensors."""
     size, numbers = mlp.size, range(experts.count)
     inner = (("expert_gate", 0), ("expert_up", 1))
 
@@ -86,8 +87,9 @@ def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
 
 
 def _fused(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> _Made:
-    """Gate and up in one tensor: rows in turns, or all of the gate first ("expert_gate_up.rows"). Floats may be
-    transposed ("expert_gate_up.floats")."""
+    """For checkpoints in which gate and up are one tensor. By the name "expert_gate_up.rows" of the family, the rows of
+    gate and up alternate ("in turns"), or all rows of the gate come first. By "expert_gate_up.floats" floats may be
+    transposed."""
     size, numbers = mlp.size, range(experts.count)
     in_turns = names.get("expert_gate_up.rows", "halves") == "in turns"
     transposed = names.get("expert_gate_up.floats") == "transposed"

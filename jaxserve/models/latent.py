@@ -1,4 +1,4 @@
-"""Multi-head latent attention of a layer (DeepSeek-V2, arXiv:2405.04434): down to latents, and up from them."""
+"""Multi-head latent attention of a layer (DeepSeek-V2, arXiv:2405.04434): projections down to latents, and up again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from jaxserve.pallas_kernels.types import QuantRows
 
 
 class LatentAttention(nn.Module):
-    """All that is projected down comes of one product, of which every device computes the whole. Heads are split."""
+    """One product projects a token down to all latents and the shared key; every device computes all of it. The
+    projections up, and the output projection, are split over devices by heads."""
 
     spec: LatentAttentionSpec
     hidden_size: int

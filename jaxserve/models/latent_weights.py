@@ -1,4 +1,4 @@
-"""Where the tensors of multi-head latent attention go in a layer's parameters."""
+"""The place of each tensor of multi-head latent attention in a layer's parameters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from jaxserve.models.spec import LatentAttentionSpec
 
 
 def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: int) -> dict[str, list[Source]]:
-    """Roles: q, or q_a, q_norm and q_b; kv_a, kv_norm and kv_b; o. `order`: of the rotated channels, see
-    `rope.head_order`."""
+    """Path within the attention -> the tensors that make it up.
+
+    The roles are q, or q_a, q_norm and q_b; kv_a, kv_norm and kv_b; and o. `order` is the order of the rotated
+    channels, see `rope.head_order`.
+    """
     heads, rank, nope, rope, dim = spec.num_heads, spec.rank, spec.nope_dim, spec.rope_dim, spec.head_dim
     of_queries = spec.q_rank or 0
     place = np.arange(rope) if order is None else order
@@ -24,7 +27,8 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
         return np.concatenate([t[:rank], t[rank:][place]])
 
     def up(first: int, size: int) -> Callable[[np.ndarray], np.ndarray]:
-        """A head's rows of kv_b, which has those of keys, then those of values."""
+        """Takes `size` rows of each head of kv_b, from the head's row `first` on. A head has rows for its key, then
+        rows for its value."""
         return lambda t: t.reshape(heads, nope + spec.v_dim, -1)[:, first : first + size].reshape(heads * size, -1)
 
     kv_b = ("kv_b.weight", (heads * (nope + spec.v_dim), rank))

@@ -22,8 +22,8 @@ def weight(
 ) -> jax.Array:
     """Declares a parameter with its logical axes (`jaxserve.devices.mesh.RULES`) and returns its value.
 
-    A quantized one, one in panels or one of several forms stands in the place of a matrix that is declared like any
-    other, and a Row in that of a vector.
+    The parameters may hold a quantized weight in the place of a matrix, or a Row in the place of a vector. Both are
+    declared as plain arrays and returned as they are.
     """
     if module.has_variable("params", name):
         given: Any = module.get_variable("params", name)
@@ -33,7 +33,8 @@ def weight(
 
 
 def reader(module: nn.Module, *path: str) -> QuantArray | None:
-    """The kernel below a module that says how its inputs are to be rounded, for whoever makes them, or None."""
+    """The kernel at `path` below a module, if its format says how its inputs are rounded (`QuantArray.activations`);
+    else None. The norm before it rounds its result accordingly."""
     found: Any = module.variables.get("params", {})
     for name in (*path, "kernel"):
         found = found.get(name, {})
@@ -48,15 +49,15 @@ class Linear(nn.Module):
     axes: tuple[str | None, ...]  # logical axes of out_shape + in_shape; only the first of each may be split
     use_bias: bool = False
     dtype: Any = jnp.float32
-    out_dtype: Any = None  # of the result; None is the input's
+    out_dtype: Any = None  # of the result; None: the dtype of the input
     ops: Ops = Ops()
-    in_parts: bool = False  # the result is a `Parts`, of which the last axes are one
+    in_parts: bool = False  # the result is a `Parts` whose last axis joins the axes of `out_shape`
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows) -> Any:
         n_out, inputs = len(self.out_shape), math.prod(self.in_shape)
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
-        # A matrix for the devices, which would lay out more axes otherwise and copy them before each use.
+        # The weight is stored as a matrix. Devices lay out arrays of more axes differently and copy them at each use.
         axes, shape = (self.axes[0], self.axes[n_out]), (math.prod(self.out_shape), inputs)
         multiply = self.ops.product if self.in_parts else self.ops.linear
         rows = x if isinstance(x, QuantRows) else x.reshape(-1, inputs)
@@ -71,7 +72,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embeddings [vocab, hidden]; also the output head of models that tie the two."""
+    """Token embeddings [vocab, hidden]. They are also the output head of models that tie the two."""
 
     vocab_size: int
     hidden_size: int
@@ -91,10 +92,10 @@ class Embedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A vector for each position, which is added to the embedding of a token there."""
+    """A learned vector for each position."""
 
     rows: int
-    offset: int  # the row of position 0
+    offset: int  # the table's row for position 0
     hidden_size: int
     dtype: Any = jnp.float32
 
@@ -107,7 +108,7 @@ class LearnedPositions(nn.Module):
 
 
 class Experts(nn.Module):
-    """Several gated MLPs, of which a router chooses a few for each token; see `jaxserve.pallas_kernels.experts`."""
+    """A mixture of gated MLPs. A router chooses a few for each token; see `jaxserve.pallas_kernels.experts`."""
 
     spec: MLPSpec
     hidden_size: int
@@ -147,7 +148,7 @@ class Experts(nn.Module):
         return Parts(y[None])
 
     def _shared(self, x: jax.Array) -> jax.Array:
-        """What the MLP that all tokens go through makes of x [tokens, hidden]."""
+        """The shared MLP, through which all tokens x [tokens, hidden] go; its result has the same shape."""
         experts = self.spec.experts
         assert experts is not None
         spec = MLPSpec(size=experts.shared_size, activation=self.spec.activation, bias=self.spec.bias)
@@ -160,7 +161,7 @@ class Experts(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated MLP, down(activation(gate(x)) * up(x)), gate and up in one matmul; or down(activation(up(x)))."""
+    """An MLP: gated, down(activation(gate(x)) * up(x)), with gate and up in one matmul; or down(activation(up(x)))."""
 
     spec: MLPSpec
     hidden_size: int

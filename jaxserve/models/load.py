@@ -75,7 +75,7 @@ from jaxserve.pallas_kernels.types import (
 
 log = logging.getLogger(__name__)
 
-CLASSIFIER = ("score.weight", "score.bias")  # which `jaxserve.models.pooling_files` reads
+CLASSIFIER = ("score.weight", "score.bias")  # tensors that `jaxserve.models.pooling_files` reads, not the decoder
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Checkpoint:
     hf: HFConfig
     family: Family
     tensors: Mapping[str, TensorInfo]
-    reader: QuantReader | None  # of those weights that are quantized
+    reader: QuantReader | None  # reads the weights that are quantized; None: no weight is
 
     @classmethod
     def open(cls, path: Path, quantization: str = "auto", ignored: Collection[str] = ()) -> Checkpoint:
-        """Of a folder or a GGUF file, without the `ignored` keys of its config. Raises CheckpointError for broken
-        files, ConfigError when `quantization` insists on a format that they do not have."""
+        """Opens a folder or a GGUF file; `ignored` keys of its config count as absent. Raises CheckpointError for
+        broken files, and ConfigError when `quantization` names a format that the files do not have."""
         tensors: Mapping[str, TensorInfo]
         reader: QuantReader | None
         if orbax.is_saved(path):
@@ -120,7 +120,7 @@ class Checkpoint:
         return weight in self.tensors or (self.reader is not None and bool(self.reader.parts(weight)))
 
     def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
-        """Whether nobody is told that a tensor goes unused."""
+        """A predicate of tensor names: whether the tensor may stay unused without a warning in the log."""
         names = self.family.roles(decoder.config, self._has)
         tied_head = {names.get("head.weight", "lm_head.weight")} if decoder.config.tie_embeddings else set()
         family = self.family
@@ -137,7 +137,7 @@ class Checkpoint:
 
 
 def find_files(config: EngineConfig) -> tuple[Path, Path]:
-    """Where the model and its tokenizer are, downloaded where needed; the log tells which commit of the hub that is."""
+    """(path of the model, path of its tokenizer). Both are downloaded if needed, and the log tells their commit."""
     folder = resolve_model(config.model, weights=config.load_format != "dummy", revision=config.revision)
     tokenizer = resolve_tokenizer(config.tokenizer, folder)
     for name, found in {config.model: folder, config.tokenizer: tokenizer}.items():
@@ -147,7 +147,7 @@ def find_files(config: EngineConfig) -> tuple[Path, Path]:
 
 
 def read_hf_config(path: Path, ignored: Collection[str] = ()) -> HFConfig:
-    """The config of a folder, or of a GGUF file or Mistral's own files in the same words; without `ignored` keys."""
+    """The config of a folder, a GGUF file or Mistral's own files, in Hugging Face's keys. `ignored` keys are absent."""
     if path.suffix == ".gguf":
         return HFConfig(open_gguf(path, ignored).config, str(path), ignored)
     if is_native(path):
@@ -156,7 +156,7 @@ def read_hf_config(path: Path, ignored: Collection[str] = ()) -> HFConfig:
 
 
 def read_model(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
-    """The model's shape, with the end-of-sequence ids of generation_config.json joined to the config's own."""
+    """The model's shape. Its end-of-sequence ids are those of config.json, then those of generation_config.json."""
     config = read_model_config(read_hf_config(folder, ignored))
     path = folder / "generation_config.json"
     if path.exists():
@@ -169,8 +169,8 @@ def read_model(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
 
 
 def compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> Any:
-    """The dtype that activations and cache have, and the weights where there are no panels (see `panels`): the
-    operator's choice, or what suits the platform. A CPU with panels computes in float32."""
+    """The dtype of activations, of weights that are neither quantized nor in panels (see `panels`), and by default of
+    the cache: the operator's choice, or what suits the platform. One CPU with panels always computes in float32."""
     if platform == "cpu" and config.tensor_parallel_size == 1 and cpu_panels.available():
         return jnp.dtype("float32")
     if config.dtype != "auto":
@@ -190,7 +190,8 @@ def make_decoder(
     attention: str = "auto",
     matmul: str = "auto",
 ) -> Decoder:
-    """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot."""
+    """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot serve
+    this model on these devices."""
     kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"))
     dtype = np.dtype(dtype)
     device = Device.of(mesh.devices.flat[0])
@@ -213,7 +214,7 @@ def make_decoder(
 def _problem(
     model: ModelConfig, kv_heads: int, devices: int, device: Device, dtype: Any, kv_dtype: Any, page_size: int
 ) -> AttentionProblem | LatentProblem:
-    """What the model's attention is on one of the devices that share its heads."""
+    """The attention of the model as one device computes it, when `devices` devices share the heads."""
     spec, scales = model.attentions[0], has_scale(kv_dtype)
     if isinstance(spec, LatentAttentionSpec):
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
@@ -226,14 +227,14 @@ def _problem(
 
 
 def _checked(ops: Ops, model: ModelConfig, problem: AttentionProblem | LatentProblem, backend: str) -> Ops:
-    """The same, with what was tried on this machine's device."""
+    """The same operations, of which kernels were checked on this machine's device, and replaced where they failed."""
     if isinstance(problem, LatentProblem):
         return checked_latent(ops, problem, backend)
     return checked_fused(checked(ops, problem, backend, windows=model.has_windows), problem)
 
 
 def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
-    """The same, with products by this backend: those with quantized weights, and mixtures of experts."""
+    """The same operations, with `backend` for products with quantized weights and for mixtures of experts."""
     op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=is_split(mesh)))
     mixture = mixture_of(device, backend, partitioned=is_split(mesh))
     if is_split(mesh):
@@ -242,11 +243,8 @@ def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
 
 
 def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tuple[Decoder, Any]:
-    """The decoder with kernels that were tried, on this machine's devices, on weights of these forms, and the weights
-    in the order that these kernels want.
-
-    Raises ConfigError for a backend asked for by name that cannot do one of them.
-    """
+    """(decoder, params) with kernels that were checked on this machine with weights of these forms, and weights in the
+    order that these kernels read. Raises ConfigError when a backend that was asked for by name cannot multiply one."""
 
     def local(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
@@ -284,12 +282,16 @@ def load_params(
     apart: bool = False,
     rounding: Callable[[str, Any], Any] = lambda path, w: w,
 ) -> dict[str, Any]:
-    """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays, quantized as they are,
-    unless `dequantize`; floats by `quantization` where that is one of SCHEMES. With a `packing` matrices become panels,
-    with `blocks` those of GGUF's BLOCK_KINDS become BlockArrays, with `apart` those whose parts differ MixedArrays.
-    `rounding`: see `models.quantized.Rounding`; without it all weights keep what they say of their inputs.
+    """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays.
 
-    Raises CheckpointError when files and config disagree, and as `Checkpoint.open`.
+    Args:
+      quantization: one of SCHEMES quantizes matrices that the files hold as floats.
+      dequantize: quantized weights become floats; otherwise they stay quantized.
+      packing: on a CPU, matrices become panels.
+      blocks, apart: matrices of GGUF's BLOCK_KINDS become BlockArrays; those of several forms become MixedArrays.
+      rounding: see `models.quantized.Rounding`; by default each weight keeps what its format says of its inputs.
+
+    Raises CheckpointError when files and config disagree, and the errors of `Checkpoint.open`.
     """
     source = Checkpoint.open(path, quantization, ignored_keys)
     abstract = abstract_params(decoder, mesh)
@@ -306,7 +308,7 @@ def load_params(
         abstract = packing.stored(abstract, pieces, source.tensors)
 
     def as_asked(name: str, host: Any) -> Any:
-        """In floats, quantized or without rounded inputs, where that was asked for."""
+        """The weight after `dequantize`, `quantization` and `rounding`."""
         if dequantize and isinstance(host, QuantArray):
             host = in_floats(host).astype(abstract[name].dtype)
         return rounding(name, rounded(name, host, scheme) if scheme else host)
@@ -319,7 +321,7 @@ def load_params(
             return packed
         if isinstance(host, StoredRows) and blocks and (kept := as_blocks(host, sharding)) is not None:
             return place(name, kept, sharding)
-        if isinstance(host, StoredRows):  # of several types in a panel, or in a weight, or blocks that would be cut
+        if isinstance(host, StoredRows):  # rows that neither panels nor one BlockArray can hold
             if apart and (mixed := by_type(host)) is not None:
                 return put(name, mixed, sharding)
             some = pieces[name]
@@ -332,8 +334,8 @@ def load_params(
         assert isinstance(stack, Stack)
 
         def form(member: Host, number: int) -> Any:
-            """A member as it is to lie on the devices. Rows of a file become a QuantArray where there are no panels for
-            them: no kernel multiplies stacks of BlockArrays."""
+            """The member as devices will hold it. Rows of a file that do not fit panels become a QuantArray, because no
+            kernel multiplies stacks of BlockArrays."""
             if isinstance(member, StoredRows) and (packing is None or packing.packed(member) is None):
                 member = read_weight(stack.members[number], source.tensors, one, source.reader)
             return as_asked(name, member)
@@ -349,7 +351,7 @@ def load_params(
 
 
 def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
-    """An Orbax checkpoint, in the sharding of `abstract`. Raises ConfigError where devices would share a block."""
+    """Reads an Orbax checkpoint in the sharding of `abstract`. Raises ConfigError if devices would share a block."""
     for name, stored in orbax.describe(path).items():
         if isinstance(stored, QuantArray) and name in abstract:
             sharding = abstract[name].sharding
@@ -363,7 +365,7 @@ def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
-    """The parameters that an engine runs with. Raises ConfigError or CheckpointError, see `load_params`."""
+    """The parameters of an engine: read from `folder` (see `load_params`), or random with load_format="dummy"."""
     packing = Packing.of(config, mesh)
     rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
     if config.load_format != "dummy":

@@ -19,7 +19,7 @@ from jaxserve.pallas_kernels.types import QuantArray
 def normalize(
     x: jax.Array, spec: NormSpec, scale: jax.Array | None, bias: jax.Array | None, axes: int | Sequence[int] = -1
 ) -> jax.Array:
-    """x normed over its last axes, in plain XLA; computed in float32, from which the result is rounded once."""
+    """x normed over `axes`, in plain XLA. It is computed in float32, and the result is rounded once to x's dtype."""
     wide = x.astype(jnp.float32)
     if spec.kind == "layer":
         wide -= jnp.mean(wide, axis=axes, keepdims=True)
@@ -34,9 +34,9 @@ def normalize(
 def vectors(
     module: nn.Module, spec: NormSpec, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype: Any
 ) -> tuple[jax.Array | Row | None, jax.Array | Row | None]:
-    """Declares a norm's scale and bias, as far as it has them."""
+    """Declares a norm's scale and bias; None for one that the norm does not have."""
     scale = bias = None
-    if spec.scale:  # what 1 + w is in bfloat16 has lost most of a small w
+    if spec.scale:  # with an offset in float32: bfloat16 would lose most of a small w in 1 + w
         kept = jnp.float32 if spec.offset else dtype
         scale = weight(module, "scale", nn.initializers.ones, axes, shape, kept)
     if spec.bias:
@@ -45,7 +45,7 @@ def vectors(
 
 
 class Norm(nn.Module):
-    """A norm over the last axis: of x, or of x plus what a layer adds to it; and that sum."""
+    """A norm over the last axis. Called with x and y, it returns (x + y, norm(x + y)); without y, (x, norm(x))."""
 
     spec: NormSpec
     size: int
@@ -54,7 +54,7 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, y: Parts | None = None, reader: QuantArray | None = None) -> tuple[jax.Array, Any]:
-        """`reader`: the weight that multiplies the norm, where it says how to round it."""
+        """`reader`: the weight that multiplies the normed result, if its format says how that result is rounded."""
         scale, bias = vectors(self, self.spec, (None,), (self.size,), self.dtype)
         if self.spec.kind == "rms" and scale is not None and bias is None:
             return self.ops.add_norm(x, y, scale, self.spec.eps, reader)
@@ -64,7 +64,7 @@ class Norm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """The parameters of a norm of queries or keys, whose scale and bias have `shape`, and the norm in plain XLA."""
+    """A norm of queries or keys. It declares a scale and a bias of `shape`, and computes the norm in plain XLA."""
 
     spec: NormSpec
     shape: tuple[int, ...]  # [head_dim], or [kv_heads, …, head_dim]
@@ -75,7 +75,7 @@ class HeadNorm(nn.Module):
         self.vectors = vectors(self, self.spec, axes, self.shape, self.dtype)
 
     def scale(self) -> jax.Array | Row:
-        """For an operation that computes the norm."""
+        """The scale, for an operation that computes the norm itself (`Ops.rotate`)."""
         assert self.vectors[0] is not None
         return self.vectors[0]
 

@@ -1,5 +1,5 @@
-"""How a model's matrices lie in the memory of a CPU: in panels, floats in 16 bits where the file has so many, quantized
-ones in the file's own width."""
+"""Packs a model's matrices into panels, the layout that the CPU's kernels read. 16-bit floats stay 16 bits wide, and
+quantized weights keep the width that they have in the file."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from jaxserve.pallas_kernels.cpu_panels import PanelType
 from jaxserve.pallas_kernels.types import MixedArray, PanelArray, QuantArray
 
 SHORT = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-SMALLEST_GROUP = 64  # of other formats than GGUF's: a group has 8 bytes of scale and shift
+SMALLEST_GROUP = 64  # for formats other than GGUF's: each group takes 8 bytes for scale and shift
 
 
 def is_matrix(path: str) -> bool:
-    """Whether a parameter is a weight of a product, one of each expert, or the embeddings'; biases may have as many
-    axes."""
+    """Whether a parameter is a matrix of a product, a stack of experts' matrices, or the table of embeddings. Its path
+    tells, because biases may have as many axes."""
     return path.endswith(("/kernel", "embed/table", *STACKS))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What becomes of the matrices of a model on one CPU.
+    """How the matrices of a model are packed on one CPU.
 
     Attributes:
-      dtype: of those that are floats in the file; None: its own.
-      floats: the arithmetic of products with them, of `cpu_panels.ARITHMETIC`.
-      quantized: the same for quantized ones.
+      dtype: the dtype that float matrices are stored in; None: the file's own.
+      floats: the arithmetic of products with float matrices, one of `cpu_panels.ARITHMETIC`.
+      quantized: the arithmetic of products with quantized matrices; empty: they are not packed.
     """
 
     dtype: np.dtype | None = None
@@ -50,7 +50,8 @@ class Packing:
 
     @classmethod
     def of(cls, config: EngineConfig, mesh: Mesh) -> Packing | None:
-        """None where there are no panels: on other devices, on several, and without a C++ compiler."""
+        """The packing for an engine's settings. None if there are no panels: on devices other than one CPU, or without
+        a C++ compiler."""
         if not on_one_cpu(mesh) or not cpu_panels.available():
             return None
         dtype = np.dtype(config.dtype) if config.dtype in ("bfloat16", "float16") else None
@@ -59,7 +60,7 @@ class Packing:
 
     @property
     def types(self) -> frozenset[str]:
-        """GGUF's types that become panels as they stand in the file."""
+        """The GGUF types whose blocks become panels without being converted."""
         return frozenset(cpu_panels.GGUF_TYPES) if self.quantized else frozenset()
 
     def stored(
@@ -68,7 +69,7 @@ class Packing:
         pieces: Mapping[str, Pieces],
         tensors: Mapping[str, TensorInfo],
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """The same with each matrix in the dtype that it is to be kept in."""
+        """The shapes of `abstract`, with each matrix in the dtype that panels will store."""
 
         def dtype_of(path: str) -> Any:
             dtypes = {tensors[piece.name].dtype for piece in pieces[path] if piece.name in tensors}
@@ -81,13 +82,13 @@ class Packing:
         }
 
     def pack(self, host: np.ndarray | QuantArray | StoredRows, mesh: Mesh) -> PanelArray | None:
-        """A matrix of the host in panels on the CPU; None: there is no type of panels for it."""
+        """A matrix [out, in] as panels in a JAX array on the CPU; None if no type of panels holds it."""
         packed, place = self.packed(host), NamedSharding(mesh, PartitionSpec())
         return None if packed is None else jax.tree.map(lambda x: jax.device_put(x, place), packed)
 
     def pack_stack(self, path: str, members: Iterator[Any], count: int, mesh: Mesh) -> PanelArray:
-        """A stack [count, out, in] in panels on the CPU, of members that `packed` packs. Raises CheckpointError where
-        they differ in form."""
+        """A stack [count, out, in] of members, each of which `packed` packs, as panels on the CPU. Raises
+        CheckpointError if members are quantized in different ways."""
         packed = cpu_panels.stack((self.packed(member) for member in members), count)
         if packed is None:
             raise CheckpointError(f"{path}: experts are quantized in several ways")
@@ -95,8 +96,8 @@ class Packing:
         return jax.tree.map(lambda x: jax.device_put(x, place), packed)
 
     def fits(self, w: QuantArray) -> bool:
-        """Whether a quantized weight, of arrays or of their shapes, goes into panels. 4-bit floats do wherever there
-        are any, as nothing else on a CPU keeps them in 4 bits."""
+        """Whether a quantized weight, of arrays or of their shapes, is packed. 4-bit floats always are if quantized
+        weights are packed at all, because no other CPU format keeps them in 4 bits."""
         kind = cpu_panels.type_of(w)
         if w.activations is not None or kind is None:
             return False
@@ -105,7 +106,7 @@ class Packing:
         return self.quantized == "int8" and min(w.block[1], w.shape[1]) >= SMALLEST_GROUP
 
     def packed(self, host: np.ndarray | QuantArray | StoredRows) -> PanelArray | None:
-        """A matrix in panels of NumPy arrays; None: there is no type of panels for it."""
+        """A matrix [out, in] as panels of NumPy arrays; None if no type of panels holds it."""
         if isinstance(host, StoredRows):
             parts = [cpu_panels.Rows(cpu_panels.GGUF_TYPES[kind], data) for kind, data in host.parts]
             return cpu_panels.pack(parts, host.source, host.shape[1], self.quantized)
@@ -114,8 +115,8 @@ class Packing:
         return cpu_panels.pack_floats(host, self.floats) if host.dtype in cpu_panels.FLOATS else None
 
     def abstract(self, like: Any, mesh: Mesh) -> Any:
-        """The shapes of what `pack` makes of a matrix of this form: of shapes, or rows of a file, of which None has
-        several types in a panel. Forms that there is no type of panels for stay."""
+        """The shapes of the panels that `pack` would make of `like`, which has shapes, or rows of a file. Forms that no
+        type of panels holds are returned as they are; for rows of a file the result is then None."""
         if isinstance(like, PanelArray):  # a stack
             return like
         if isinstance(like, MixedArray):
@@ -136,7 +137,7 @@ class Packing:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made)
 
     def pack_placed(self, params: Mapping[str, Any], mesh: Mesh, dtype: np.dtype | None = None) -> dict[str, Any]:
-        """Parameters by their paths that lie on the CPU already, in panels; floats as `dtype`, or as they are."""
+        """Packs parameters, by path, that are on the CPU already. Floats become `dtype` first, unless it is None."""
 
         def one(path: str, x: Any) -> Any:
             host = jax.tree.map(np.asarray, x if isinstance(x, QuantArray) or dtype is None else x.astype(dtype))

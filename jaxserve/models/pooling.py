@@ -1,8 +1,8 @@
 """From a prompt's pooled hidden states to an embedding or a score.
 
-The devices pool hidden states (`steps.pool_rows`). What follows is small, and the host computes it in float32: dense
+The devices pool hidden states (`steps.pool_rows`). The rest is small, and the host computes it in float32: the dense
 layers and the norm of sentence-transformers' modules, or the head that scores a pair of texts. `pooling_files` reads
-them. NumPy only: the server's front uses this too.
+their weights. This file needs NumPy only, because the server's front process uses it, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Dense:
-    """weight: float32 [out, in]; bias: float32 [out]."""
+    """A dense layer. weight: float32 [out, in]; bias: float32 [out]."""
 
     weight: np.ndarray
     bias: np.ndarray
@@ -40,11 +40,11 @@ class Dense:
 
 @dataclass(frozen=True)
 class Pooler:
-    """What becomes of the hidden states of a prompt.
+    """How the hidden states of a prompt become an embedding or a score.
 
     Attributes:
-      method: which hidden states count: the last token's, the mean of all, or the first token's.
-      head: None for embeddings. For scores a layer with one output, the log-odds that the texts belong together.
+      method: which hidden states are used: the last token's, the mean of all tokens', or the first token's.
+      head: None for embeddings. For scores, a layer with one output: the log-odds that the two texts belong together.
       prompt: how a query and a document become one prompt.
     """
 
@@ -58,13 +58,13 @@ class Pooler:
 
     @property
     def size(self) -> int:
-        """Numbers of a result."""
+        """The number of elements of a result."""
         if self.head is not None:
             return 1
         return len(self.dense[-1].bias) if self.dense else self.hidden_size
 
     def __call__(self, pooled: np.ndarray) -> np.ndarray:
-        """float32 [hidden] -> float32 [size]."""
+        """Pooled hidden states, float32 [hidden] -> the embedding or the score, float32 [size]."""
         for layer in self.dense:
             pooled = layer(pooled)
         if self.head is not None:
@@ -73,7 +73,7 @@ class Pooler:
 
 
 def unit(vector: np.ndarray) -> np.ndarray:
-    """The vector with length 1, float32; a vector of zeros stays as it is."""
+    """The vector scaled to length 1, float32. A vector of zeros stays as it is."""
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return (vector / max(length, 1e-12)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""What a model's files say about embeddings and scores."""
+"""Reads from a model's files how it computes embeddings or scores."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxserve.models.spec import ModelConfig
 
 CLASSIFIER = "ForSequenceClassification"
 MODULES = "modules.json"
-READ_BYTES = 2**24  # of a head, of which two rows are wanted, at a time
-_MODES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # sentence-transformers' words for methods
+READ_BYTES = 2**24  # an output head, of which two rows are needed, is read in parts of this size
+_MODES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # sentence-transformers' name -> method
 _FLAGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
 def find_task(config: EngineConfig, path: Path) -> Task:
-    """What the operator chose, or what the model's files are for."""
+    """The task that the operator chose, or the one that the model's files are made for."""
     if config.task != "auto":
         return config.task
     if path.is_dir() and (path / MODULES).is_file():
@@ -37,9 +37,10 @@ def find_task(config: EngineConfig, path: Path) -> Task:
 
 
 def read_pooler(config: EngineConfig, path: Path, model: ModelConfig, token_of: Callable[[str], int]) -> Pooler | None:
-    """None for a model that generates. `token_of`: the id of a text that is a single token.
+    """The Pooler of a model that embeds or scores; None for a model that generates.
 
-    Raises ConfigError for a way to pool that is not supported, CheckpointError for broken files.
+    `token_of` returns the id of a text that is a single token.
+    Raises ConfigError for a way to pool that is not supported, and CheckpointError for broken files.
     """
     task = find_task(config, path)
     if task == "generate":
@@ -88,7 +89,7 @@ def _modules(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _method(file: Path) -> Method:
-    """What sentence-transformers' Pooling module does. Older versions write a flag for each mode, newer ones a name."""
+    """The method of sentence-transformers' Pooling module. Older versions write a flag per mode, newer ones a name."""
     values = _json(file)
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a JSON object")
@@ -120,7 +121,7 @@ def _dense(folder: Path) -> Dense:
 def _head(
     config: EngineConfig, path: Path, model: ModelConfig, classifier: bool, token_of: Callable[[str], int]
 ) -> Dense:
-    """A layer whose output is the log-odds of "yes"."""
+    """A dense layer whose one output is the score: of a classifier's head, or the log-odds of "yes" against "no"."""
     if config.load_format == "dummy":
         rows = np.random.default_rng(config.seed).normal(0, 0.02, (1, model.hidden_size)).astype(np.float32)
         return Dense(rows, np.zeros(1, np.float32), "Identity")
@@ -142,7 +143,7 @@ def _head(
 
 
 def _rows(tensors: Mapping[str, TensorInfo], name: str, wanted: Sequence[int], path: Path) -> list[np.ndarray]:
-    """Rows of a matrix of floats [rows, columns], which is read in parts."""
+    """The rows `wanted` of a matrix of floats [rows, columns], which is read in parts."""
     found: dict[int, np.ndarray] = {}
     for first, rows in _tensor(tensors, name, path).read_rows(READ_BYTES):
         for row in wanted:

@@ -1,4 +1,4 @@
-"""Quantized weights of a model: their abstract form, random ones, and how they come to lie on the mesh."""
+"""Quantized weights of a model: their abstract form, random ones, and how they are placed on the mesh."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, Qu
 log = logging.getLogger(__name__)
 
 GROUP = 128  # inputs that share a scale of int4
-STACKS = ("/experts_gate_up", "/experts_down")  # of experts' matrices: ends of their paths
+STACKS = ("/experts_gate_up", "/experts_down")  # ends of the paths of experts' matrices
 
-# Of weights that are quantized here: dtype of the codes, inputs in a block (None: all), dtype of the scale. With
-# DYNAMIC products round their inputs to the same type, a token at a time.
+# Forms that jaxserve quantizes to: dtype of the codes, inputs in a block (None: all), dtype of the scale. With the
+# suffix DYNAMIC, products also round their inputs to the dtype of the codes, with one scale per token.
 SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
     "int8": (jnp.int8, None, jnp.bfloat16),
     "int4": (jnp.int4, GROUP, jnp.bfloat16),
@@ -41,7 +41,7 @@ SCHEMES: dict[str, tuple[Any, int | None, Any]] = {
     "int8-dynamic": (jnp.int8, None, jnp.float32),
     "fp8-dynamic": (jnp.float8_e4m3fn, None, jnp.float32),
 }
-# The same of forms that are read, or made of random numbers, but that nothing is rounded to.
+# Also forms that are only read from files, or made of random numbers.
 FORMS = SCHEMES | {
     "mxfp4": (jnp.float4_e2m1fn, 32, jnp.float8_e8m0fnu),
     "nvfp4": (jnp.float4_e2m1fn, 16, jnp.float8_e4m3fn),
@@ -49,7 +49,7 @@ FORMS = SCHEMES | {
 
 
 def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray | QuantArray:
-    """A plain matrix of a layer quantized by one of SCHEMES; other weights as they are."""
+    """A plain matrix of a layer, quantized by one of SCHEMES. Other weights are returned as they are."""
     if not is_quantizable(path) or isinstance(host, QuantArray):
         return host
     made = rtn(host, Scheme(scheme.removesuffix(DYNAMIC), _group(host.shape[1]) if scheme == "int4" else None))
@@ -57,9 +57,10 @@ def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray
 
 
 class Rounding:
-    """Decides of each weight whether its products round their inputs as it says, and tells the log where not.
+    """Decides for each weight whether its products round their inputs as its format says. The log tells if they do not.
 
-    `requested`: "auto", where the device has such products; "checkpoint", wherever it can be computed at all; "none".
+    `requested`: "auto": inputs are rounded where the device has such products; "checkpoint": wherever the rounding can
+    be computed at all; "none": nowhere.
     """
 
     def __init__(self, requested: str, device: Device, dtype: Any):
@@ -67,7 +68,7 @@ class Rounding:
         self._told: set[str] = set()
 
     def __call__(self, path: str, w: Any) -> Any:
-        """The weight, without its `activations` where they are not to be done."""
+        """The weight; without `activations` if its products do not round their inputs."""
         if isinstance(w, MixedArray):
             return dataclasses.replace(w, parts=tuple(self(path, part) for part in w.parts))
         if not isinstance(w, QuantArray) or w.activations is None:
@@ -89,10 +90,10 @@ class Rounding:
 
 
 def place(path: str, host: np.ndarray | QuantArray | BlockArray, sharding: Sharding, scheme: str | None = None) -> Any:
-    """Brings a weight to the devices; `sharding` is that of the plain one.
+    """Brings a weight to the devices. `sharding` is the sharding of the same weight in plain form.
 
-    With a `scheme` it is `rounded` first. The blocks of a quantized one become small enough for every device to get
-    whole ones.
+    With a `scheme` the weight is `rounded` first. The blocks of a quantized weight become small enough for every device
+    to get whole blocks.
     """
     if scheme and not isinstance(host, BlockArray):
         host = rounded(path, host, scheme)
@@ -103,12 +104,13 @@ def place(path: str, host: np.ndarray | QuantArray | BlockArray, sharding: Shard
 
 
 def keeps_blocks(mesh: Mesh) -> bool:
-    """Whether GGUF's blocks of BLOCK_KINDS stay as they are on these devices: on GPUs, which have a kernel for them."""
+    """Whether GGUF's blocks of BLOCK_KINDS stay as they are on these devices. They do on GPUs with jax-triton, which
+    have a kernel for them."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda") and importlib.util.find_spec("jax_triton") is not None
 
 
 def as_blocks(rows: StoredRows, sharding: Sharding) -> BlockArray | None:
-    """Rows of a file in blocks that devices can share; None where they are of several kinds, or would be cut."""
+    """Rows of a file as a BlockArray. None if they are of several kinds, or if a device boundary would cut a block."""
     w, (spec, mesh) = block_array(rows), _split(sharding)
     inputs = (*spec, None, None)[1]
     blocks = rows.inputs // w.block[1] if w else 0
@@ -116,8 +118,8 @@ def as_blocks(rows: StoredRows, sharding: Sharding) -> BlockArray | None:
 
 
 def for_devices(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
-    """The form that a weight has on the devices: blocks of which each gets whole ones, and on CPU, which has no kernel
-    for 4-bit floats, bytes."""
+    """The form that a weight has on the devices. Blocks are cut until each device gets whole ones. On CPU, which has no
+    kernel for 4-bit floats, codes become bytes."""
     if isinstance(host, BlockArray):
         return host
     host = refine(host, quant_block(host, *_split(sharding)))
@@ -125,8 +127,8 @@ def for_devices(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray
 
 
 def put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
-    """An array to the devices. Numbers that are packed travel so, and become int4 there where every device gets whole
-    bytes, and a CPU has the kernel."""
+    """Brings an array to the devices. A PackedInt4 is sent packed, and unpacked to int4 on the devices. It is unpacked
+    on the host if a device boundary would cut a byte, or if a CPU lacks the kernel."""
     if not isinstance(host, PackedInt4):
         return jax.device_put(host, sharding)
     on_cpu = sharding.mesh.devices.flat[0].platform == "cpu"
@@ -137,7 +139,7 @@ def put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
 
 @cache
 def _unpacker(sharding: NamedSharding, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
-    """Of bytes that lie so on the devices."""
+    """A jitted function that unpacks bytes with this sharding to 4-bit numbers of `dtype`."""
     spec = sharding.spec
     local = jax.shard_map(
         partial(int4_of_bytes, dtype=dtype), mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False
@@ -146,12 +148,12 @@ def _unpacker(sharding: NamedSharding, dtype: np.dtype) -> Callable[[jax.Array],
 
 
 def splits_evenly(w: QuantArray, sharding: Sharding) -> bool:
-    """Whether every device gets whole blocks."""
+    """Whether every device gets whole blocks of the weight as it is."""
     return quant_block(w, *_split(sharding)) == w.block
 
 
 def abstract_like(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:
-    """The shapes and shardings of what `place` would make."""
+    """The shapes and shardings of the weight that `place` would make."""
     host = for_devices(host, sharding)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), host, _shardings(host, sharding)
@@ -159,13 +161,14 @@ def abstract_like(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArr
 
 
 def _group(inputs: int) -> int | None:
-    """The largest usual size that divides the inputs; None: all of them."""
+    """The largest usual group size that divides the number of inputs; None: one group for all inputs."""
     return next((size for size in (GROUP, GROUP // 2, GROUP // 4) if inputs % size == 0), None)
 
 
 def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
-    """The parameters, or their shapes, with codes in the order in which Hopper's kernel reads them best (`fragments`),
-    where products with activations of `x_dtype` are its own: the same bytes. Given arrays are used up."""
+    """The parameters, or their shapes, after reordering codes for Hopper's kernel (`fragments`). Only the weights that
+    this kernel multiplies with activations of `x_dtype` change. Sizes stay the same. Arrays that are reordered are
+    donated."""
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), x_dtype)
 
     def one(w: Any) -> Any:
@@ -184,26 +187,27 @@ def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
 
 @cache
 def _shuffler(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Of codes that lie so on the devices, each its own."""
+    """A jitted function that reorders codes with this sharding; each device reorders its own part."""
     spec = sharding.spec
     local = jax.shard_map(fragments.shuffled_codes, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(local, donate_argnums=0)
 
 
 def is_quantizable(path: str) -> bool:
-    """The matrices of the layers, experts' among them; embeddings, head and routers are few and matter more."""
+    """Whether a weight may be quantized: the matrices of layers and of experts. Embeddings, output head and routers
+    stay floats, because they are few and matter more to the results."""
     if not path.startswith("layers_") or path.endswith(("router/kernel", "shared_gate/kernel")):
         return False
     return path.endswith(("/kernel", *STACKS))
 
 
 def quantized_abstract(abstract: Mapping[str, jax.ShapeDtypeStruct], scheme: str) -> dict[str, Any]:
-    """`weights.abstract_params` with the matrices of the layers in one of FORMS."""
+    """The result of `weights.abstract_params`, with the matrices of layers in one of FORMS."""
     return {path: _quantized(a, scheme) if is_quantizable(path) else a for path, a in abstract.items()}
 
 
 def random_weight(key: jax.Array, like: QuantArray) -> QuantArray:
-    """A weight of this form (of shapes) whose products with standard normal inputs have about unit variance."""
+    """A random weight with the shapes of `like`. Its products with standard normal inputs have about unit variance."""
     codes_key, scale_key = jax.random.split(key)
     if jnp.issubdtype(like.codes.dtype, jnp.integer):
         top = int(jnp.iinfo(like.codes.dtype).max)

@@ -1,8 +1,8 @@
 """Rotary position embeddings and their long-context extensions.
 
-The same rules as transformers' `modeling_rope_utils`, with one difference: dynamic NTK depends on the position of the
-token alone (its sequence length is position + 1), not on what else is in the batch, so that a token's keys do not
-depend on how its prompt was chunked. The two agree whenever the prompt fits the original context.
+The rules are those of transformers' `modeling_rope_utils`, with one difference in dynamic NTK. Here the sequence length
+is that of the token itself, position + 1; transformers takes the longest of the batch. So a token's keys do not depend
+on how its prompt was cut into chunks. Both give the same angles while a prompt fits the original context.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.spec import RopeConfig
 
 _SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-UNTURNED = RopeConfig(rotary_dim=0)  # of layers without rotary positions
+UNTURNED = RopeConfig(rotary_dim=0)  # for layers without rotary positions
 
 
 class Angles(NamedTuple):
-    """What the positions of a step's tokens mean for a layer.
+    """What a rotary embedding makes of the positions of a step's tokens.
 
-    cos, sin: float32 [tokens, head_dim / 2], of the angles by which channels i and i + head_dim / 2 turn.
-    query_scale: float32 [tokens], which multiplies queries; None: one.
+    cos, sin: float32 [tokens, head_dim / 2], of the angles by which the pairs of channels i and i + head_dim / 2 turn.
+    query_scale: float32 [tokens], factors of the queries; None: all are 1.
     """
 
     cos: jax.Array
@@ -47,16 +47,22 @@ def read_rope(
 ) -> RopeConfig:
     """RopeConfig from either style of config.json: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
 
-    parameters: in the place of `rope_parameters` and `rope_scaling`, where a config has several.
-    theta, partial: the family's defaults; with `partial` None, part of a head cannot turn.
-    head_dim: where it follows from no key. choices: other fields.
+    Args:
+      parameters: read in the place of `rope_parameters` and `rope_scaling`, for configs that have several of them.
+      theta: the family's default base.
+      partial: the family's default share of a head's channels that turn; None: all channels turn, and the config must
+        not say otherwise.
+      head_dim: channels of a head, for families where no key gives it.
+      choices: other fields of RopeConfig.
+
+    Raises ConfigError for settings that are unknown or contradict each other.
     """
     own_theta, scaling = hf.take("rope_theta", None), dict(parameters or {})
     if parameters is None:
         scaling = dict(hf.take("rope_scaling", None) or hf.take("rope_parameters", None) or {})
     hf.take("rope_parameters", None)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 configs
+    kind = "longrope" if kind == "su" else kind  # the first Phi-3 configs call longrope "su"
     scaling.pop("type", None)
     if kind not in _SCALINGS:
         raise ConfigError(f"{hf.source}: rope scaling {kind!r} is not supported (only {', '.join(_SCALINGS)})")
@@ -85,13 +91,13 @@ def read_rope(
         if not values["factor"] or values["factor"] < 1.0:
             raise ConfigError(f"{hf.source}: rope scaling {kind!r} needs a factor >= 1, got {values['factor']!r}")
     if kind == "dynamic":
-        values["original_max_position"] = max_position  # what transformers measures growth against
+        values["original_max_position"] = max_position  # transformers measures the growth against this length
     if kind == "llama3":
         values["low_freq_factor"] = _number(hf, scaling, "low_freq_factor", 1.0)
         values["high_freq_factor"] = _number(hf, scaling, "high_freq_factor", 4.0)
     if kind == "yarn":
         values |= _read_yarn(hf, scaling, values["factor"])
-        scaling.pop("finetuned", None)  # tells only how the model came to be
+        scaling.pop("finetuned", None)  # has no effect on inference
     left = {key: value for key, value in scaling.items() if value is not None}
     if left:
         raise ConfigError(
@@ -113,8 +119,11 @@ def _read_longrope(hf: HFConfig, scaling: dict[str, Any], original: int, max_pos
 
 
 def _read_yarn(hf: HFConfig, scaling: dict[str, Any], factor: float) -> dict[str, Any]:
-    """`attn_factor` is of YaRN's own code, where it multiplies what follows from the factor; `attention_factor` and
-    the two `mscale` are of transformers, where they replace it."""
+    """The fields of a RopeConfig for YaRN.
+
+    YaRN scales attention by an amount that follows from `factor`. `attn_factor`, from YaRN's own code, multiplies this
+    amount. `attention_factor` and the two `mscale` keys, from transformers, replace it.
+    """
 
     def magnitude(scale: float, mscale: float) -> float:
         return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
@@ -145,16 +154,16 @@ def _number(hf: HFConfig, scaling: dict[str, Any], key: str, default: float | No
 
 
 def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
-    """How many channels of a head turn."""
+    """The number of channels of a head that turn."""
     return head_dim if rope.rotary_dim is None else rope.rotary_dim
 
 
 def head_order(rope: RopeConfig, head_dim: int) -> np.ndarray | None:
-    """The order in which the channels of a head must lie for the operations, which turn channel i with
-    i + head_dim / 2 by one of head_dim / 2 angles: int64 [head_dim], the places in the checkpoint; None: its own order.
+    """The order in which the operations need the channels of a head: int64 [head_dim], each a channel's index in the
+    checkpoint. None: the checkpoint's own order is right.
 
-    Channels that do not turn are paired with each other and get the angle zero. Products of queries and keys do not
-    depend on the order.
+    The operations turn the pairs of channels i and i + head_dim / 2 by head_dim / 2 angles. Channels that do not turn
+    are paired with each other and get the angle zero. Products of queries and keys do not depend on the order.
     """
     turned = rotary_dim(rope, head_dim)
     if turned == 0 or (turned == head_dim and not rope.interleaved):
@@ -165,7 +174,8 @@ def head_order(rope: RopeConfig, head_dim: int) -> np.ndarray | None:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position for each pair of channels, float32 [rotary_dim / 2]; dynamic NTK's before its growth."""
+    """Radians per position for each pair of channels, float32 [rotary_dim / 2]. For dynamic NTK these hold within the
+    original context."""
     turned = rotary_dim(rope, head_dim)
     exponent = np.arange(0, turned, 2, dtype=np.float64) / max(turned, 1)
     base = (1.0 / rope.theta**exponent).astype(np.float32)
@@ -181,10 +191,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones stay, those between are interpolated."""
     wavelength = 2 * np.pi / base
     low, high = rope.original_max_position / rope.low_freq_factor, rope.original_max_position / rope.high_freq_factor
-    if low == high:  # as Llama 4 Scout has it: nothing lies between
+    if low == high:  # Llama 4 Scout: no wavelength lies between the two limits
         return np.where(wavelength > low, base / rope.factor, base).astype(np.float32)
     smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
@@ -195,7 +205,7 @@ def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
 
 def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
     def channel(rotations: float) -> float:
-        """The channel pair that turns so many times over the original context."""
+        """The index, as a float, of the channel pair that turns `rotations` times over the original context."""
         return head_dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = channel(rope.beta_fast), channel(rope.beta_slow)
@@ -207,7 +217,7 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> Angles:
-    """For int32 positions [tokens]."""
+    """The angles at positions int32 [tokens]."""
     turned = rotary_dim(rope, head_dim)
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
     where = positions.astype(jnp.float32)[:, None]

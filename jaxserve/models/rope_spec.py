@@ -1,4 +1,4 @@
-"""The shape of a rotary position embedding, as part of a model's shape (`spec`)."""
+"""The shape of a rotary position embedding, which is part of a model's shape (`spec`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrop
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScale:
-    """Queries times 1 + slope * log(1 + floor((position + shift) / period)), so that attention stays sharp over long
-    contexts (Llama 4's attn_scale and floor_scale, Ministral's llama_4_scaling_beta)."""
+    """Multiplies queries by 1 + slope * log(1 + floor((position + shift) / period)), so that attention stays sharp over
+    long contexts. Llama 4 calls the settings attn_scale and floor_scale, Ministral llama_4_scaling_beta."""
 
     slope: float
     period: float
@@ -24,15 +24,16 @@ class QueryScale:
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
 
-    `factor` stretches positions: linear (Chen et al. 2023, arXiv:2306.15595), dynamic NTK, llama3 (Llama 3.1's
-    piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). longrope (Ding et al. 2024, arXiv:2402.13753) divides
-    each frequency by a factor of its own; `ModelConfig.limited_to` chooses one of its two lists. Lengths are in tokens.
+    `factor` stretches positions in one of these ways: linear (Chen et al. 2023, arXiv:2306.15595), dynamic NTK, llama3
+    (Llama 3.1's piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). longrope (Ding et al. 2024,
+    arXiv:2402.13753) divides each frequency by a factor of its own. It has two lists of factors, of which
+    `ModelConfig.limited_to` chooses one. Lengths are in tokens.
 
     Attributes:
-      rotary_dim: the leading channels of a head that turn; None: all; 0: none.
-      interleaved: channel 2i turns with 2i + 1 in the checkpoint, not i with i + rotary_dim / 2. The weights are
-        reordered when they are loaded (`rope.head_order`), so that the operations know one pairing only.
-      query_scale: see there; None: queries stay.
+      rotary_dim: the number of leading channels of a head that turn; None: all; 0: none.
+      interleaved: in the checkpoint, channel 2i is paired with 2i + 1 instead of i with i + rotary_dim / 2. Loading
+        reorders the weights (`rope.head_order`), so that the operations need to know one pairing only.
+      query_scale: None: queries are not scaled by their position.
     """
 
     theta: float = 10000.0

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by their roles, and where each goes in a weight."""
+"""The tensors of a checkpoint by their roles, and the place of each in a weight of the decoder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from jaxserve.checkpoints.load import Piece
 # "correction_row" of one that is [1, experts].
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
 # and its value; gate_up has gate and up one after the other. Roles of matrices [in, out] end in ".T". A file may stack
-# experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a, kv_b and kv_norm;
-# gated delta nets have those of `delta_net.delta_sources`. With an output gate, q has each head's query, then its gate.
+# experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a, kv_b and kv_norm. Gated
+# delta nets have the roles of `delta_net.delta_sources`. With an output gate, q has for each head its query, then its
+# gate.
 Names = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A role's tensor, the shape it must have in the file, and its place in the host array of our weight: see `Piece`.
-    Shape and `take` are those of a matrix [out, in], also where the file has its transpose."""
+    """A role's tensor, the shape that it must have in the file, and its place in the host array of a weight (`Piece`).
+
+    The shape and `take` are those of a matrix [out, in], even if the file holds its transpose.
+    """
 
     role: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The shape of a model: a tuple of layers, each described by named choices. Nothing branches on a family's name."""
+"""The shape of a model: a tuple of layers of named choices. Values that do not fit together raise ConfigError."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class NormSpec:
 
     Attributes:
       kind: rms (Zhang & Sennrich 2019, arXiv:1910.07467) or layer (Ba et al. 2016, arXiv:1607.06450).
-      scale, bias: whether it has one.
-      offset: added to the scale as the file has it. Gemma's files hold w of a scale 1 + w. The sum is kept in float32.
+      scale, bias: whether the norm has a learned scale, and a learned bias.
+      offset: added to the scale that the file holds. Gemma's files hold w, and the norm multiplies by 1 + w. The sum is
+        kept in float32.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -36,12 +37,12 @@ class NormSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class QKNormSpec:
-    """Norms of queries and of keys.
+    """The norms of queries and keys.
 
     Attributes:
-      over: head: of each head, with one scale [head_dim] for all heads; each_head: of each head, with a scale of its
-        own [heads, head_dim]; width: of all heads together, with a scale [heads * head_dim].
-      after_rope: whether queries and keys are rotated before.
+      over: head: each head is normed by itself, and all share one scale [head_dim]. each_head: each head is normed by
+        itself, with a scale of its own [heads, head_dim]. width: all heads together, with a scale [heads * head_dim].
+      after_rope: whether the rotation comes before the norms.
     """
 
     norm: NormSpec = NormSpec()
@@ -59,15 +60,15 @@ class AttentionSpec:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) of one layer.
 
     Attributes:
-      window: how many tokens back a token sees, itself included; None: all.
-      rope: which of `ModelConfig.ropes` turns queries and keys.
-      scale: what the products of queries and keys are multiplied with; None: head_dim ** -0.5.
-      softcap: scores become softcap * tanh(score / softcap); None: they stay.
+      window: tokens that a token sees, itself included; None: all tokens before it and itself.
+      rope: the name, in `ModelConfig.ropes`, of the rotary embedding of queries and keys.
+      scale: factor of the products of queries and keys; None: head_dim ** -0.5.
+      softcap: scores become softcap * tanh(score / softcap); None: scores stay as they are.
       sinks: each query head has a learned logit that takes part in the softmax and has no value (gpt-oss).
-      clip: queries, keys and values are limited to [-clip, clip]; None: they are not.
-      out_gate: what a head's results are multiplied with, before the output projection: sigmoid of a further projection
-        of the layer's input, which files keep behind each head's query (Qwen3-Next); None: nothing.
-      qk_norm: norms of queries and keys; None: there are none.
+      clip: queries, keys and values are limited to [-clip, clip]; None: they are not limited.
+      out_gate: sigmoid: before the output projection, results are multiplied by the sigmoid of a further projection of
+        the layer's input. Files keep this projection behind each head's query (Qwen3-Next). None: there is no gate.
+      qk_norm: the norms of queries and keys; None: there are none.
     """
 
     num_heads: int
@@ -99,22 +100,22 @@ class AttentionSpec:
 
     @property
     def rotated_dim(self) -> int:
-        """Numbers of a head that rotary positions are for."""
+        """Channels of a head to which the rotary embedding applies."""
         return self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) of one layer: keys and values of all heads are
-    projected from one latent for each token, which the cache keeps beside a rotated key that all heads share.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) of one layer. For each token the cache keeps one
+    latent, from which keys and values of all heads are projected, and one rotated key, which all heads share.
 
     Attributes:
-      rank: numbers of a latent.
-      nope_dim, rope_dim: numbers of a head's query that meet a projected key, and the rotated one.
-      v_dim: numbers of a head's value.
-      q_rank: queries are projected from a latent of so many numbers; None: from the layer's input.
-      norm: of both latents.
-      bias: of the projections down, and of the output's.
+      rank: size of the latent of keys and values.
+      nope_dim, rope_dim: channels of a head's query that meet a projected key, and the rotated key.
+      v_dim: channels of a head's value.
+      q_rank: size of the latent that queries are projected from; None: they are projected from the layer's input.
+      norm: the norm of both latents.
+      bias: whether the projections down to latents, and the output projection, have biases.
       rope, scale: see `AttentionSpec`.
     """
 
@@ -136,17 +137,17 @@ class LatentAttentionSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Each head has keys and values of its own."""
+        """Equals the number of heads: each head has keys and values of its own."""
         return self.num_heads
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a query."""
+        """Channels of a head's query."""
         return self.nope_dim + self.rope_dim
 
     @property
     def down_size(self) -> int:
-        """Numbers that a token is projected down to: the latents, and the key that all heads share."""
+        """Numbers per token that the projection down gives: the latents, and the key that all heads share."""
         return (self.q_rank or 0) + self.rank + self.rope_dim
 
     @property
@@ -156,21 +157,21 @@ class LatentAttentionSpec:
 
     @property
     def rotated_dim(self) -> int:
-        """Numbers of a head that rotary positions are for."""
+        """Channels of a head to which the rotary embedding applies."""
         return self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaSpec:
-    """A gated delta net (Yang et al. 2025, arXiv:2412.06464) in the place of attention: per sequence it keeps a matrix
-    for each value head, whatever the sequence's length.
+    """A gated delta net (Yang et al. 2025, arXiv:2412.06464), which takes the place of attention. Its state of a
+    sequence has one matrix [key_dim, value_dim] per value head, whatever the sequence's length.
 
     Attributes:
-      key_heads, value_heads: consecutive value heads share a key head.
-      key_dim, value_dim: numbers of a head's queries and keys, and of its values.
-      conv_width: tokens that the convolution before it sees, a token itself included.
-      activation: after the convolution.
-      norm: of each value head's results, which are then gated with the silu of a projection of the layer's input.
+      key_heads, value_heads: the numbers of heads; each key head serves `group` consecutive value heads.
+      key_dim, value_dim: channels of a head's query and of its key, and of its value.
+      conv_width: tokens that the convolution over queries, keys and values sees, a token itself included.
+      activation: applied to the results of the convolution.
+      norm: of each value head's results, which are then multiplied by the silu of a projection of the layer's input.
     """
 
     key_heads: int
@@ -197,7 +198,7 @@ class GatedDeltaSpec:
 
     @property
     def channels(self) -> int:
-        """Numbers of a token that the convolution takes, for each key head: its query, its key, its group's values."""
+        """Channels per token and key head that enter the convolution: its query, its key, and its group's values."""
         return 2 * self.key_dim + self.group * self.value_dim
 
 
@@ -208,10 +209,10 @@ class ExpertsSpec:
     Attributes:
       count: experts of a layer.
       router: how a token's experts are chosen and weighted.
-      router_bias: the router's logits have a learned bias.
+      router_bias: whether the router's logits have a learned bias.
       limit: the activation is `ops.clamped_gate` with this limit (gpt-oss); None: it is `MLPSpec.activation`.
-      shared_size: numbers between the two products of an MLP that every token goes through as well; 0: there is none.
-      shared_gate: the result of the shared MLP is multiplied with the sigmoid of a product with the token (Qwen2-MoE).
+      shared_size: inner size of a shared MLP, which every token also goes through; 0: there is none.
+      shared_gate: the shared MLP's result is multiplied by a sigmoid gate, projected from the token (Qwen2-MoE).
     """
 
     count: int
@@ -228,12 +229,12 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
-    """A gated MLP, down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202), or several as experts.
+    """An MLP, or a mixture of MLPs as experts.
 
     Attributes:
-      size: numbers between the two products, of one expert where there are several.
-      gated: False: down(activation(up(x))).
-      experts: None: one MLP for all tokens.
+      size: inner size of the MLP, or of each expert.
+      gated: True: down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). False: down(activation(up(x))).
+      experts: the mixture; None: there is one MLP for all tokens.
     """
 
     size: int
@@ -245,14 +246,14 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A layer: attention, or what stands in its place, and MLP, each of which adds its result to the residual stream x.
+    """A layer: attention, or a recurrent layer in its place, then an MLP. Both add their results to the stream x.
 
     Attributes:
-      norm: of every norm of the layer; `residual` says where they are.
-      residual: what the layer makes of x, in which N is a norm, f the attention and then the MLP:
-        pre: x + f(N(x)); post: x + N(f(x)) (OLMo 2); sandwich: x + N(f(N(x))) (Gemma 2); post_ln: N(x + f(x)) (the
-        first transformers); parallel: x + attention(N(x)) + MLP(N(x)), of one norm or of two.
-      residual_scale: multiplies what attention and MLP add.
+      norm: the shape that all norms of the layer share; `residual` says where they are.
+      residual: where the norms N are; f is the attention, and then the MLP. pre: x + f(N(x)). post: x + N(f(x))
+        (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). post_ln: N(x + f(x)) (the first transformers). parallel:
+        x + attention(N(x)) + MLP(N(x)), with one norm for both. parallel_two_norms: the same with two norms.
+      residual_scale: multiplies what attention and MLP add to x.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
@@ -264,7 +265,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedPositions:
-    """A table [rows, hidden] of which row position + offset is added to the embedding of a token."""
+    """A learned table [rows, hidden]. Row `position + offset` is added to the embedding of the token at `position`."""
 
     rows: int
     offset: int = 0
@@ -275,16 +276,16 @@ class ModelConfig:
     """A decoder-only transformer.
 
     Attributes:
-      family: for people to read; no code depends on it.
-      layers: in their order. Equal ones are traced and compiled once.
-      norm: after the last layer; None: there is none.
-      ropes: rotary embeddings by the names that layers know them by.
-      max_position: the longest sequence in tokens that the model was made for.
-      dtype: of the checkpoint.
-      embed_size: numbers of a token's embedding, which matrices bring to and from the hidden size; None: the same.
+      family: the family's name, for messages; no code depends on it.
+      layers: in the order in which they are applied. Equal layers are traced and compiled once.
+      norm: the norm after the last layer; None: there is none.
+      ropes: the rotary embeddings by name; `AttentionSpec.rope` names one of them.
+      max_position: tokens of the longest sequence that the model was trained for, after stretching.
+      dtype: the dtype of the checkpoint.
+      embed_size: size of a token's embedding, if matrices project it to the hidden size, and back before the head.
       embed_scale: multiplies embeddings.
-      learned_positions: None: positions are known from the rotation alone.
-      head_bias: the output head has one.
+      learned_positions: None: there is no table of positions.
+      head_bias: whether the output head has a bias.
       logit_scale, logit_softcap: logits are multiplied; then they become softcap * tanh(logit / softcap).
     """
 
@@ -326,8 +327,8 @@ class ModelConfig:
                 )
 
     def limited_to(self, length: int) -> ModelConfig:
-        """The same for sequences of at most so many tokens. longrope has factors for sequences within the original
-        context and others for longer ones. All sequences get the same, so that cached keys fit every sequence."""
+        """The same model for sequences of at most `length` tokens, which chooses between longrope's two lists of
+        factors. All sequences use the same list, so that they can share cached keys."""
 
         def limited(rope: RopeConfig) -> RopeConfig:
             factors = rope.short_factors if length <= rope.original_max_position else rope.long_factors
@@ -337,7 +338,7 @@ class ModelConfig:
 
     @property
     def norm_eps(self) -> float:
-        """Of the norm after the last layer."""
+        """The epsilon of the norm after the last layer; 0 if there is no such norm."""
         return 0.0 if self.norm is None else self.norm.eps
 
     @property
@@ -346,22 +347,22 @@ class ModelConfig:
 
     @property
     def specs(self) -> list[AttentionSpec | LatentAttentionSpec | GatedDeltaSpec]:
-        """Each layer's attention, or what stands in its place."""
+        """Each layer's attention, or the recurrent layer in its place."""
         return [layer.attention for layer in self.layers]
 
     @property
     def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
-        """The attention of those layers that have one; there is at least one such layer."""
+        """The attention of the layers that have attention. At least one layer has."""
         return [spec for spec in self.specs if not isinstance(spec, GatedDeltaSpec)]
 
     @property
     def recurrent(self) -> GatedDeltaSpec | None:
-        """What the layers without attention are; None: there are none."""
+        """The shape that all recurrent layers share; None: the model has none."""
         return next((spec for spec in self.specs if isinstance(spec, GatedDeltaSpec)), None)
 
     @property
     def num_recurrent(self) -> int:
-        """Layers without attention."""
+        """The number of recurrent layers, which have no attention."""
         return self.num_layers - len(self.attentions)
 
     @property

@@ -1,4 +1,4 @@
-"""Over how many devices a model can be split, and how often its heads of keys and values then stand."""
+"""Whether a model can be split over a number of devices, and how often its key-value heads are then repeated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from jaxserve.models.spec import ModelConfig
 
 
 def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
-    """KV heads as laid out over the mesh: each is repeated when there are more devices than heads.
+    """The number of KV heads over all devices. Each head is repeated when there are more devices than heads.
 
-    Raises ConfigError when the heads, the MLP or the vocabulary cannot be split evenly.
+    Raises ConfigError when heads or the width of an MLP cannot be split evenly.
     """
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, tensor_parallel_size
     problems = []

@@ -1,6 +1,6 @@
-"""Where each tensor of a checkpoint goes in the decoder's parameter tree.
+"""The place of each tensor of a checkpoint in the decoder's parameter tree.
 
-A family names its tensors by role (`Names`); this file knows the tree of `decoder.Decoder` and how roles are fused.
+A family names its tensors by role (`Names`). This file knows the tree of `decoder.Decoder`, and how roles are fused.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _has(names: Names, role: str) -> bool:
 def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape, dtype and sharding of every parameter, as the modules declare them.
 
-    Equal layers have equal parameters, so of each kind one is traced.
+    Equal layers have equal parameters, so one layer of each kind is traced.
     """
     layers = model.config.layers
     kinds = tuple(dict.fromkeys(layers))
-    # The CPU's own operations may still be being built.
+    # Plain operations: the CPU's own kernels may still be compiling.
     model = model.clone(ops=Ops(), config=replace(model.config, layers=kinds))
     boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(1, jnp.int32), method="init_all")["params"])
 
@@ -63,7 +63,7 @@ def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruc
 
 
 def dummy_params(model: Decoder, mesh: Mesh, seed: int, scheme: str | None = None) -> dict[str, Any]:
-    """Random weights by the modules' own initialisers, made on the devices; with a `scheme`, quantized ones."""
+    """Random weights from the modules' own initialisers, made on the devices. A `scheme` makes quantized matrices."""
     abstract: dict[str, Any] = dict(abstract_params(model, mesh))
     if scheme:
         abstract = quantized_abstract(abstract, scheme)
@@ -72,7 +72,7 @@ def dummy_params(model: Decoder, mesh: Mesh, seed: int, scheme: str | None = Non
     def init() -> dict[str, Any]:
         key = jax.random.key(seed)
         boxed = model.init(key, jnp.zeros(1, jnp.int32), method="init_all")["params"]
-        plain = flatten_dict(nn.meta.unbox(boxed), sep="/")  # the compiler leaves out what is replaced here
+        plain = flatten_dict(nn.meta.unbox(boxed), sep="/")  # the compiler drops values that the loop replaces
         for i, (path, target) in enumerate(abstract.items()):
             if isinstance(target, QuantArray):
                 plain[path] = random_weight(jax.random.fold_in(key, i), target)
@@ -83,8 +83,11 @@ def dummy_params(model: Decoder, mesh: Mesh, seed: int, scheme: str | None = Non
 
 
 def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lambda name: True) -> dict[str, Pieces]:
-    """Path -> the tensors of the checkpoint that make it up. `has`: whether it has a weight of this name, where a
-    family's files store experts in several ways."""
+    """Path in the decoder's parameters -> the tensors of the checkpoint that make it up.
+
+    `has` tells whether the checkpoint has a weight of a given name. It decides for families whose files store experts
+    in several ways.
+    """
     config = model.config
     pieces: dict[str, Pieces] = {}
 
@@ -160,7 +163,7 @@ def _attention(
 
 
 def _out_gate(attention: AttentionSpec, kv_heads: int, hidden: int) -> dict[str, list[Source]]:
-    """Gates are behind each head's query in the tensor of queries."""
+    """The gates of the heads' results. In the tensor of queries, each head's gate follows its query."""
     width, dim = attention.num_heads * attention.head_dim, attention.head_dim
     gates = _of_pairs(dim, 1)
     found = {"attention/gate/kernel": [Source("q.weight", (2 * width, hidden), whole, take=gates)]}
@@ -171,7 +174,8 @@ def _out_gate(attention: AttentionSpec, kv_heads: int, hidden: int) -> dict[str,
 
 
 def _of_pairs(dim: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
-    """The rows of queries (0) or of gates (1) of a tensor that has both for each head, one after the other."""
+    """Takes the rows of queries (`which` = 0) or of gates (1) from a tensor that has for each head its query, then its
+    gate."""
     return lambda t: t.reshape(-1, 2, dim, *t.shape[1:])[:, which].reshape(-1, *t.shape[1:])
 
 
@@ -204,17 +208,21 @@ def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
 
 
 def _of_two(width: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
-    """The places of gates or of ups, which alternate. A bias is [width, 2] already."""
+    """The view of the gates (`which` = 0) or the ups (1) in a fused weight, whose rows alternate. A bias is [width, 2]
+    already."""
     return lambda t: t[:, which] if t.shape == (width, 2) else t.reshape(width, 2, -1)[:, which]
 
 
 def _qkv(
     spec: AttentionSpec, kv_heads: int, order: np.ndarray | None, names: Names, kind: str, inputs: tuple[int, ...]
 ) -> list[Source]:
-    """[kv_heads, group + 2, head_dim, *inputs], or the same with the first three as one, from query, key and value;
-    keys and values repeat over kv_heads. Channels of queries and keys come into `order`."""
+    """The sources of the fused projection [kv_heads, group + 2, head_dim, *inputs], whose first three axes may be one.
+
+    Each key-value head has its queries, its key and its value. Keys and values are repeated when `kv_heads` exceeds the
+    model's own number. The channels of queries and keys are brought into `order`.
+    """
     group, heads, dim, own = spec.num_heads // kv_heads, spec.num_heads, spec.head_dim, spec.num_kv_heads
-    columns = (-1,) * len(inputs)  # inputs of a weight, groups of inputs of its scales
+    columns = (-1,) * len(inputs)  # a weight has an axis of inputs, its scales one of groups of inputs
 
     def by_head(target: np.ndarray) -> np.ndarray:
         return target.reshape(kv_heads, group + 2, dim, *columns)
@@ -268,7 +276,7 @@ def _qkv(
 
 
 def _of_groups(groups: int, each: int, dim: int, role: str) -> Callable[[np.ndarray], np.ndarray]:
-    """The rows of queries, keys or values of a tensor that has for each group `each` queries, a key and a value."""
+    """Takes the rows of queries, keys or values from a tensor that has per group `each` queries, a key and a value."""
     chosen = {"q": slice(each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}[role]
 
     def take(t: np.ndarray) -> np.ndarray:
@@ -286,8 +294,8 @@ def _in_order(rows: np.ndarray, order: np.ndarray | None, dim: int) -> np.ndarra
 def _qk_norm(
     spec: AttentionSpec, chosen: QKNormSpec, kv_heads: int, order: np.ndarray | None, names: Names
 ) -> dict[str, list[Source]]:
-    """Of each head together: [head_dim]. Otherwise queries' are [kv_heads, group, head_dim], keys' repeat over
-    [kv_heads, 1, head_dim]."""
+    """The sources of the norms of queries and keys. One scale for all heads is [head_dim]. Otherwise the scale of
+    queries is [kv_heads, group, head_dim], and that of keys [kv_heads, 1, head_dim], repeated like the keys."""
     dim, own, offset = spec.head_dim, spec.num_kv_heads, chosen.norm.offset
 
     def take(t: np.ndarray) -> np.ndarray:

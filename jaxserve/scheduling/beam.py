@@ -1,14 +1,14 @@
 """Beam search on copy-on-write pages (host side).
 
-A beam is a sequence. In a round, every beam of a request samples once. The sampled token is forgotten; the most likely
-tokens and their log-probabilities are the beam's continuations. The best continuations of all beams then become the
-beams: the scheduler gives each of them a sequence with the pages of the beam that it continues, shared until one of
-them writes.
+A beam is a sequence. In a round, every beam of a request samples once. The sampled token is not kept: a beam's possible
+continuations are the most likely tokens, which the step reports with their log-probabilities. The best continuations of
+all beams become the beams of the next round. The scheduler gives each of them a sequence with the pages of the beam
+that it continues, which are shared until one of them writes.
 
 The rules are those of Hugging Face transformers' `generate(num_beams=n, early_stopping=False)`. A continuation that
 ends, and is among the n best of its round, is an output. Outputs are ranked by log-probability / length **
-length_penalty, and the n best are kept. The search is over once there are n and the best beam ranks no higher than the
-last of them.
+length_penalty, and the n best are kept. The search ends once there are n outputs and the best beam ranks no higher than
+the last of them.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Group:
     seqs: list[Sequence]
     beams: list[Hypothesis] = field(default_factory=lambda: [Hypothesis(0.0, ())])  # one per sequence
     ended: list[Hypothesis] = field(default_factory=list)  # outputs, the best first, at most n
-    # Of beams that have sampled in this round: (token, log-probability) of each continuation, the most likely first.
+    # Beams that have sampled in this round -> (token, log-probability) of each continuation, the most likely first.
     sampled: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
-        """Tokens of each beam's output."""
+        """The number of output tokens, which is the same for all beams of a request."""
         return len(self.beams[0].entries)
 
 
@@ -111,7 +111,7 @@ class Beams:
         self._scheduler.abort(request_id)
 
     def take(self, detail: DetailedUpdate, scores: np.ndarray) -> None:
-        """Notes how a beam may go on; scores: of the step, as `Sampled.scores`."""
+        """Notes the possible continuations of a beam from the step's `scores` (`Sampled.scores`)."""
         seq = detail.seq
         entry = read_scores(scores[0, detail.row], 0, seq.params.logprobs or 0)
         self._groups[seq.request_id].sampled[seq] = entry.top
@@ -121,7 +121,7 @@ class Beams:
         over, and counts their tokens."""
         updates = []
         for request_id, group in list(self._groups.items()):
-            # A beam that was preempted since samples again.
+            # A beam that was preempted in the meantime samples again.
             group.sampled = {seq: top for seq, top in group.sampled.items() if self._scheduler.running.is_idle(seq)}
             if len(group.sampled) == len(group.seqs) and self._next_round(group):
                 updates += self._updates(group)
@@ -159,10 +159,10 @@ class Beams:
         return False
 
     def _rearrange(self, group: Group, going: list[tuple[int, Hypothesis]]) -> None:
-        """Gives each continuation (place of its parent, output) a sequence that goes on as its parent does.
+        """Gives each continuation (index of its parent, output) a sequence that continues its parent.
 
-        A parent's first continuation keeps the parent's sequence. The others take those of beams without continuation,
-        and then new ones. Parents go on last, so that their siblings still see them as they were.
+        A parent's first continuation keeps the parent's sequence. The others take the sequences of beams without a
+        continuation, and then new ones. Parents change last, because the others copy from them.
         """
         scheduler, parents = self._scheduler, group.seqs
         heirs = {place: at for at, (place, _) in reversed(list(enumerate(going)))}  # first continuation of each parent
@@ -186,7 +186,7 @@ class Beams:
         group.beams, group.sampled = [hypothesis for _, hypothesis in going], {}
 
     def _updates(self, group: Group) -> list[SequenceUpdate]:
-        """Of a search that is over, the best output first."""
+        """The updates for a search that is over, with the best output first."""
         updates = []
         for index, one in enumerate(group.ended):
             ids = [entry.token_id for entry in one.entries]

@@ -12,14 +12,14 @@ pages of its own. A *block* is `page_size` consecutive tokens of a sequence, so 
 sequence's list of pages holds the pages of its first block, one for each group in their order, then those of its second
 block, and so on.
 
-Where the layers of a group see no further back than a window, sequences give up the group's pages behind it
-(`first_needed`). The null page then stands in their place in a sequence's list, and nobody looks at it.
+If the layers of a group see no further back than a window, sequences give up the group's pages before the window
+(`first_needed`). The null page then takes their place in a sequence's list, and no kernel reads it.
 
 A page that is shared, or in the prefix cache, is immutable. A sequence that needs to write to it gets a copy
 (`make_writable`).
 
-Hashes of generated text are computed when a lookup reaches it (`register_lazily`), because hundreds of sequences may
-end at once, and few of them are continued.
+Hashes of generated text are computed only when a lookup reaches the text (`register_lazily`). Hundreds of sequences may
+end at once, and clients continue few of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxserve.scheduling.state_snapshots import StateSnapshots
 
 Windows = tuple[int | None, ...]  # of each group of layers: how many tokens back they see, a token itself included
 
-NULL_PAGE = 0  # without owner: padding tokens write to it, and nothing reads it
+NULL_PAGE = 0  # has no owner; padding writes to it, and nothing reads it
 HASH_BYTES = 32
 
 
@@ -64,14 +64,15 @@ def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int) -> bytes
 
 
 def most_pages(tokens: int, page_size: int, windows: Windows, step: int) -> list[int]:
-    """Pages that a sequence of so many tokens holds at a time, at most, in each group: those of the window behind a
-    step, and of the step's own tokens. `windows`: see `BlockManager`; step: the most tokens that a step computes."""
+    """The most pages that a sequence of `tokens` tokens holds at a time, for each group: pages for the window before a
+    step, and for the step's own tokens. `windows`: see `BlockManager`. `step`: the most tokens that a step computes."""
     blocks = -(-tokens // page_size)
     return [blocks if window is None else min(blocks, -(-(window - 1 + step) // page_size) + 1) for window in windows]
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
-    """How many of the first pages are equal. A binary search over slices: microseconds for thousands of pages."""
+    """How many of the first pages of two lists are equal. A binary search over slices takes microseconds for thousands
+    of pages."""
     same, most = 0, min(len(one), len(other))
     while same < most:
         middle = (same + most + 1) // 2
@@ -157,12 +158,13 @@ class BlockManager:
     @overload
     def first_needed(self, computed: np.ndarray, window: int | None) -> np.ndarray: ...
     def first_needed(self, computed: Any, window: int | None) -> Any:
-        """Index of the first block that tokens from the position `computed` on can still see through `window`."""
+        """Index of the first block that a token at position `computed` or later can still see through `window`."""
         return computed * 0 if window is None else np.maximum(computed - window + 1, 0) // self.page_size
 
     def needed_pages(self, tokens: int, cached: Sequence[int], step: int) -> int:
-        """Pages that must be available for a sequence of so many tokens that starts from the `cached` pages, if a step
-        computes at most `step` tokens. Behind a window it gives pages up, so it needs no more than it holds at a time.
+        """Pages that must be available for a sequence of `tokens` tokens that starts from the `cached` pages, if a step
+        computes at most `step` tokens. A sequence gives up pages before a window, so it needs at most as many as it
+        holds at a time.
         """
         new = (self.pages_for(tokens) - len(cached)) // self.num_groups
         most = most_pages(tokens, self.page_size, self.windows, step)
@@ -170,7 +172,7 @@ class BlockManager:
         return sum(min(new + cost, pages) for cost, pages in zip(evictable, most, strict=True))
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages for one owner. The caller has checked `num_available`."""
+        """Hands out `count` pages to one owner. The caller has checked `num_available`."""
         assert count <= self.num_available, f"{count} pages asked for, {self.num_available} available"
         pages = []
         for _ in range(count):
@@ -191,7 +193,7 @@ class BlockManager:
         return page
 
     def _forget(self, page: int, key: bytes) -> None:
-        """Takes a page out of the block with this hash."""
+        """Removes a page from the prefix cache's block with the hash `key`."""
         block = self._pages_of[key]
         block[block.index(page)] = NULL_PAGE
         if not any(block):
@@ -208,7 +210,7 @@ class BlockManager:
     def free(self, pages: Sequence[int]) -> None:
         """Removes one owner of each page. The last pages are evicted first, because prefixes are more often shared."""
         refs, hash_of, evictable, free = self._refs, self._hash_of, self._evictable, self._free
-        for page in filter(None, reversed(pages)):  # the null page stands for those that were given up
+        for page in filter(None, reversed(pages)):  # null pages stand for pages that were given up
             owners = refs[page] = refs[page] - 1
             if owners == 0:
                 if page in hash_of:
@@ -234,8 +236,8 @@ class BlockManager:
         """Cached pages of the longest prefix whose blocks have these hashes, a chain that starts from `root`. The
         caller must `share` the pages at once.
 
-        In groups with a window, the pages before it need not be cached; the null page stands for them. Where a group
-        has no window, no more hashes are taken than needed.
+        In groups with a window, pages before the window need not be cached; the null page takes their place. If some
+        group has no window, the iterator `hashes` is read no further than needed.
         """
         return self._usable(self._cached_blocks(root, hashes))
 
@@ -258,9 +260,9 @@ class BlockManager:
         return blocks
 
     def _usable(self, by_hash: dict[bytes, list[int]]) -> list[int]:
-        """Pages of the most of the first blocks that a sequence can start from: in each group all pages within the
-        window are cached, and recurrent layers have a snapshot. The null page stands for the pages before the window.
-        """
+        """Pages of the longest run of first blocks that a sequence can start from. It can start if in each group all
+        pages within the window are cached, and if recurrent layers have a snapshot. The null page takes the place of
+        pages before the window."""
         blocks = list(by_hash.values())
         last_missing = [-1] * self.num_groups  # of the blocks before `count`: the last whose page is not cached
         best = 0
@@ -280,7 +282,7 @@ class BlockManager:
         ]
 
     def _first_blocks(self, count: int) -> list[int]:
-        """In each group the first block that is still seen from the token behind `count` full blocks."""
+        """For each group, the first block that the token after `count` full blocks still sees."""
         return [int(self.first_needed(count * self.page_size, window)) for window in self.windows]
 
     def count_evictable(self, pages: Iterable[int]) -> int:
@@ -288,8 +290,8 @@ class BlockManager:
         return sum(self._refs[page] == 0 for page in filter(None, pages))
 
     def register(self, block: Sequence[int], key: bytes) -> None:
-        """Adds the pages of a full block, in use, to the prefix cache. The null page stands for those that were given
-        up. Lookups find the first page of a group that was added with a hash."""
+        """Adds the pages of a full block, which are in use, to the prefix cache. Null pages stand for pages that were
+        given up. If a group already has a page with this hash, lookups keep finding that page."""
         if not self.prefix_caching:
             return
         cached = self._pages_of.get(key) or [NULL_PAGE] * self.num_groups
@@ -306,7 +308,7 @@ class BlockManager:
             self.generation += 1
 
     def register_lazily(self, pages: Sequence[int], parent: bytes, tokens: np.ndarray) -> None:
-        """Adds the pages of full blocks, in use, to the prefix cache without computing hashes. The blocks hold `tokens`
+        """Adds the pages of full blocks, which are in use, to the prefix cache without hashes. The blocks hold `tokens`
         (int32 [blocks * page_size]) and follow the block with the hash `parent`."""
         new = [page for page in pages if page != NULL_PAGE and page not in self._hash_of]
         if self.prefix_caching and new:
@@ -354,7 +356,7 @@ class BlockManager:
         self._refs, self._free = self._unowned()
 
     def _unowned(self) -> tuple[list[int], list[int]]:
-        """Reference counts without owners, and all pages as a stack of free ones, the lowest on top."""
+        """(reference counts when no page has an owner, a stack of all pages as free ones with the lowest on top)."""
         return [0] * self.num_pages, list(range(self.num_pages - 1, NULL_PAGE, -1))
 
     def check_integrity(self, owners: Iterable[Sequence[int]] = ()) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens a row samples in one call (host side). More of them save host work, but delay other requests."""
+"""How many tokens a row samples in one call (host side). More tokens save host work, but delay other requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Pace:
         self._goal = goal
         self.step_seconds = self.device_seconds = 1.0
         self.host_seconds = 0.0
-        self._began = self._waited = 0.0  # of this call: its start, and seconds that the host waited
-        self._last_arrival = 0.0  # of a step's tokens
+        self._began = self._waited = 0.0  # start of this call, and seconds that the host waited in it
+        self._last_arrival = 0.0  # when the latest step's tokens arrived
 
     def begin(self) -> None:
         """The host begins a call."""
@@ -35,7 +35,7 @@ class Pace:
         """Notes that a call's tokens are here. The host began to wait at `asked` and sent the call at `dispatched`; the
         model ran `passes` times. Returns an upper bound of the devices' time for the call."""
         now = time.perf_counter()
-        seconds = now - max(dispatched, self._last_arrival)  # the devices began it after the call before
+        seconds = now - max(dispatched, self._last_arrival)  # the devices start a call after the one before it
         self.step_seconds += 0.3 * (seconds / passes - self.step_seconds)
         if now - asked > seconds / 10:
             self.device_seconds += 0.3 * (seconds / passes - self.device_seconds)
@@ -46,9 +46,12 @@ class Pace:
         return seconds
 
     def tokens_per_call(self, lengths: Sequence[int], *, watched: bool, holds_up: bool) -> int:
-        """How many tokens a row may sample in the next call: one of `lengths`, which ascend from 1. The call takes no
-        longer than the goal, or four times the goal when no client reads the tokens (`watched`). Where rows or
-        newcomers wait for the call (`holds_up`), the tokens after the first take no longer than the host's work."""
+        """How many tokens a row may sample in the next call: one of `lengths`, which ascend from 1.
+
+        The call takes no longer than the goal if a client reads the tokens (`watched`), and four times the goal
+        otherwise. If rows or newcomers wait for the call (`holds_up`), the tokens after the first take no longer than
+        the host's work for a call.
+        """
         most = int(self._goal * (1 if watched else 4) / self.step_seconds)
         if holds_up:
             most = min(most, 1 + int(self.host_seconds / self.device_seconds))

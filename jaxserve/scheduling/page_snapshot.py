@@ -38,15 +38,15 @@ class PoolOwner(msgspec.Struct):
 class PoolSnapshot(msgspec.Struct):
     """The pool at one moment, and counters to compute rates from.
 
-    `cells` has at most MAX_CELLS codes. Each stands for `pages_per_cell` consecutive pages (the last one for the
-    rest). A cell with pages in use has their greatest code, so that none is overlooked, another one the code of its
-    first page; `cells_used` counts its pages in use. `owners` lists the first MAX_LISTED running sequences, and the
-    next code stands for all others. `share_cells` and `share_owners` are at most MAX_SHARES pairs: a cell with a page
-    of several owners, and one of them. Where more than MAX_SCANNED pages are in use, one of every n pages of a
-    sequence stands for n.
+    `cells` has at most MAX_CELLS codes. Each stands for `pages_per_cell` consecutive pages; the last one stands for the
+    rest. A cell with pages in use has the greatest of their codes, so that no owner is overlooked. Another cell has the
+    code of its first page. `cells_used` counts the pages in use of each cell. `owners` lists the first MAX_LISTED
+    running sequences; one further code stands for all others. `share_cells` and `share_owners` are at most
+    MAX_SHARES pairs of a cell with a page of several owners and one of these owners. If more than MAX_SCANNED pages are
+    in use, only every n-th page of a sequence is read, and it counts as n pages.
     """
 
-    seconds: float = 0.0  # of a monotonic clock
+    seconds: float = 0.0  # time of a monotonic clock
     page_size: int = 0  # tokens
     pages: int = 0
     pages_used: int = 0
@@ -97,8 +97,8 @@ def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats
 
 
 def _held_pages(seqs: list[Sequence], stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every `stride`-th page of each sequence, less 1 because no sequence owns page 0, and the owner's index, at most
-    MAX_LISTED."""
+    """(page numbers minus 1, index of each page's owner) of every `stride`-th page of each sequence. No sequence owns
+    page 0. Owners beyond MAX_LISTED have the index MAX_LISTED."""
     scanned = [list(filter(None, seq.pages[::stride])) for seq in seqs]
     counts = np.fromiter(map(len, scanned), np.int32, len(seqs))
     held = np.fromiter(chain.from_iterable(scanned), np.int32, int(counts.sum())) - 1

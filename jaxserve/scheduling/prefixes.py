@@ -1,4 +1,4 @@
-"""The prefix cache for sequences (host side): which of their pages are cached, and which they add."""
+"""How sequences use the prefix cache (host side): cached pages that they start from, and pages that they add."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Prefixes:
         self._blocks = blocks
 
     def fits(self, seq: Sequence, room: int, step: int) -> bool:
-        """Whether `room` pages are enough for all tokens of a waiting sequence, of which a step computes `step` at
-        most; `seq.lookup` then has its cached pages.
+        """Whether `room` pages are enough for all tokens of a waiting sequence, if a step computes at most `step` of
+        them. If so, `seq.lookup` has its cached pages.
 
-        The scheduler asks in every step about a sequence that does not fit. So this looks it up again only when it may
-        need fewer pages than before, or when enough are available.
+        The scheduler asks in every step about a sequence that does not fit. So the sequence is looked up again only
+        when it may need fewer pages than before, or when enough pages are available.
         """
         blocks, last = self._blocks, seq.lookup
         if last and last.needed > room and (last.generation, last.num_tokens) == (blocks.generation, len(seq.tokens)):
@@ -39,8 +39,8 @@ class Prefixes:
         return self._blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, self._blocks.page_size))
 
     def begin_state(self, running: RunningTable, seq: Sequence, computed: int) -> None:
-        """Has a newcomer that starts with `computed` tokens, whose pages were just looked up, start from the snapshot
-        behind them, and its steps end where a snapshot is wanted."""
+        """Prepares the recurrent state of a newcomer that starts with `computed` cached tokens. The snapshot at the end
+        of these tokens is copied to its slot, and its steps will end where a new snapshot is wanted."""
         states, size = self._blocks.states, self._blocks.page_size
         if states is None:
             return
@@ -51,8 +51,8 @@ class Prefixes:
         running.next_state_stop(seq)
 
     def _state_stops(self, seq: Sequence, computed: int, least: int) -> list[int]:
-        """Behind how many of its tokens a snapshot is wanted: where an earlier sequence went on with other tokens, and
-        at the end of its own last full block."""
+        """The numbers of tokens after which a snapshot is wanted, ascending: where the sequence departs from an earlier
+        one, and at the end of its last full block. Each saves at least `least` tokens more than the one before."""
         blocks, size = self._blocks, self._blocks.page_size
         full = (len(seq.tokens) - 1) // size
         shared = blocks.num_cached_blocks(seq.root_hash, seq.page_hashes(seq.tokens, full, size))
@@ -63,8 +63,8 @@ class Prefixes:
         return stops[1:]
 
     def keep_states(self, running: RunningTable, rows: Rows) -> list[tuple[int, int]]:
-        """Gives places to the snapshots that a step makes possible, whose rows end where one is wanted: (slot, place)
-        to copy behind the step. Later lookups find them."""
+        """Gives places to new snapshots, for rows of a step that end where one is wanted. Returns the copies to make
+        after the step, as (slot, place). Later lookups find these snapshots."""
         states, size = self._blocks.states, self._blocks.page_size
         if states is None:
             return []
@@ -97,10 +97,11 @@ class Prefixes:
         running.num_registered[slot] = full
 
     def release_unseen(self, running: RunningTable) -> None:
-        """Gives up pages that no token sees which is still to be computed. The cache may keep them.
+        """Gives up the pages that none of the tokens still to be computed sees. The prefix cache may keep them.
 
-        A step in flight may still read such a page. The devices run it before any step that writes to the page for its
-        next owner. Siblings that are still to come begin with the last token of the prompt, so what that sees stays.
+        A step in flight may still read such a page. The devices run that step before any step that writes to the page
+        for its next owner. Siblings that will be forked begin with the last token of the prompt, so the pages that this
+        token sees stay.
         """
         for group, window in enumerate(self._blocks.windows):
             if window is not None:

@@ -15,8 +15,8 @@ class TokenBudget:
     """How many tokens a step may compute."""
 
     most: int  # at least the number of slots, so that every decode fits in every step
-    chunk: int | None = None  # of a step that computes prompts while others decode; None: `most`
-    bursts: bool = True  # prompts may use more than `chunk` where they are many
+    chunk: int | None = None  # limit for a step that computes prompts while others decode; None: `most`
+    bursts: bool = True  # many prompts may use more than `chunk`
 
     def for_prompts(self, decodes: int, prompts: int) -> int:
         """Tokens for prompts beside `decodes` rows; `prompts` is the number of other sequences, waiting ones included.
@@ -39,7 +39,7 @@ def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget
     if tokens_per_call > 1 and (lineup.any_masked or lineup.any_beams):
         num_new[lineup.one_at_a_time] = np.minimum(spare, 1)[lineup.one_at_a_time]
     decodes = (left == 1) & (spare > 0)
-    if lineup.any_beams:  # a beam waits until the beams of its request have all sampled and been rearranged
+    if lineup.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
         decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
     if decodes.all():  # the usual case
         columns = lineup.slot, lineup.slot_generation, start, lineup.one, num_new, lineup.none
@@ -59,9 +59,12 @@ def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget
 def _prompt_chunks(
     prompts: np.ndarray, left: np.ndarray, most: np.ndarray, spare: np.ndarray, budget: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spends the budget on prompts in order, of which each computes `most` of its tokens that are `left`: the indices
-    of those that get some of it, how many tokens each computes, and how many it samples, which is one where the chunk
-    ends its prompt."""
+    """Spends the budget, in tokens, on `prompts` (indices) in their order. A prompt has `left` tokens to compute, of
+    which this step may compute `most`, and `spare` tokens to sample.
+
+    Returns the indices of the prompts that get part of the budget, how many tokens each computes, and how many it
+    samples: 1 if the chunk ends its prompt, else 0.
+    """
     left, most, spare = left[prompts], most[prompts], spare[prompts]
     count = np.clip(budget - (np.cumsum(most, dtype=np.int32) - most), 0, most)
     last = ((count == left) & (spare > 0)).astype(np.int32)

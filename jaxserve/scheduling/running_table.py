@@ -1,5 +1,5 @@
-"""The running sequences, by slot (host side). What a step needs of each is in arrays, so that a few vector operations
-plan hundreds of them. `execution.slots` has what the devices keep for a slot."""
+"""The running sequences by slot (host side). Everything that a step needs of them is in arrays, so that a few vector
+operations plan hundreds of sequences. `execution.slots` describes what the devices keep for each slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TOKEN = -2  # pads stop ids: differs from every token, and from the -1 that s
 
 @dataclass(frozen=True, slots=True)
 class Lineup:
-    """The running sequences in order, and what stays the same until one is placed or displaced. Nobody writes to it."""
+    """The running sequences in order, and values that stay the same until one is placed or displaced. Read-only."""
 
     seqs: list[Sequence]
     request_ids: list[str]
@@ -37,7 +37,7 @@ class Lineup:
     one_at_a_time: np.ndarray  # bool [sequences]: the host must see a token before the next can be sampled
     any_masked: bool
     any_beams: bool
-    sampler: Sampler  # the least capable one that serves all of them
+    sampler: Sampler  # the least capable one that serves all sequences
 
 
 class RunningTable:
@@ -64,12 +64,12 @@ class RunningTable:
         self.slot_generation = numbers()  # incremented when a slot is vacated; see `holds`
         self.tokens = np.zeros((max_num_seqs, max_len + MAX_TOKENS_PER_CALL), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
-        self.start = numbers()  # `computed` when the sequence was placed, which the devices are told
-        self.num_blocks = numbers()  # for which it has pages, or had them
-        # In each group the first blocks whose pages were given up, because no layer sees them any more.
+        self.start = numbers()  # `computed` when the sequence was placed; the devices get this number
+        self.num_blocks = numbers()  # blocks that have pages, or had pages before they were given up
+        # For each group, how many first blocks have given up their pages, because no layer sees them any more.
         self.num_released = np.zeros((max_num_seqs, num_groups), np.int32)
-        self.num_registered = numbers()  # first blocks, which were offered to the prefix cache
-        # Of a recurrent model: behind this many tokens a step must end, so that its state there can be kept.
+        self.num_registered = numbers()  # how many first blocks were offered to the prefix cache
+        # Recurrent models: a step must end after this many tokens, so that the state there can be kept.
         self.state_stop = np.full(max_num_seqs, NO_STOP, np.int32)
         self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
         self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
@@ -77,16 +77,16 @@ class RunningTable:
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
-        # What the devices have not been told yet: recurrent states to copy from snapshots to slots, (source, target);
-        # sequences that are new in a slot; rows of the block table to copy,
-        # (source, target) slots; and entries to write after that, int32 [3, any] of (slot, index, page). Where two
-        # entries are for the same place, the later one counts.
+        # Changes that the devices do not know yet. restored: recurrent states to copy from snapshots to slots, as
+        # (source, target). newcomers: sequences that are new in their slots. table_copies: rows of the block table to
+        # copy, as (source, target) slots. table_entries: entries to write after these copies, int32 [3, n] of (slot,
+        # index, page); of two entries for the same place, the later one counts.
         self.restored: list[tuple[int, int]] = []
         self.newcomers: list[Sequence] = []
         self.table_copies: list[tuple[int, int]] = []
         self.table_entries: list[np.ndarray] = []
-        self.maybe_shared: set[Sequence] = set()  # the page that they write to next may have more owners
-        self.needs_detail: set[Sequence] = set()  # their next update says more than its tokens
+        self.maybe_shared: set[Sequence] = set()  # sequences whose next page to write may have several owners
+        self.needs_detail: set[Sequence] = set()  # sequences whose next update says more than its tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._free_penalty_rows = list(range(max_num_seqs if penalty_rows is None else penalty_rows, 0, -1))
         self._ordered: list[Sequence] = []
@@ -105,7 +105,7 @@ class RunningTable:
         return len(self._ordered)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order of (priority, arrival, index); the last is preempted first."""
+        """The sequences in order of (priority, arrival, index). The last one is preempted first."""
         return iter(self._ordered)
 
     @property
@@ -118,7 +118,7 @@ class RunningTable:
 
     @property
     def lineup(self) -> Lineup:
-        """Stays the same object while the same sequences run."""
+        """The current lineup. It is the same object while the same sequences run."""
         if self._lineup is None:
             seqs = self._ordered.copy()
             slot = np.fromiter((seq.slot for seq in seqs), np.intp, len(seqs))
@@ -186,15 +186,15 @@ class RunningTable:
             self.needs_detail.add(seq)
 
     def until_stop(self, seq: Sequence) -> int:
-        """How many tokens the next step of a running sequence may compute before its recurrent state is to be kept."""
+        """How many tokens a running sequence may compute until a snapshot of its recurrent state is wanted."""
         return int(self.state_stop[seq.slot] - self.computed[seq.slot])
 
     def next_state_stop(self, seq: Sequence) -> None:
-        """Goes on to the next place where a sequence's recurrent state is to be kept."""
+        """Sets the next number of tokens after which a snapshot of a sequence's recurrent state is wanted."""
         self.state_stop[seq.slot] = seq.state_stops.pop(0) if seq.state_stops else NO_STOP
 
     def show_pages(self, seq: Sequence, first: int) -> None:
-        """Has the devices told of a sequence's pages from the index `first` on."""
+        """Queues block-table entries for a sequence's pages from the index `first` on."""
         count = len(seq.pages)
         self.num_blocks[seq.slot] = count // self.num_groups
         if first < count:
@@ -202,8 +202,8 @@ class RunningTable:
             self.table_entries.append(np.asarray(columns, np.int32))
 
     def copy_pages(self, seq: Sequence, source: int) -> None:
-        """Has the devices copy the pages of a sequence, new in its slot, from the first of those in `source`."""
-        if any((some[0] == source).any() for some in self.table_entries):  # they are written after the copy
+        """Queues a copy of the block table of the slot `source` for a sequence that is new in its slot."""
+        if any((some[0] == source).any() for some in self.table_entries):  # these are written after the copies
             self.show_pages(seq, 0)
             return
         self.num_blocks[seq.slot] = len(seq.pages) // self.num_groups
@@ -216,7 +216,7 @@ class RunningTable:
         return growing, (-(-reach[growing] // self.page_size) - num_blocks[growing]) * self.num_groups
 
     def add_pages(self, seqs: list[Sequence], slot: np.ndarray, count: np.ndarray, pages: list[int]) -> None:
-        """Gives each sequence, whose slot is in `slot`, the next `count` of the pages."""
+        """Gives sequence i, whose slot is slot[i], the next count[i] of the pages."""
         taken = iter(pages)
         for seq, some in zip(seqs, count.tolist(), strict=True):
             seq.pages += islice(taken, some)
@@ -226,21 +226,21 @@ class RunningTable:
         self.table_entries.append(np.asarray((np.repeat(slot, count), index, pages), np.int32))
 
     def take_news(self) -> tuple[list[tuple[int, int]], list[Sequence], list[tuple[int, int]], np.ndarray]:
-        """What the devices have not been told yet, which the caller tells them: copies of recurrent states, the
-        newcomers, copies of rows of the block table, and its new entries, int32 [3, any] of (slot, index, page), no
-        place twice."""
+        """Takes the changes that the devices do not know yet; the caller sends them. Returns copies of states,
+        newcomers, copies of rows of the block table, and entries of it, int32 [3, n] of (slot, index, page), each place
+        at most once."""
         news, entries = (self.restored, self.newcomers, self.table_copies), self.table_entries
         self.restored, self.newcomers, self.table_copies, self.table_entries = [], [], [], []
         if len(entries) == 1:  # the usual case
             return *news, entries[0]
         if not entries:
             return *news, np.empty((3, 0), np.int32)
-        joined = np.concatenate(entries, axis=1)[:, ::-1]  # the last first
+        joined = np.concatenate(entries, axis=1)[:, ::-1]  # the latest entry first
         _, first = np.unique(joined[0].astype(np.int64) << 32 | joined[1], return_index=True)
         return *news, joined[:, first]
 
     def append(self, slot: np.ndarray, tokens: np.ndarray, num_new: np.ndarray | int) -> None:
-        """Makes the first `num_new` of tokens [slots, any] known, which steps have sampled."""
+        """Appends the first `num_new` of the sampled tokens [slots, any], which are known from now on."""
         known = self.known[slot]
         for i, column in enumerate(tokens.T):  # at most MAX_TOKENS_PER_CALL
             self.tokens[slot, known + i] = column
@@ -276,8 +276,8 @@ class RunningTable:
         return stopped | (self.known[rows.slot] >= self.limit[rows.slot])
 
     def copy_outputs(self, seq: Sequence, source: Sequence, kept: int) -> None:
-        """Gives a sequence the output tokens of a sibling that is as long, and has the devices told of its new pages,
-        which differ from its old ones from the index `kept` on."""
+        """Gives a sequence the output tokens of a sibling of equal length. Its pages from the index `kept` on are new,
+        and block-table entries for them are queued."""
         outputs = slice(seq.prompt_len, int(self.known[source.slot]))
         self.tokens[seq.slot, outputs] = self.tokens[source.slot, outputs]
         self.num_registered[seq.slot] = min(self.num_registered[seq.slot], kept // self.num_groups)
@@ -289,7 +289,7 @@ class RunningTable:
         return RunningTable(*self._settings)
 
     def displace(self, seq: Sequence) -> None:
-        """Takes the slot away. Tokens that steps in flight sample for the sequence are pending."""
+        """Takes the slot away from a sequence. Tokens that steps in flight sample for it become pending."""
         slot, seq.slot = seq.slot, NO_SLOT
         seq.take_tokens()
         seq.pending_tokens = int(self.total[slot] - self.known[slot])

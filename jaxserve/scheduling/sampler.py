@@ -10,7 +10,7 @@ from jaxserve.types import SamplingParams
 class Sampler(IntEnum):
     """What a compiled step can do for its rows. Each kind also does what the kinds before it do, with equal results."""
 
-    NONE = -1  # nothing, and computes no logits
+    NONE = -1  # samples nothing and computes no logits
     GREEDY = 0  # the most likely token
     PLAIN = 1  # samples at a temperature
     FILTERED = 2  # top-k, top-p and min-p

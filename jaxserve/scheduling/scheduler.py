@@ -14,7 +14,7 @@ The engine calls, once per step:
         every row: append its tokens to the running table; offer full pages to the prefix cache
         rows that end, fork, want log-probabilities or have lost their slot: one at a time
 
-A preempted sequence loses its pages and waits to be computed again; its tokens come out the same.
+A preempted sequence loses its pages and waits to be computed again. It samples the same tokens as without preemption.
 
 `schedule` may be called again before earlier plans are committed. It counts tokens that only the devices know yet.
 """
@@ -37,7 +37,7 @@ from jaxserve.types import SequenceUpdate, StepOutput
 
 
 class Scheduler:
-    """Sequences in, plans out, results back in. Knows no device."""
+    """Turns sequences into plans of steps, and takes in the results. It knows no device."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Scheduler:
         penalty_rows: int | None = None,
         recurrent: bool = False,
     ):
-        """`recurrent`: the model has layers whose state no page holds, so sequences share pages only where the states
-        at their ends are kept."""
+        """`recurrent`: the model has layers with states that are not in pages. Sequences then share pages only if a
+        snapshot of the state at the end of these pages exists."""
         self.blocks, self._prefixes, self.recurrent = blocks, Prefixes(blocks), recurrent
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
@@ -72,7 +72,7 @@ class Scheduler:
 
     @property
     def holds_up(self) -> bool:
-        """Whether a waiting sequence or a row would go on sooner if every step sampled one token a row."""
+        """Whether a waiting sequence or a row would continue sooner if every step sampled one token per row."""
         lineup = self.running.lineup
         return bool(lineup.seqs and (self.waiting or lineup.any_masked or lineup.any_beams))
 
@@ -88,7 +88,7 @@ class Scheduler:
         return [seq for siblings in self._by_request.values() for seq in siblings]
 
     def start_over(self, seqs: Iterable[Sequence], waiting: Waiting) -> None:
-        """Forgets all sequences and what the pages hold; then `seqs` wait, in the empty queue `waiting`."""
+        """Forgets all sequences and the contents of all pages. `seqs` then wait in `waiting`, an empty queue."""
         self.blocks.clear()
         self.running, self.waiting, self._by_request = self.running.emptied(), waiting, {}
         for seq in seqs:
@@ -156,8 +156,8 @@ class Scheduler:
     # Schedule
 
     def schedule(self, tokens_per_call: int = 1) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now. Where all rows decode and no newcomer can begin,
-        each may sample up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
+        """The next step, or None when nothing can be computed now. If all rows decode and no newcomer can begin, each
+        row may sample up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
         running, preemptions = self.running, self.num_preemptions
         self._prefixes.release_unseen(running)
         if tokens_per_call > 1 and self.waiting and (self._next_admissible() or self.waiting.peek().pending_tokens):
@@ -179,8 +179,8 @@ class Scheduler:
         return StepPlan(rows, copies, *running.take_news(), self._prefixes.keep_states(running, rows))
 
     def _rows_with_pages(self, tokens_per_call: int) -> tuple[Rows, list[tuple[int, int]]]:
-        """The next rows of running sequences, which get the pages that they need, and the page copies to make first.
-        Where pages run out, the rows sample one token each, and then the last sequences are preempted."""
+        """The next rows of running sequences, which get the pages that they need, and the page copies to make first. If
+        pages run out, rows sample only one token each; if that is not enough, the last sequences are preempted."""
         running = self.running
         while True:
             rows = choose_rows(running, tokens_per_call, self.budget, len(self.waiting))
@@ -335,9 +335,9 @@ class Scheduler:
     # Siblings
 
     def _fork(self, seq: Sequence, *, share: bool = True) -> None:
-        """Adds the request's other completions; `share`: the prompt is computed, and they share its pages. Those of a
-        recurrent model compute the prompt again: the state in the slot has seen the whole prompt, and they begin with
-        its last token."""
+        """Adds the request's other completions. With `share` the prompt is computed, and they share its pages. In a
+        recurrent model they compute the prompt again: they begin with its last token, and the state in the slot already
+        includes this token."""
         if not seq.unforked:
             return  # the usual case
         share = share and not self.recurrent
@@ -355,7 +355,7 @@ class Scheduler:
 
     def _adopt(self, seq: Sequence, pages: list[int] | None, computed: int, *, like: int) -> None:
         """Adds a sibling of a running sequence. It already owns `pages`, which hold `computed` tokens and are the first
-        pages of the slot `like`. Where no slot is free, it gives them up and waits."""
+        pages of the slot `like`. If no slot is free, it gives up these pages and waits."""
         self._by_request[seq.request_id].append(seq)
         if pages is not None and self.running.num_places_for(seq):
             seq.pages = pages
@@ -366,8 +366,8 @@ class Scheduler:
             self._wait(seq, resumed=seq.params.use_beam_search)  # a beam's siblings wait for it
 
     def reassign(self, seq: Sequence, parent: Sequence, token: int) -> None:
-        """A beam, idle in its slot, goes on as `parent` does, with this token after the parent's. Both have the same
-        prompt and length. Their pages are shared until one of them writes."""
+        """Makes the beam `seq`, idle in its slot, a continuation of `parent`: the parent's tokens, then `token`. Both
+        have the same prompt and length. Their pages are shared until one of them writes."""
         running, blocks = self.running, self.blocks
         if seq is not parent:
             kept = common_prefix(seq.pages, parent.pages)  # usually most of the pages
@@ -381,7 +381,7 @@ class Scheduler:
         running.maybe_shared.add(seq)
 
     def branch(self, parent: Sequence, index: int, token: int) -> Sequence:
-        """A new beam that goes on as `parent` does, with this token after the parent's; it may have to wait."""
+        """Adds a beam that continues `parent`: the parent's tokens, then `token`. It may have to wait for a slot."""
         computed, pages = len(parent.tokens), parent.pages.copy()
         child = parent.fork(index, 0, self.blocks.page_size)
         child.append([*parent.tokens[parent.prompt_len :].tolist(), token])

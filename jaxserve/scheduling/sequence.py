@@ -1,4 +1,4 @@
-"""One completion in the making: its tokens and its pages. While it runs, its progress is in `RunningTable`."""
+"""An unfinished completion: its tokens and its pages. While it runs, its progress is in `RunningTable`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Status(enum.Enum):
 
 
 class Lookup(NamedTuple):
-    """What the prefix cache had for a waiting sequence when it was looked up."""
+    """The result of looking up a waiting sequence in the prefix cache."""
 
-    pages: list[int]  # cached
-    needed: int  # available pages to place it; not fewer while the cache has this generation
-    num_tokens: int  # of the sequence
-    generation: int  # of the cache
+    pages: list[int]  # cached pages that the sequence can start from
+    needed: int  # available pages that placing it takes; no fewer while the cache's generation stays the same
+    num_tokens: int  # tokens of the sequence at the lookup
+    generation: int  # `BlockManager.generation` at the lookup
 
 
 class Sequence:
@@ -61,7 +61,7 @@ class Sequence:
         self.stop_ids = stop_ids
         self.order = (request.priority, arrival, index)  # lower is served first
 
-        # int32; siblings share the array, and nobody writes to it.
+        # int32; siblings share the array, which is never written to.
         self.prompt = np.asarray(request.prompt_token_ids if prompt is None else prompt, np.int32)
         self.prompt_len = len(self.prompt)
         self._keep(self.prompt)  # the first `_known` of `_stored` are its tokens
@@ -71,14 +71,14 @@ class Sequence:
         self.queue_seconds = 0.0  # from `arrived` until the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
         self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
-        self.pooled: np.ndarray | None = None  # float32 [hidden]: pooled so far of the prompt's hidden states
-        # Indices of siblings that begin when this one, the 0-th, has computed the prompt.
+        self.pooled: np.ndarray | None = None  # float32 [hidden]: the result of pooling so far
+        # Indices of siblings, which begin once this sequence, the 0-th, has computed the prompt.
         self.unforked = list(range(1, request.params.n)) if index == 0 else []
 
         self.matcher: Matcher | None = None  # its state in its grammar, if it has one
         self.token_mask: TokenMask | None = None  # of its request's own lists; made at its first step
         self.slot = NO_SLOT
-        self.penalty_row = NO_PENALTY_ROW  # where the devices count its tokens, while it runs and has penalties
+        self.penalty_row = NO_PENALTY_ROW  # the devices' row of token counts, while it runs and has penalties
         self.pages: list[int] = []
         self.state_stops: list[int] = []  # see `RunningTable.state_stop`; those that it has not reached
         self.lookup: Lookup | None = None  # while it waits
@@ -92,7 +92,7 @@ class Sequence:
         return self._stored[: self._known[0]]
 
     def store_in(self, row: np.ndarray, known: np.ndarray) -> None:
-        """Moves the tokens to a row of the running table; known: a view of their number there, int32 [1]."""
+        """Moves the tokens to a row of the running table. `known`: a view of the table's count of them, int32 [1]."""
         row[: len(self.tokens)] = self.tokens
         self._stored, self._known = row, known
 
@@ -108,7 +108,7 @@ class Sequence:
         self._stored, self._known = tokens, np.asarray([len(tokens)])
 
     def num_released(self, num_groups: int) -> list[int]:
-        """In each group of layers, how many of its first pages it has given up."""
+        """For each group of layers, how many of its first pages the sequence has given up."""
         groups = (self.pages[group::num_groups] for group in range(num_groups))
         return [next((i for i, page in enumerate(pages) if page != NULL_PAGE), len(pages)) for pages in groups]
 
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why its last token ends it, None if it goes on."""
+        """Why its last token ends the sequence; None if it continues."""
         if self.num_outputs and (self.tokens[-1] in self.stop_ids or (self.matcher is not None and self.matcher.ended)):
             return "error" if self.matcher is not None and self.matcher.error else "stop"
         return "length" if self.num_outputs >= self.max_tokens else None
@@ -149,11 +149,11 @@ class Sequence:
         return hashes[index] if index >= 0 else self.root_hash
 
     def keep_hashes(self, count: int) -> None:
-        """Forgets hashes from the page `count` on, whose tokens have changed."""
+        """Keeps the hashes of the first `count` pages. The tokens of later pages have changed."""
         del self._page_hashes[count:]
 
     def go_back(self, count: int) -> None:
-        """Keeps its first `count` tokens and nothing else; its grammar's state is the one after them."""
+        """Returns to the state after its first `count` tokens; its grammar does too."""
         self.take_tokens(count)
         self.slot, self.penalty_row, self.pages, self.pending_tokens = NO_SLOT, NO_PENALTY_ROW, [], 0
         self.num_scored = len(self.prompt_scores) - 1

@@ -1,8 +1,8 @@
-"""States of recurrent layers at the ends of cached prefixes (host side): which prefix has its state in which place.
+"""Snapshots of recurrent states at the ends of cached prefixes (host side), and the places where they lie.
 
-A recurrent layer keeps one state of a sequence: that behind its last computed token. So a sequence can start from
-cached pages only where the state at their end was copied: a snapshot. The devices have a fixed number of places for
-snapshots, each as large as the state in a slot.
+A recurrent layer keeps one state per sequence: the state after its last computed token. So a sequence can start from
+cached pages only if a copy of the state at the end of these pages exists, called a snapshot. The devices have a fixed
+number of places for snapshots, each as large as the state in a slot.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import OrderedDict
 
 
 class StateSnapshots:
-    """Hands out the places from `first` on, `count` of them. The snapshot that nobody used for longest is given up.
+    """Hands out `count` places, from `first` on. The least recently used snapshot is given up for a new one.
 
-    `least`: tokens that a snapshot must save. Each cuts a prompt in two parts, which separate steps compute.
+    `least`: tokens that a snapshot must save. Making one cuts a prompt into two parts, which separate steps compute.
     """
 
     def __init__(self, first: int, count: int, least: int = 64):
@@ -25,12 +25,12 @@ class StateSnapshots:
         return key in self._place_of
 
     def use(self, key: bytes) -> int:
-        """The place of the state behind the prefix whose last block has this hash, which must have one."""
+        """The place of the snapshot of the prefix whose last block has the hash `key`. It must exist."""
         self._place_of.move_to_end(key)
         return self._place_of[key]
 
     def add(self, key: bytes) -> int | None:
-        """A place for the state behind this prefix, to which the caller has it copied; None if it has one already."""
+        """A place for a snapshot of this prefix, to which the caller copies the state; None if there is one already."""
         if key in self._place_of:
             self._place_of.move_to_end(key)
             return None

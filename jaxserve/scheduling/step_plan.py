@@ -1,4 +1,4 @@
-"""A step as the scheduler plans it, and the updates that come of it."""
+"""A step as the scheduler plans it, and the updates that result from it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxserve.types import SequenceUpdate, StepOutput
 class Rows:
     """The rows of a step, a column per field: `count` tokens of a sequence from `start` on, then `num_new` new ones.
 
-    A row of one token may sample several new ones, each computed in turn. Another row samples one, or none if a later
-    step continues its prompt.
+    A row of one token may sample several new tokens, which the same call computes one after the other. A row of several
+    tokens samples one token, or none if a later step continues its prompt.
     """
 
     seqs: list[Sequence]
@@ -37,7 +37,7 @@ class Rows:
 
     @property
     def reach(self) -> np.ndarray:
-        """Tokens of each sequence whose keys and values are in the cache once the step has run."""
+        """How many tokens of each sequence have keys and values in the cache once the step has run."""
         if self.only_decodes:
             return self.start + self.num_new
         return self.end + np.maximum(self.num_new - 1, 0)
@@ -63,7 +63,8 @@ class Rows:
         return Rows([self.seqs[i] for i in index.tolist()], *columns, only_decodes=self.only_decodes)
 
     def output(self, index: np.ndarray, tokens: np.ndarray, num_new: np.ndarray) -> StepOutput:
-        """The first `num_new` [rows] of `tokens` [rows, any] of the rows in `index`, which have nothing else to say."""
+        """The output for the rows in `index`, which report nothing but tokens: the first `num_new` [rows] of `tokens`
+        [rows, any]."""
         seqs, ids = [self.seqs[i] for i in index.tolist()], tokens[index].tolist()
         if (num_new[index] < tokens.shape[1]).any():
             ids = [some[:count] for some, count in zip(ids, num_new[index].tolist(), strict=True)]
@@ -81,7 +82,7 @@ class StepPlan:
       rows: decodes first.
       copies: pages to copy, (source, target) each.
       restored: recurrent states to copy, (snapshot, slot) each.
-      placed: sequences that are new in their slots, which the devices must be told.
+      placed: sequences that are new in their slots. The devices need their parameters.
       table_copies: rows of the block table to copy, one after the other, (source, target) slots each.
       table_updates: int32 [3, any], new entries of the block table, written after the copies: (slot, index, page).
       kept: recurrent states to copy behind the step, (slot, snapshot) each.
@@ -97,8 +98,8 @@ class StepPlan:
 
 
 class DetailedUpdate(NamedTuple):
-    """An update that may say more than its tokens: a sequence's first or last, or one with log-probabilities. Of a beam
-    it says what the beam sampled, which the sequence does not keep."""
+    """An update that may say more than its tokens: a sequence's first or last update, or one with log-probabilities.
+    For a beam it has the sampled token, which the sequence does not keep."""
 
     update: SequenceUpdate
     seq: Sequence

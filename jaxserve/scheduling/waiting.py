@@ -1,9 +1,9 @@
-"""The queue of sequences that wait for a slot, and which of them is served next (host side).
+"""The queue of sequences that wait for a slot, and the order in which they are served (host side).
 
 Lower priorities are served first. Within one priority, sequences that had a slot and lost it are served before the
-newcomers of other tenants (API keys). Newcomers of all tenants share by deficit round robin: a tenant may spend
-`quantum` tokens a round. It may overdraw its turn by one sequence, and is skipped until later rounds have paid for
-that. Within one tenant, sequences are served by arrival.
+newcomers of other tenants (API keys). Newcomers of different tenants share by deficit round robin: a tenant may spend
+`quantum` tokens a round. It may overdraw its turn by one sequence, and is then skipped until later rounds have paid the
+debt. Within one tenant, sequences are served by arrival.
 
 A sequence is charged its prompt tokens and its expected output tokens when it is placed; `settle` corrects this when it
 ends. A tenant that has the queue to itself keeps no debt.
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 
 QUANTUM = 512  # tokens
-EXPECTED_OUTPUT = 256  # tokens that an output counts until its length is known
+EXPECTED_OUTPUT = 256  # tokens charged for an output until its length is known
 
 Order = tuple[int, int, int]
 
@@ -45,7 +45,7 @@ class Waiting:
                 yield from queue
 
     def push(self, seq: Sequence, *, resumed: bool = False) -> None:
-        """Adds a sequence. One that was placed before (`resumed`) is not charged, nor queued behind newcomers."""
+        """Adds a sequence. If it was placed before (`resumed`), it is not charged, and not queued behind newcomers."""
         if (level := self._levels.get(priority := seq.order[0])) is None:
             level = self._levels[priority] = _Level(self._quantum)
             bisect.insort(self._priorities, priority)
@@ -55,7 +55,7 @@ class Waiting:
         self.num_completions += _completions(seq)
 
     def peek(self) -> Sequence:
-        """The next sequence; the same until one is added or removed. Raises IndexError when the queue is empty."""
+        """The next sequence. It stays the same until one is added or removed. Raises IndexError for an empty queue."""
         if not self._levels:
             raise IndexError("no sequence waits")
         return self._levels[self._priorities[0]].peek()
@@ -80,7 +80,7 @@ class Waiting:
         self.num_completions -= _completions(seq)
 
     def charge(self, seq: Sequence) -> None:
-        """Counts what a sequence that begins is expected to cost against its tenant. A sibling shares the prompt."""
+        """Charges a tenant the expected cost of a sequence that begins. A sibling is not charged for the prompt."""
         self._spend(seq, _expected(seq) + (seq.prompt_len if seq.index == 0 else 0))
 
     def settle(self, seq: Sequence, outputs: int) -> None:

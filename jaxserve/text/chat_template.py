@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_chat_template(given: str) -> str:
-    """The source of a chat template: the text of the file `given`, or `given` itself where it is a template.
+    """The source of a chat template: the text of the file `given`, or `given` itself if it is a template.
 
     Raises ValueError, naming it, for an unreadable file and for an invalid template.
     """

@@ -1,8 +1,9 @@
-"""Encodes the text of users and tools so that special tokens in it are plain text.
+"""Encodes the text of users and tools so that special tokens in it count as plain text.
 
 Each character of such text that could begin a special token is replaced by a stand-in before the chat template is
 rendered, so all special tokens of the rendered text are the template's own. Then the original characters are put back.
-Where they do begin a special token, a separator follows the first, and its tokens are removed after encoding.
+If they form the beginning of a special token, a separator is put after its first character. The separator's tokens are
+removed after encoding.
 """
 
 from __future__ import annotations

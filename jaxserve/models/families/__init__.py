@@ -1,6 +1,6 @@
-"""Model families, one file each: how its config.json reads, and what its tensors are called.
+"""Model families, one file each: how to read a family's config.json, and the names of its tensors.
 
-A file in this folder that defines `FAMILY`, or several `FAMILIES`, is found by itself.
+Each file in this folder that defines `FAMILY`, or several `FAMILIES`, is imported automatically.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.weights import Names
 
-BARE = {"model.": ""}  # files of a model without its head, as sentence-transformers writes them
-HEADLESS = ("Model", "ForSequenceClassification")  # ends of names of architectures whose decoder has another's name
+BARE = {"model.": ""}  # in files of a model without its head, as sentence-transformers writes them
+HEADLESS = ("Model", "ForSequenceClassification")  # architectures that end so have the decoder of ...ForCausalLM
 
 
 @dataclass(frozen=True)
 class Family:
-    """Data about one family; `read_config` takes every key it understands from the config."""
+    """One family. `read_config` takes every key that it understands from the config; keys that are left are refused."""
 
     name: str
     architectures: tuple[str, ...]
     read_config: Callable[[HFConfig], ModelConfig]
     names: Names
-    ignored: tuple[str, ...] = ()  # ends of tensor names that carry nothing to load
-    more_layers: bool = False  # files hold layers behind the last one, which predict several tokens at a time
+    ignored: tuple[str, ...] = ()  # ends of the names of tensors that need no loading, such as buffers
+    more_layers: bool = False  # files hold layers behind the last one, for predicting several tokens; they are not read
     variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
-    layouts: tuple[Mapping[str, str], ...] = ()  # other beginnings of names in some files, by the usual ones
-    unread: tuple[str, ...] = ()  # beginnings of names of tensors of which nothing is served
+    layouts: tuple[Mapping[str, str], ...] = ()  # usual beginning of names -> the beginning that some files have
+    unread: tuple[str, ...] = ()  # beginnings of the names of tensors that serving does not use, such as images'
 
     def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
-        """The names of a model's tensors, in the layout of files that have tensors of these names."""
+        """Role -> name of a model's tensors, in the first layout in which the files have the embeddings (`has`)."""
         usual = {**self.names, **self.variant(config)}
         for layout in ({}, *self.layouts, BARE):
             names = {role: _begun(name, layout) for role, name in usual.items()}
@@ -46,7 +46,7 @@ class Family:
 
 
 def _begun(name: str, layout: Mapping[str, str]) -> str:
-    """The name with another beginning."""
+    """The name with its usual beginning replaced by that of the layout."""
     usual = next((usual for usual in layout if name.startswith(usual)), None)
     return name if usual is None else layout[usual] + name.removeprefix(usual)
 
@@ -59,7 +59,10 @@ def families() -> tuple[Family, ...]:
 
 
 def find_family(hf: HFConfig) -> Family:
-    """The family of a config's architecture. Raises ConfigError that names the nearest one and what differs from it."""
+    """The family of a config's architecture.
+
+    Raises ConfigError for an unknown architecture. The message names the nearest known one, and what differs from it.
+    """
     given = hf.take("architectures", None) or []
     by_name = {name: family for family in families() for name in family.architectures}
     for name in given:
@@ -73,7 +76,7 @@ def find_family(hf: HFConfig) -> Family:
 
 
 def _nearest(hf: HFConfig, given: Sequence[str], by_name: Mapping[str, Family]) -> str:
-    """The supported architecture with the most similar name, and what it does not understand of the config."""
+    """Text about the supported architecture with the most similar name, and the settings that it would not accept."""
 
     def core(name: str) -> str:
         return name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
@@ -92,7 +95,7 @@ def _nearest(hf: HFConfig, given: Sequence[str], by_name: Mapping[str, Family]) 
 
 
 def read_model_config(hf: HFConfig) -> ModelConfig:
-    """Raises ConfigError that names the file and the key."""
+    """The shape of a config's model. Raises ConfigError, whose message names the file and the key."""
     family = find_family(hf)
     try:
         config = family.read_config(hf)
@@ -100,6 +103,6 @@ def read_model_config(hf: HFConfig) -> ModelConfig:
         if str(error).startswith(hf.source):
             raise
         raise ConfigError(f"{hf.source}: {error}") from None
-    hf.take("quantization_config", None)  # which `jaxserve.checkpoints.formats` understands, or refuses
+    hf.take("quantization_config", None)  # `jaxserve.checkpoints.formats` reads or refuses it
     hf.finish()
     return config

@@ -1,5 +1,5 @@
-"""Command-R: attention and MLP in parallel on one LayerNorm without bias, interleaved rotation, scaled logits; and
-Command-R7B and Command-A: windows on three of four layers, and no positions on the fourth."""
+"""Command-R: attention and MLP in parallel on one LayerNorm without bias, interleaved rotation, scaled logits.
+Command-R7B and Command-A also have windows on three of four layers, and no positions on the fourth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     bias, norm = bool(hf.take("attention_bias", False)), read_layer_norm(hf, bias=False)
     qk_norm = QKNormSpec(norm=norm, over="each_head") if hf.take("use_qk_norm", False) else None
     attention = read_attention(hf, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
-    # Command-R's config has a length for fine-tuning, and beside it the one that it was made for.
+    # Command-R's config has max_position_embeddings for fine-tuning, and model_max_length for use.
     max_position = max(hf.take("model_max_length", 0), read_max_position(hf, 8192))
     rope = read_rope(hf, max_position, theta=THETA, interleaved=True)
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
@@ -65,7 +65,7 @@ def _read_second(hf: HFConfig) -> ModelConfig:
     )
 
 
-# What published configs say beside what transformers reads.
+# Keys in published configs that transformers does not read, and the values that agree with what is computed.
 WRITTEN = {
     "position_embedding_type": "rope_gptj",
     "use_embedding_sharing": True,

@@ -1,9 +1,11 @@
-"""DeepSeek V2, V3 and R1, and what is built like them (Kimi K2): latent attention; a dense MLP in the first layers,
-then experts beside an MLP that all tokens go through. V2's router takes the softmax; V3's takes sigmoids, corrected
-for the choice, and limits the choice to groups of experts.
+"""DeepSeek V2, V3 and R1, and models built like them (Kimi K2).
 
-Layers behind the last one predict further tokens at a time; they are left out. V3.2 chooses which tokens attention
-sees, with an indexer of its own; here it sees all, as up to `index_topk` tokens it does there.
+They have latent attention, a dense MLP in the first layers, and experts beside a shared MLP in the others. V2's router
+takes the softmax of its logits. V3's takes sigmoids, adds a correction bias for the choice only, and limits the choice
+to groups of experts.
+
+Layers behind the last one predict further tokens; they are not read. V3.2's indexer chooses `index_topk` tokens that
+attention sees. Here the indexer is not read and attention sees all tokens, which is the same up to that length.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ INDEXER = ("indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", 
 
 
 def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
-    """`qk_head_dim` and `head_dim` follow from others, and each head has keys and values of its own."""
+    """Reads the attention of a config. Keys that follow from others (`qk_head_dim`, `head_dim`, `num_key_value_heads`)
+    are ignored."""
     for key in ("qk_head_dim", "head_dim", "num_key_value_heads"):
         hf.take(key, None)
     nope, rope = hf.take("qk_nope_head_dim", 128), hf.take("qk_rope_head_dim", 64)
@@ -56,7 +59,7 @@ def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
         nope_dim=nope,
         rope_dim=rope,
         v_dim=hf.take("v_head_dim", 128),
-        norm=NormSpec(eps=1e-6),  # whatever the other norms have
+        norm=NormSpec(eps=1e-6),  # fixed; `rms_norm_eps` is for the other norms
         bias=bool(hf.take("attention_bias", False)),
         scale=scale,
     )
@@ -89,7 +92,7 @@ def _read_second(hf: HFConfig) -> ModelConfig:
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"topk_method={method!r} is not supported (only 'greedy', 'group_limited_greedy')")
     hf.expect("scoring_func", "softmax")
-    hf.take("norm_topk_prob", False)  # which the model itself does not look at
+    hf.take("norm_topk_prob", False)  # the model's own code does not read it
     groups = _read_groups(hf)
     if method == "group_limited_greedy":
         options = groups

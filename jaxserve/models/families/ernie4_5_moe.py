@@ -1,4 +1,4 @@
-"""Ernie 4.5 with experts: chosen by the softmax and a correction bias, beside shared ones, in some of the layers."""
+"""Ernie 4.5 with experts in some layers, beside shared experts. Softmax and a correction bias choose the experts."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def _read(hf: HFConfig) -> ModelConfig:
 
 
 _LAYERS = {"start_index": 1, "end_index": -1, "interval": 1}
-# Tensors of the layers that predict further tokens are not read.
+# Layers that predict further tokens are not read.
 _FURTHER = ("mtp_emb_norm.0.weight", "mtp_hidden_norm.0.weight", "mtp_linear_proj.0.weight")
 FAMILY = Family("ernie4_5_moe", ("Ernie4_5_MoeForCausalLM",), _read, ERNIE_NAMES, (*IGNORED, *_FURTHER))

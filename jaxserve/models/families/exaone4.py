@@ -1,5 +1,5 @@
-"""EXAONE 4: norms after attention and MLP, norms of queries and keys; where some layers have a window, the others have
-no positions."""
+"""EXAONE 4: norms after attention and MLP, and norms of queries and keys. In models with windows on some layers, the
+other layers have no positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     norm, count = read_norm(hf, 1e-5), hf.take("num_hidden_layers")
     window = hf.take("sliding_window", None if "sliding_window" in hf.values else 4096)
     pattern = hf.values.get("sliding_window_pattern")
-    if isinstance(pattern, str):  # "LLLG": local and global layers in turns
+    if isinstance(pattern, str):  # for example "LLLG": three local layers, then a global one
         hf.values.setdefault("layer_types", [KINDS[pattern[i % len(pattern)] == "L"] for i in range(count)])
     sliding = read_sliding(hf, 4) if window else [False] * count
     hf.take("layer_types", None), hf.take("sliding_window_pattern", None)

@@ -1,5 +1,5 @@
-"""Falcon: LayerNorms, attention and MLP in parallel on one norm (7B, 11B) or on two (40B, 180B); queries, keys and
-values fused. Falcon 3 is a Llama."""
+"""Falcon: LayerNorms, attention and MLP in parallel on one norm (7B, 11B) or on two norms (40B, 180B), and a fused
+projection of queries, keys and values. Falcon 3 is read as Llama."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _read(hf: HFConfig) -> ModelConfig:
         n_embed="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads", n_head_kv="num_kv_heads"
     )
     hf.rename(num_kv_heads="num_key_value_heads", ffn_hidden_size="intermediate_size", activation="hidden_act")
-    hf.take("ff_factor", None)  # what ffn_hidden_size was made from
+    hf.take("ff_factor", None)  # ffn_hidden_size says the same
     hf.expect("alibi", False)
     hf.expect("apply_residual_connection_post_layernorm", False)
     new, parallel = hf.take("new_decoder_architecture", False), hf.take("parallel_attn", True)

@@ -1,4 +1,4 @@
-"""Gemma 1: Llama with norms that multiply by 1 + w, embeddings times the root of their size, and a GELU gate."""
+"""Gemma 1: Llama with norms that multiply by 1 + w, embeddings times the square root of their size, and a GELU gate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.models.spec import MLPSpec, ModelConfig
 
 
 def read_gemma_mlp(hf: HFConfig) -> MLPSpec:
-    """Files that say "gelu" mean its approximation by tanh, with which all Gemmas were trained."""
+    """Reads the MLP. Files that say "gelu" mean the approximation by tanh, with which all Gemmas were trained."""
     for key in ("hidden_act", "hidden_activation"):
         hf.expect(key, "gelu", "gelu_pytorch_tanh", "gelu_new")
     return read_mlp(hf, activation="gelu_tanh")

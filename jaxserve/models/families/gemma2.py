@@ -17,7 +17,7 @@ SANDWICH_NAMES = NAMES | {
 
 
 def read_cap(hf: HFConfig, key: str, default: float | None) -> float | None:
-    """A cap that null turns off."""
+    """A soft cap; null in the config turns it off, and a missing key means the default."""
     return hf.take(key, None if key in hf.values else default)
 
 

@@ -1,5 +1,5 @@
-"""Gemma 3, text: Gemma 2 with norms of queries and keys in the place of caps, and five layers with a window, which have
-a rotary base of their own, to one without."""
+"""Gemma 3, text: Gemma 2 with norms of queries and keys instead of caps. Five of six layers have a window, and a rotary
+base of their own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_gemma3(hf: HFConfig) -> ModelConfig:
         out_bias=bias,
     )
     windows, ropes = windows_of(sliding, window), ["sliding" if slides else "full" for slides in sliding]
-    # max_position_embeddings is the length after stretching, unlike in older models with a linear scaling.
+    # Here max_position_embeddings is the length after stretching. In older models with linear scaling it is before.
     of_kinds = {
         name: replace(rope, original_max_position=int(max_position / rope.factor))
         for name, rope in read_ropes(hf, max_position, theta=1e6, local_theta=1e4).items()

@@ -1,5 +1,5 @@
 """GLM-4-9B (GlmForCausalLM): half of each head rotated, in pairs of neighbours; biases on queries, keys and values;
-gate and up fused. GLM-4-0414 (Glm4ForCausalLM): norms after attention and MLP, too."""
+gate and up fused. GLM-4-0414 (Glm4ForCausalLM) also has norms after attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4.5: experts routed as by DeepSeek-V3 beside shared ones, after some dense layers; half of a head turns."""
+"""GLM-4.5: dense layers, then experts with DeepSeek-V3's router beside shared experts; half of each head is rotated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEEPSEEK_MOE_NAMES = EXPERTS | SHARED | {"correction": f"{MLP}.gate.e_score_corr
 
 
 def read_deepseek_experts(hf: HFConfig, dense: MLPSpec, **choices: Any) -> MLPSpec:
-    """The mixture that DeepSeek-V3's keys describe. `choices`: fields of its Router that differ from V3's."""
+    """The mixture that DeepSeek-V3's keys describe. `choices` are fields of the Router that differ from V3's."""
     usual: dict[str, Any] = {
         "score": "sigmoid",
         "corrected": True,
@@ -55,7 +55,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, partial=0.5)
-    hf.take("num_nextn_predict_layers", None)  # further layers, which predict more tokens and are not read
+    hf.take("num_nextn_predict_layers", None)  # layers that predict further tokens are not read
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family="glm4_moe", layers=layers, **shared)
 

@@ -39,7 +39,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("swiglu_alpha", CLAMPED_ALPHA)
     top_k = hf.take("num_experts_per_tok", None) or hf.take("experts_per_token", 4)
     hf.expect("experts_per_token", top_k)
-    hf.take("initial_context_length", None)  # which rope_scaling says too
+    hf.take("initial_context_length", None)  # rope_scaling says the same
     bias = bool(hf.take("attention_bias", True))
     attention = read_attention(hf, head_dim=64, qkv_bias=bias, out_bias=bias, sinks=True)
     limit = float(hf.take("swiglu_limit", 7.0))

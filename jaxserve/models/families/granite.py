@@ -1,4 +1,4 @@
-"""Granite 3: Llama with multipliers of embeddings, of attention's scores, of what layers add, and of logits."""
+"""Granite 3: Llama with multipliers of embeddings, attention scores, the results of layers, and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite-MoE: Granite 3 with experts, whose weights its files stack."""
+"""Granite-MoE: Granite 3 with experts, whose weights are stacked in the files."""
 
 from __future__ import annotations
 

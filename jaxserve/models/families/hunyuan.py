@@ -1,4 +1,4 @@
-"""Hunyuan, dense: Llama with norms of queries and keys after the rotation, whose base `alpha` stretches."""
+"""Hunyuan, dense: Llama with norms of queries and keys after the rotation. `alpha` stretches the rotary base."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUNYUAN_NAMES = NAMES | {
     "q_norm.weight": "model.layers.{i}.self_attn.query_layernorm.weight",
     "k_norm.weight": "model.layers.{i}.self_attn.key_layernorm.weight",
 }
-# What published configs say of their rotation beside alpha, which leaves these without effect.
+# Other rotary settings in published configs. Beside alpha they have no effect.
 BESIDE = (
     "cla_share_factor", "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id",
     "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id", "class_num",

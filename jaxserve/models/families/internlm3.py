@@ -1,4 +1,4 @@
-"""InternLM3: Llama whose config calls its biases by other names."""
+"""InternLM3: Llama with other names for the biases in its config."""
 
 from __future__ import annotations
 

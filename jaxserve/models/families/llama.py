@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and later dense models; also the names and keys that its many descendants share."""
+"""Llama 2, 3, 3.1 and later dense models. Also the names and keys that the many families derived from Llama share."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NAMES = {
         for kind in ("weight", "bias")
     },
 }
-DEFAULT_WINDOW = 4096  # where a config that could have a window does not mention it, as in transformers
+DEFAULT_WINDOW = 4096  # of configs that use windows without a size, as in transformers
 IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints saved
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_shared(hf: HFConfig, *, tied: bool = False, **given: Any) -> dict[str, Any]:
-    """The fields of ModelConfig, but for the layers, that all descendants of Llama write alike, but for those `given`;
-    `tied`: where the config does not say so."""
+    """The fields of ModelConfig, except layers, that all families derived from Llama read in the same way. Fields in
+    `given` are taken as they are. `tied` is the default for tied embeddings."""
     max_position = given.get("max_position") or read_max_position(hf)
     fields = {
         "vocab_size": hf.take("vocab_size"),
@@ -58,23 +58,24 @@ def read_shared(hf: HFConfig, *, tied: bool = False, **given: Any) -> dict[str, 
 
 def read_max_position(hf: HFConfig, default: int = 2048) -> int:
     max_position = hf.take("max_position_embeddings", None) or hf.take("max_sequence_length", default)
-    hf.expect("max_sequence_length", max_position)  # what the first conversions of Llama wrote beside it
+    hf.expect("max_sequence_length", max_position)  # the first conversions of Llama wrote both
     return max_position
 
 
 def read_norm(hf: HFConfig, default: float = 1e-6, **choices: Any) -> NormSpec:
-    """The norm that a config's `rms_norm_eps` is for. `choices`: other fields."""
+    """The RMS norm with the config's `rms_norm_eps`. `choices` are other fields of NormSpec."""
     return NormSpec(eps=float(hf.take("rms_norm_eps", default)), **choices)
 
 
 def read_layer_norm(hf: HFConfig, key: str = "layer_norm_eps", **choices: Any) -> NormSpec:
-    """A LayerNorm with a bias, unless `choices` say otherwise."""
+    """A LayerNorm whose epsilon is under `key`. It has a bias unless `choices`, fields of NormSpec, say otherwise."""
     usual: dict[str, Any] = {"kind": "layer", "bias": True, "eps": float(hf.take(key, 1e-5))}
     return NormSpec(**usual | choices)
 
 
 def read_attention(hf: HFConfig, *, head_dim: int | None = None, **choices: Any) -> AttentionSpec:
-    """`head_dim`: where the config names none; None: hidden_size / num_attention_heads. `choices`: other fields."""
+    """Reads attention. `head_dim` is the default for configs without the key; None: hidden_size / num_attention_heads.
+    `choices` are other fields of AttentionSpec."""
     heads = hf.take("num_attention_heads")
     return AttentionSpec(
         num_heads=heads,
@@ -85,11 +86,11 @@ def read_attention(hf: HFConfig, *, head_dim: int | None = None, **choices: Any)
 
 
 def read_mlp(hf: HFConfig, **choices: Any) -> MLPSpec:
-    """`choices`: fields that this family has beyond its size and activation."""
+    """Reads a gated MLP. `choices` are fields of MLPSpec beside size and activation."""
     if "activation" in choices:
         return MLPSpec(**{"size": choices.get("size") or hf.take("intermediate_size")} | choices)
     hf.expect("hidden_act", *ACTIVATIONS)
-    hf.expect("activation", "swiglu")  # Falcon 3's word for the gate that all of these have
+    hf.expect("activation", "swiglu")  # Falcon 3's name for this gate
     activation = ACTIVATIONS[hf.take("hidden_act", "silu")]
     return MLPSpec(size=hf.take("intermediate_size"), activation=activation, **choices)
 
@@ -102,8 +103,8 @@ def alike(
     ropes: Sequence[str] | None = None,
     **choices: Any,
 ) -> tuple[LayerSpec, ...]:
-    """The config's number of layers, which differ in nothing but their `windows` (see `read_windows`) and `ropes`.
-    `choices`: other fields of LayerSpec."""
+    """As many layers as the config says, which differ in their `windows` (see `read_windows`) and `ropes` only.
+    `choices` are other fields of LayerSpec."""
     count = hf.take("num_hidden_layers")
     windows, ropes = windows or [None] * count, ropes or [attention.rope] * count
     choices = choices if "norm" in choices else choices | {"norm": read_norm(hf)}
@@ -114,8 +115,10 @@ def alike(
 
 
 def read_windows(hf: HFConfig, *, used: bool, first_layer: int = 0) -> list[int | None]:
-    """The window of each layer: from `layer_types` where the config has that, else `sliding_window` for layers from
-    `first_layer` on; None for a layer that sees everything, and for all layers unless windows are `used`."""
+    """The window of each layer; None for a layer that sees all tokens. Without `used`, no layer has a window.
+
+    `layer_types` says which layers have one. Without this key, layers from `first_layer` on have one.
+    """
     num_layers = hf.take("num_hidden_layers")
     window = hf.take("sliding_window", None if "sliding_window" in hf.values else DEFAULT_WINDOW)
     types = hf.take("layer_types", None)
@@ -136,5 +139,5 @@ def _read(hf: HFConfig) -> ModelConfig:
     return ModelConfig(family="llama", layers=alike(hf, attention, mlp), **read_shared(hf))
 
 
-# The second name is that of the first conversions, from before transformers had the model.
+# The first conversions, made before transformers had the model, use the second name.
 FAMILY = Family("llama", ("LlamaForCausalLM", "LLaMAForCausalLM"), _read, NAMES, IGNORED)

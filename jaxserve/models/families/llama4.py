@@ -1,7 +1,7 @@
-"""Llama 4's text model: experts whose inputs are weighted, beside a shared one; layers without positions.
+"""Llama 4's text model: experts whose inputs are weighted, beside a shared expert; some layers have no positions.
 
-The layers with positions see chunks of `attention_chunk_size` tokens. Contexts of one chunk are served, in which that
-is all that came before.
+In layers with positions, a token sees the earlier tokens of its own chunk of `attention_chunk_size`. Contexts of one
+chunk are served, in which these are all earlier tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LLAMA4_NAMES = NAMES | {
     "expert_gate_up.weight": f"{MLP}.experts.{{e}}.gate_up_proj",
     "expert_gate_up.floats": "transposed",
     "expert_fused_down.weight": f"{MLP}.experts.{{e}}.down_proj",
-    # As quantized files have them.
+    # Quantized files have one tensor per expert and role.
     **{f"expert_{role}.weight": f"{MLP}.experts.{{e}}.{role}_proj.weight" for role in ROLES},
 }
 THETA = 500000.0
@@ -81,7 +81,7 @@ def _read(hf: HFConfig) -> ModelConfig:
 
 
 def _turning(hf: HFConfig, count: int) -> list[bool]:
-    """Which layers have rotary positions."""
+    """For each layer, whether it has rotary positions."""
     interval, given = hf.take("no_rope_layer_interval", 4), hf.take("no_rope_layers", None)
     found = [bool(turns) for turns in given] if given else [(i + 1) % interval != 0 for i in range(count)]
     types = hf.take("layer_types", None)
@@ -93,13 +93,13 @@ def _turning(hf: HFConfig, count: int) -> list[bool]:
 
 
 def _mixed(hf: HFConfig, count: int) -> set[int]:
-    """The layers that have experts."""
+    """The indices of the layers that have experts."""
     step, given = hf.take("interleave_moe_layer_step", 1), hf.take("moe_layers", None)
     return set(range(step - 1, count, step)) if given is None else set(given)
 
 
 def _query_scale(hf: HFConfig) -> QueryScale | None:
-    """Of the layers without positions."""
+    """The scale of queries in the layers without positions."""
     slope, period = hf.take("attn_scale", 0.1), hf.take("floor_scale", 8192)
     used = bool(hf.take("attn_temperature_tuning", True))
     return QueryScale(slope=float(slope), period=float(period), shift=1) if used else None

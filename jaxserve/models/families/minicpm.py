@@ -1,4 +1,4 @@
-"""MiniCPM 1, 2 and 4, dense: Llama with embeddings, layers' results and logits scaled (arXiv:2404.06395)."""
+"""MiniCPM 1, 2 and 4, dense: Llama with scaled embeddings, results of layers, and logits (arXiv:2404.06395)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jaxserve.models.spec import ModelConfig
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    hf.expect("sparse_config")  # sparse attention of long prompts
-    hf.take("mup_denominator", None)  # of training
+    hf.expect("sparse_config")  # sparse attention for long prompts is not built
+    hf.take("mup_denominator", None)  # for training only
     norm, bias = read_norm(hf), bool(hf.take("attention_bias", False))
     depth = hf.take("scale_depth", 1.0) / hf.take("num_hidden_layers") ** 0.5
     attention = read_attention(hf, qkv_bias=bias, out_bias=bias)

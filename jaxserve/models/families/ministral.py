@@ -1,4 +1,5 @@
-"""Ministral 8B: Mistral with a window on some layers. Ministral 3: YaRN, and queries that grow with the position."""
+"""Ministral 8B: Mistral with a window on some layers. Ministral 3: YaRN, and a scale of queries that grows with the
+position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window on every layer, where the config sets one."""
+"""Mistral: Llama with a sliding window on every layer, if the config sets one."""
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a mixture of experts in the place of each MLP."""
+"""Mixtral: Mistral with a mixture of experts instead of each MLP."""
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family

@@ -1,5 +1,5 @@
-"""Families that are Llama but for one thing each: ERNIE 4.5 and Helium rotate pairs of neighbours, Arcee's MLP squares
-ReLUs and has no gate, CWM has a window on three of four layers."""
+"""Families that differ from Llama in one thing each. ERNIE 4.5 and Helium rotate pairs of neighbouring channels.
+Arcee's MLP squares ReLUs and has no gate. CWM has a window on three of four layers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OLMo 1: Llama with LayerNorms that have no weights. OLMo 2: norms after attention and MLP, and of all queries and all
-keys together. OLMo 3: windows on three of four layers; what stretches positions is for the fourth."""
+"""OLMo 1: Llama with LayerNorms without scale and bias. OLMo 2: norms after attention and MLP; a norm over all queries
+of a token, and one over all its keys. OLMo 3: windows on three of four layers; only the fourth stretches positions."""
 
 from __future__ import annotations
 

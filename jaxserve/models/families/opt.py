@@ -1,4 +1,5 @@
-"""OPT: learned positions, LayerNorms and biases; one size has its norms after the sums, and smaller embeddings."""
+"""OPT: learned positions, LayerNorms and biases. One size has its norms after the residual sums, and embeddings smaller
+than the hidden size."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ NAMES = {
     down=f"{LAYER}.fc2",
     norm="model.decoder.final_layer_norm",
 )
-OFFSET = 2  # rows of the table of positions that no position has
+OFFSET = 2  # unused rows before that of position 0 in the table of positions
 
 
 def _read(hf: HFConfig) -> ModelConfig:

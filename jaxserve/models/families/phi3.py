@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama with fused projections, LongRoPE and a window; the smallest Phi-4 rotates part of
-each head."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama with fused projections, LongRoPE and a window. The smallest Phi-4 rotates only a part
+of each head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     max_position, window = read_max_position(hf, 4096), hf.take("sliding_window", None)
     if window is not None and window >= max_position:
         window = None
-    for key, only in (("full_attn_mod", 1), ("interpolate_factor", 1)):  # which transformers does not read either
+    for key, only in (("full_attn_mod", 1), ("interpolate_factor", 1)):  # transformers does not read them either
         hf.expect(key, only)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         hf.expect(key, False)

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: Llama with biases on query, key and value; windows, where used, from a given layer on."""
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values. If windows are used, layers from
+`max_window_layers` on have one."""
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with experts beside a shared MLP that has a sigmoid gate, in all layers or in some."""
+"""Qwen2-MoE: Qwen2 with experts in all or some layers, beside a shared MLP that has a sigmoid gate."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ QWEN2_MOE_NAMES = (
 
 
 def read_experts(hf: HFConfig, **choices: Any) -> MLPSpec:
-    """The mixture that Qwen's configs describe; `choices`: further fields of ExpertsSpec."""
+    """The mixture that Qwen's configs describe. `choices` are further fields of ExpertsSpec."""
     plain = read_mlp(hf)
     normalized = bool(hf.take("norm_topk_prob", False))
     router = Router(top_k=hf.take("num_experts_per_tok"), normalized=normalized)
@@ -34,7 +34,7 @@ def read_experts(hf: HFConfig, **choices: Any) -> MLPSpec:
 
 
 def with_experts(hf: HFConfig, layers: tuple[LayerSpec, ...], mixture: MLPSpec) -> tuple[LayerSpec, ...]:
-    """The layers, with the mixture in each `decoder_sparse_step`-th one that is not among `mlp_only_layers`."""
+    """The layers, with the mixture in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     step, dense = hf.take("decoder_sparse_step", 1), set(hf.take("mlp_only_layers", None) or [])
     return tuple(
         replace(layer, mlp=mixture) if i not in dense and (i + 1) % step == 0 else layer
@@ -43,7 +43,8 @@ def with_experts(hf: HFConfig, layers: tuple[LayerSpec, ...], mixture: MLPSpec) 
 
 
 def _read_windows(hf: HFConfig) -> list[int | None]:
-    """Where windows are used, they are those of every other layer, from the first on, before `max_window_layers`."""
+    """The window of each layer. If windows are used, every other layer before `max_window_layers` has one, beginning
+    with the first."""
     used, end = bool(hf.take("use_sliding_window", False)), hf.take("max_window_layers", 28)
     windows = read_windows(hf, used=used)
     if hf.take("layer_types", None) is not None:

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): norms on each head's query and key, explicit head_dim, no biases by default."""
+"""Qwen3 (dense): Llama with norms of each head's query and key, an explicit head_dim, and no biases by default."""
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in all layers or in some."""
+"""Qwen3-MoE: Qwen3 with experts in all or some layers."""
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
@@ -19,7 +19,7 @@ from jaxserve.models.spec import ModelConfig, QKNormSpec
 def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     attention = read_attention(hf, qk_norm=QKNormSpec(norm=read_norm(hf)), qkv_bias=bias, out_bias=bias)
-    hf.take("max_window_layers", None)  # which only the dense models read
+    hf.take("max_window_layers", None)  # only the dense models read it
     windows = read_windows(hf, used=bool(hf.take("use_sliding_window", False)))
     layers = alike(hf, attention, read_mlp(hf), windows)
     return ModelConfig(family="qwen3_moe", layers=with_experts(hf, layers, read_experts(hf)), **read_shared(hf))

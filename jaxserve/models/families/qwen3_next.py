@@ -1,5 +1,5 @@
-"""Qwen3-Next: gated delta nets in most layers, in the others attention whose results are gated, and experts as in
-Qwen2-MoE. Norms multiply by 1 + w, but for those of the delta nets' results."""
+"""Qwen3-Next: most layers have gated delta nets, the others have attention with gated results. All have experts as in
+Qwen2-MoE. Norms multiply by 1 + w, except the norms of the delta nets' results, which multiply by w."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ NAMES = QWEN2_MOE_NAMES | {
 
 
 def _recurrent(hf: HFConfig) -> list[bool]:
-    """Which layers are gated delta nets: by `layer_types`, else all but each `full_attention_interval`-th."""
+    """For each layer, whether it is a gated delta net: by `layer_types`; without this key every layer except every
+    `full_attention_interval`-th."""
     count, interval = hf.take("num_hidden_layers"), hf.take("full_attention_interval", 4)
     types = hf.take("layer_types", None) or [
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
@@ -66,5 +67,5 @@ def _read(hf: HFConfig) -> ModelConfig:
     return ModelConfig(family="qwen3_next", layers=with_experts(hf, layers, mixture), **shared)
 
 
-# What files hold of a further layer predicts more tokens at a time; it is left out.
+# Files hold a further layer that predicts more tokens; it is not read.
 FAMILY = Family("qwen3_next", ("Qwen3NextForCausalLM",), _read, NAMES, IGNORED, unread=("mtp.",))

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on queries, keys and values, and by choice on the rest."""
+"""Seed-OSS: Llama with biases on queries, keys and values, and optional biases elsewhere."""
 
 from __future__ import annotations
 

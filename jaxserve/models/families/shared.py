@@ -1,4 +1,4 @@
-"""What several families write alike in their configs, beyond what they have from Llama."""
+"""Reads settings that several families write in the same way, beside those that they share with Llama."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def named(**roles: str) -> dict[str, str]:
-    """The names of weights and biases of modules."""
+    """Role -> name for the weight and the bias of each module; `roles` maps a role to the name of its module."""
     return {f"{role}.{kind}": f"{name}.{kind}" for role, name in roles.items() for kind in ("weight", "bias")}
 
 
 def read_activation(hf: HFConfig, default: str, key: str = "hidden_act") -> Activation:
-    """Of any kind. Raises ConfigError for one that is not known."""
+    """The activation under `key`. Raises ConfigError for one that is not known."""
     hf.expect(key, *ACTIVATIONS)
     return ACTIVATIONS[hf.take(key, default)]
 
 
 def read_sliding(hf: HFConfig, pattern: int, key: str = "sliding_window_pattern") -> list[bool]:
-    """Which layers have a window: by `layer_types`, else all but each `pattern`-th, where the config sets no other."""
+    """For each layer, whether it has a window: by `layer_types`. Without this key every layer has one, except every
+    n-th, where n is the setting `key`, by default `pattern`."""
     count = hf.take("num_hidden_layers")
     hf.take(f"_{key}", None)
     pattern = hf.take(key, pattern)
@@ -61,9 +62,12 @@ def windows_of(sliding: Sequence[bool], window: int | None) -> list[int | None]:
 def read_ropes(
     hf: HFConfig, max_position: int, *, theta: float = 10000.0, local_theta: float | None = None, **options: Any
 ) -> dict[str, RopeConfig]:
-    """Rotary embeddings "full" and "sliding", of layers without and with a window. transformers 5 writes an object for
-    each kind of layer; before, `rope_scaling` and `rope_theta` were of full layers, and `rope_local_base_freq` of the
-    others, which are not stretched. local_theta: theirs by default; None: the same as that of full layers."""
+    """The rotary embeddings "full", of layers without a window, and "sliding", of layers with one.
+
+    Files of transformers 5 have an object for each kind of layer. In older files `rope_scaling` and `rope_theta` are
+    for full layers, and `rope_local_base_freq` is for sliding layers, which are not stretched. `theta` and
+    `local_theta` are the default bases of the two kinds. With `local_theta` None both have the same base.
+    """
     own_theta, nested = hf.take("rope_theta", None), hf.take("rope_parameters", None) or {}
     local_theta = hf.take("rope_local_base_freq", None) or local_theta or own_theta or theta
     if not nested.keys() & set(KINDS):

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with no positions on every fourth layer."""
+"""SmolLM3: Llama without positions on every fourth layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     turned = hf.take("no_rope_layers", None) or [int((i + 1) % interval != 0) for i in range(count)]
     if len(turned) != count:
         raise ConfigError(f"no_rope_layers has {len(turned)} entries, num_hidden_layers is {count}")
-    hf.take("max_window_layers", None)  # which has no effect beside layer_types
+    hf.take("max_window_layers", None)  # has no effect beside layer_types
     window = hf.take("sliding_window", None) if hf.take("use_sliding_window", False) else None
     hf.values.setdefault("layer_types", [KINDS[0 if turns else 1] for turns in turned])
     hf.take("sliding_window", None)

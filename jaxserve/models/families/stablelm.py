@@ -1,5 +1,5 @@
-"""StableLM 2 and 3B: Llama with LayerNorms, part of each head rotated; the larger ones norm each head by itself, with
-attention and MLP in parallel."""
+"""StableLM 2 and 3B: Llama with LayerNorms, and part of each head rotated. Larger models norm each head by itself, and
+have attention and MLP in parallel."""
 
 from __future__ import annotations
 

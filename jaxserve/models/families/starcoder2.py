@@ -22,7 +22,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("mlp_type", "default")
     hf.expect("norm_type", "layer_norm")
     for key in ("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
-        hf.take(key, None)  # which the first configs write, and transformers does not read
+        hf.take(key, None)  # the first configs have it; transformers does not read it
     hf.expect("scale_attn_weights", True)
     norm = read_layer_norm(hf, "norm_epsilon")
     hf.expect("layer_norm_epsilon", norm.eps)

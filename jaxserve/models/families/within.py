@@ -1,4 +1,4 @@
-"""Language models inside of models that also see images: the text is served, images are not."""
+"""Language models that are part of a model for text and images. Text is served; images are not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from jaxserve.models.families.ministral import read_ministral3
 from jaxserve.models.families.mistral import read_mistral
 from jaxserve.models.spec import ModelConfig
 
-# How files call what the language model alone calls "model." and "lm_head.": before transformers 5, and in it.
+# The beginnings that names "model." and "lm_head." of the language model have in these files: first as transformers
+# wrote them before version 5, then as version 5 writes them.
 LAYOUTS = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
@@ -31,7 +32,7 @@ OF_IMAGES = (
     "vision_config", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
     "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
 )  # fmt: skip
-# What transformers assumes where a text_config does not say it.
+# The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -45,7 +46,8 @@ Reader = Callable[[HFConfig], ModelConfig]
 
 
 def _reader(readers: Mapping[str, Reader], usual: str, defaults: Mapping[str, Any], tied: bool) -> Reader:
-    """Reads `text_config`, by its own model_type; beside it are the settings of images and some of the whole."""
+    """A function that reads `text_config` with the reader for its model_type. Beside text_config a config has settings
+    of images, which are ignored, and a few settings of the whole model."""
 
     def read(hf: HFConfig) -> ModelConfig:
         inner = hf.take("text_config", None) or {}
