@@ -21,21 +21,22 @@ static void put_codes(const uint8_t* codes, int64_t inputs, int64_t blocks_of, i
     uint32_t four = 0;
     std::memcpy(&four, codes + i, std::min<int64_t>(4, inputs - i));
     uint8_t* to = record + R::kCodes + block * R::kStep + row * 4;
-    if (R::kEight) {
+    if (R::kLow == 8) {
       std::memcpy(to + q * 64, &four, 4);
       continue;
     }
-    add(to + q % 4 * 64, (four & 0x0f0f0f0f) << (q < 4 ? 0 : 4));
+    if (R::kLow == 4) add(to + q % 4 * 64, (four & 0x0f0f0f0f) << q / 4 * 4);
+    if (R::kLow == 2) add(to + q / 4 * 64, (four & 0x03030303) << q % 4 * 2);
     to = record + R::kCodes + blocks_of * R::kStep + block * 64 * R::kHigh + row * 4;
-    if (R::kHigh == 1) add(to, (four >> 4 & 0x01010101) << q);
-    if (R::kHigh == 2) add(to + q / 4 * 64, (four >> 4 & 0x03030303) << q % 4 * 2);
+    if (R::kHigh == 1) add(to, (four >> R::kLow & 0x01010101) << q);
+    if (R::kHigh == 2) add(to + q / 4 * 64, (four >> R::kLow & 0x03030303) << q % 4 * 2);
   }
 }
 
 // Bytes of a block of 32 in a file: a scale, a shift (some types), the bits of codes beyond 4, the other bits.
 template <class R>
 static constexpr int64_t small_bytes() {
-  return R::kCodes / 32 + R::kHigh * 4 + (R::kEight ? 32 : 16);
+  return R::kCodes / 32 + R::kHigh * 4 + (R::kLow == 8 ? 32 : 16);
 }
 
 // Packs GGUF's blocks, which begin at `from`, as codes and scales of one row of a record.
@@ -50,7 +51,7 @@ static void pack_record(const uint8_t* from, int64_t row, uint8_t* record, int64
       uint32_t high = 0;
       if (R::kHigh) std::memcpy(&high, at, 4), at += 4;
       for (int i = 0; i < 32; i++)
-        codes[i] = R::kEight ? at[i] ^ 0x80 : (i < 16 ? at[i] & 15 : at[i - 16] >> 4) | (high >> i & 1) << 4;
+        codes[i] = R::kLow == 8 ? at[i] ^ 0x80 : (i < 16 ? at[i] & 15 : at[i - 16] >> 4) | (high >> i & 1) << 4;
       put_codes<R>(codes, kBlock, R::kBlocks, row, b, record);
     }
     return;
@@ -65,6 +66,24 @@ static void pack_record(const uint8_t* from, int64_t row, uint8_t* record, int64
     }
     std::memcpy(record + row * 2, from + 208, 2);
     for (int g = 0; g < 16; g++) record[64 + g * kPanelRows + row] = scales[g];
+  } else if (R::kLow == 2) {
+    const uint8_t *low = from + (R::kType == kQ2K ? 16 : 32), *scales = R::kType == kQ2K ? from : from + 96;
+    for (int i = 0; i < 256; i++) codes[i] = low[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
+    for (int i = 0; R::kType == kQ3K && i < 256; i++) codes[i] |= (from[i % 32] >> i / 32 & 1) << 2;
+    for (int g = 0; g < 16; g++) {
+      const int nibble = scales[g % 8] >> g / 8 * 4 & 15, top = scales[8 + g % 4] >> g / 4 * 2 & 3;
+      record[64 + g * kPanelRows + row] = R::kType == kQ2K ? scales[g] : (nibble | top << 4) - 32;
+    }
+    std::memcpy(record + row * 2, from + (R::kType == kQ2K ? 80 : 108), 2);
+    if (R::kType == kQ2K) std::memcpy(record + 32 + row * 2, from + 82, 2);
+  } else if (R::kType == kIq4Xs) {
+    const uint8_t *low = from + 8, *nibbles = from + 4;
+    for (int i = 0; i < 256; i++) codes[i] = low[i / 32 * 16 + i % 16] >> i / 16 % 2 * 4 & 15;
+    std::memcpy(record + row * 2, from, 2);
+    for (int g = 0; g < 8; g++) {
+      const int nibble = nibbles[g / 2] >> g % 2 * 4 & 15, top = from[2 + g / 4] >> g % 4 * 2 & 3;
+      record[64 + g * kPanelRows + row] = (nibble | top << 4) - 32;
+    }
   } else {
     const uint8_t *six = from + 4, *high = from + 16, *low = from + (R::kType == kQ5K ? 48 : 16);
     for (int pair = 0; pair < 4; pair++) {
@@ -84,6 +103,20 @@ static void pack_record(const uint8_t* from, int64_t row, uint8_t* record, int64
   put_codes<R>(codes, 256, 8, row, 0, record);
 }
 
+// Bytes of as many inputs in a file as a record has.
+template <class R>
+static constexpr int64_t block_bytes() {
+  switch (R::kType) {
+    case kQ2K: return 84;
+    case kQ3K: return 110;
+    case kIq4Xs: return 136;
+    case kQ4K: return 144;
+    case kQ5K: return 176;
+    case kQ6K: return 210;
+  }
+  return 2 * small_bytes<R>();
+}
+
 template <class R>
 static void pack_float4_row(const uint8_t* from, int64_t in, int64_t row, uint8_t* panel) {
   constexpr int64_t kInputs = R::kBlocks * kBlock;
@@ -101,11 +134,10 @@ static void pack_row(const uint8_t* from, int64_t in, int64_t blocks_of, int64_t
   if (R::kFloat4) return pack_float4_row<R>(from, in, row, panel);
   const int64_t blocks = R::kBlocks ? R::kBlocks : blocks_of, inputs = blocks * kBlock, size = R::bytes(blocks);
   const int64_t groups = (in + inputs - 1) / inputs;
-  const int64_t bytes = R::kType == kQ4K ? 144 : R::kType == kQ5K ? 176 : R::kType == kQ6K ? 210 : 2 * small_bytes<R>();
   for (int64_t g = 0; g < groups; g++, panel += size) {
     const int64_t left = std::min(inputs, in - g * inputs);
     if (R::kBlocks) {
-      pack_record<R>(from + g * bytes, row, panel, left / kBlock);
+      pack_record<R>(from + g * block_bytes<R>(), row, panel, left / kBlock);
       continue;
     }
     std::memcpy(panel + row * 4, from + in + 4 * g, 4);

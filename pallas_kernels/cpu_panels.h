@@ -3,8 +3,9 @@
 // The values of the 16 rows for the same inputs are adjacent. So a vector of the weight is multiplied by one number of
 // x, all sums are in the order of the inputs, and memory is read from front to back. Floats are [in][16] (bfloat16 in
 // pairs of inputs, [in / 2][16][2]). Quantized panels are records of several blocks of 32 inputs: scales of the 16
-// rows, then codes in vectors of 16 rows x 4 inputs, then the bits of codes beyond 4. A value is code * scale + shift,
-// with codes from 0 on. 4-bit floats are turned into such codes by a table of 16 in a register. In NVFP4 each row has a
+// rows, then codes in vectors of 16 rows x 4 inputs, then the bits of codes beyond 4 (or 2). A value is code * scale + shift,
+// with codes from 0 on. Codes of formats without even steps, 4-bit floats and IQ4, are indices of a table of 16, which
+// lies in a register and has such codes. In NVFP4 each row has a
 // gain, which multiplies the sums: 16 float32 after the last record.
 
 #pragma once
@@ -73,17 +74,22 @@ static inline Floats of_bytes(const uint8_t* from) {
 #endif
 }
 
-// Twice the values of 4-bit floats (e2m1, codes below 16), plus 12: integers from 0 to 24.
-static inline Bytes of_float4(Bytes codes) {
-  alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// Twice the values of 4-bit floats (e2m1), plus 12: integers from 0 to 24.
+alignas(16) static constexpr uint8_t kFloat4Values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// The values of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h), plus 128.
+alignas(16) static constexpr uint8_t kNonlinearValues[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                             129, 141, 153, 166, 181, 197, 217, 241};
+
+// table[code] for each code, which must be below 16.
+static inline Bytes looked_up(const uint8_t* table, Bytes codes) {
 #if CPU_WIDTH == 16 && defined(__AVX512BW__)
-  return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(kTable)), (__m512i)codes);
+  return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)codes);
 #elif CPU_WIDTH == 8 && defined(__AVX2__)
-  return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(kTable)), (__m256i)codes);
+  return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)codes);
 #elif defined(__aarch64__)
-  return (Bytes)vqtbl1q_u8(load<uint8x16_t>(kTable), (uint8x16_t)codes);
+  return (Bytes)vqtbl1q_u8(load<uint8x16_t>(table), (uint8x16_t)codes);
 #endif
-  for (int i = 0; i < 4 * kWidth; i++) codes[i] = kTable[codes[i]];
+  for (int i = 0; i < 4 * kWidth; i++) codes[i] = table[codes[i]];
   return codes;
 }
 
@@ -146,33 +152,36 @@ static inline Ints dot_bytes(Ints sum, Bytes codes, int32_t x) {
 
 enum PanelType : int32_t {
   kFloat32, kFloat16, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K, kGrouped8, kGrouped4,
-  kMxfp4, kNvfp4
+  kMxfp4, kNvfp4, kQ2K, kQ3K, kIq4Nl, kIq4Xs
 };
 
 // Records. kSub: inputs that share a scale. kBlocks: blocks of a record, or 0 if each panel says. kCodes: offset of the
-// codes. kHigh: bits of a code beyond 4, stored after the codes. GGUF's types keep the numbers of GGUF's own blocks; a
-// record has two of its blocks of 32.
+// codes, which have kLow bits each. kHigh: bits of a code beyond these, stored after the codes. kEight: whether codes,
+// or what they are looked up as, need 8 bits. GGUF's types keep the numbers of GGUF's own blocks; a record has two of
+// its blocks of 32.
 template <int type, int bits, int sub, int blocks, int codes_at>
 struct Record {
   static constexpr int kType = type, kBits = bits, kSub = sub, kBlocks = blocks, kCodes = codes_at;
-  static constexpr int kHigh = bits == 8 ? 0 : bits - 4, kStep = bits == 8 ? 512 : 256;
-  static constexpr bool kEight = bits == 8, kFloat4 = type == kMxfp4 || type == kNvfp4;
+  static constexpr int kLow = bits == 8 ? 8 : bits < 4 ? 2 : 4, kHigh = bits - kLow, kStep = 64 * kLow;
+  static constexpr bool kFloat4 = type == kMxfp4 || type == kNvfp4, kNonlinear = type == kIq4Nl || type == kIq4Xs;
+  static constexpr bool kEight = bits == 8 || kNonlinear;
 
   static int64_t bytes(int64_t blocks_of) { return kCodes + blocks_of * (kStep + 64 * kHigh); }
 
   // Codes of inputs 4 q to 4 q + 3 of a block, for one part of the panel's rows.
   static inline Bytes codes(const uint8_t* record, int64_t blocks_of, int64_t block, int q, int part) {
     const uint8_t* from = record + kCodes + block * kStep + part * 4 * kWidth;
-    if (kEight) return load<Bytes>(from + q * 64);
-    const Words both = load<Words>(from + q % 4 * 64);
-    Words low = (q < 4 ? both : both >> 4) & uint16_t(0x0f0f);
+    if (kLow == 8) return load<Bytes>(from + q * 64);
+    const Words some = load<Words>(from + (kLow == 4 ? q % 4 : q / 4) * 64);
+    Words low = some >> (kLow == 4 ? q / 4 * 4 : q % 4 * 2) & uint16_t(kLow == 4 ? 0x0f0f : 0x0303);
     if (kHigh) {
       from = record + kCodes + blocks_of * kStep + block * 64 * kHigh + part * 4 * kWidth;
       const Words high = load<Words>(from + (kHigh == 2 ? q / 4 * 64 : 0));
-      const int shift = kHigh == 2 ? q % 4 * 2 - 4 : q - 4;
-      low |= (shift < 0 ? high << -shift : high >> shift) & uint16_t(kHigh == 2 ? 0x3030 : 0x1010);
+      const int shift = (kHigh == 2 ? q % 4 * 2 : q) - kLow;
+      low |= (shift < 0 ? high << -shift : high >> shift) & uint16_t((kHigh == 2 ? 0x0303 : 0x0101) << kLow);
     }
-    return kFloat4 ? of_float4((Bytes)low) : (Bytes)low;
+    if (kFloat4) return looked_up(kFloat4Values, (Bytes)low);
+    return kNonlinear ? looked_up(kNonlinearValues, (Bytes)low) : (Bytes)low;
   }
 
   // The scale and shift of a group of kSub inputs of a record.
@@ -183,8 +192,15 @@ struct Record {
       scale = half(group * 32), shift = scale * (kType == kQ8_0 ? -128.f : kType == kQ4_0 ? -8.f : -16.f);
     } else if (kType == kQ4_1 || kType == kQ5_1) {
       scale = half(group * 32), shift = half(64 + group * 32);
-    } else if (kType == kQ6K) {
-      scale = half(0) * of_bytes<int8_t>(byte(64)), shift = scale * -32.f;
+    } else if (kType == kIq4Nl) {
+      scale = half(group * 32), shift = scale * -128.f;
+    } else if (kType == kQ6K || kType == kQ3K || kType == kIq4Xs) {
+      scale = half(0) * of_bytes<int8_t>(byte(64));
+      shift = scale * (kType == kQ6K ? -32.f : kType == kQ3K ? -4.f : -128.f);
+    } else if (kType == kQ2K) {
+      const Ints both = ints_of_bytes(byte(64));
+      scale = half(0) * __builtin_convertvector(both & 15, Floats);
+      shift = -(half(32) * __builtin_convertvector(both >> 4, Floats));
     } else if (kType == kQ4K || kType == kQ5K) {
       scale = half(0) * of_bytes<uint8_t>(byte(64)), shift = -(half(32) * of_bytes<uint8_t>(byte(192)));
     } else if (kFloat4) {
@@ -206,6 +222,10 @@ using Grouped8 = Record<kGrouped8, 8, 32, 0, 128>;
 using Grouped4 = Record<kGrouped4, 4, 32, 0, 128>;
 using Mxfp4 = Record<kMxfp4, 4, 32, 4, 64>;
 using Nvfp4 = Record<kNvfp4, 4, 16, 4, 128>;
+using Q2K = Record<kQ2K, 2, 16, 8, 320>;
+using Q3K = Record<kQ3K, 3, 16, 8, 320>;
+using Iq4Nl = Record<kIq4Nl, 4, 32, 2, 64>;
+using Iq4Xs = Record<kIq4Xs, 4, 32, 8, 192>;
 
 // Calls f(record type) for a quantized type.
 template <class F>
@@ -222,6 +242,10 @@ static void with_record(int32_t type, F f) {
   if (type == kGrouped4) f(Grouped4());
   if (type == kMxfp4) f(Mxfp4());
   if (type == kNvfp4) f(Nvfp4());
+  if (type == kQ2K) f(Q2K());
+  if (type == kQ3K) f(Q3K());
+  if (type == kIq4Nl) f(Iq4Nl());
+  if (type == kIq4Xs) f(Iq4Xs());
 }
 
 // Bytes of a panel. `blocks_of`: blocks of a record, if its type does not say.

@@ -39,6 +39,7 @@ class PanelType(IntEnum):
     """The contents of a panel, with the values of `cpu_panels.h`. Rows of the first types are packed as in files."""
 
     F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, GROUPED_8, GROUPED_4, MXFP4, NVFP4 = range(15)
+    Q2_K, Q3_K, IQ4_NL, IQ4_XS = range(15, 19)
 
 
 FLOATS = {
@@ -46,7 +47,7 @@ FLOATS = {
     np.dtype(np.float16): PanelType.F16,
     np.dtype(ml_dtypes.bfloat16): PanelType.BF16,
 }
-GGUF_TYPES = {kind.name: kind for kind in PanelType if kind.name.startswith("Q")}
+GGUF_TYPES = {kind.name: kind for kind in PanelType if kind.name.startswith(("Q", "IQ"))}
 
 
 @dataclass(frozen=True)

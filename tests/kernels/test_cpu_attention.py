@@ -172,7 +172,13 @@ def test_with_fewer_instructions(machine, tmp_path):
         pytest.skip("is itself such a process")
     files = [
         f"tests/kernels/{name}.py"
-        for name in ("test_cpu_attention", "test_paged_attention", "test_latent_attention", "test_cpu_ops")
+        for name in (
+            "test_cpu_attention",
+            "test_paged_attention",
+            "test_latent_attention",
+            "test_cpu_ops",
+            "test_cpu_panels",
+        )
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not reference", *files]
     env = os.environ | {"JAXSERVE_CXXFLAGS": f"-march={machine}", "JAXSERVE_CACHE": str(tmp_path)}
@@ -188,7 +194,7 @@ def zig():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu_attention", "cpu_kernels", "cpu_latent", "cpu_quant_matmul"])
+@pytest.mark.parametrize("name", ["cpu_attention", "cpu_kernels", "cpu_latent", "cpu_panel_matmul", "cpu_quant_matmul"])
 def test_compiles_for_arm(name, tmp_path):
     if subprocess.run([*zig(), "--version"], capture_output=True).returncode:
         pytest.skip("no ziglang (JAXSERVE_ZIG_PYTHON)")

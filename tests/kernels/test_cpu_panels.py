@@ -24,8 +24,8 @@ def blocks_of(name: str, out: int, inputs: int) -> np.ndarray:
     """Random blocks of a GGUF type [out, bytes of a row], with scales of moderate size and of both signs."""
     kind, rng = BLOCK_TYPES[name], np.random.default_rng(inputs)
     data = rng.integers(0, 256, (out, inputs // kind.size, kind.nbytes), np.uint8)
-    halves = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208]}.get(name, [0, 2])
-    for at in halves:
+    alone = {"Q8_0": 0, "Q4_0": 0, "Q5_0": 0, "Q6_K": 208, "Q3_K": 108, "IQ4_NL": 0, "IQ4_XS": 0}
+    for at in [alone[name]] if name in alone else [80, 82] if name == "Q2_K" else [0, 2]:
         scale = (rng.uniform(0.2, 2, data.shape[:2]) * rng.choice([-1, 1], data.shape[:2]) / 64).astype(np.float16)
         data[:, :, at : at + 2] = scale[..., None].view(np.uint8)
     return data.reshape(out, -1)
@@ -87,11 +87,11 @@ def test_bfloat16_products():
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_panels_hold_what_the_file_holds(name):
-    """To the last bit; in at most 2.5% more bytes than the file."""
+    """To the last bit; in at most 3% more bytes than the file, for Q3_K's scales of 6 bits 6%."""
     inputs = 512
     w, values = gguf(name, 48, inputs, "float32")
     np.testing.assert_array_equal(cpu_panels.rows(w, jnp.arange(48, dtype=jnp.int32)), values)
-    assert w.data.nbytes <= 1.03 * 48 * inputs * BLOCK_TYPES[name].nbytes / BLOCK_TYPES[name].size
+    assert w.data.nbytes <= (1.06 if name == "Q3_K" else 1.03) * 48 * inputs * BLOCK_TYPES[name].nbytes / BLOCK_TYPES[name].size
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
