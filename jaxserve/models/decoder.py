@@ -122,7 +122,7 @@ class DecoderLayer(nn.Module):
 
 
 def added(x: jax.Array, y: Parts | None) -> jax.Array:
-    """The residual stream x plus y, the result that a layer left for the next one; None adds nothing."""
+    """x + y: the residual stream, plus the result that a layer left for the next one. None adds nothing."""
     return x if y is None else x + y.whole(x.dtype)
 
 

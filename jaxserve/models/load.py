@@ -227,7 +227,7 @@ def _problem(
 
 
 def _checked(ops: Ops, model: ModelConfig, problem: AttentionProblem | LatentProblem, backend: str) -> Ops:
-    """The same operations, of which kernels were checked on this machine's device, and replaced where they failed."""
+    """The same operations, after checking their kernels on this machine's device and replacing wrong ones."""
     if isinstance(problem, LatentProblem):
         return checked_latent(ops, problem, backend)
     return checked_fused(checked(ops, problem, backend, windows=model.has_windows), problem)

@@ -111,7 +111,7 @@ class LatentAttentionSpec:
 
     Attributes:
       rank: size of the latent of keys and values.
-      nope_dim, rope_dim: channels of a head's query that meet a projected key, and the rotated key.
+      nope_dim, rope_dim: channels of a head's query for the projected key, and for the rotated key.
       v_dim: channels of a head's value.
       q_rank: size of the latent that queries are projected from; None: they are projected from the layer's input.
       norm: the norm of both latents.
@@ -280,9 +280,9 @@ class ModelConfig:
       layers: in the order in which they are applied. Equal layers are traced and compiled once.
       norm: the norm after the last layer; None: there is none.
       ropes: the rotary embeddings by name; `AttentionSpec.rope` names one of them.
-      max_position: tokens of the longest sequence that the model was trained for, after stretching.
+      max_position: the config's limit of a sequence, in tokens; stretched positions may allow longer ones.
       dtype: the dtype of the checkpoint.
-      embed_size: size of a token's embedding, if matrices project it to the hidden size, and back before the head.
+      embed_size: size of an embedding that a matrix projects to the hidden size, and another one back before the head.
       embed_scale: multiplies embeddings.
       learned_positions: None: there is no table of positions.
       head_bias: whether the output head has a bias.

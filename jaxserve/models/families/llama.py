@@ -31,7 +31,7 @@ NAMES = {
         for kind in ("weight", "bias")
     },
 }
-DEFAULT_WINDOW = 4096  # of configs that use windows without a size, as in transformers
+DEFAULT_WINDOW = 4096  # the window of configs that do not mention `sliding_window`, as in transformers
 IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints saved
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
