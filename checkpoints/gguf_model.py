@@ -56,8 +56,8 @@ _LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-# Where the Hugging Face model of an architecture has other names. Stacks of experts [experts, out, in] have an expert's
-# name without its number (see `stacks`).
+# Names that an architecture's Hugging Face model has in the place of those in _LAYER. A stack of experts [experts, out,
+# in] has the name of an expert's tensor without the expert's number (see `stacks`).
 _OTHER_LAYER = {
     "llama": {
         "ffn_gate_inp": "block_sparse_moe.gate",
@@ -86,7 +86,7 @@ class GGUFTensor(TensorInfo):
         return self.head_dim or 1
 
     def entry(self, index: int, name: str) -> Self:
-        """As of TensorInfo; `nbytes` is of floats here."""
+        """As in TensorInfo. The bytes in the file are counted, since `nbytes` is the size as floats here."""
         whole = StoredTensor(self.name, self.path, self.type, self.shape, self.start)
         return replace(
             self, name=name, shape=self.shape[1:], start=self.start + index * (whole.nbytes // self.shape[0])
@@ -220,7 +220,7 @@ class _Keys:
         return self.take(key, lambda value: type(value) is int and 0 < value < 2**31, default)
 
     def count(self, key: str) -> int:
-        """A size that may be 0, which is also what its absence means."""
+        """A size that may be 0; a missing key means 0, too."""
         return self.take(key, lambda value: type(value) is int and 0 <= value < 2**31, 0)
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -288,7 +288,7 @@ def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
 
 
 def _experts(keys: _Keys, count: int) -> dict[str, Any]:
-    """Settings of a mixture of experts, which llama.cpp's code for an architecture says in part."""
+    """Settings of a mixture of experts. Those that are not in the file follow from llama.cpp's code."""
     top_k = keys.size("expert_used_count")
     if keys.architecture == "llama":
         return {"architectures": ["MixtralForCausalLM"], "num_local_experts": count, "num_experts_per_tok": top_k}
@@ -301,7 +301,7 @@ def _experts(keys: _Keys, count: int) -> dict[str, Any]:
 
 
 def _inputs_of(keys: _Keys, part: str) -> int:
-    """The inputs of a tensor of the first layer, which older files leave unsaid."""
+    """The number of inputs of a tensor of the first layer, for older files that lack the key."""
     tensor = keys.file.tensors.get(f"blk.0.{part}.weight")
     if tensor is None or len(tensor.shape) < 2:
         raise keys.refuse(f"there is no tensor blk.0.{part}.weight")

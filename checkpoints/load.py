@@ -30,7 +30,7 @@ from jaxserve.pallas_kernels.types import MixedArray, QuantArray
 log = logging.getLogger(__name__)
 
 THREADS = min(4, os.cpu_count() or 1)  # NumPy and JAX release Python's lock while they copy
-READ_BYTES = 2 * 2**20  # read at a time, so that the bytes are still in the processor's cache when they are copied
+READ_BYTES = 2 * 2**20  # bytes read at a time, so few that they are still in the processor's cache when they are copied
 ALIGNMENT = 64  # bytes; arrays with this alignment become JAX arrays on CPU without a copy
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -41,14 +41,16 @@ class Piece:
     """A tensor of the file, or a part of one, and its place in a weight.
 
     Attributes:
-      name: the tensor's in the file.
-      shape: the tensor's in the file, or that of its transpose.
-      view: the weight's host array -> a writable view with the tensor's axes. Further rows of the view stay zero.
-      split: shape that the tensor is reshaped to before it is copied to the view, with broadcasting; None: its own.
-      take: the tensor's numbers -> those that belong there, in the order of the view: a part of a fused tensor, other
-        rows first, the transpose. It may copy. None: all of them.
-        Neither `view`, `split` nor `take` depends on the number of columns, so that they also apply to scales.
-      transposed: where the tensor holds floats, it is [in, out], and the piece its transpose. Quantized ones are not.
+      name: the tensor's name in the file.
+      shape: the tensor's shape in the file, or the shape of its transpose.
+      view: a function from the weight's host array to a writable view with the tensor's axes. If the view has more rows
+        than the tensor, these stay zero.
+      split: the shape to which the tensor is reshaped before it is copied to the view, with broadcasting; None: it is
+        not reshaped.
+      take: a function from the tensor's numbers to those of the piece, in the order of the view: a part of a fused
+        tensor, or rows in another order. It may copy. None: all numbers.
+        `view`, `split` and `take` must not depend on the number of columns, so that they also apply to scales.
+      transposed: if the tensor holds floats, it is [in, out] in the file. A quantized tensor is never transposed.
     """
 
     name: str
@@ -60,13 +62,13 @@ class Piece:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the file where it holds floats."""
+        """The shape of the tensor in the file, if it holds floats."""
         return self.shape[::-1] if self.transposed else self.shape
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The pieces of a stack of weights, [members, out, in]: of each member those that make up its [out, in].
+    """The pieces of a stack of weights [members, out, in]: for each member, those that make up its matrix [out, in].
 
     Members are read one after another, so that the stack is never whole on the host.
     """
@@ -80,8 +82,8 @@ class Stack:
 Pieces = list[Piece] | Stack
 Host = np.ndarray | QuantArray | StoredRows | MixedArray
 Placer = Callable[[str, Any, jax.sharding.Sharding], Any]
-# (path, the members on the host, each read when it is asked for, shape and sharding of the plain stack) -> the stack on
-# the devices.
+# (path, members on the host, each of which is read when it is asked for, shape and sharding of the plain stack) -> the
+# stack on the devices.
 StackPlacer = Callable[[str, Iterator[Host], jax.ShapeDtypeStruct], Any]
 
 
@@ -141,12 +143,12 @@ def load_weights(
                 weights[path] = weight
                 bar.update(sizes[path])
         finally:
-            pool.shutdown(cancel_futures=True)  # does not read the rest after an error
+            pool.shutdown(cancel_futures=True)  # after an error the rest is not read
     return weights
 
 
 def member_of(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a member of a stack; the sharding is that of its own axes."""
+    """Shape and dtype of a stack's member, and the sharding of the member's axes."""
     sharding = stack.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
@@ -163,9 +165,9 @@ def read_weight(
 ) -> Host:
     """One weight on the host.
 
-    It is rows of the file if the types of all pieces are in `as_stored`, else quantized if all pieces are and have a
-    form in common. Pieces without a common form, or with one that is wider than theirs, stay as they are with `apart`,
-    in a MixedArray; otherwise the weight becomes floats.
+    If the types of all pieces are in `as_stored`, the weight is the rows of the file. Otherwise, if all pieces are
+    quantized and have a common form, it is a QuantArray. Pieces without a common form, or whose common form is wider
+    than their own, stay apart in a MixedArray if `apart` is set. If none of this applies, the weight becomes floats.
     """
     stored = [isinstance(reader, RowReader) and reader.type_of(piece.name) in as_stored for piece in pieces]
     if isinstance(reader, RowReader) and all(stored):
@@ -204,13 +206,14 @@ def read_weight(
 def _apart(
     pieces: list[Piece], values: Sequence[np.ndarray | QuantArray | StoredRows], target: jax.ShapeDtypeStruct
 ) -> MixedArray | None:
-    """The weight of pieces whose forms differ; None where a row of it is in none of them."""
+    """The weight made of pieces with different forms; None if some row of the weight is in none of them."""
     floats = [value.astype(target.dtype) if isinstance(value, np.ndarray) else value for value in values]
     return mixed_array(floats, _sources(pieces, [value.shape[0] for value in values], target.shape[0]))
 
 
 def _sources(pieces: list[Piece], sizes: Sequence[int], out: int) -> np.ndarray:
-    """int64 [out]: the row that each row of a weight comes from, counted through pieces of so many; -1: none."""
+    """int64 [out]: for each row of a weight, the index of its row in the concatenated pieces, which have `sizes` rows;
+    -1 for a row that is in no piece."""
     source, first = np.full((out, 1), -1, np.int64), 0
     for piece, size in zip(pieces, sizes, strict=True):
         _put(source, piece, np.arange(first, first + size)[:, None])
@@ -239,7 +242,7 @@ def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader)
 
 
 def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) -> QuantArray:
-    """A weight [out, in] of quantized pieces in a common form, whose blocks have one row."""
+    """A weight [out, in] made of quantized pieces in a common form, whose blocks have one row."""
 
     def placed(name: str) -> Any:
         values = [getattr(part, name) for part in parts]

@@ -1,7 +1,7 @@
-"""Weights whose rows come from tensors of several forms, kept apart: MixedArrays on the host.
+"""Weights whose rows come from tensors of different forms: MixedArrays on the host, which keep the forms apart.
 
-In the form that they have in common, values in Q6_K beside queries and keys in Q4_K would all be int8 in groups of 16,
-with scales and biases in float32: 12.5 bits a weight where the file has 4.8.
+One form for all rows can be much wider. For example, values in Q6_K and queries and keys in Q4_K have a common form of
+int8 in groups of 16, with scales and biases in float32: 12.5 bits per weight, while the file has 4.8.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from jaxserve.checkpoints.int4 import FLOAT4, INT4, PackedInt4
 from jaxserve.checkpoints.quantized import StoredRows, common_form
 from jaxserve.pallas_kernels.types import MixedArray, QuantArray
 
-MOST_WIDENED = 1.02  # bytes of a common form over those of the parts, up to which it is taken
+MOST_WIDENED = 1.02  # a common form is used if it takes at most this factor more bytes than the parts
 
 Part = np.ndarray | QuantArray | StoredRows
 
 
 def widens(parts: Sequence[QuantArray], joined: Sequence[QuantArray]) -> bool:
-    """Whether the same parts take notably more memory in the form that they have in common than each with blocks of
-    one row, which any kind of joining needs."""
+    """Whether the common form of the parts (`joined`) takes notably more memory than the parts, each with blocks of one
+    row, which joining needs in any case."""
     alone = [form[0] for part in parts if (form := common_form([part]))]
     return sum(map(_bytes, joined)) > MOST_WIDENED * sum(map(_bytes, alone))
 
 
 def by_type(rows: StoredRows) -> MixedArray | None:
-    """Rows of a file whose types differ, each type apart. None where they do not, or some row is in no tensor."""
+    """Rows of a file of several types as a MixedArray. None if all have one type, or if some row is in no tensor."""
     if len({name for name, _ in rows.parts}) == 1:
         return None
     parts = [StoredRows([part], np.arange(len(part[1])), rows.inputs) for part in rows.parts]
@@ -38,9 +38,10 @@ def by_type(rows: StoredRows) -> MixedArray | None:
 
 
 def mixed_array(parts: Sequence[Part], source: np.ndarray) -> MixedArray | None:
-    """The weight [out, in] whose row k is row source[k], counted through all parts. None where some row is in none.
+    """The weight [out, in] whose row k is row source[k] of the concatenated `parts`. None if some row is in no part.
 
-    Neighbouring rows of one form become a part of the result, those of the same place in each period together.
+    The sequence of forms repeats with a period of rows. Neighbouring rows of one form within a period become a part of
+    the result, together with the rows at the same place in the other periods.
     """
     if (source < 0).any():
         return None
@@ -62,7 +63,7 @@ def mixed_array(parts: Sequence[Part], source: np.ndarray) -> MixedArray | None:
 
 
 def _kinds(parts: Sequence[Part]) -> list[int]:
-    """A number for each part, equal for those that can be joined as they are."""
+    """A number for each part. Parts that can be joined without widening have the same number."""
     known: list[Part] = []
 
     def alike(a: Part, b: Part) -> bool:
@@ -83,13 +84,13 @@ def _kinds(parts: Sequence[Part]) -> list[int]:
 
 
 def _period(kind: np.ndarray) -> int:
-    """The fewest rows after which the kinds of rows repeat, again and again to the end."""
+    """The smallest number of rows after which the kinds of rows repeat until the end."""
     out = len(kind)
     return next(n for n in range(1, out + 1) if out % n == 0 and (kind.reshape(-1, n) == kind[:n]).all())
 
 
 def _joined(parts: list[Part]) -> Part:
-    """Parts that are alike below each other."""
+    """The rows of parts of one kind, concatenated."""
     if isinstance(parts[0], StoredRows):
         stored = [(name, data) for part in parts if isinstance(part, StoredRows) for name, data in part.parts]
         return StoredRows(stored, np.arange(sum(len(data) for _, data in stored)), parts[0].inputs)
@@ -110,7 +111,7 @@ def _joined(parts: list[Part]) -> Part:
 
 
 def _rows(w: Part, places: np.ndarray) -> Part:
-    """Some rows of a weight; of a QuantArray, whose blocks have one row."""
+    """The rows `places` of a weight. If it is a QuantArray, its blocks must have one row."""
     if isinstance(w, StoredRows):
         return replace(w, source=w.source[places])
     if isinstance(w, np.ndarray):
@@ -125,6 +126,6 @@ def _rows(w: Part, places: np.ndarray) -> Part:
 
 
 def _bytes(w: QuantArray) -> float:
-    """Of a weight in a device's memory, where two numbers of 4 bits share a byte."""
+    """Bytes of a weight in a device's memory. Two 4-bit numbers share a byte."""
     arrays = [x for x in (w.codes, w.scale, w.zero, w.bias, w.gain) if x is not None]
     return sum(np.prod(x.shape) * (0.5 if x.dtype in (INT4, FLOAT4) else x.dtype.itemsize) for x in arrays)

@@ -1,9 +1,9 @@
-"""The engine's parameters, plain or quantized, as an Orbax checkpoint, of which each device reads only its own part.
+"""The engine's parameters, plain or quantized, as an Orbax checkpoint. Each device reads only its own part of it.
 
 In a model's folder the checkpoint is the folder `orbax`. Parameters are named by path, "layers_0/mlp/down/kernel". The
 arrays of a quantized one are "layers_0/mlp/down/kernel/block=1x128/codes" and so on. If its products round their
-inputs, they are "…/block=1x4096,inputs=int8:0::0.0/codes": type, group (0: none), "static" or nothing, ceiling (0:
-none).
+inputs, the name has a suffix, as in "…/block=1x4096,inputs=int8:0::0.0/codes": type, group (0: none), "static" or
+nothing, and ceiling (0: none).
 
 Functions import the orbax package themselves, as it takes 30 MiB and 0.2 s and most models do not need it.
 """
@@ -60,7 +60,7 @@ def _suffix(wanted: Activations | None) -> str:
 
 
 def _activations(text: str | None) -> Activations | None:
-    """The reverse of `_suffix`, of the part after "inputs="."""
+    """The reverse of `_suffix`, for the text after "inputs="."""
     if text is None:
         return None
     dtype, group, static, ceiling = text.split(":")
@@ -92,7 +92,7 @@ def describe(folder: Path) -> dict[str, Abstract]:
 
 
 def restore(folder: Path, abstract: Mapping[str, Abstract], resizable: Collection[str] = ()) -> dict[str, Any]:
-    """Reads the parameters of `abstract` into its shardings and dtypes, whatever those of the saved ones are.
+    """Reads the parameters of `abstract` into its shardings and dtypes; the saved ones may have others.
 
     A `resizable` parameter may have another number of rows: rows are cut off, or filled with zeros. Raises
     CheckpointError for parameters that are missing, left over, of another shape, or quantized differently.

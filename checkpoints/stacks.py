@@ -1,4 +1,4 @@
-"""Experts whose weights a file stacks in one tensor, as tensors of their own: the same bytes under other names."""
+"""Cuts tensors that stack the weights of all experts into one tensor per expert: the same bytes under other names."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.safetensors import TensorInfo
 
 T = TypeVar("T", bound=TensorInfo)
-_PARTS = r"(_blocks|_scales|)"  # of a quantized weight (MXFP4)
+_PARTS = r"(_blocks|_scales|)"  # ends of the names of a quantized weight's tensors (MXFP4)
 MAX_EXPERTS = 4096
 
 
 def stacked_name(name: str) -> str:
-    """The name of the tensor that stacks what the name with "{e}" stands for: "experts.{e}.up" -> "experts.up"."""
+    """The name of the stack of an expert's tensor, whose name has "{e}": "experts.{e}.up" -> "experts.up"."""
     return name.replace("{e}.", "")
 
 
 def unstacked(tensors: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
-    """The tensors, with each stack [experts, ...] of one of `names` cut into its experts.
+    """The tensors by name, with each stack [experts, ...] of a name in `names` cut into tensors of one expert.
 
-    names: of an expert's tensors, with "{i}" for the layer and "{e}" for the expert.
+    `names` are names of an expert's tensors, with "{i}" for the layer and "{e}" for the expert. Raises CheckpointError
+    for a stack of no experts, or of more than MAX_EXPERTS.
     """
     patterns = [_pattern(name) for name in names if "{e}." in name]
     made: dict[str, T] = {}
@@ -47,6 +48,6 @@ def _pattern(name: str) -> tuple[re.Pattern[str], str]:
 
 
 def _named(pattern: re.Pattern[str], name: str, given: str) -> str | None:
-    """The name of an expert's part of the stack `given`, with "{e}"; None where it is another tensor."""
+    """The name of an expert's tensor in the stack `given`, with "{e}"; None if `given` is no such stack."""
     match = pattern.fullmatch(given)
     return match and name.replace("{i}", match[1]) + match[2]

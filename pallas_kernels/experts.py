@@ -1,4 +1,4 @@
-"""A mixture of experts: each token through a few of several gated MLPs (Shazeer et al. 2017, arXiv:1701.06538)."""
+"""A mixture of experts: each token goes through a few of several gated MLPs (Shazeer et al. 2017, arXiv:1701.06538)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-PAGE_SIZES = {"tpu": 128}  # tokens in a page where the operator says nothing; elsewhere OTHER_PAGE_SIZE
+PAGE_SIZES = {"tpu": 128}  # default tokens per page by platform; OTHER_PAGE_SIZE on other platforms
 OTHER_PAGE_SIZE = 16
 
 
@@ -61,7 +61,7 @@ class LatentPages(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What gated delta nets (Yang et al. 2025, arXiv:2412.06464) keep of sequences, one state for each layer and slot.
+    """The states of gated delta nets (Yang et al. 2025, arXiv:2412.06464), one for each layer and slot.
 
     matrix: float32 [states, key_heads, group, key_dim, value_dim], for each of the value heads that share a key head.
     inputs: float32 [states, key_heads, (width - 1) * channels], the last inputs of the convolution, the oldest first.
@@ -72,8 +72,8 @@ class DeltaState(NamedTuple):
 
 
 def default_page_size(platform: str) -> int:
-    """Tokens in a page where the operator says nothing. A TPU copies a page of a head by one DMA, and scales of 8-bit
-    pages lie along its 128 lanes; small pages fit prompts that share their beginnings more closely."""
+    """The default number of tokens per page. On a TPU one DMA copies a page of a head, and scales of 8-bit pages lie
+    along its 128 lanes, so pages are large. Small pages let prompts share more of their common beginnings."""
     return PAGE_SIZES.get(platform, OTHER_PAGE_SIZE)
 
 

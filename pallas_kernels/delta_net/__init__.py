@@ -1,1 +1,1 @@
-"""The gated delta rule over states that sequences keep in their slots, a file for each backend."""
+"""The gated delta rule over states in the sequences' slots, with a file for each backend."""

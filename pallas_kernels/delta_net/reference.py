@@ -1,15 +1,16 @@
 """The gated delta rule (Yang et al. 2025, arXiv:2412.06464) in plain XLA, on every device.
 
 A value head keeps a matrix S [key_dim, value_dim]. A token with query q and key k, both of length 1, value v, decay g
-and rate b changes it and reads it:
+and rate b first changes S and then reads it:
 
   S <- exp(g) S + b k (v - exp(g) S'k)'        its result is S'q / sqrt(key_dim)
 
-Before that, queries, keys and values go through a causal convolution over the last few tokens of their sequence. Both
-continue from what the sequence's slot keeps (`DeltaState`), so a prompt may be cut into steps anywhere.
+Before that, queries, keys and values go through a causal convolution over the last few tokens of their sequence. The
+convolution and the rule continue from the state in the sequence's slot (`DeltaState`), so a prompt may be cut into
+steps at any token.
 
-Rows of one token take one update. Longer rows are cut into chunks of CHUNK tokens, one after another: within a chunk
-all updates come of one triangular system, as in the WY form of Yang et al. 2024 (arXiv:2406.06484).
+Rows of one token take one update. Longer rows are cut into chunks of CHUNK tokens, which are computed one after the
+other. Within a chunk one triangular system gives all updates, as in the WY form of Yang et al. 2024 (arXiv:2406.06484).
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from jaxserve.pallas_kernels.parts import DeltaHeads
 from jaxserve.pallas_kernels.types import DeltaState
 
 CHUNK = 64
-EPS = 1e-6  # in the lengths of queries and keys
+EPS = 1e-6  # added to the squared lengths of queries and keys
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 class DeltaRows(NamedTuple):
-    """The rows of a batch, and which states they continue from and change.
+    """The rows of a batch, and the slots whose states they read and write.
 
     Attributes:
       source: int32 [rows], the slot whose state a row continues from.
-      target: int32 [rows], the slot that gets the row's new state; that of nobody for rows that keep nothing.
-      fresh: bool [rows], the row is the beginning of its sequence: the state is zero, whatever the slot holds.
-      q_start: int32 [rows + 1], the first token of each row.
-      num_decodes: int32 scalar, leading rows that have one token each, at the place of their row.
+      target: int32 [rows], the slot that gets the row's new state; the slot of nobody for rows that keep nothing.
+      fresh: bool [rows], whether the row begins its sequence. Its state is then zero, whatever the slot holds.
+      q_start: int32 [rows + 1], the index of each row's first token.
+      num_decodes: int32 scalar, the number of leading rows with one token. Token i belongs to row i there.
       row: int32 [tokens], the row of each token.
     """
 
@@ -72,22 +73,23 @@ def delta_net(
     decode_only: bool = False,
     static: bool = False,
 ) -> tuple[jax.Array, DeltaState]:
-    """Computes the batch's tokens and keeps the rows' new states.
+    """Computes the batch's tokens and writes the rows' new states.
 
     Args:
       state: donated by the caller, and returned updated.
-      first: int32 scalar, the layer's first state, from which slots count.
-      activation: after the convolution.
+      first: int32 scalar, the index of the layer's first state, to which slots are added.
+      activation: applied to the results of the convolution.
       decode_only: all rows have at most one token.
-      static: the loop over chunks has a length that the compiler knows, as many as there can be, and what does not
-        depend on the state is computed for all chunks at once. Otherwise the loop ends with the batch's last chunk.
+      static: the loop over chunks has a length that the compiler knows: the most chunks that a batch can have. Terms
+        that do not depend on the state are computed for all chunks at once. Otherwise the loop ends with the batch's
+        last chunk.
 
     Returns the results, float32 [tokens, key_heads, group, value_dim], and the states.
     """
     clear = rows.fresh[:, None, None]
     before = jnp.where(clear[..., None, None], 0.0, state.matrix[first + rows.source])
     inputs = jnp.where(clear, 0.0, state.inputs[first + rows.source])
-    # Read once, before they are overwritten: otherwise XLA reads them again for each use, and copies all states first.
+    # Read once, before the states are overwritten. Otherwise XLA reads them for each use, and copies all states first.
     before, inputs = lax.optimization_barrier((before, inputs))
     mixed, inputs = convolve(heads.qkv.astype(jnp.float32), heads.conv.astype(jnp.float32), inputs, rows)
     tokens = _tokens(activation(mixed), heads, key_dim, before.shape[2:])
@@ -115,7 +117,7 @@ def convolve(x: jax.Array, w: jax.Array, before: jax.Array, rows: DeltaRows) -> 
     kept, width = w.shape[-1] - 1, w.shape[-1]
     shape = before.shape
     before = before.reshape(*shape[:2], kept, -1)
-    place = jnp.maximum(jnp.arange(len(x)) - rows.q_start[rows.row], 0)  # of a token in its row
+    place = jnp.maximum(jnp.arange(len(x)) - rows.q_start[rows.row], 0)  # a token's index in its row
     mixed = x * w[..., kept]
     for back in range(1, width):
         own = jnp.roll(x, back, axis=0)
@@ -124,7 +126,7 @@ def convolve(x: jax.Array, w: jax.Array, before: jax.Array, rows: DeltaRows) -> 
     count = rows.q_start[1:] - rows.q_start[:-1]
     each, last = jnp.arange(len(count)), []
     for i in range(kept):
-        from_row = count - kept + i  # of the row's tokens; below 0: of the inputs before
+        from_row = count - kept + i  # index of the row's token; below 0: index of an input before the row
         own = x[jnp.clip(rows.q_start[:-1] + from_row, 0, len(x) - 1)]
         older = before[each, :, jnp.clip(count + i, 0, kept - 1)]
         last.append(jnp.where((from_row >= 0)[:, None, None], own, older))
@@ -158,19 +160,20 @@ def update(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Terms(NamedTuple):
-    """What of a chunk does not depend on the state before it; see `_terms`."""
+    """The terms of a chunk that do not depend on the state before it; see `_terms`."""
 
-    values: jax.Array  # [key_heads, group, CHUNK, value_dim], what the tokens would write into an empty state
-    reads: jax.Array  # [key_heads, group, CHUNK, key_dim], how this depends on the state
-    queries: jax.Array  # [key_heads, group, CHUNK, key_dim], decayed since the chunk began
-    scores: jax.Array  # [key_heads, group, CHUNK, CHUNK], of queries with keys, decayed since the key
-    keys: jax.Array  # [key_heads, group, CHUNK, key_dim], decayed until the chunk ends
-    decay: jax.Array  # [key_heads, group], of the whole chunk
+    values: jax.Array  # [key_heads, group, CHUNK, value_dim], what tokens would write into an empty state
+    reads: jax.Array  # [key_heads, group, CHUNK, key_dim], the keys through which these values depend on the state
+    queries: jax.Array  # [key_heads, group, CHUNK, key_dim], queries decayed since the chunk began
+    scores: jax.Array  # [key_heads, group, CHUNK, CHUNK], products of queries and keys, decayed since the key
+    keys: jax.Array  # [key_heads, group, CHUNK, key_dim], keys decayed until the chunk ends
+    decay: jax.Array  # [key_heads, group], decay over the whole chunk
 
 
 def _terms(chunk: Tokens, valid: jax.Array) -> Terms:
-    """Of CHUNK tokens, of which bool [CHUNK] count. Let L be the strictly lower part of b_i k_i'k_j exp(g_j+1 + … +
-    g_i). With S before the chunk, the new values U solve (I + L) U = b (V - exp(g_1 + … + g_i) K S)."""
+    """The terms of CHUNK tokens, of which `valid`, bool [CHUNK], count. Let L be the strictly lower triangular part of
+    b_i k_i'k_j exp(g_j+1 + … + g_i), and S the state before the chunk. The new values U solve (I + L) U = b (V -
+    exp(g_1 + … + g_i) K S)."""
 
     def heads_first(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0), 0, -2)
@@ -178,7 +181,7 @@ def _terms(chunk: Tokens, valid: jax.Array) -> Terms:
     q, k, v = heads_first(chunk.q), heads_first(chunk.k), heads_first(chunk.v)
     decay, rate = (jnp.moveaxis(jnp.where(valid[:, None, None], x, 0.0), 0, -1) for x in (chunk.decay, chunk.rate))
     order = jnp.arange(CHUNK)
-    # Sums from token j + 1 to i, each by itself: differences of sums since the chunk began would lose digits.
+    # Each sum from token j + 1 to i is computed by itself: differences of sums from the beginning would lose digits.
     sums = jnp.cumsum(jnp.where(order[:, None] > order, decay[..., None], 0.0), axis=-2)
     since = jnp.where(order[:, None] >= order, jnp.exp(sums), 0.0)
     total = jnp.cumsum(decay, axis=-1)  # [key_heads, group, CHUNK]
@@ -205,17 +208,17 @@ def _advance(terms: Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _chunks(
     tokens: Tokens, out: jax.Array, states: jax.Array, rows: DeltaRows, static: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Goes through the chunks of all rows but the decodes. `out` has the results of these, `states` those of all rows;
-    returns both with the results of the others."""
+    """Computes the chunks of all rows except decodes. `out` has the results of decodes, and `states` the states of all
+    rows before the chunks. Returns both with the results and the states of the other rows."""
     count = rows.q_start[1:] - rows.q_start[:-1]
     count = jnp.where(jnp.arange(len(count)) < rows.num_decodes, 0, count)
-    ends = jnp.cumsum(-(-count // CHUNK))  # number of chunks of each row and those before it
+    ends = jnp.cumsum(-(-count // CHUNK))  # for each row, the number of chunks up to its last one
     most = len(out) // CHUNK + len(count)
     padded = Tokens(*(jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for x in tokens))
     out = jnp.pad(out, ((0, CHUNK), (0, 0), (0, 0), (0, 0)))
 
     def place(chunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """A chunk's row, first token and which of its tokens count; chunks behind the last one have none."""
+        """(row of a chunk, its first token, which of its tokens count). Chunks behind the last one have no tokens."""
         row = jnp.minimum(jnp.sum(ends <= chunk), len(count) - 1)
         before = CHUNK * (chunk - (ends[row] - (-(-count[row] // CHUNK))))
         start = jnp.minimum(rows.q_start[row] + before, len(out) - CHUNK)
