@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     engines.add_argument("--llama-flags", default="", metavar="FLAGS", help="added to llama-server")
     model = parser.add_argument_group("model")
     model.add_argument("--shape", "--config", default="100M", metavar="NAME|JSON",
-                       help=f"{', '.join(SHAPES)}; or config.json of a Llama or Qwen3, tied embeddings")  # fmt: skip
+                       help=f"{', '.join(SHAPES)}; or config.json of a Llama, Qwen3 or Qwen3-MoE, tied embeddings")  # fmt: skip
     model.add_argument("--quantize", metavar="TYPE", help="as a GGUF file of this type: Q4_K_M, Q8_0, F16, BF16")
     model.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file instead")
     model.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "jaxserve-compare"),
@@ -134,7 +134,7 @@ def find_model(args: argparse.Namespace) -> Model:
     if args.quantize:
         tool = args.llama_quantize or args.llama_server.with_name("llama-quantize")
         path = files.quantized_gguf(folder, args.quantize, tool, args.gguf_python)
-    name = f"{name}, {args.quantize or 'float32'}"
+    name = f"{name}, {args.quantize or config['torch_dtype']}"
     return Model(path, name, config["vocab_size"], parameters(config), config, folder if args.quantize else None)
 
 

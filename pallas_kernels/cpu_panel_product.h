@@ -118,12 +118,17 @@ struct Product {
   }
 
   template <class R>
-  void few_rows(int64_t panel, float* sums) const {
+  void int_columns(int64_t panel, float* sums) const {
     const int64_t blocks_of = R::kBlocks ? R::kBlocks : w.blocks(panel);
-    for (int part = 0; part < kParts; part++)
-      by_height<3>(tokens, [&](auto tall) {
-        int_column<R, tall>(rounded, first_row, w.begin(panel), blocks_of, part, sums + part * kWidth);
-      });
+    for (int64_t m = 0; m < tokens;) {
+      const int64_t height = next_height(tokens - m, kColumnTall);
+      for (int part = 0; part < kParts; part++)
+        by_height<kColumnTall>(height, [&](auto tall) {
+          int_column<R, tall>(rounded, first_row + m, w.begin(panel), blocks_of, part, m + part == 0,
+                              sums + m * kColumns * kWidth + part * kWidth);
+        });
+      m += height;
+    }
   }
 
   template <class R>
@@ -131,8 +136,10 @@ struct Product {
     if (arithmetic != kInteger) return exact_panels<R>(panel, count, sums);
     for (int64_t p = 0; p < count;) {
       float* to = sums + p * kPanelRows;
-      if (tokens <= 3) {
-        few_rows<R>(panel + p++, to);
+      if constexpr (kOnlyColumns) {
+        int_columns<R>(panel + p++, to);
+      } else if (tokens <= kColumnTall) {
+        int_columns<R>(panel + p++, to);
       } else if (kIntColumns > kParts && p + kIntColumns / kParts <= count) {
         int_panels<R, kIntColumns>(panel + p, to);
         p += kIntColumns / kParts;

@@ -8,12 +8,16 @@
 // Columns and rows of x that are multiplied at once: as many sums as registers hold beside the operands.
 constexpr int kColumns = kWidth == 8 ? 2 : 4;
 constexpr int kFloatTall = 6;
-constexpr int kIntColumns = kWidth == 4 ? 4 : 2, kIntTall = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 3;
+constexpr int kIntColumns = kWidth == 4 ? 4 : 2, kIntTall = kWidth == 8 ? 2 : 3;
+// Rows of x that `int_column` multiplies at once. With 32 wide registers it is the fastest for any number of rows.
+constexpr bool kOnlyColumns = kWidth == 16;
+constexpr int kColumnTall = kOnlyColumns ? 8 : 3;
 
-// The height of the next tile, of 1, 2, 3, 4 and 6, such that tiles have nearly equal heights; the tallest come first.
+// The height of the next tile, of 1, 2, 3, 4, 6 and 8, such that tiles have nearly equal heights; the tallest come
+// first.
 static int64_t next_height(int64_t left, int64_t tallest) {
   const int64_t passes = (left + tallest - 1) / tallest, height = (left + passes - 1) / passes;
-  return height == 5 ? 4 : height;
+  return height == 5 || height == 7 ? height - 1 : height;
 }
 
 // Calls f(std::integral_constant<int, height>) for a tile of `height` rows, at most kTallest.
@@ -24,6 +28,7 @@ static void by_height(int64_t height, F f) {
   if (kTallest >= 3 && height == 3) f(std::integral_constant<int, kTallest >= 3 ? 3 : 1>());
   if (kTallest >= 4 && height == 4) f(std::integral_constant<int, kTallest >= 4 ? 4 : 1>());
   if (kTallest >= 6 && height == 6) f(std::integral_constant<int, kTallest >= 6 ? 6 : 1>());
+  if (kTallest >= 8 && height == 8) f(std::integral_constant<int, kTallest >= 8 ? 8 : 1>());
 }
 
 // Floats. Each struct unpacks the vectors of one or two inputs from a panel.
@@ -157,16 +162,21 @@ static inline void add_group(Floats& total, Ints acc, float x_scale, float x_sum
 }
 
 // Sums [M, kColumns * kWidth] of M rows x, from `token` on, with one column of a panel. Unpacks codes in registers.
+// With `fetches`, the memory kAhead bytes further on is prefetched. The processor's own prefetching loses records of
+// codes and high bits, which are two streams (Q6_K comes from memory at two thirds of the rate without it).
+constexpr int64_t kAhead = 4096;
 template <class R, int M>
-static void int_column(const Rounded& x, int64_t token, const uint8_t* record, int64_t blocks_of, int part, float* to) {
+static void int_column(const Rounded& x, int64_t token, const uint8_t* record, int64_t blocks_of, int part,
+                       bool fetches, float* to) {
   constexpr int kSteps = R::kSub / 4;
   const int32_t* codes = x.codes.get() + token * x.inputs / 4;
   const float *scales = x.scale.get() + token * x.blocks, *sums = x.sum.get() + token * x.blocks;
   const float* half_sums = x.half_sum.get() + 2 * token * x.blocks;
-  const int64_t size = R::bytes(blocks_of);
+  const int64_t size = R::bytes(blocks_of), bytes = size / blocks_of, fetched = fetches ? bytes : 0;
   Floats totals[M] = {};
   for (int64_t at = 0; at < x.blocks; record += size)
-    for (int64_t b = 0; b < blocks_of && at < x.blocks; b++, at++)
+    for (int64_t b = 0; b < blocks_of && at < x.blocks; b++, at++) {
+      for (int64_t i = 0; i < fetched; i += 64) __builtin_prefetch(record + b * bytes + kAhead + i);
 #pragma GCC unroll 2
       for (int sub = 0; sub < kBlock / R::kSub; sub++) {
         Ints acc[M] = {};
@@ -183,6 +193,7 @@ static void int_column(const Rounded& x, int64_t token, const uint8_t* record, i
           add_group(totals[m], acc[m], scales[m * x.blocks + at],
                     R::kSub == 16 ? half_sums[2 * (m * x.blocks + at) + sub] : sums[m * x.blocks + at], scale, shift);
       }
+    }
   for (int m = 0; m < M; m++) std::memcpy(to + m * kColumns * kWidth, &totals[m], sizeof totals[m]);
 }
 

@@ -44,6 +44,13 @@ MOE_CASES: dict[str, DenseCase] = {
         attn_temperature_tuning=True, pad_token_id=ABSENT,
         rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
     ),
+    "llama4_chunks": dense(
+        "Llama4ForCausalLM", "llama4_text", **_SHARED, hidden=96, layers=5, head_dim=16, num_local_experts=4,
+        num_experts_per_tok=1, intermediate_size=80, intermediate_size_mlp=120, interleave_moe_layer_step=1,
+        no_rope_layers=[1, 1, 0, 1, 1], attention_chunk_size=48, floor_scale=24, attn_scale=0.2, use_qk_norm=True,
+        attn_temperature_tuning=True, pad_token_id=ABSENT,
+        rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+    ),
     "qwen3_next_odd": dense(
         "Qwen3NextForCausalLM", "qwen3_next", **_SHARED | {"num_key_value_heads": 3}, modern=False, norm=0.4, hidden=72,
         heads=6, layers=5, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,

@@ -284,7 +284,7 @@ def test_lines_that_are_no_requests_of_a_batch(model_folders, tmp_path):
     folder = str(model_folders(CASE))
     lines = [
         GOOD,
-        GOOD | {"custom_id": "b", "url": "/v1/embeddings"},
+        GOOD | {"custom_id": "b", "url": "/v1/audio/speech"},
         GOOD | {"custom_id": "c", "method": "GET"},
     ]
     source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -292,7 +292,7 @@ def test_lines_that_are_no_requests_of_a_batch(model_folders, tmp_path):
     answers = {line["custom_id"]: line["response"] for line in map(json.loads, target.read_text().splitlines())}
     assert (answers["a"]["status_code"], answers["a"]["body"]["model"]) == (200, folder)
     assert answers["a"]["body"]["system_fingerprint"].startswith("fp_")
-    for name, got in (("b", "got POST /v1/embeddings"), ("c", "got GET /v1/completions")):
+    for name, got in (("b", "got POST /v1/audio/speech"), ("c", "got GET /v1/completions")):
         error = answers[name]["body"]["error"]
         assert (answers[name]["status_code"], error["param"], error["code"]) == (404, "url", "url_not_found")
         assert got in error["message"]

@@ -17,7 +17,7 @@ class NoFile(RuntimeError):  # noqa: N818
 
 
 def write_gguf(model: Path, path: Path, python: str = sys.executable) -> None:
-    """The model of a folder as GGUF in float32, unless it is there and newer. Raises NoFile."""
+    """The model of a folder as GGUF in its own dtype, unless it is there and newer. Raises NoFile."""
     config = model / "config.json"
     if path.is_file() and path.stat().st_mtime > config.stat().st_mtime:
         return

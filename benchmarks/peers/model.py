@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
         vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
     ),
+    # Qwen3-30B-A3B with 4 of its 48 layers, and a vocabulary in the same proportion.
+    "Qwen3-30B-A3B-4L": _shape(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=4,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, intermediate_size=6144, vocab_size=12672,
+        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+        torch_dtype="float16",
+    ),
 }  # fmt: skip
 
 
@@ -67,7 +76,8 @@ def parameters(config: Mapping[str, Any]) -> int:
 def make_model(folder: Path, config: Mapping[str, Any] = SHAPE) -> Path:
     """Writes the model into `folder`, unless it is there already; returns the folder.
 
-    `config` is a config.json of a Llama or Qwen3 with tied embeddings, in float32.
+    `config` is a config.json of a Llama, Qwen3 or Qwen3-MoE with tied embeddings, in float32 or float16. The tensors of
+    each layer of experts are in a file of their own, so that no more than one such layer is in memory.
     """
     text = json.dumps(dict(config), indent=1)
     path = folder / "config.json"
@@ -75,7 +85,10 @@ def make_model(folder: Path, config: Mapping[str, Any] = SHAPE) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    save_file(_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    if config.get("num_experts"):
+        _write_shards(folder, config)
+    else:
+        save_file(dict(_weights(config)), folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder, config["vocab_size"])
     path.write_text(text)  # last: it says that the rest is whole
     return folder
@@ -95,26 +108,50 @@ def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]
         yield f"{layer}.self_attn.k_proj.weight", (keys, hidden)
         yield f"{layer}.self_attn.v_proj.weight", (keys, hidden)
         yield f"{layer}.self_attn.o_proj.weight", (hidden, queries)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             yield f"{layer}.self_attn.q_norm.weight", (head,)
             yield f"{layer}.self_attn.k_norm.weight", (head,)
+        if experts := config.get("num_experts"):
+            size = config["moe_intermediate_size"]
+            yield f"{layer}.mlp.gate.weight", (experts, hidden)
+            for e in range(experts):
+                yield f"{layer}.mlp.experts.{e}.gate_proj.weight", (size, hidden)
+                yield f"{layer}.mlp.experts.{e}.up_proj.weight", (size, hidden)
+                yield f"{layer}.mlp.experts.{e}.down_proj.weight", (hidden, size)
+            continue
         yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
         yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
         yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
 
 
-def _weights(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _weights(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Norms of ones, the rest normal; layers twice as strong as when training starts, so that they are heard."""
     rng = np.random.default_rng(0)
-    weights = {}
+    dtype = np.dtype(config["torch_dtype"])
     for name, shape in _tensors(config):
         if len(shape) == 1:
-            weights[name] = np.ones(shape, np.float32)
+            yield name, np.ones(shape, dtype)
             continue
         scale = 0.02 if "embed" in name else 2 / np.sqrt(shape[1])
-        weights[name] = np.float32(scale) * rng.standard_normal(shape, np.float32)
-    weights["model.embed_tokens.weight"][0] = 0
-    return weights
+        weight = np.float32(scale) * rng.standard_normal(shape, np.float32)
+        if "embed" in name:
+            weight[0] = 0
+        yield name, weight.astype(dtype, copy=False)
+
+
+def _write_shards(folder: Path, config: Mapping[str, Any]) -> None:
+    """A file for what no layer owns and one for each layer, with the index that names each tensor's file."""
+
+    def file_of(item: tuple[str, np.ndarray]) -> str:
+        parts = item[0].split(".")
+        return f"model-{int(parts[2]) + 1 if parts[1] == 'layers' else 0:05d}.safetensors"
+
+    places = {}
+    for file, tensors in groupby(_weights(config), file_of):
+        some = dict(tensors)
+        save_file(some, folder / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(some, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 def token_texts(vocab_size: int) -> list[str]:

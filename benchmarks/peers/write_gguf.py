@@ -1,4 +1,4 @@
-"""The model as a GGUF file, in float32. Runs in any Python that has gguf and safetensors:
+"""The model as a GGUF file, in its own dtype. Runs in any Python that has gguf and safetensors:
 
 python write_gguf.py FOLDER FILE
 """
@@ -25,7 +25,9 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+ARCHITECTURES = {"qwen3_moe": "qwen3moe"}  # where they are not called as in config.json
 
 
 def gguf_name(name: str) -> str:
@@ -47,9 +49,11 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 def write(folder: Path, path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     neighbours = config["model_type"] == "llama"  # which rope turns in pairs
-    writer = gguf.GGUFWriter(path, config["model_type"])
+    floats = {"float32": gguf.LlamaFileType.ALL_F32, "float16": gguf.LlamaFileType.MOSTLY_F16}
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, architecture, use_temp_file="num_experts" in config)
     writer.add_name("compare")
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(floats[config["torch_dtype"]])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -62,17 +66,37 @@ def write(folder: Path, path: Path) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     add_tokenizer(writer, folder, config)
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if "q_proj" in name and neighbours:
-            weight = interleave(weight, config["num_attention_heads"])
-        elif "k_proj" in name and neighbours:
-            weight = interleave(weight, config["num_key_value_heads"])
-        writer.add_tensor(gguf_name(name), weight)
+    for file in sorted(folder.glob("model*.safetensors")):
+        weights = load_file(file)
+        for name in list(weights):
+            if ".experts." in name:
+                continue
+            weight = weights.pop(name)
+            if "q_proj" in name and neighbours:
+                weight = interleave(weight, config["num_attention_heads"])
+            elif "k_proj" in name and neighbours:
+                weight = interleave(weight, config["num_key_value_heads"])
+            if weight.ndim == 1 or name.endswith("mlp.gate.weight"):  # kept in float32, as by llama.cpp's converter
+                weight = weight.astype(np.float32)
+            writer.add_tensor(gguf_name(name), weight)
+        add_experts(writer, weights, config.get("num_experts", 0))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_experts(writer: gguf.GGUFWriter, weights: dict[str, np.ndarray], count: int) -> None:
+    """Experts' weights by Hugging Face's names, each kind of a layer as one stack [experts, out, in]."""
+    for name in [name for name in weights if ".experts.0." in name]:
+        _, _, number, *_, kind, _ = name.split(".")
+        stack = np.stack([weights[name.replace(".experts.0.", f".experts.{e}.")] for e in range(count)])
+        writer.add_tensor(f"blk.{number}.{NAMES[f'mlp.{kind}']}_exps.weight", stack)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict) -> None:

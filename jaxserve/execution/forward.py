@@ -18,6 +18,7 @@ from jaxserve.models.decoder import Decoder, DecoderLayer
 from jaxserve.models.spec import GatedDeltaSpec
 from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
 from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
+from jaxserve.scheduling.windows import Chunk
 
 
 class ModelInput(NamedTuple):
@@ -75,6 +76,12 @@ def forward(
     first_page = [jnp.int32(i * layout.num_pages) for i in range(each)]
     tables = _tables(slots.block_tables[slot], groups.num_groups)
     written = [_kv_slots(placed, table, layout.page_size) for table in tables]
+    seen = [
+        _of_chunk(table, placed.kv_len, window, layout.page_size)
+        if isinstance(window, Chunk)
+        else (table, placed.kv_len)
+        for table, window in zip(tables, groups.windows, strict=True)
+    ]
     # Jitted per kind of layer, so that equal layers are traced and lowered once.
     run = partial(_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec, parent=None))) for spec in set(model.config.layers)}
@@ -89,7 +96,8 @@ def forward(
         else:
             group, index = next(paged)
             array, part = divmod(index, each)
-            where = (written[group], tables[group], q_start, placed.kv_len, batch.num_decodes, first_page[part])
+            table, kv_len = seen[group]
+            where = (written[group], table, q_start, kv_len, batch.num_decodes, first_page[part])
         x, y, cache[array] = kinds[layer](params[f"layers_{i}"], x, y, ropes, cache[array], where)
     hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
@@ -123,6 +131,14 @@ def _tables(tables: jax.Array, num_groups: int) -> list[jax.Array]:
         return [tables]
     by_group = tables.reshape(len(tables), -1, num_groups)
     return [by_group[:, :, group] for group in range(num_groups)]
+
+
+def _of_chunk(table: jax.Array, kv_len: jax.Array, chunk: Chunk, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """For each row, the part of its block table that belongs to its chunk of tokens, and how many tokens its last token
+    sees there. All tokens of a row are in one chunk, because the scheduler ends steps where chunks end."""
+    begin = jnp.maximum(kv_len - 1, 0) // chunk * chunk
+    blocks = jnp.arange(min(chunk // page_size, table.shape[1])) + begin[:, None] // page_size
+    return jnp.take_along_axis(table, jnp.minimum(blocks, table.shape[1] - 1), axis=1), kv_len - begin
 
 
 def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:

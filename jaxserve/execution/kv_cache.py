@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import on_one_cpu, sharding, ways
 from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups
@@ -19,6 +20,7 @@ from jaxserve.execution.slot_states import StateLayout
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import DeltaState
+from jaxserve.scheduling.windows import Chunk, chunk_of
 
 COPIES = 16  # page copies per call of `copy_pages`
 STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
@@ -66,11 +68,14 @@ class CacheLayout:
         need `num_slots`, the number of sequences that can run at a time, and `snapshots`, the number of states that can
         be kept beside those of running sequences.
         """
-        windows = [attention.window for attention in model.attentions]
+        chunks = [getattr(attention, "chunk", None) for attention in model.attentions]
+        windows = [Chunk(c) if c else a.window for a, c in zip(model.attentions, chunks, strict=True)]
         net, states = model.recurrent, None
         if net is not None:
             states = StateLayout(net, model.num_recurrent, num_slots + 1, snapshots)
         groups = LayerGroups.of(windows, model.max_position if longest is None else longest)
+        if (chunk := chunk_of(groups.windows)) is not None and chunk % page_size:
+            raise ConfigError(f"page_size {page_size} does not divide the model's attention chunks of {chunk} tokens")
         return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform), states)
 
     @property

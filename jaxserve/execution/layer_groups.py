@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.scheduling.block_manager import Windows
+from jaxserve.scheduling.windows import Chunk, Windows
 
 MOST_GROUPS = 16  # maximum of groups, since each costs a block table in every slot
 TOLERANCE = 1.05  # up to this factor more memory is accepted for fewer groups
@@ -20,7 +20,7 @@ class LayerGroups:
     one pool of pages serves them all. A group with fewer layers leaves the rest of its pages unused.
 
     Attributes:
-      windows: for each group, how many tokens a token sees, itself included; None: all earlier tokens and itself.
+      windows: for each group, how far back a token sees.
       depth: layers that a page has room for.
       places: for each layer of the model, its group and its index within the group.
     """
@@ -30,14 +30,14 @@ class LayerGroups:
     places: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, layer_windows: Sequence[int | None], longest: int) -> LayerGroups:
+    def of(cls, layer_windows: Sequence[int | Chunk | None], longest: int) -> LayerGroups:
         """Groups for layers with these windows, where no sequence has more than `longest` tokens.
 
-        A window of at least `longest` tokens limits nothing and counts as None. The depth is chosen so that a sequence
-        of `longest` tokens needs little memory: within TOLERANCE of the least, with as few groups as possible.
+        A window or chunk of at least `longest` tokens limits nothing and counts as None. The depth is chosen so that a
+        sequence of `longest` tokens needs little memory: within TOLERANCE of the least, with as few groups as possible.
         """
         windows = [None if window is None or window >= longest else window for window in layer_windows]
-        layers: dict[int | None, list[int]] = {}
+        layers: dict[int | Chunk | None, list[int]] = {}
         for i, window in enumerate(windows):
             layers.setdefault(window, []).append(i)
 

@@ -16,7 +16,7 @@ import jax
 from jaxserve.config import POOL_FRACTION, ConfigError, EngineConfig
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.models.spec import ModelConfig
-from jaxserve.scheduling.block_manager import Windows, most_pages
+from jaxserve.scheduling.windows import Windows, most_pages
 
 log = logging.getLogger(__name__)
 

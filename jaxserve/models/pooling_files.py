@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.checkpoints.load import FLOATS
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.models.families import families
 from jaxserve.models.load import Checkpoint, read_hf_config
 from jaxserve.models.pooling import ACTIVATIONS, Dense, Method, Pooler, Task
 from jaxserve.models.spec import ModelConfig
@@ -30,10 +31,11 @@ def find_task(config: EngineConfig, path: Path) -> Task:
     if path.is_dir() and (path / MODULES).is_file():
         kinds = [str(module.get("type", "")) for module in _modules(path)]
         return "score" if any("cross_encoder" in kind for kind in kinds) else "embed"
-    names = read_hf_config(path, config.ignore_config_keys).values.get("architectures") or [""]
-    if str(names[0]).endswith(CLASSIFIER):
+    names = [str(n) for n in read_hf_config(path, config.ignore_config_keys).values.get("architectures") or [""]]
+    if names[0].endswith(CLASSIFIER):
         return "score"
-    return "embed" if str(names[0]).endswith("Model") else "generate"
+    generates = {name for family in families() for name in family.architectures}  # GPT2LMHeadModel is one of them
+    return "embed" if names[0].endswith("Model") and names[0] not in generates else "generate"
 
 
 def read_pooler(config: EngineConfig, path: Path, model: ModelConfig, token_of: Callable[[str], int]) -> Pooler | None:

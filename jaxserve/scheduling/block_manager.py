@@ -13,7 +13,7 @@ sequence's list of pages holds the pages of its first block, one for each group 
 block, and so on.
 
 If the layers of a group see no further back than a window, sequences give up the group's pages before the window
-(`first_needed`). The null page then takes their place in a sequence's list, and no kernel reads it.
+(`windows.first_needed`). The null page then takes their place in a sequence's list, and no kernel reads it.
 
 A page that is shared, or in the prefix cache, is immutable. A sequence that needs to write to it gets a copy
 (`make_writable`).
@@ -33,8 +33,7 @@ from typing import Any, overload
 import numpy as np
 
 from jaxserve.scheduling.state_snapshots import StateSnapshots
-
-Windows = tuple[int | None, ...]  # of each group of layers: how many tokens back they see, a token itself included
+from jaxserve.scheduling.windows import Windows, first_needed, most_pages
 
 NULL_PAGE = 0  # has no owner; padding writes to it, and nothing reads it
 HASH_BYTES = 32
@@ -61,13 +60,6 @@ def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int) -> bytes
         parent = page_hash(parent, array[end - page_size : end])
         hashes.append(parent)
     return b"".join(hashes)
-
-
-def most_pages(tokens: int, page_size: int, windows: Windows, step: int) -> list[int]:
-    """The most pages that a sequence of `tokens` tokens holds at a time, for each group: pages for the window before a
-    step, and for the step's own tokens. `windows`: see `BlockManager`. `step`: the most tokens that a step computes."""
-    blocks = -(-tokens // page_size)
-    return [blocks if window is None else min(blocks, -(-(window - 1 + step) // page_size) + 1) for window in windows]
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
@@ -97,7 +89,7 @@ class BlockManager:
     """Allocates the pages 1 .. num_pages - 1; page 0 is the null page.
 
     Attributes:
-      windows: for each group of layers, how many tokens back they see, a token itself included; None: all.
+      windows: how far back each group of layers sees.
       states: of a model with recurrent layers; a sequence then starts only from cached pages that have a snapshot.
     """
 
@@ -152,14 +144,6 @@ class BlockManager:
     def pages_for(self, tokens: Any) -> Any:
         """Pages of all groups that hold this number of tokens."""
         return -(-tokens // self.page_size) * self.num_groups
-
-    @overload
-    def first_needed(self, computed: int, window: int | None) -> int: ...
-    @overload
-    def first_needed(self, computed: np.ndarray, window: int | None) -> np.ndarray: ...
-    def first_needed(self, computed: Any, window: int | None) -> Any:
-        """Index of the first block that a token at position `computed` or later can still see through `window`."""
-        return computed * 0 if window is None else np.maximum(computed - window + 1, 0) // self.page_size
 
     def needed_pages(self, tokens: int, cached: Sequence[int], step: int) -> int:
         """Pages that must be available for a sequence of `tokens` tokens that starts from the `cached` pages, if a step
@@ -283,7 +267,7 @@ class BlockManager:
 
     def _first_blocks(self, count: int) -> list[int]:
         """For each group, the first block that the token after `count` full blocks still sees."""
-        return [int(self.first_needed(count * self.page_size, window)) for window in self.windows]
+        return [int(first_needed(count * self.page_size, window, self.page_size)) for window in self.windows]
 
     def count_evictable(self, pages: Iterable[int]) -> int:
         """How many of these pages are evictable."""

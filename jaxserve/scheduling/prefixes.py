@@ -8,6 +8,7 @@ from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Lookup, Sequence
 from jaxserve.scheduling.step_plan import Rows
+from jaxserve.scheduling.windows import first_needed
 
 
 class Prefixes:
@@ -109,11 +110,11 @@ class Prefixes:
 
     def _release_behind(self, window: int, group: int, running: RunningTable) -> None:
         blocks, lineup, released = self._blocks, running.lineup, running.num_released[:, group]
-        first = blocks.first_needed(running.computed[lineup.slot], window)
+        first = first_needed(running.computed[lineup.slot], window, blocks.page_size)
         for i in np.flatnonzero(first > released[lineup.slot]).tolist():
             seq, slot, end = lineup.seqs[i], lineup.seqs[i].slot, int(first[i])
             if seq.unforked:
-                end = min(end, int(blocks.first_needed(seq.prompt_len - 1, window)))
+                end = min(end, int(first_needed(seq.prompt_len - 1, window, blocks.page_size)))
             if end <= released[slot]:
                 continue
             self.register(running, seq, min(end * blocks.page_size, int(running.known[slot])))

@@ -50,7 +50,7 @@ def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget
     if not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
     room = budget.for_prompts(len(one), len(running) - len(one) + num_waiting)
-    most = np.minimum(left, running.state_stop[lineup.slot] - start)
+    most = np.minimum(left, running.ahead(lineup.slot))
     chunks, count, last = _prompt_chunks(np.flatnonzero(prompts), left, most, spare, room)
     seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
     return running.rows(seqs, np.concatenate([one, count]), np.concatenate([one, last]))

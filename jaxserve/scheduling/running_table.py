@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 from jaxserve.scheduling.step_plan import Rows
+from jaxserve.scheduling.windows import Windows, chunk_of
 from jaxserve.types import NO_PENALTY_ROW
 
 NO_STOP = np.iinfo(np.int32).max
@@ -54,13 +56,19 @@ class RunningTable:
     """
 
     def __init__(
-        self, max_num_seqs: int, page_size: int, max_len: int, penalty_rows: int | None = None, num_groups: int = 1
+        self,
+        max_num_seqs: int,
+        page_size: int,
+        max_len: int,
+        penalty_rows: int | None = None,
+        windows: Windows = (None,),
     ):
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
 
-        self._settings = max_num_seqs, page_size, max_len, penalty_rows, num_groups
-        self.page_size, self.num_groups = page_size, num_groups  # see `BlockManager`
+        self._settings = max_num_seqs, page_size, max_len, penalty_rows, windows
+        self.page_size, self.num_groups = page_size, len(windows)  # see `BlockManager`
+        self.chunk, num_groups = chunk_of(windows), len(windows)
         self.slot_generation = numbers()  # incremented when a slot is vacated; see `holds`
         self.tokens = np.zeros((max_num_seqs, max_len + MAX_TOKENS_PER_CALL), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
@@ -185,9 +193,12 @@ class RunningTable:
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.needs_detail.add(seq)
 
-    def until_stop(self, seq: Sequence) -> int:
-        """How many tokens a running sequence may compute until a snapshot of its recurrent state is wanted."""
-        return int(self.state_stop[seq.slot] - self.computed[seq.slot])
+    def ahead(self, slot: Any) -> Any:
+        """How many tokens a step may compute in a slot, int32 of the shape of `slot`: up to the place where a snapshot
+        of the recurrent state is wanted, and up to the end of the chunk of tokens that layers see."""
+        computed = self.computed[slot]
+        most = self.state_stop[slot] - computed
+        return most if self.chunk is None else np.minimum(most, self.chunk - computed % self.chunk)
 
     def next_state_stop(self, seq: Sequence) -> None:
         """Sets the next number of tokens after which a snapshot of a sequence's recurrent state is wanted."""

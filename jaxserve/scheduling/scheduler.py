@@ -57,7 +57,7 @@ class Scheduler:
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
-        self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.num_groups)
+        self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
         self.waiting = Waiting()
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests whose client reads the tokens as they come
@@ -230,7 +230,7 @@ class Scheduler:
         while budget > 0 and (seq := self._next_admissible()):
             left = self._admit(seq, budget)
             seqs.append(seq)
-            counts.append(min(left, budget, self.running.until_stop(seq)))
+            counts.append(min(left, budget, int(self.running.ahead(seq.slot))))
             num_new.append(counts[-1] == left and seq.max_tokens > 0)
             budget -= counts[-1]
         return self.running.rows(seqs, np.asarray(counts, np.int32), np.asarray(num_new, np.int32))

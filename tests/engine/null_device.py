@@ -23,6 +23,7 @@ from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, child_seed
 from jaxserve.scheduling.step_plan import Rows, StepPlan
+from jaxserve.scheduling.windows import Chunk
 
 VOCAB = 6
 
@@ -211,7 +212,10 @@ class Device:
 
     def _write_row(self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]], step: int) -> None:
         (first, last), slot = batch["q_start"][i : i + 2], batch["slot"][i]
-        start = self.length[slot]
+        start, end = self.length[slot], self.length[slot] + last - first - 1
+        chunks = [window for window in self.blocks.windows if isinstance(window, Chunk)]
+        assert all(start // chunk == end // chunk for chunk in chunks), "a row's tokens lie in several chunks"
+        self.events["ends of chunks"] += any((end + 1) % chunk == 0 for chunk in chunks)
         state = self._read(slot, start - 1, self.widest)
         if self.recurrent is not None and start > 0:
             state = self.recurrent[slot]
@@ -237,6 +241,8 @@ class Device:
         length = self.length[slot]
         for group, window in enumerate(self.blocks.windows):
             first = 0 if window is None else max(length - window, 0)
+            if isinstance(window, Chunk):
+                first = (length - 1) // window * window
             seen = [self._read(slot, position, group) for position in range(first, length)]
             self._check_read(seq, first, seen)
         return seen[-1]

@@ -8,12 +8,13 @@ from itertools import count
 from null_device import Device, Ran, each, fingerprint, next_token, root_state
 
 from jaxserve.scheduling.beam import Beams
-from jaxserve.scheduling.block_manager import BlockManager, most_pages
+from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.windows import most_pages
 from jaxserve.types import Request, SamplingParams
 
 TOKENS_PER_CALL = (1, 3, 16)  # tokens that a row may draw in one call

@@ -18,23 +18,30 @@ def test_logits_and_greedy_tokens(case, model_folders):
     engine = make_engine(model_folders(case), tokens=320, decode_steps=False, **CASES[case].options)
     prompts = [golden[f"prompt_{i}"] for i in range(4)]
 
-    hidden_states = []
-    step = engine.runner.step
+    hidden, step, dispatch = [], engine.runner.step, engine.dispatch
+    of_prompt = [np.zeros((0, engine.model.hidden_size), np.float32)] * 4
 
-    def spy(shape, packed):
-        sampled, hidden = step(shape, packed)
-        hidden_states.append(hidden)
-        return sampled, hidden
+    def keep_hidden(shape, packed):
+        sampled, states = step(shape, packed)
+        hidden.append(np.asarray(states))
+        return sampled, states
 
-    engine.runner.step = spy
+    def note_rows(plan):
+        sent = dispatch(plan)
+        for batch, states in zip(sent.batches, hidden, strict=True):
+            ends = np.cumsum(batch.rows.count)
+            for seq, begin, end in zip(batch.rows.seqs, ends - batch.rows.count, ends, strict=True):
+                of_prompt[int(seq.request_id)] = np.concatenate([of_prompt[int(seq.request_id)], states[begin:end]])
+        hidden.clear()
+        return sent
+
+    engine.runner.step, engine.dispatch = keep_hidden, note_rows
     results = generate(engine, *(request(str(i), p, max_tokens=64, logprobs=0) for i, p in enumerate(prompts)))
 
-    # Rows of one token come first in a step; the first step holds all four prompts.
-    hidden, ends = hidden_states[0], np.cumsum([len(p) for p in prompts])
     variables = {"params": engine.runner.params}
-    for i, end in enumerate(ends):
+    for i, prompt in enumerate(prompts):
         expected = golden[f"logits_{i}"]
-        rows = hidden[end - len(expected) : end]
+        rows = jnp.asarray(of_prompt[i][len(prompt) - len(expected) : len(prompt)])
         actual = np.asarray(engine.runner.model.apply(variables, rows, method="logits"))
         scale = np.abs(expected).max()
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * scale, err_msg=f"prompt {i}")

@@ -13,6 +13,7 @@ from engines import generate, make_engine, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from tiny_models import CASES
 
 from jaxserve.checkpoints.export import compress, quantization_config
 from jaxserve.checkpoints.quantize import Scheme, rtn
@@ -29,6 +30,7 @@ ON_DEVICES = ("cohere_qk_norm", "olmo2_post", "gemma3_older", "deepseek_v3_group
 ON_EIGHT = ("cohere_qk_norm", "olmo2_post", "falcon_40b")  # with eight query heads
 ODD = ("neox_parallel", "gpt2_scaled", "falcon_7b")  # heads that two devices cannot share
 IN_PARTS = ("gemma3_older", "opt_350m", "deepseek_v3_groups")
+CHUNKED = "llama4_chunks"
 
 
 def cases(usual):
@@ -44,9 +46,9 @@ def answers(engine, case, tag=""):
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in cases(ON_DEVICES) if case.values[0] not in ODD])
+@pytest.mark.parametrize("case", [*(case for case in cases(ON_DEVICES) if case.values[0] not in ODD), CHUNKED])
 def test_on_two_devices(case, model_folders):
-    engine = make_engine(model_folders(case), tokens=320, tensor_parallel_size=2, **DENSE_CASES[case].options)
+    engine = make_engine(model_folders(case), tokens=320, tensor_parallel_size=2, **CASES[case].options)
     answers(engine, case)
 
 
@@ -70,12 +72,13 @@ def test_in_bfloat16(case, model_folders):
     assert np.abs(np.array(found) - expected).mean() < 0.1
 
 
-@pytest.mark.parametrize("case", cases(IN_PARTS))
+@pytest.mark.parametrize("case", [*cases(IN_PARTS), CHUNKED])
 def test_in_parts(case, model_folders):
     """In chunks and with too few pages for all, then once more from the cache."""
-    options = {"max_model_len": 256} | DENSE_CASES[case].options
-    windows = {layer.attention.window for layer in read_model(model_folders(case)).layers}
-    pages = 30 if len(windows) > 1 else 22  # groups of layers have pages of their own
+    options = {"max_model_len": 256} | CASES[case].options
+    sights = [layer.attention for layer in read_model(model_folders(case)).layers]
+    windows = {getattr(sight, "chunk", None) or sight.window for sight in sights}
+    pages = 40 if case == CHUNKED else 30 if len(windows) > 1 else 22  # groups of layers have pages of their own
     engine = make_engine(model_folders(case), tokens=16, kv_pages=pages, page_size=16, **options)
     answers(engine, case)
     assert engine.stats().preemptions > 0 or None not in windows

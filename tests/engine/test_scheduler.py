@@ -17,11 +17,13 @@ from jaxserve.execution.step_buffer import split, step_shapes
 from jaxserve.scheduling import block_manager, sequence
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.windows import Chunk
 from jaxserve.types import InvalidRequestError, Request, SamplingParams
 
 # Random use
 
 KINDS = ["scored", "masked", "masked", "beams", *["ordinary"] * 6]
+CHUNKED = [(None, Chunk(4)), (None, Chunk(12)), (Chunk(8), None, 5, Chunk(8))]
 FAMILIES = ([0] * 40, [1, 2] * 20, [3, 4, 5, 0, 1] * 8)  # prompts begin like one of these
 
 
@@ -34,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 12),
         budget=st.integers(1, 24),
         prefix_caching=st.sampled_from([True, True, True, False]),
-        windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 5), (3, None, 9), (2, 7)]),
+        windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 5), (3, None, 9), (2, 7), *CHUNKED]),
         snapshots=st.sampled_from([None, None, None, 0, 1, 5]),
         cost=st.sampled_from([None, StepCost(weights=0.003, token=0.001), StepCost(weights=1.0, token=0.001)]),
     )
@@ -110,7 +112,10 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize(("windows", "snapshots"), [((None,), None), ((6,), None), ((None, 6, 6), None), ((None,), 4)])
+PRESSED = [((None,), None), ((6,), None), ((None, 6, 6), None), ((None,), 4), ((None, Chunk(8), Chunk(8)), None)]
+
+
+@pytest.mark.parametrize(("windows", "snapshots"), PRESSED)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_under_pressure(overlapped, windows, snapshots):
     """Many requests in few pages, and proof that the hard cases did occur."""
@@ -119,7 +124,7 @@ def test_under_pressure(overlapped, windows, snapshots):
     for seed in range(12):
         rng = np.random.default_rng(seed)
         simulation = Simulation(
-            num_pages={(None,): 13, (6,): 11, (None, 6, 6): 32}[windows],
+            num_pages={(None,): 13, (6,): 11}.get(windows, 32),
             page_size=4,
             max_num_seqs=5,
             budget=int(rng.integers(5, 20)),
@@ -160,6 +165,8 @@ def test_under_pressure(overlapped, windows, snapshots):
     if snapshots is not None:
         unshared = ("beams", "copies", "copied tables", "overflow")
         least = {name: n for name, n in least.items() if name not in unshared} | {"restored": 100, "kept": 300}
+    if any(isinstance(window, Chunk) for window in windows):
+        least["ends of chunks"] = 200
     if overlapped:
         least |= {"overlapped": 100, "unknown tokens": 500, "ended on the device": 50}
     assert {name: n for name, n in least.items() if events[name] < n} == {}, events

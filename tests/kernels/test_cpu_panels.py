@@ -91,7 +91,10 @@ def test_panels_hold_what_the_file_holds(name):
     inputs = 512
     w, values = gguf(name, 48, inputs, "float32")
     np.testing.assert_array_equal(cpu_panels.rows(w, jnp.arange(48, dtype=jnp.int32)), values)
-    assert w.data.nbytes <= (1.06 if name == "Q3_K" else 1.03) * 48 * inputs * BLOCK_TYPES[name].nbytes / BLOCK_TYPES[name].size
+    assert (
+        w.data.nbytes
+        <= (1.06 if name == "Q3_K" else 1.03) * 48 * inputs * BLOCK_TYPES[name].nbytes / BLOCK_TYPES[name].size
+    )
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

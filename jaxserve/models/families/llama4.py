@@ -1,7 +1,6 @@
 """Llama 4's text model: experts whose inputs are weighted, beside a shared expert; some layers have no positions.
 
-In layers with positions, a token sees the earlier tokens of its own chunk of `attention_chunk_size`. Contexts of one
-chunk are served, in which these are all earlier tokens.
+In layers with positions, a token sees the earlier tokens of its own chunk of `attention_chunk_size`.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ def _read(hf: HFConfig) -> ModelConfig:
     turning = _turning(hf, count)
     max_position = read_max_position(hf, 131072)
     chunk = hf.take("attention_chunk_size", 8192 if "attention_chunk_size" not in hf.values else None)
-    if chunk is not None and any(turning):
-        max_position = min(max_position, chunk)
     plain = read_mlp(hf)
     size = plain.size
     router = Router(top_k=hf.take("num_experts_per_tok", 1), score="sigmoid", normalized=False, weighs_inputs=True)
@@ -68,7 +65,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     turned = replace(attention, qk_norm=qk_norm if hf.take("use_qk_norm", True) else None)
 
     def attention_of(turns: bool) -> AttentionSpec:
-        return replace(turned, rope="default") if turns else replace(attention, rope="none")
+        return replace(turned, rope="default", chunk=chunk) if turns else replace(attention, rope="none")
 
     layers = tuple(
         replace(layer, attention=attention_of(turning[i]), mlp=mixture if i in mixed else dense)
