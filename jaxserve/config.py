@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
@@ -74,6 +74,8 @@ class EngineConfig:
       score_tokens: with task score and a model that generates, the tokens whose odds are the score: (no, yes).
       score_prompt: how a query and a document become a prompt: "plain", one after the other, or "qwen3", the prompt of
         Qwen3-Reranker. "auto": plain for classifiers, qwen3 for models that generate.
+      speculative_config: speculative decoding, as vLLM names it: {"method": "ngram", "num_speculative_tokens": 4,
+        "prompt_lookup_min": 2, "prompt_lookup_max": 4}. None: there is none.
       async_scheduling: dispatch a step before the host knows the tokens of the step before it.
       decode_steps: most tokens that one call of the devices samples for a decoding sequence, 1 to 16. Applies while no
         prompt is computed and no request waits. The loop runs on the devices; answers do not depend on it.
@@ -116,6 +118,7 @@ class EngineConfig:
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     score_tokens: tuple[str, ...] = ("no", "yes")
     score_prompt: Literal["auto", "plain", "qwen3"] = "auto"
+    speculative_config: dict[str, Any] | None = None
     async_scheduling: bool = True
     decode_steps: int = 16
     latency_goal_ms: float | None = None
@@ -134,6 +137,11 @@ class EngineConfig:
     def rounding(self) -> str:
         """The `activation_quantization` in effect: a named matmul_backend never rounds."""
         return self.activation_quantization if self.matmul_backend == "auto" else "none"
+
+    @property
+    def num_proposals(self) -> int:
+        """Most tokens that speculative decoding proposes for a sequence in a step."""
+        return 0 if self.speculative_config is None else self.speculative_config["num_speculative_tokens"]
 
     @property
     def num_snapshots(self) -> int:

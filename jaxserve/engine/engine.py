@@ -56,6 +56,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import DetailedUpdate, StepPlan
+from jaxserve.speculation.speculator import make_speculator
 from jaxserve.types import Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class Engine:
             penalty_rows=runner.penalty_rows,
             recurrent=model.recurrent is not None,
         )
+        self.speculator = make_speculator(config)
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams
         self._admission = Admission(*rules, pools=self.pooler is not None)
@@ -245,6 +247,8 @@ class Engine:
             busy = self.scheduler.has_work or self.in_flight
             output.updates += self.constraints.release(self.scheduler, patience=0.0 if busy else 0.005)
         with self.timeline.phase("schedule"):
+            if self.speculator is not None:
+                self.speculator.propose(self.scheduler.running)
             plan = self.scheduler.schedule(self._tokens_per_call())
         if plan is not None:
             with self.timeline.phase("upload"):
@@ -303,6 +307,8 @@ class Engine:
         sampler = running.lineup.sampler
         if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
             sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
+        if not rows.only_decodes and rows.checks.any():
+            return self.runner.programs.choose_checking(batch.shape, sampler)
         return self.runner.programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores)
 
     def _fill_slots(self, placed: list[Sequence]) -> None:
@@ -334,7 +340,10 @@ class Engine:
             if batch.pooled is not None and self.pooler is not None:
                 batch.pooled.finish(self.pooler)
         for batch, ids in zip(step.batches, tokens, strict=True):
-            part, details = self.scheduler.commit(batch.rows, ids[: step.tokens_per_call, : len(batch.rows)].T)
+            sampled = ids[: step.tokens_per_call, : len(batch.rows)].T
+            if self.speculator is not None:
+                self.speculator.learn(batch.rows, sampled)
+            part, details = self.scheduler.commit(batch.rows, sampled)
             output.extend(part)
             scores = batch.sampled.scores
             for detail in details:

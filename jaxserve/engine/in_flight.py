@@ -75,4 +75,5 @@ class InFlightStep:
 
     def passes(self, tokens: list[np.ndarray]) -> int:
         """Passes of the model in which some row sampled a token: a loop on the device may have ended early."""
-        return max(1, *(int((ids >= 0).any(axis=1).sum()) for ids in tokens))
+        looped = [ids for batch, ids in zip(self.batches, tokens, strict=True) if batch.rows.only_decodes]
+        return max([1, *(int((ids >= 0).any(axis=1).sum()) for ids in looped)])

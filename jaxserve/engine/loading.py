@@ -114,6 +114,7 @@ def load_parts(
     log.info("%s", memory.describe_weights(params))
     rows = config.max_num_seqs, memory.penalty_rows(config, model)
     options: Any = {"max_tokens_per_call": config.decode_steps, "static": static_steps}
+    options["proposals"] = config.num_proposals
     pooling = None if plan.pooler is None else plan.pooler.method
     runner = ModelRunner(decoder, params, mesh, *rows, pooling=pooling, **options)
     device = mesh.devices.flat[0]

@@ -82,6 +82,11 @@ class RunningTable:
         self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
         self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
         self.beams = np.zeros(max_num_seqs, bool)
+        # Of sequences with speculation: how many tokens are proposed to follow those that are known, and stand behind
+        # them in `tokens`; and whether a step in flight checks such tokens, so that `computed` and `total` are the most
+        # that they can become.
+        self.proposed = numbers()
+        self.speculates, self.unsettled = np.zeros(max_num_seqs, bool), np.zeros(max_num_seqs, bool)
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
@@ -190,6 +195,7 @@ class RunningTable:
             self.maybe_shared.add(seq)
         self.masked[slot], self.beams[slot] = seq.params.has_mask, seq.params.use_beam_search
         self.sampler[slot] = Sampler.of(seq.params)
+        self.proposed[slot], self.speculates[slot], self.unsettled[slot] = 0, False, False
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.needs_detail.add(seq)
 
@@ -249,6 +255,22 @@ class RunningTable:
         joined = np.concatenate(entries, axis=1)[:, ::-1]  # the latest entry first
         _, first = np.unique(joined[0].astype(np.int64) << 32 | joined[1], return_index=True)
         return *news, joined[:, first]
+
+    def note_checks(self, rows: Rows) -> None:
+        """Marks the rows of a step that check proposals."""
+        self.unsettled[rows.slot[rows.checks]] = True
+
+    def drop_proposals(self) -> None:
+        """Forgets proposals that no step checks yet."""
+        self.proposed[~self.unsettled] = 0
+
+    def settle(self, rows: Rows, held: np.ndarray) -> None:
+        """Sets the progress of rows that hold their slots and whose proposals have been checked: only the last token
+        that is known is still to be computed."""
+        slot = rows.slot[held & rows.checks]
+        self.total[slot] = self.known[slot]
+        self.computed[slot] = self.known[slot] - 1
+        self.proposed[slot], self.unsettled[slot] = 0, False
 
     def append(self, slot: np.ndarray, tokens: np.ndarray, num_new: np.ndarray | int) -> None:
         """Appends the first `num_new` of the sampled tokens [slots, any], which are known from now on."""
