@@ -132,7 +132,9 @@ CASES = {
     "qwen3-235b": Case("h200x8", "bf16", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 1400, 1450),
     "mixtral": Case("h200x1", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 2800, 280),
     "gemma3-27b": Case("h200x1", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 1400, 340),
-    "scout": Case("h200x8", "bf16", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 6000, 500, longest=131072),
+    "scout": Case(
+        "h200x8", "bf16", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 450, 12000, longest=131072
+    ),
     "scout int4": Case(
         "h200x1", "int4", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 1200, 1000, longest=131072
     ),
