@@ -141,7 +141,6 @@ CASES = {
     "gpt-oss-120b v6e": Case("v6e-8", "experts mxfp4", GPT_OSS_120B, TWO, 116.8, 2 * 8 * 128 * 2, 6000, 300),
     "qwen3-235b v6e": Case("v6e-8", "int4", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 6000, 100),
     "mixtral v6e": Case("v6e-8", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 128, 290),
-    "gemma3-27b v6e": Case("v6e-8", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 6000, 200),
 }
 # XLA keeps stacks whose inputs on a TPU are no multiple of 128 in an order that saves padding, and copies them for the
 # kernel in every step.
