@@ -34,9 +34,9 @@ CPU_PAGE_GRID = 8  # the same on CPU, where free memory differs more from start 
 class Needs:
     """Bytes that compiled programs take on one device, beside weights, slots and pages."""
 
-    temporaries: int = 0  # of the program with the most, while it runs; programs run one after the other
-    results: int = 0  # what steps in flight leave on the device, beyond the cache and the slots that they update
-    code: int = 0  # of all programs, which stay on the device (XLA:GPU counts its machine code, XLA:CPU none)
+    temporaries: int = 0  # temporaries of the program with the most; programs run one after the other
+    results: int = 0  # results of steps in flight on the device, without the cache and the slots that they update
+    code: int = 0  # code of all programs, which stays on the device (XLA:GPU counts its machine code, XLA:CPU none)
 
     @classmethod
     def of(cls, compiled: Sequence[Any], pending: int = 0) -> Needs:
@@ -194,7 +194,7 @@ def plan_pages(
       page_bytes: bytes of a page on one device.
       budget: the memory of one device.
       needs: bytes that the compiled programs take on one device.
-      windows: for each group of layers, the tokens that a token sees; None: all.
+      windows: how far back each group of layers sees.
 
     Raises ConfigError when not even one request fits.
     """
