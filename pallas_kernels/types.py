@@ -194,7 +194,7 @@ class BlockKind(NamedTuple):
 
     @property
     def bits(self) -> float:
-        """Of a weight in memory."""
+        """Bits per weight in memory."""
         return 8 * (self.low + self.high + 4 * self.words + 2 * self.factors) / self.block
 
 

@@ -21,7 +21,7 @@ from jaxserve.scheduling.windows import Windows, most_pages
 log = logging.getLogger(__name__)
 
 CPU_CACHE_SHARE = 0.5  # share of free host memory for the cache on CPU; other processes need memory, too
-PENALTY_BYTES = 2**28  # for the token counts of sequences with penalties
+PENALTY_BYTES = 2**28  # memory for the token counts of sequences with penalties
 PENALTY_BYTES_PER_TOKEN = 5  # per penalty row and token of the vocabulary: an int32 and a bool
 RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
 STEPS_IN_FLIGHT = 2  # steps with results on the device: one runs while the host reads the results of another

@@ -97,7 +97,7 @@ class AttentionSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied with before the softmax."""
+        """The factor of products of queries and keys before the softmax."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
@@ -154,7 +154,7 @@ class LatentAttentionSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied with before the softmax."""
+        """The factor of products of queries and keys before the softmax."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property

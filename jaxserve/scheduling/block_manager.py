@@ -113,7 +113,7 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._hash_of: dict[int, bytes | Tail] = {}
         self._pages_of: dict[bytes, list[int]] = {}  # block's hash -> pages; null pages if not cached
-        self._tails: dict[bytes, dict[Tail, None]] = {}  # by parent
+        self._tails: dict[bytes, dict[Tail, None]] = {}  # hash of the parent -> tails
         self.generation = 0  # incremented when a lookup may find a longer prefix or need fewer pages
 
     @property
