@@ -70,7 +70,7 @@ class Sequence:
         self.arrived = time.perf_counter()
         self.queue_seconds = 0.0  # from `arrived` until the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
-        self.prompt_scores: list[TokenLogprob | None] = [None]  # log-probabilities of the prompt's tokens; the first has none
+        self.prompt_scores: list[TokenLogprob | None] = [None]  # for the prompt's tokens; the first has none
         self.pooled: np.ndarray | None = None  # float32 [hidden]: the result of pooling so far
         # Indices of siblings, which begin once this sequence, the 0-th, has computed the prompt.
         self.unforked = list(range(1, request.params.n)) if index == 0 else []
