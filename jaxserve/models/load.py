@@ -98,14 +98,14 @@ class Checkpoint:
         elif path.suffix == ".gguf":
             file = open_gguf(path, ignored)
             hf = HFConfig(file.config, str(path), ignored)
-            of_gguf = unstacked(file.tensors, find_family(hf).names.values())
+            of_gguf = unstacked(file.tensors, find_family(hf).every_name)
             tensors, reader = of_gguf, dataclasses.replace(file.reader, tensors=of_gguf)
         elif is_native(path):
             native = open_native(path)
             hf, tensors, reader = HFConfig(native.config, native.source, ignored), native.tensors, None
         else:
             hf = HFConfig.read(path, ignored)
-            tensors = unstacked(read_folder(path), find_family(hf).names.values())
+            tensors = unstacked(read_folder(path), find_family(hf).every_name)
             reader = find_format(with_settings(hf.values, path), tensors)
         if quantization not in ("auto", reader.name if reader else None) and (reader or quantization not in SCHEMES):
             has = f"is quantized as {reader.name}" if reader else "is not quantized"

@@ -101,11 +101,12 @@ def rewritten(source, target, config, rename=lambda name: name, extra=None):
     [
         ("gemma3_layer_types", "Gemma3ForConditionalGeneration", "language_model.model."),
         ("ministral3_scaled", "Mistral3ForConditionalGeneration", "model.language_model."),
+        ("llama4_chunks", "Llama4ForConditionalGeneration", "language_model.model."),
     ],
 )
 def test_beside_an_encoder_of_images(case, architecture, begin, model_folders, tmp_path):
     """The text of models that see images, in the layouts of transformers before 5 and of 5."""
-    text = {key: value for key, value in DENSE_CASES[case].config.items() if key not in ("architectures", "dtype")}
+    text = {key: value for key, value in CASES[case].config.items() if key not in ("architectures", "dtype")}
     tied = text.get("tie_word_embeddings", False)
     whole = {
         "architectures": [architecture],

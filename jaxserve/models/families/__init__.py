@@ -35,6 +35,12 @@ class Family:
     layouts: tuple[Mapping[str, str], ...] = ()  # usual beginning of names -> the beginning that some files have
     unread: tuple[str, ...] = ()  # beginnings of the names of tensors that serving does not use, such as images'
 
+    @property
+    def every_name(self) -> set[str]:
+        """The names of tensors in all layouts of files."""
+        layouts = ({}, *self.layouts, BARE)
+        return {_begun(name, layout) for layout in layouts for name in self.names.values()}
+
     def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
         """Role -> name of a model's tensors, in the first layout in which the files have the embeddings (`has`)."""
         usual = {**self.names, **self.variant(config)}
