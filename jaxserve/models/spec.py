@@ -61,7 +61,7 @@ class AttentionSpec:
 
     Attributes:
       window: tokens that a token sees, itself included; None: all tokens before it and itself.
-      chunk: tokens are cut into chunks of so many, and a token sees its own chunk, up to itself; None: no chunks.
+      chunk: size of chunks in tokens; a token sees only earlier tokens of its own chunk, and itself; None: no chunks.
       rope: the name, in `ModelConfig.ropes`, of the rotary embedding of queries and keys.
       scale: factor of the products of queries and keys; None: head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap); None: scores stay as they are.

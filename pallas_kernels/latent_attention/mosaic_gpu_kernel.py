@@ -210,7 +210,7 @@ def _compute(tile, work, first, half, ring, *, q_smem, q_full, full, free, clean
         return pl.run_scoped(accumulate, plgpu.ACC((LANES, b.shape[1]), jnp.float32))
 
     def weigh(values, p, v):
-        if tile.interpret:  # knows neither accumulators that begin with a value, nor operands in registers
+        if tile.interpret:  # it lacks accumulators that begin with a value, and operands in registers
             p_smem[half] = p
             plgpu.commit_smem()
             return values + multiply(p_smem.at[half], v)
@@ -228,7 +228,7 @@ def _compute(tile, work, first, half, ring, *, q_smem, q_full, full, free, clean
         scores = multiply(q_smem, plgpu.transpose_ref(ring.at[slot], (1, 0))) * (tile.scale * LOG2E)
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * tile.block
         scores = jnp.where(key <= across(newest, scores.shape), scores, MASKED)
-        # A query that has seen only masked keys gathers nonsense; its first key that counts multiplies that with 0.
+        # While a query has seen only masked keys, its sums are meaningless. Its first visible key multiplies them by 0.
         higher = jnp.maximum(peak, scores.max(axis=1))
         keep = jnp.exp2(peak - higher)
         p = jnp.exp2(scores - across(higher, scores.shape))
