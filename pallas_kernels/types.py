@@ -282,7 +282,7 @@ class DrawSettings(NamedTuple):
     temperature: divides the logits. Below 1e-5 the most likely token is taken, the first one of equals, because smaller
       divisors could overflow.
     top_k, top_p, min_p: which tokens may be drawn. First the tokens with the k largest logits (0: all), ties included.
-      Of these, the fewest whose probabilities reach top_p, ties included. Of these, the tokens with at least min_p times
+      Of these, the fewest whose probabilities reach top_p, ties included. Of these, the ones with at least min_p times
       the probability of the most likely one.
     uniform: in (0, 1). The drawn token is the one at which the running sum of the remaining probabilities passes it.
     """
