@@ -84,7 +84,7 @@ def absorb(q: jax.Array, k_up: jax.Array) -> jax.Array:
     k_up: [heads, nope, rank], which projects latents to a head's keys.
     """
     nope = k_up.shape[1]
-    absorbed = jnp.einsum("thn,hnr->thr", q[..., :nope], k_up, preferred_element_type=jnp.float32)
+    absorbed = _per_head("thn,hnr->thr", q[..., :nope], k_up)
     return jnp.concatenate([absorbed.astype(q.dtype), q[..., nope:]], axis=-1)
 
 
@@ -93,7 +93,17 @@ def project_values(out: jax.Array, v_up: jax.Array) -> jax.Array:
 
     v_up: [heads, v_dim, rank], which projects latents to a head's values.
     """
-    return jnp.einsum("thr,hvr->thv", out, v_up, preferred_element_type=jnp.float32).astype(out.dtype)
+    return _per_head("thr,hvr->thv", out, v_up).astype(out.dtype)
+
+
+def _per_head(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`einsum` with float32 sums. XLA:CPU has no such products of 16-bit numbers, so there the operands are widened."""
+
+    def wide(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, x.astype(jnp.float32), w.astype(jnp.float32))
+
+    product = partial(jnp.einsum, subscripts, preferred_element_type=jnp.float32)
+    return lax.platform_dependent(x, w, cpu=wide, default=product)
 
 
 def attention_of_heads(
