@@ -83,7 +83,7 @@ def mixture(
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(number), axis=0, dtype=jnp.int32)
     rows = x[order // top_k]
     if weighs_inputs:
-        rows = (rows * weights.reshape(-1)[order][:, None]).astype(x.dtype)
+        rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]).astype(x.dtype)
     hidden = multiply(rows, w.gate_up, sizes)
     if w.gate_up_bias is not None:
         owner = jnp.minimum(chosen.reshape(-1)[order], number - 1)

@@ -261,7 +261,7 @@ class Ops:
         if down_bias is None:
             return y
         shares = jnp.ones_like(weights) if router.weighs_inputs else weights
-        return y + experts.chosen_biases(chosen, shares, down_bias)
+        return y.astype(jnp.float32) + experts.chosen_biases(chosen, shares, down_bias)
 
     def gate_of(self, activation: str, limit: float | None = None) -> Gate:
         """`gate` with an activation, or `clamped_gate` if there is a limit."""
