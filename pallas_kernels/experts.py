@@ -60,7 +60,7 @@ def mixture(
     multiply: Callable[..., jax.Array] = grouped_matmul,
     weighs_inputs: bool = False,
 ) -> jax.Array:
-    """What the chosen experts make of each token, added up by their weights.
+    """The sum of the chosen experts' results for each token, weighted by the router's weights.
 
     Args:
       x: [tokens, in].

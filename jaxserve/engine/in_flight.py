@@ -18,7 +18,7 @@ from jaxserve.scheduling.step_plan import Rows
 class Deferred:
     """Rows sampled after the forward pass, once the host knows every earlier token and can build their masks."""
 
-    index: np.ndarray  # in the batch's rows
+    index: np.ndarray  # indices of the rows among the batch's rows
     sampled: list[Sampled] = field(default_factory=list)  # results of `ModelRunner.sample_deferred`
 
     @classmethod

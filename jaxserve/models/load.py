@@ -80,7 +80,7 @@ CLASSIFIER = ("score.weight", "score.bias")  # tensors that `jaxserve.models.poo
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is known of a model's files before the weights are read."""
+    """A model's files before the weights are read: the config, its family, the tensors and the format's reader."""
 
     hf: HFConfig
     family: Family

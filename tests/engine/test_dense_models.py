@@ -77,7 +77,9 @@ def test_in_bfloat16(case, model_folders):
     engine = make_engine(model_folders(case), tokens=320, **options)
     asked = request("0", [*prompt.tolist(), *tokens.tolist()], max_tokens=1, prompt_logprobs=0)
     found = [entry.logprob for entry in generate(engine, asked)[0].prompt_logprobs[len(prompt) :]]
-    assert np.abs(np.array(found) - expected).mean() < (0.15 if case in MOE_CASES else 0.1)  # experts may change
+    experts = case in MOE_CASES or case.startswith("deepseek")
+    typical = np.median if experts else np.mean  # rounding may change the choice of experts
+    assert typical(np.abs(np.array(found) - expected)) < 0.1
 
 
 @pytest.mark.parametrize("case", [*cases(IN_PARTS), CHUNKED])
