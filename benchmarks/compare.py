@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     engines.add_argument("--llama-flags", default="", metavar="FLAGS", help="added to llama-server")
     model = parser.add_argument_group("model")
     model.add_argument("--shape", "--config", default="100M", metavar="NAME|JSON",
-                       help=f"{', '.join(SHAPES)}; or config.json of a Llama, Qwen3 or Qwen3-MoE, tied embeddings")  # fmt: skip
+                       help=f"{', '.join(SHAPES)}; or config.json of a Llama or Qwen3, tied embeddings")  # fmt: skip
     model.add_argument("--quantize", metavar="TYPE", help="as a GGUF file of this type: Q4_K_M, Q8_0, F16, BF16")
     model.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file instead")
     model.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "jaxserve-compare"),

@@ -82,6 +82,24 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     return experts, weights * router.scale
 
 
+def load(chosen: jax.Array, experts: int, count: jax.Array) -> jax.Array:
+    """How a pass's tokens spread over experts: int32 [3].
+
+    Args:
+      chosen: int32 [layers, tokens, top_k], the experts of each token in each layer.
+      experts: experts of each layer.
+      count: int32 scalar, how many leading tokens matter.
+
+    Returns:
+      added up over the layers: the tokens of all experts, those of the layer's busiest expert, and the experts that
+      have tokens.
+    """
+    matters = jnp.arange(chosen.shape[1])[:, None] < count
+    chosen = jnp.where(matters, chosen, experts)
+    tokens = jnp.sum(chosen[..., None] == jnp.arange(experts), axis=(1, 2), dtype=jnp.int32)
+    return jnp.stack([jnp.sum(tokens), jnp.sum(jnp.max(tokens, axis=1)), jnp.sum(tokens > 0, dtype=jnp.int32)])
+
+
 def _in_best_groups(order: jax.Array, router: Router) -> jax.Array:
     """Whether each expert's group is one of the best, bool [tokens, experts]."""
     tokens, experts = order.shape
