@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
@@ -96,8 +97,21 @@ def load(chosen: jax.Array, experts: int, count: jax.Array) -> jax.Array:
     """
     matters = jnp.arange(chosen.shape[1])[:, None] < count
     chosen = jnp.where(matters, chosen, experts)
-    tokens = jnp.sum(chosen[..., None] == jnp.arange(experts), axis=(1, 2), dtype=jnp.int32)
+    # A CPU adds one by one; others compare all in one kernel.
+    tokens = jax.lax.platform_dependent(
+        chosen, cpu=partial(_added, experts=experts), default=partial(_compared, experts=experts)
+    )
     return jnp.stack([jnp.sum(tokens), jnp.sum(jnp.max(tokens, axis=1)), jnp.sum(tokens > 0, dtype=jnp.int32)])
+
+
+def _added(chosen: jax.Array, experts: int) -> jax.Array:
+    """Tokens of each expert, int32 [layers, experts], of chosen [layers, tokens, top_k]; numbers beyond are dropped."""
+    layer = jnp.arange(len(chosen))[:, None, None]
+    return jnp.zeros((len(chosen), experts), jnp.int32).at[layer, chosen].add(1, mode="drop")
+
+
+def _compared(chosen: jax.Array, experts: int) -> jax.Array:
+    return jnp.sum(chosen[..., None] == jnp.arange(experts), axis=(1, 2), dtype=jnp.int32)
 
 
 def _in_best_groups(order: jax.Array, router: Router) -> jax.Array:
