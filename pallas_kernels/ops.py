@@ -250,13 +250,17 @@ class Ops:
         *,
         correction: jax.Array | None = None,
         down_bias: jax.Array | None = None,
+        note: Callable[[jax.Array], Any] | None = None,
     ) -> jax.Array:
         """Computes `mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see
         `route`.
 
         down_bias: [experts, out], added to each expert's result; None: no bias.
+        note: called with the chosen experts, int32 [tokens, top_k].
         """
         chosen, weights = route(logits, router, correction)
+        if note is not None:
+            note(chosen)
         y = self.mixture(x, chosen, weights, w, gate=gate, count=self.count, weighs_inputs=router.weighs_inputs)
         if down_bias is None:
             return y

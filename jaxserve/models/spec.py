@@ -348,6 +348,11 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def num_experts(self) -> int:
+        """Of each layer that has experts; 0 where none has."""
+        return max((layer.mlp.experts.count for layer in self.layers if layer.mlp.experts is not None), default=0)
+
+    @property
     def specs(self) -> list[AttentionSpec | LatentAttentionSpec | GatedDeltaSpec]:
         """Each layer's attention, or the recurrent layer in its place."""
         return [layer.attention for layer in self.layers]
