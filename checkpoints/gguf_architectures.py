@@ -373,3 +373,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         "OlmoForCausalLM", BIASED | {"clip_qkv": optional("attention.clamp_kqv")}, norm_key="", paired=True
     ),
 }
+
+# The architectures of those rows of the table whose name depends on the file.
+_SEVERAL = {
+    "llama": ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
+    "deepseek2": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+}
+
+
+def gguf_names(architecture: str) -> list[str]:
+    """The names in GGUF files of one of config.json's architectures."""
+    return [name for name, row in ARCHITECTURES.items() if architecture in _SEVERAL.get(name, (row.name,))]

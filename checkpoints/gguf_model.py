@@ -235,8 +235,10 @@ def _with_joined(tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> dict
         nope, dim = config["qk_nope_head_dim"], config["v_head_dim"]
         expected = (heads, rank, nope), (heads, dim, rank)
         if keys is None or values is None or (keys.shape, values.shape) != expected:
-            path, shapes = tensors["token_embd.weight"].path, list(map(list, expected))
-            raise CheckpointError(f"{path}: attn_k_b and attn_v_b of layer {layer} are not {shapes}")
+            path = tensors["token_embd.weight"].path
+            raise CheckpointError(
+                f"{path}: attn_k_b and attn_v_b of layer {layer} are not {expected[0]}, {expected[1]}"
+            )
         name, floats = f"blk.{layer}.attn_kv_b.weight", np.dtype(np.float32)
         shape = (heads * (nope + dim), rank)
         made[name] = JoinedHeads(name, keys.path, floats, shape, 0, FLOAT32, keys=keys, values=values)

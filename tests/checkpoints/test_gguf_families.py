@@ -13,7 +13,7 @@ from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import read_model_config
-from jaxserve.models.load import load_params, read_hf_config
+from jaxserve.models.load import Checkpoint, load_params, read_hf_config
 
 gguf_families = pytest.importorskip("gguf_families", reason="needs gguf", exc_type=ImportError)
 
@@ -120,3 +120,24 @@ def test_the_same_model(case, expressible, tmp_path):
 def test_every_architecture_has_a_case():
     written = {gguf_families.ARCHITECTURES[name] for name in gguf_families.ARCHITECTURES}
     assert written == ARCHITECTURES.keys() - {"llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe"}
+
+
+@pytest.mark.parametrize(
+    "case", ["glm4_sandwich", "gpt_oss_sinks", "deepseek_v3_groups", "gemma3_older", "neox_parallel"]
+)
+def test_quantized_files_load(case, expressible, tmp_path):
+    """Every weight of a Q8_0 file is near the one in the folder, and the decoder's parameters can be made of them."""
+    folder = expressible(case)
+    plain = gguf_families.FamilyFile(folder, tmp_path / "plain.gguf").write()
+    path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf", gguf_families.Kind.Q8_0).write()
+    read, wanted = Checkpoint.open(path), Checkpoint.open(plain).tensors
+    assert read.tensors.keys() == wanted.keys()
+    assert any(read.reader.parts(name) for name in read.tensors)
+    for name, tensor in wanted.items():
+        values = tensor.read()
+        np.testing.assert_allclose(
+            read.tensors[name].read(), values, rtol=0, atol=abs(values).max() / 127, err_msg=name
+        )
+    config = config_of(folder)
+    decoder = Decoder(config, config.num_kv_heads, config.vocab_size, np.dtype(np.float32))
+    assert load_params(decoder, path, make_mesh(1, jax.devices("cpu")))
