@@ -308,7 +308,7 @@ def whole_model(folder, case: Case, layers: dict) -> None:
     assert tokens >= 1000 * case.tokens
 
 
-@pytest.mark.parametrize("name", named("gpt-oss-120b"))
+@pytest.mark.parametrize("name", named())
 def test_few_layers(name, tmp_path):
     whole_model(tmp_path, CASES[name], CASES[name].few)
 

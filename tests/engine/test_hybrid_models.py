@@ -38,7 +38,7 @@ def check(engine, case, tag="", params=None):
     return [result.num_cached for result in results]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:]])
 def test_chunked_in_used_slots(case, model_folders):
     """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
     engine = make_engine(model_folders(case), tokens=16, rows=6, decode_steps=False)
@@ -63,7 +63,7 @@ def test_several_tokens_a_call(static, model_folders):
     assert max(most) > 1
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prompts_that_part(devices, model_folders):
     """The second prompt shows where others part from the first: its steps end there, and the third begins there. A
     sequence that begins from a snapshot says what it says without."""
@@ -112,6 +112,7 @@ def test_two_devices(model_folders):
         make_engine(model_folders(SPLIT), tensor_parallel_size=4)
 
 
+@pytest.mark.slow
 def test_completions_of_one_prompt(model_folders):
     """Completion 0 is what n = 1 gives; the others differ, and repeat with the seed, also where they wait for slots."""
     engine = make_engine(model_folders(SPLIT), rows=4, tokens=64)
