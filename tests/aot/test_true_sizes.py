@@ -147,12 +147,12 @@ CASES = {
 COPIED = {"gpt-oss-120b v6e": "2,880 inputs", "qwen3-235b v6e": "192 inputs on each device"}
 
 
-def named(*quick: str) -> list[Any]:
-    """The cases by name, of which all but the quick ones are slow, and some fail for a known reason."""
+def named() -> list[Any]:
+    """The cases by name, of which some fail for a known reason."""
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
-        slow = [] if name in quick else [pytest.mark.slow]
-        return slow + [pytest.mark.xfail(strict=True, reason=COPIED[name])] if name in COPIED else slow
+        known = [pytest.mark.xfail(strict=True, reason=COPIED[name])] if name in COPIED else []
+        return [pytest.mark.slow, *known]
 
     return [pytest.param(name, marks=marks(name)) for name in CASES]
 
