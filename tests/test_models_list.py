@@ -22,7 +22,7 @@ from jaxserve.models.weights import abstract_params
 HERE = Path(__file__).parent
 CONFIGS = {
     name: config
-    for file in ("published_configs.json", "published_dense.json")
+    for file in ("published_configs.json", "published_dense.json", "published_experts.json")
     for name, config in json.loads((HERE / file).read_text()).items()
 }
 
@@ -36,9 +36,11 @@ def test_figures_are_those_of_the_config(model):
         plain = dict(abstract_params(decoder, make_mesh(1, jax.devices("cpu"))))
     assert model.parameters == sum(int(np.prod(x.shape)) for x in plain.values())
     assert model.int4_bytes == sum(memory.bytes_by_dtype(quantized_abstract(plain, "int4")).values())
-    specs = [spec for spec in config.attentions if isinstance(spec, AttentionSpec)]
-    assert len(specs) == config.num_layers
-    assert model.token_bytes == sum(4 * spec.num_kv_heads * spec.head_dim for spec in specs)
+    assert len(config.attentions) + config.num_recurrent == config.num_layers
+    assert model.token_bytes == sum(
+        4 * spec.num_kv_heads * spec.head_dim if isinstance(spec, AttentionSpec) else 2 * (spec.rank + spec.rope_dim)
+        for spec in config.attentions
+    )
 
 
 def test_every_family_is_listed(tmp_path):
@@ -64,7 +66,8 @@ def test_fits_a_terminal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gib", "device"), [(10, "L4"), (60, "H100"), (130, "B200"), (800, "8 x H200"), (2000, "more than 8 x H200")]
+    ("gib", "device"),
+    [(10, "L4"), (60, "H100"), (130, "B200"), (800, "8 x H200"), (1500, "16 x H200"), (4000, "more than 16 x H200")],
 )
 def test_examples_of_devices(gib, device):
     assert example_device(gib << 30, 1024) == device

@@ -21,7 +21,7 @@ GIB = 2**30
 EXAMPLE_TOKENS = 8192  # of keys and values that an example of a device holds beside the weights
 USABLE = 0.9  # of a device's memory
 DEVICES = ("l4", "l40s", "h100", "h200", "b200")
-SEVERAL = (2, 4, 8)
+SEVERAL = (2, 4, 8, 16)
 WIDTH = 100
 
 
@@ -83,7 +83,7 @@ def example_device(weights: int, token_bytes: int) -> str:
     for count in SEVERAL:
         if needed <= count * MEMORY[GPUS["h200"].kind]:
             return f"{count} x H200"
-    return "more than 8 x H200"
+    return f"more than {SEVERAL[-1]} x H200"
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:

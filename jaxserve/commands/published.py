@@ -96,4 +96,11 @@ PUBLISHED = (
     Published("HuggingFaceTB/SmolLM3-3B", "smollm3", 3_075_098_624, 1_975_717_888, 73_728),
     Published("stabilityai/stablelm-2-1_6b", "stablelm", 1_644_515_328, 1_458_610_176, 196_608),
     Published("bigcode/starcoder2-7b", "starcoder2", 7_173_923_840, 4_037_724_160, 65_536),
+    Published("mistralai/Mixtral-8x7B-v0.1", "mixtral", 46_702_792_704, 24_472_199_168, 131_072),
+    Published("Qwen/Qwen3-30B-A3B", "qwen3_moe", 30_532_122_624, 16_685_887_488, 98_304),
+    Published("Qwen/Qwen3-235B-A22B", "qwen3_moe", 235_093_634_560, 123_142_036_480, 192_512),
+    Published("openai/gpt-oss-20b", "gpt_oss", 20_914_757_184, 12_621_184_128, 49_152),
+    Published("openai/gpt-oss-120b", "gpt_oss", 116_829_156_672, 62_662_806_144, 73_728),
+    Published("deepseek-ai/DeepSeek-V3", "deepseek_v3", 671_026_419_200, 350_427_728_896, 70_272),
+    Published("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", 79_674_391_296, 42_083_215_360, 24_576),
 )
