@@ -48,7 +48,7 @@ def test_chunked_in_used_slots(case, model_folders):
     assert check(engine, case, "without-")[:4] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_tokens_a_call(static, model_folders):
     engine = make_engine(model_folders(SPLIT), rows=8, tokens=128, static_steps=static, latency_goal_ms=60_000.0)
     most, step = [], engine.runner.step
@@ -89,6 +89,7 @@ def test_prompts_that_part(devices, model_folders):
     assert (again.num_cached, again.token_ids) == (128, tokens)
 
 
+@pytest.mark.slow
 def test_no_place_for_snapshots(model_folders):
     engine = make_engine(model_folders(SPLIT), rows=4, tokens=64, state_snapshots=0)
     check(engine, SPLIT, "first-")
