@@ -167,8 +167,11 @@ def read_weight(
 
     If the types of all pieces are in `as_stored`, the weight is the rows of the file. Otherwise, if all pieces are
     quantized and have a common form, it is a QuantArray. Pieces without a common form, or whose common form is wider
-    than their own, stay apart in a MixedArray if `apart` is set. If none of this applies, the weight becomes floats.
+    than their own, stay apart in a MixedArray if `apart` is set. If none of this applies, the weight becomes floats. So
+    does every weight that is no matrix [out, in], such as the halves of kv_b, [heads, out, in], in latent attention.
     """
+    if reader is not None and len(target.shape) != 2:
+        return _in_floats(pieces, [_value(piece, tensors, reader) for piece in pieces], target)
     stored = [isinstance(reader, RowReader) and reader.type_of(piece.name) in as_stored for piece in pieces]
     if isinstance(reader, RowReader) and all(stored):
         return _rows(pieces, reader, target.shape)
@@ -197,6 +200,13 @@ def read_weight(
         return _join(pieces, alike, target.shape)
     if parts:
         log.warning("%s: kept as %s, since its parts are quantized differently", pieces[0].name, target.dtype.name)
+    return _in_floats(pieces, values, target)
+
+
+def _in_floats(
+    pieces: list[Piece], values: Sequence[np.ndarray | QuantArray], target: jax.ShapeDtypeStruct
+) -> np.ndarray:
+    """The weight as floats, on the host."""
     host = np.zeros(target.shape, target.dtype)
     for piece, value in zip(pieces, values, strict=True):
         _put(host, piece, dequantize(value) if isinstance(value, QuantArray) else value)

@@ -1,19 +1,20 @@
-// Multi-head latent attention on CPU (latent_attention/reference.py says what it is), and the write of new latents.
+// Multi-head latent attention on CPU (latent_attention/reference.py defines it), and the write of new latents.
 //
-// A tile of queries, heads of one token or of several, goes over the row's cached tokens in blocks, with a running softmax
-// (Milakov & Gimelshein 2018, arXiv:1805.02867). All heads share a token's row, so a block becomes float32 once for the
-// tile: by token, as values, and transposed, as keys. Both products run in strips of 6 queries. Sums are in float32.
+// A tile is queries of one row: heads of one token or of several. It goes over the row's cached tokens in blocks, with
+// a running softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). All heads share a token's row of the cache, so a
+// block is converted to float32 once per tile: by token, as values, and transposed, as keys. Both products run in
+// strips of 6 queries. Sums are in float32.
 //
-// Blocks and parts begin at multiples of kBlock and kPart of the row's own positions, and a query's parts are joined one
-// after the other, whether one thread computes them all or several share them. So its result has the same bits whatever
-// else is in its tile or in the batch.
+// Blocks and parts begin at multiples of kBlock and kPart of the row's own positions. A query's parts are joined in
+// their order, whether one thread computes them all or several threads share them. So a query's result has the same
+// bits, whatever else is in its tile or in the batch.
 
 #include "cpu_heads.h"
 
 constexpr int64_t kBlock = 64;  // cached tokens
-constexpr int64_t kPart = 512;  // cached tokens that a softmax runs over before it is joined with those before
+constexpr int64_t kPart = 512;  // cached tokens of a part, whose softmax is then joined with the parts before
 constexpr int64_t kRows = 64;   // most queries of a tile
-constexpr int64_t kFew = 6;     // fewest, where a row has so many
+constexpr int64_t kFew = 6;     // fewest queries of a tile, if the row has that many
 constexpr int kTall = 6, kWide = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kColumns = kWide * kWidth;
 constexpr float kMasked = -1e30f;
@@ -22,8 +23,8 @@ static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to
 
 // The products.
 
-// y[m, i] += sum over k < count of weights[m, k] * rows[k, i], for i in D registers and M rows y; not added to what was
-// there if `fresh`.
+// y[m, i] += sum over k < count of weights[m, k] * rows[k, i], for i in D registers and M rows y. With `fresh` the sum
+// replaces y.
 template <int M, int D>
 static void multiply(const float* weights, int64_t weights_row, const float* rows, int64_t row, int64_t count, bool fresh,
                      float* y, int64_t y_row) {
@@ -49,8 +50,8 @@ static void multiply_strip(int64_t height, const float* weights, int64_t weights
   multiply<M, D>(weights, weights_row, rows, row, count, fresh, y, y_row);
 }
 
-// A running softmax takes in a block: of its scores [count], a multiple of kWidth, those before `end` become weights, the
-// others 0. Returns what earlier weighted values are to be multiplied with.
+// Adds a block to a running softmax. Of its scores [count], a multiple of kWidth, those before `end` become weights,
+// and the others become 0. Returns the factor of earlier weighted values.
 static float take_in(float* scores, int64_t end, int64_t count, float& peak, float& total) {
   std::fill(scores + end, scores + count, kMasked);
   Reg highest = reg(scores);
@@ -72,7 +73,7 @@ static float take_in(float* scores, int64_t end, int64_t count, float& peak, flo
 
 struct Problem {
   const Array *q, *pages, *scales, *tables, *out;
-  int64_t heads, rank, rope, values, width;  // values: rank, to a multiple of kWidth; width: with rope, to one too
+  int64_t heads, rank, rope, values, width;  // values: rank, width: rank + rope; both rounded up to kWidth
   int64_t page_size, page_width, page_table, first_page;
   float scale;
 };
@@ -81,8 +82,9 @@ struct Tile {  // queries [begin, end) of a row, numbered by token and head; the
   int64_t row, begin, end, position, first;  // first: the row's query 0 in the batch
 };
 
-// A block of cached tokens as float32: `rows` [kBlock, width] by token, the latent, then the key, zeros behind each; and
-// `panel`, the same transposed in pieces of kColumns tokens [pieces, width, kColumns], zeros for tokens beyond `count`.
+// A block of cached tokens as float32. `rows` [kBlock, width] is by token: the latent, then the key, each padded with
+// zeros. `panel` is the same transposed, in pieces of kColumns tokens [pieces, width, kColumns], with zeros for tokens
+// beyond `count`.
 template <class E>
 static void widen(const Problem& p, const Tile& tile, int64_t begin, int64_t count, float* rows, float* panel) {
   const int32_t* table = data<int32_t>(*p.tables) + tile.row * p.page_table;
@@ -110,7 +112,7 @@ static void widen(const Problem& p, const Tile& tile, int64_t begin, int64_t cou
   }
 }
 
-// What has come of a tile's queries [count]: weighted values [count, values], peaks and totals [count].
+// The running softmax of a tile's queries [count]: weighted values [count, values], peaks and totals [count].
 struct Result {
   float *out, *peaks, *totals;
 
@@ -120,7 +122,7 @@ struct Result {
   }
 };
 
-struct Queries {  // of a tile: in [count, width], scores [count, kBlock]
+struct Queries {  // a tile's queries: in [count, width], scores [count, kBlock]
   int64_t count;
   float *in, *scores;
   Result result;
@@ -151,7 +153,7 @@ static void weigh(const Problem& p, const Queries& queries, int64_t m, int64_t h
     multiply_strip<1>(height, weights, kBlock, rows + d, p.width, seen, false, to + d, p.values);
 }
 
-// The cached tokens that query m of a tile sees: those before this one.
+// The number of cached tokens that query m of a tile sees.
 static int64_t limit(const Problem& p, const Tile& tile, int64_t m) {
   return tile.position + (tile.begin + m) / p.heads + 1;
 }
@@ -161,7 +163,7 @@ static int64_t parts_of(const Problem& p, const Tile& tile) {
   return std::max<int64_t>(1, (limit(p, tile, tile.end - tile.begin - 1) + kPart - 1) / kPart);
 }
 
-// One part of the cached tokens, from nothing on.
+// Computes one part of the cached tokens, with a softmax of its own.
 template <class E>
 static void attend(const Problem& p, const Tile& tile, const Queries& queries, int64_t part) {
   static thread_local std::vector<float> rows, panel;
@@ -195,7 +197,7 @@ static void attend(const Problem& p, const Tile& tile, const Queries& queries, i
   }
 }
 
-// Joins a later part with those before it. Not inlined, so that all callers round alike.
+// Joins a part with the parts before it. It is not inlined, so that it rounds in the same way for all callers.
 __attribute__((noinline)) static void join(const Problem& p, int64_t count, const Result& all, const Result& part) {
   for (int64_t m = 0; m < count; m++) {
     const float peak = std::max(all.peaks[m], part.peaks[m]);
@@ -206,7 +208,7 @@ __attribute__((noinline)) static void join(const Problem& p, int64_t count, cons
   }
 }
 
-// The parts [first, end) of a tile, joined in `all`.
+// Computes the parts [first, end) of a tile and joins them in `all`.
 static void run_parts(const Problem& p, const Tile& tile, int64_t first, int64_t end, const Result& all) {
   const int64_t count = tile.end - tile.begin, dim = p.rank + p.rope;
   static thread_local std::vector<float> floats;
@@ -244,7 +246,7 @@ static void finish(const Problem& p, const Tile& tile, const Result& result) {
   });
 }
 
-// All tiles, each by one thread.
+// Computes all tiles, each by one thread.
 static void run_whole(const Call& call, const Problem& p, const std::vector<Tile>& tiles) {
   parallel_for(call, tiles.size(), [&](int64_t i) {
     static thread_local std::vector<float> room;
@@ -256,7 +258,7 @@ static void run_whole(const Call& call, const Problem& p, const std::vector<Tile
   });
 }
 
-// The same with a tile's parts shared by the threads.
+// Computes all tiles; threads share the parts of a tile.
 static void run_shared(const Call& call, const Problem& p, const std::vector<Tile>& tiles) {
   struct Item {
     int64_t tile, part;
@@ -284,7 +286,7 @@ static void run_shared(const Call& call, const Problem& p, const std::vector<Til
   });
 }
 
-// Cuts a batch's queries into tiles of up to `some`, and counts their parts.
+// Cuts a batch's queries into tiles of up to `some` queries, and counts their parts.
 static std::vector<Tile> cut(const Problem& p, const int32_t* starts, const int32_t* lengths, int64_t rows, int64_t some,
                              int64_t* parts) {
   std::vector<Tile> tiles;
@@ -299,9 +301,9 @@ static std::vector<Tile> cut(const Problem& p, const int32_t* starts, const int3
   return tiles;
 }
 
-// q [tokens, heads, rank + rope]; pages [pages, page_size, at least rank + rope], their scales [pages, 2, page_size] or
-// nothing; tables [rows, most pages]; where each row's tokens begin [rows + 1]; its cached tokens [rows]; the page from
-// which the tables count. The result is [tokens, heads, rank].
+// Arguments: q [tokens, heads, rank + rope]; pages [pages, page_size, at least rank + rope]; their scales [pages, 2,
+// page_size] or an empty array; tables [rows, most pages]; the beginning of each row's tokens [rows + 1]; each row's
+// number of cached tokens [rows]; the page from which the tables count. The result is [tokens, heads, rank].
 static void latent_attention(const Call& call) {
   const Array &q = call.argument(0), &pages = call.argument(1), &tables = call.argument(3);
   Problem p{&q, &pages, &call.argument(2), &tables, &call.result()};
@@ -313,7 +315,7 @@ static void latent_attention(const Call& call) {
   const int32_t *starts = data<int32_t>(call.argument(4)), *lengths = data<int32_t>(call.argument(5));
   int64_t parts;
   std::vector<Tile> tiles = cut(p, starts, lengths, rows, kRows, &parts);
-  if (parts < 2 * threads && threads > 1) {  // so few that all threads get work in smaller tiles alone
+  if (parts < 2 * threads && threads > 1) {  // only smaller tiles give all threads work
     const int64_t some = (starts[rows] * p.heads + threads - 1) / threads;
     tiles = cut(p, starts, lengths, rows, std::clamp(some, kFew, kRows), &parts);
   }
@@ -327,8 +329,8 @@ static void latent_attention(const Call& call) {
 }
 DEFINE_HANDLER(LatentAttention, latent_attention, kAny, kAny, kF32, kS32, kS32, kS32, kS32)
 
-// Pages and their scales, which the results are in the same memory; rows [tokens, rank + rope]; slots [tokens], -1 for
-// padding; the page from which they count.
+// Arguments: pages and their scales, which share their memory with the results; rows [tokens, rank + rope]; slots
+// [tokens], -1 for padding; the page from which slots count.
 static void write_latent(const Call& call) {
   const Array &pages = call.result(0), &scales = call.result(1), &rows = call.argument(2);
   const int64_t tokens = rows.dims[0], dim = rows.dims[1], rank = call.attribute<int64_t>("rank");

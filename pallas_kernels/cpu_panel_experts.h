@@ -40,19 +40,16 @@ struct Experts {
   }
 };
 
-// y [rows, out] = each row of x [rows, in] times the weight of its expert in the stack w. row(i): address of row i of
-// x. Rows must be adjacent, unless only their rounded forms are multiplied.
-template <class F>
-static void multiply_by_expert(const Call& call, const Experts& experts, const Panels& w, int64_t arithmetic, F row,
-                               float* y) {
-  Rounded rounded;
-  round_rows(call, w, arithmetic, experts.rows, rounded, row);
+// y [rows, out] = each row of x [rows, in] times the weight of its expert in the stack w. `rounded` has the rows in
+// their rounded forms; x may be null where no other form is multiplied.
+static void multiply_by_expert(const Call& call, const Experts& experts, const Panels& w, int64_t arithmetic,
+                               const float* x, const Rounded& rounded, float* y) {
   const int64_t busy = experts.busy.size(), panels = w.count(), piece = panels_at_once(call, busy * panels);
   const int64_t pieces = (panels + piece - 1) / piece;
   parallel_for(call, busy * pieces, [&](int64_t i) {
     const int64_t expert = experts.busy[i / pieces], first = experts.first[expert], at = i % pieces * piece;
     const int64_t own = experts.first[expert + 1] - first;
-    const Product product{row(first), own, w.of(expert), rounded, first, arithmetic, y + first * w.out};
+    const Product product{x ? x + first * w.in : x, own, w.of(expert), rounded, first, arithmetic, y + first * w.out};
     product.run_all(at, std::min(panels, at + piece));
   });
 }
@@ -65,8 +62,11 @@ static void panel_grouped_matmul(const Call& call) {
   const Experts experts(data<int32_t>(sizes), sizes.dims[0]);
   const float* xs = data<float>(x);
   float* y = data<float>(call.result());
-  multiply_by_expert(call, experts, Panels(call, 1, out, in), call.attribute<int64_t>("arithmetic"),
-                     [&](int64_t row) { return xs + row * in; }, y);
+  const Panels w(call, 1, out, in);
+  const int64_t arithmetic = call.attribute<int64_t>("arithmetic");
+  Rounded rounded;
+  round_rows(call, Forms(w, arithmetic), in, experts.rows, rounded, [=](int64_t row) { return xs + row * in; });
+  multiply_by_expert(call, experts, w, arithmetic, xs, rounded, y);
   std::fill(y + experts.rows * out, y + x.dims[0] * out, 0.f);
 }
 DEFINE_HANDLER(PanelGroupedMatmul, panel_grouped_matmul, kF32, XLA_FFI_DataType_U8, kS32, kS32)
@@ -93,14 +93,46 @@ static void gate_row(const float* from, const float* bias, int64_t size, int64_t
     return gate * up;
   };
   for (int64_t i = 0; i < size; i += kLanes) {
-    float pairs[2 * kLanes] = {};
     const int64_t some = std::min<int64_t>(kLanes, size - i);
-    for (int64_t j = 0; j < 2 * some; j++) pairs[j] = from[2 * i + j] + (bias ? bias[2 * i + j] : 0);
-    const Vec low = at(pairs), high = at(pairs + kLanes);
+    Vec low = {}, high = {};
+    if (some == kLanes) {
+      low = at(from + 2 * i), high = at(from + 2 * i + kLanes);
+      if (bias) low += at(bias + 2 * i), high += at(bias + 2 * i + kLanes);
+    } else {
+      float pairs[2 * kLanes] = {};
+      for (int64_t j = 0; j < 2 * some; j++) pairs[j] = from[2 * i + j] + (bias ? bias[2 * i + j] : 0);
+      low = at(pairs), high = at(pairs + kLanes);
+    }
     const Vec made = gated(__builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14),
                            __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15));
-    for (int64_t j = 0; j < some; j++) to[i + j] = made[j];
+    std::memcpy(to + i, &made, some * sizeof(float));
   }
+}
+
+static std::unique_ptr<float[]> scratch(int64_t size) { return std::unique_ptr<float[]>(new float[size]); }
+
+// Writes the forms of the experts' rows of x [tokens, in] to `rounded`, and returns them as floats, or null where no
+// product needs these: then tokens are rounded once for all of their experts. If `weights` [tokens, top_k] is not null,
+// it multiplies the rows.
+static std::unique_ptr<float[]> rows_of_tokens(const Call& call, const Experts& experts, const float* x,
+                                               const float* weights, int64_t in, const Forms& forms, Rounded& rounded) {
+  if (!weights && !forms.floats) {
+    Rounded of_tokens;
+    round_rows(call, forms, in, experts.tokens, of_tokens, [=](int64_t token) { return x + token * in; });
+    rounded.reserve(experts.rows, in, forms.pairs, forms.codes);
+    parallel_for(call, experts.rows,
+                 [&](int64_t row) { rounded.copy(of_tokens, experts.pair[row] / experts.top_k, row); });
+    return nullptr;
+  }
+  auto inputs = scratch(experts.rows * in);
+  parallel_for(call, experts.rows, [&](int64_t row) {
+    const int64_t pair = experts.pair[row];
+    const float *from = x + pair / experts.top_k * in, factor = weights ? weights[pair] : 1;
+    float* to = inputs.get() + row * in;
+    for (int64_t k = 0; k < in; k++) to[k] = from[k] * factor;
+  });
+  round_rows(call, forms, in, experts.rows, rounded, [&](int64_t row) { return inputs.get() + row * in; });
+  return inputs;
 }
 
 // y [tokens, out], with zeros for tokens beyond `count`. Arguments: x [tokens, in], chosen and weights [tokens, top_k],
@@ -119,18 +151,13 @@ static void panel_experts(const Call& call) {
   std::fill(y, y + x.dims[0] * out, 0.f);
   const Experts experts(data<int32_t>(chosen), tokens, top_k, call.attribute<int64_t>("experts"));
   if (!experts.rows) return;
-  const auto scratch = [](int64_t size) { return std::unique_ptr<float[]>(new float[size]); };
-
-  const auto inputs = scratch(experts.rows * in);
-  parallel_for(call, experts.rows, [&](int64_t row) {
-    const int64_t pair = experts.pair[row];
-    const float *from = xs + pair / top_k * in, factor = weighs_inputs ? weights[pair] : 1;
-    float* to = inputs.get() + row * in;
-    for (int64_t k = 0; k < in; k++) to[k] = from[k] * factor;
-  });
+  const Panels first(call, 3, 2 * size, in), second(call, 5, out, size);
+  const int64_t first_arithmetic = call.attribute<int64_t>("first"), arithmetic = call.attribute<int64_t>("second");
+  Rounded rounded, rounded_gated;
+  const auto inputs = rows_of_tokens(call, experts, xs, weighs_inputs ? weights : nullptr, in,
+                                     Forms(first, first_arithmetic), rounded);
   const auto hidden = scratch(experts.rows * 2 * size), gated = scratch(experts.rows * size);
-  multiply_by_expert(call, experts, Panels(call, 3, 2 * size, in), call.attribute<int64_t>("first"),
-                     [&](int64_t row) { return inputs.get() + row * in; }, hidden.get());
+  multiply_by_expert(call, experts, first, first_arithmetic, inputs.get(), rounded, hidden.get());
   parallel_for(call, experts.rows, [&](int64_t row) {
     const auto after = std::upper_bound(experts.first.begin(), experts.first.end(), row);
     const int64_t expert = after - experts.first.begin() - 1;
@@ -138,8 +165,9 @@ static void panel_experts(const Call& call) {
              gated.get() + row * size);
   });
   const auto made = scratch(experts.rows * out);
-  multiply_by_expert(call, experts, Panels(call, 5, out, size), call.attribute<int64_t>("second"),
-                     [&](int64_t row) { return gated.get() + row * size; }, made.get());
+  round_rows(call, Forms(second, arithmetic), size, experts.rows, rounded_gated,
+             [&](int64_t row) { return gated.get() + row * size; });
+  multiply_by_expert(call, experts, second, arithmetic, gated.get(), rounded_gated, made.get());
   std::vector<int32_t> place(tokens * top_k, -1);
   for (int64_t row = 0; row < experts.rows; row++) place[experts.pair[row]] = row;
   parallel_for(call, tokens, [&](int64_t token) {

@@ -12,7 +12,7 @@ static void panel_matmul(const Call& call) {
   const int64_t arithmetic = call.attribute<int64_t>("arithmetic");
   const float* xs = data<float>(x);
   Rounded rounded;
-  round_rows(call, w, arithmetic, tokens, rounded, [xs, &w](int64_t row) { return xs + row * w.in; });
+  round_rows(call, Forms(w, arithmetic), w.in, tokens, rounded, [xs, &w](int64_t row) { return xs + row * w.in; });
   const Product product{xs, tokens, w, rounded, 0, arithmetic, data<float>(call.result())};
   const int64_t panels = w.count(), piece = panels_at_once(call, panels);
   parallel_for(call, (panels + piece - 1) / piece, [&product, panels, piece](int64_t i) {

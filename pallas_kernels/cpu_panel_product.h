@@ -179,27 +179,27 @@ struct Product {
   }
 };
 
-// Rounds x on all threads, to the forms that a weight's types and the arithmetic need. row(i): address of row i of x.
+// The forms of x that a weight's types and the arithmetic need.
+struct Forms {
+  bool floats = false, pairs = false, codes = false;
+  Forms(const Panels& w, int64_t arithmetic) {
+    for (int64_t p = 0; p < w.count(); p++) {
+      const bool pair = w.type(p) == kBfloat16 && arithmetic == kShort && kHasShort;
+      const bool code = w.type(p) > kBfloat16 && arithmetic == kInteger;
+      pairs |= pair, codes |= code, floats |= !pair && !code;
+    }
+  }
+};
+
+// Rounds x on all threads, to those of the forms that are rounded. row(i): address of row i of x.
 template <class F>
-static void round_rows(const Call& call, const Panels& w, int64_t arithmetic, int64_t rows, Rounded& r, F row) {
-  const int64_t in = w.in;
-  bool pairs = false, codes = false;
-  for (int64_t p = 0; p < w.count(); p++) {
-    pairs |= w.type(p) == kBfloat16 && arithmetic == kShort && kHasShort;
-    codes |= w.type(p) > kBfloat16 && arithmetic == kInteger;
-  }
-  r.blocks = (in + kBlock - 1) / kBlock, r.inputs = r.blocks * kBlock;
-  if (pairs) r.pairs.reset(new int32_t[rows * r.inputs / 2]);
-  if (codes) {
-    r.codes.reset(new int32_t[rows * r.inputs / 4]);
-    r.scale.reset(new float[rows * r.blocks]), r.sum.reset(new float[rows * r.blocks]);
-    r.half_sum.reset(new float[2 * rows * r.blocks]);
-  }
-  if (!pairs && !codes) return;
-  parallel_for(call, rows, [&r, &row, in, pairs, codes](int64_t i) {
+static void round_rows(const Call& call, const Forms& forms, int64_t in, int64_t rows, Rounded& r, F row) {
+  r.reserve(rows, in, forms.pairs, forms.codes);
+  if (!forms.pairs && !forms.codes) return;
+  parallel_for(call, rows, [&r, &row, &forms, in](int64_t i) {
     const float* x = row(i);
-    if (pairs) r.round_pairs(x, i, in);
-    for (int64_t b = 0; codes && b < r.blocks; b++)
+    if (forms.pairs) r.round_pairs(x, i, in);
+    for (int64_t b = 0; forms.codes && b < r.blocks; b++)
       r.round_block(x + b * kBlock, std::min(kBlock, in - b * kBlock), i, b);
   });
 }

@@ -111,6 +111,24 @@ struct Rounded {
   std::unique_ptr<float[]> scale, sum;  // [tokens, blocks]; sum of the block's codes, times its scale
   std::unique_ptr<float[]> half_sum;    // [tokens, 2 * blocks], sum of each 16 inputs
 
+  void reserve(int64_t tokens, int64_t in, bool as_pairs, bool as_codes) {
+    blocks = (in + kBlock - 1) / kBlock, inputs = blocks * kBlock;
+    if (as_pairs) pairs.reset(new int32_t[tokens * inputs / 2]);
+    if (!as_codes) return;
+    codes.reset(new int32_t[tokens * inputs / 4]);
+    scale.reset(new float[tokens * blocks]), sum.reset(new float[tokens * blocks]);
+    half_sum.reset(new float[2 * tokens * blocks]);
+  }
+
+  // Copies a token of `from`, which has the same forms, to the place of a token here.
+  void copy(const Rounded& from, int64_t source, int64_t token) {
+    const auto copy = [=](const auto& values, const auto& to, int64_t size) {
+      if (to) std::copy_n(values.get() + source * size, size, to.get() + token * size);
+    };
+    copy(from.pairs, pairs, inputs / 2), copy(from.codes, codes, inputs / 4);
+    copy(from.scale, scale, blocks), copy(from.sum, sum, blocks), copy(from.half_sum, half_sum, 2 * blocks);
+  }
+
   void round_pairs(const float* x, int64_t token, int64_t in) {
     uint16_t* to = reinterpret_cast<uint16_t*>(pairs.get()) + token * inputs;
     for (int64_t k = 0; k < in; k++) {

@@ -60,7 +60,7 @@ def mixture(
     multiply: Callable[..., jax.Array] = grouped_matmul,
     weighs_inputs: bool = False,
 ) -> jax.Array:
-    """What the chosen experts make of each token, added up by their weights.
+    """The sum of the chosen experts' results for each token, weighted by the router's weights.
 
     Args:
       x: [tokens, in].
@@ -83,7 +83,7 @@ def mixture(
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(number), axis=0, dtype=jnp.int32)
     rows = x[order // top_k]
     if weighs_inputs:
-        rows = (rows * weights.reshape(-1)[order][:, None]).astype(x.dtype)
+        rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]).astype(x.dtype)
     hidden = multiply(rows, w.gate_up, sizes)
     if w.gate_up_bias is not None:
         owner = jnp.minimum(chosen.reshape(-1)[order], number - 1)

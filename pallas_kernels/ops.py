@@ -250,18 +250,22 @@ class Ops:
         *,
         correction: jax.Array | None = None,
         down_bias: jax.Array | None = None,
+        note: Callable[[jax.Array], Any] | None = None,
     ) -> jax.Array:
         """Computes `mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see
         `route`.
 
         down_bias: [experts, out], added to each expert's result; None: no bias.
+        note: called with the chosen experts, int32 [tokens, top_k].
         """
         chosen, weights = route(logits, router, correction)
+        if note is not None:
+            note(chosen)
         y = self.mixture(x, chosen, weights, w, gate=gate, count=self.count, weighs_inputs=router.weighs_inputs)
         if down_bias is None:
             return y
         shares = jnp.ones_like(weights) if router.weighs_inputs else weights
-        return y + experts.chosen_biases(chosen, shares, down_bias)
+        return y.astype(jnp.float32) + experts.chosen_biases(chosen, shares, down_bias)
 
     def gate_of(self, activation: str, limit: float | None = None) -> Gate:
         """`gate` with an activation, or `clamped_gate` if there is a limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
@@ -80,6 +81,37 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     if router.normalized:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), max(router.least_sum, 1e-20))
     return experts, weights * router.scale
+
+
+def load(chosen: jax.Array, experts: int, count: jax.Array) -> jax.Array:
+    """How a pass's tokens spread over experts: int32 [3].
+
+    Args:
+      chosen: int32 [layers, tokens, top_k], the experts of each token in each layer.
+      experts: experts of each layer.
+      count: int32 scalar, how many leading tokens matter.
+
+    Returns:
+      added up over the layers: the tokens of all experts, those of the layer's busiest expert, and the experts that
+      have tokens.
+    """
+    matters = jnp.arange(chosen.shape[1])[:, None] < count
+    chosen = jnp.where(matters, chosen, experts)
+    # A CPU adds one by one; others compare all in one kernel.
+    tokens = jax.lax.platform_dependent(
+        chosen, cpu=partial(_added, experts=experts), default=partial(_compared, experts=experts)
+    )
+    return jnp.stack([jnp.sum(tokens), jnp.sum(jnp.max(tokens, axis=1)), jnp.sum(tokens > 0, dtype=jnp.int32)])
+
+
+def _added(chosen: jax.Array, experts: int) -> jax.Array:
+    """Tokens of each expert, int32 [layers, experts], of chosen [layers, tokens, top_k]; numbers beyond are dropped."""
+    layer = jnp.arange(len(chosen))[:, None, None]
+    return jnp.zeros((len(chosen), experts), jnp.int32).at[layer, chosen].add(1, mode="drop")
+
+
+def _compared(chosen: jax.Array, experts: int) -> jax.Array:
+    return jnp.sum(chosen[..., None] == jnp.arange(experts), axis=(1, 2), dtype=jnp.int32)
 
 
 def _in_best_groups(order: jax.Array, router: Router) -> jax.Array:

@@ -16,9 +16,9 @@ OTHER_PAGE_SIZE = 16
 class KVPages(NamedTuple):
     """One layer's KV cache.
 
-    data: [pages, 2 (key, value), kv_heads, page_size, head_dim], so that what a kernel reads of a head in a page is one
-      piece; float32, bfloat16, float16, float8_e4m3fn or int8.
-    scale: float32 [pages, 2, kv_heads, page_size], which the data is to be multiplied with; None is 1.
+    data: [pages, 2 (key, value), kv_heads, page_size, head_dim]; float32, bfloat16, float16, float8_e4m3fn or int8. A
+      head's keys in a page are contiguous, and so are its values.
+    scale: float32 [pages, 2, kv_heads, page_size], factors of the data; None: 1.
     """
 
     data: jax.Array
@@ -41,11 +41,11 @@ class LatentPages(NamedTuple):
     """One layer's cache of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): a row for each token, which
     all heads share. Its first `rank` numbers are the latent, after its norm; the next `rope` are the rotated key.
 
-    data: [pages, page_size, width]; width is at least rank + rope (`stored_latent_width`), and what lies behind is 0.
+    data: [pages, page_size, width]; width is at least rank + rope (`stored_latent_width`), and further numbers are 0.
       float32, bfloat16, float16, float8_e4m3fn or int8.
-    scale: float32 [pages, 2, page_size], which a token's latent (0) and its rotated key (1) are to be multiplied with;
-      None is 1. Each has its own, because the latent comes out of a norm and the key does not: with one scale for both,
-      a large key would leave few codes to the latent. A page's scales of one kind are contiguous, as kernels read them.
+    scale: float32 [pages, 2, page_size], factors of a token's latent (0) and of its rotated key (1); None: 1. The two
+      have separate scales, because the latent is normed and the key is not: with one scale for both, a large key would
+      leave few codes to the latent. A page's scales of one kind are contiguous, as kernels read them.
     """
 
     data: jax.Array
@@ -97,11 +97,12 @@ def stored_latent_width(width: int, platform: str) -> int:
 class Activations:
     """How products with a quantized weight round their inputs x first: x = codes * scale, symmetric.
 
-    dtype: of the codes, "int8" or "float8_e4m3fn".
-    group: neighbouring inputs of a token that share a scale; None: all of them.
-    static: the scale is `QuantArray.input_scale`, the same for all tokens; otherwise it makes the largest magnitude
-      that it stands for the largest code.
-    ceiling: larger magnitudes do not count for the scale, and saturate (FBGEMM's activation_scale_ub); None: all count.
+    dtype: dtype of the codes, "int8" or "float8_e4m3fn".
+    group: number of neighbouring inputs of a token that share a scale; None: all inputs share one.
+    static: the scale is `QuantArray.input_scale`, the same for all tokens. Otherwise the scale maps the largest
+      magnitude of its inputs to the largest code.
+    ceiling: for the scale, larger magnitudes count as this one; they saturate (FBGEMM's activation_scale_ub). None:
+      there is no ceiling.
     """
 
     dtype: str
@@ -123,24 +124,24 @@ class Activations:
 class QuantArray:
     """A quantized weight [out, in]: value = ((codes - zero) * scale + bias) * gain, in float32.
 
-    Kernels know no `order`: whoever calls them brings the inputs into it first.
+    Kernels ignore `order`: their caller brings the inputs into this order first.
 
-    codes: int4, int8, float8_e4m3fn or float4_e2m1fn [out, in]; XLA keeps two of 4 bits in a byte.
+    codes: int4, int8, float8_e4m3fn or float4_e2m1fn [out, in]; XLA keeps two 4-bit codes in a byte.
     block: rows and inputs that share a scale: (1, in) per channel, (1, 128) groups of 128, (out, in) per tensor, (128,
       128) blocks. Sizes need not be multiples; the last block is then smaller.
-    scale: float32, bfloat16 or float16 [ceil(out / rows), ceil(in / inputs)]; of float4_e2m1fn codes also
+    scale: float32, bfloat16 or float16 [ceil(out / rows), ceil(in / inputs)]. With float4_e2m1fn codes it may also be
       float8_e8m0fnu (powers of two: MXFP4) or float8_e4m3fn (NVFP4).
-    zero: int8, as scale, in the units of the codes; None is 0. Formats with codes from 0 to 15 and zero points store
-      both less 8.
-    bias: as scale; None is 0.
+    zero: int8, in the shape of scale, in the units of the codes; None: 0. For formats with codes from 0 to 15 and zero
+      points, 8 is subtracted from both.
+    bias: in the shape of scale; None: 0.
     order: int32 [in], the input that each column belongs to (act-order formats sort columns by group); None: in order.
-    gain: float32 [out, 1], the scale of a row's scales (NVFP4); None is 1.
-    input_scale: float32 [1, 1], that of static activations.
-    shuffled: codes lie in the order of `quant_matmul.fragments`, for Hopper's kernel; plain XLA reads them too.
-    activations: how its products round their inputs (`quant_matmul.w8a8`); None: not at all.
+    gain: float32 [out, 1], the scale of a row's scales (NVFP4); None: 1.
+    input_scale: float32 [1, 1], the scale of static activations.
+    shuffled: codes are in the order of `quant_matmul.fragments`, for Hopper's kernel; plain XLA reads them too.
+    activations: how products round their inputs (`quant_matmul.w8a8`); None: they do not.
     """
 
-    # Arrays of JAX or NumPy, or what stands for them in a pytree of the same form: shapes, shardings.
+    # Arrays of JAX or NumPy, or their shapes or shardings in a pytree of the same form.
     codes: Any
     scale: Any
     zero: Any = None
@@ -164,7 +165,7 @@ class QuantRows:
 
     codes: int8 or float8_e4m3fn [tokens, in].
     scale: float32 [tokens, ceil(in / group)], or [1, 1] for all.
-    dtype: what x was in, and the product is to be rounded to.
+    dtype: dtype of x before rounding, to which the product is rounded.
     """
 
     codes: Any
@@ -177,10 +178,12 @@ class QuantRows:
 
 
 class BlockKind(NamedTuple):
-    """A type of GGUF's blocks: inputs in a block, inputs that share a scale, and what a block's fields hold.
+    """A type of GGUF's blocks.
 
-    low, high: bytes of the codes' low and high bits. words: int32 of integer scales. factors: float16. offset: what is
-    subtracted from codes. shifts: whether something is added to each group's values.
+    block, group: inputs in a block, and inputs that share a scale.
+    low, high: bytes per block for the codes' low bits and high bits.
+    words: int32 words of integer scales per block. factors: float16 numbers per block.
+    offset: subtracted from codes. shifts: whether a number is added to each group's values.
     """
 
     block: int
@@ -194,7 +197,7 @@ class BlockKind(NamedTuple):
 
     @property
     def bits(self) -> float:
-        """Of a weight in memory."""
+        """Bits per weight in memory."""
         return 8 * (self.low + self.high + 4 * self.words + 2 * self.factors) / self.block
 
 
@@ -213,13 +216,13 @@ BLOCK_KINDS = {
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "high", "scales", "factors"], meta_fields=["kind"])
 @dataclass(frozen=True)
 class BlockArray:
-    """A quantized weight [out, in] in one of BLOCK_KINDS: the fields of a GGUF file's blocks, each an array of its own
-    in which those of a row's blocks follow each other (`quant_matmul.blocks` tells what they mean).
+    """A quantized weight [out, in] in one of BLOCK_KINDS. Each field of a GGUF file's blocks is an array, in which the
+    fields of a row's blocks are contiguous. `quant_matmul.blocks` describes the fields.
 
     low: uint8 [out, blocks * low].
-    high: uint8 [out, blocks * high], of blocks of 32 int32 [out, blocks]; or None.
-    scales: int32 [out, blocks * words], or None; four bytes each, as in the file but for Q4_K and Q5_K, whose 6-bit
-      scales take a byte each, as do their minima behind them.
+    high: uint8 [out, blocks * high], or int32 [out, blocks] for blocks of 32; or None.
+    scales: int32 [out, blocks * words], with four bytes in each, or None. The bytes are those of the file, except for
+      Q4_K and Q5_K: there each 6-bit scale takes a byte, and the minima, which follow, do too.
     factors: float16 [out, blocks * factors].
     """
 
@@ -242,13 +245,12 @@ class BlockArray:
 @partial(jax.tree_util.register_dataclass, data_fields=["data", "table"], meta_fields=["shape", "arithmetic"])
 @dataclass(frozen=True)
 class PanelArray:
-    """A weight [out, in] as the CPU's kernels read it (`cpu_panels.h`): panels of 16 rows, each in a type of its own.
-
-    Of a stack [experts, out, in] the weights follow each other.
+    """A weight [out, in] in the form that the CPU's kernels read (`cpu_panels.h`): panels of 16 rows. Each panel has a
+    type of its own. In a stack [experts, out, in] the experts' panels follow each other.
 
     data: uint8 [bytes / 64, 64], the panels.
-    table: int32 [panels, 3]: where each begins in data, its type, and the blocks in a record of it.
-    arithmetic: what products with quantized or bfloat16 panels are computed in, of `cpu_panels.ARITHMETIC`.
+    table: int32 [panels, 3]: the beginning of each panel in data, its type, and the number of blocks in a record.
+    arithmetic: the arithmetic of products with quantized or bfloat16 panels, one of `cpu_panels.ARITHMETIC`.
     """
 
     data: Any
@@ -260,8 +262,8 @@ class PanelArray:
 @partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["widths"])
 @dataclass(frozen=True)
 class MixedArray:
-    """A weight [out, in] whose rows are of several forms, each kept in its own: widths[0] rows of parts[0],
-    widths[1] of parts[1] and so on, and then again from parts[0] on, to the end.
+    """A weight [out, in] whose rows have several forms. Its rows are widths[0] rows of parts[0], then widths[1] rows of
+    parts[1] and so on. This pattern repeats until the end.
 
     parts: weights of any other kind, [out * widths[i] / sum(widths), in].
     """
@@ -275,13 +277,14 @@ class MixedArray:
 
 
 class DrawSettings(NamedTuple):
-    """How the token of each row of a batch is drawn, arrays [rows].
+    """How the token of each row of a batch is drawn, as arrays [rows].
 
-    temperature: below 1e-5 the most likely token, the first of several; logits divided by less could overflow.
-    top_k, 0 for all; top_p, min_p: which tokens may be drawn. First those of the k largest
-      logits, ties included; then of these the fewest that have a part p of the probability, ties included; of these the
-      ones with at least a part min_p of the probability of the most likely one.
-    uniform: in (0, 1); the token is the one at which the probabilities of those, summed up, pass it.
+    temperature: divides the logits. Below 1e-5 the most likely token is taken, the first one of equals, because smaller
+      divisors could overflow.
+    top_k, top_p, min_p: which tokens may be drawn. First the tokens with the k largest logits (0: all), ties included.
+      Of these, the fewest whose probabilities reach top_p, ties included. Of these, the ones with at least min_p times
+      the probability of the most likely one.
+    uniform: in (0, 1). The drawn token is the one at which the running sum of the remaining probabilities passes it.
     """
 
     temperature: jax.Array

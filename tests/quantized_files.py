@@ -5,6 +5,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from quantized_forms import pack_words
 from safetensors import safe_open
 
 from jaxserve.checkpoints.formats import find_format
@@ -81,12 +82,6 @@ def read(path, config, arrays, shape, weight=WEIGHT):
 
 def as_bytes(state):
     return np.frombuffer(json.dumps(state).encode(), np.uint8)
-
-
-def pack_words(codes: np.ndarray) -> np.ndarray:
-    """Codes of 0 to 15 [rows, columns] -> int32 [rows / 8, columns], the first of eight in the lowest bits."""
-    eight = codes.astype(np.uint32).reshape(-1, 8, codes.shape[1])
-    return sum(eight[:, i] << np.uint32(4 * i) for i in range(8)).view(np.int32)
 
 
 def gptq(weight: np.ndarray, group_of: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:

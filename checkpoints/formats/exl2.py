@@ -22,7 +22,7 @@ from jaxserve.pallas_kernels.types import QuantArray
 METHODS = ("exl2",)
 WIDTHS = (2, 3, 4, 5, 6, 8)
 PARTS = (".q_weight", ".q_scale", ".q_scale_max", ".q_groups", ".q_invperm")
-STEP = 32  # groups have a multiple of so many inputs; outputs are padded to one
+STEP = 32  # the inputs of groups, and the padded outputs, are multiples of this number
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> EXL2 | None:

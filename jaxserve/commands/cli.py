@@ -7,6 +7,7 @@ Nothing heavy is imported before the arguments are parsed, so that help and usag
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -90,10 +91,11 @@ def make_parser() -> argparse.ArgumentParser:
     tune.add_argument("--out", type=Path, metavar="JSON", help="table to write; None: in the user's cache folder")
 
     models = add_command(commands, "models", run_models, "list the models on this machine, or inspect one")
-    models.set_defaults(folder=[])
+    models.set_defaults(folder=[], json=False)
     about = models.add_subparsers(title="commands", metavar="COMMAND")
     listing = add_command(about, "list", run_models, "list the models on this machine and the supported architectures")
     listing.add_argument("folder", nargs="*", type=Path, help="further folders to look in")
+    listing.add_argument("--json", action="store_true", help="print the list as JSON")
     inspect = add_command(about, "inspect", run_inspect, "show a model's use of device memory, without loading it")
     add_model(inspect)
     inspect.add_argument("--target", metavar="NAME", help=TARGET_HELP)
@@ -223,21 +225,10 @@ def run_tune(args: argparse.Namespace) -> int:
 
 
 def run_models(args: argparse.Namespace) -> int:
-    from jaxserve.checkpoints.hub import list_models
-    from jaxserve.config import ConfigError
-    from jaxserve.models.families import families
-    from jaxserve.models.load import read_model
+    from jaxserve.commands.model_list import lines, listing
 
-    for name, folder in list_models(args.folder):
-        try:
-            model = read_model(folder)
-            what = f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.max_position} tokens"
-        except ConfigError as error:
-            what = f"cannot be served: {error}"
-        print(f"{name:40} {what}")
-    print("\nsupported architectures:")
-    for family in families():
-        print(f"  {family.name:12} {', '.join(family.architectures)}")
+    found = listing(args.folder)
+    print(json.dumps(found, indent=2) if args.json else "\n".join(lines(found)))
     return 0
 
 

@@ -40,7 +40,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 class Sample:
     """A server's metrics at one moment: values summed over labels, and histograms' bucket counts by upper bound."""
 
-    seconds: float  # of the monotonic clock
+    seconds: float  # time of the monotonic clock
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     model: str = "?"

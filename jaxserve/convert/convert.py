@@ -25,7 +25,7 @@ from jaxserve.devices.mesh import make_mesh, padded_vocab, replicated
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import find_family
 from jaxserve.models.load import load_params, read_hf_config, read_model
-from jaxserve.models.spec import GatedDeltaSpec, ModelConfig
+from jaxserve.models.spec import AttentionSpec, ModelConfig
 from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import weight_pieces
 from jaxserve.pallas_kernels.types import QuantArray
@@ -75,10 +75,14 @@ def _read(folder: Path, tensor_parallel_size: int) -> tuple[Decoder, dict[str, A
 
 def stored_decoder(config: ModelConfig, stored: Mapping[str, orbax.Abstract]) -> Decoder:
     """The decoder whose parameters have the shapes of the Orbax checkpoint `stored`."""
-    layer = next(i for i, spec in enumerate(config.specs) if not isinstance(spec, GatedDeltaSpec))
-    rows = stored[f"layers_{layer}/attention/qkv/kernel"].shape[0] // config.head_dim
+    kv_heads = sharded_kv_heads(config, 1)
+    for layer, spec in enumerate(config.specs):
+        if isinstance(spec, AttentionSpec):  # Its heads may be stored repeated. Those of latent attention never are.
+            rows = stored[f"layers_{layer}/attention/qkv/kernel"].shape[0] // spec.head_dim
+            kv_heads = (rows - spec.num_heads) // 2
+            break
     dtype = jax.tree.leaves(stored["norm/scale"])[0].dtype
-    return Decoder(config, (rows - config.num_heads) // 2, stored["embed/table"].shape[0], dtype)
+    return Decoder(config, kv_heads, stored["embed/table"].shape[0], dtype)
 
 
 def take(value: np.ndarray | QuantArray, piece: Piece) -> np.ndarray | QuantArray:

@@ -175,7 +175,7 @@ class FusedSharded:
             return self.kernels.gate(Parts(sums, bias), activation, dtype, reader)
 
         bias, mlp = None if y.bias is None else value_of(y.bias), spec("mlp")[0]
-        out: Any = PartitionSpec(None, mlp)  # of codes and their scales too, unless these are given
+        out: Any = PartitionSpec(None, mlp)  # also the spec of codes and their scales, unless scales are static
         if reader is not None and reader.activations is not None and reader.activations.static:
             out = rows_spec(reader, mlp, jnp.dtype(dtype))
         specs = (PartitionSpec(None, None, mlp), PartitionSpec(mlp), self._specs(reader, ("embed", "mlp")))

@@ -289,6 +289,8 @@ class Engine:
             sampled, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
             copies, updates = [], updates[:, :0]  # all copies and updates go with the first batch
             sampled.tokens.copy_to_host_async()
+            if sampled.expert_load is not None:
+                sampled.expert_load.copy_to_host_async()
             sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
             if hidden is not None and self.pooler is not None:
                 hidden.copy_to_host_async()
@@ -334,6 +336,9 @@ class Engine:
     def commit(self, step: InFlightStep, tokens: list[np.ndarray]) -> StepOutput:
         """Commits a step's tokens; returns what they add to each completion."""
         output = StepOutput([], [], [], [])
+        for batch in step.batches:
+            if (load := batch.expert_load()) is not None:
+                self.counters.count_experts(load.tolist(), self.model.num_experts)
         for batch in step.batches:  # finish all scores before any commit, which may end a request that has scores
             if batch.prompt_scores is not None:
                 batch.prompt_scores.finish()

@@ -18,7 +18,7 @@ from jaxserve.scheduling.step_plan import Rows
 class Deferred:
     """Rows sampled after the forward pass, once the host knows every earlier token and can build their masks."""
 
-    index: np.ndarray  # in the batch's rows
+    index: np.ndarray  # indices of the rows among the batch's rows
     sampled: list[Sampled] = field(default_factory=list)  # results of `ModelRunner.sample_deferred`
 
     @classmethod
@@ -41,7 +41,7 @@ class Deferred:
             # The step's program may compute no scores, when no other row wants them.
             scores = np.zeros((*tokens.shape, SCORE_WORDS), np.int32) if scores is None else np.array(scores)
             scores[0, self.index] = np.concatenate([one.scores for one in self.sampled])[:count]
-        return Sampled(tokens, scores)
+        return Sampled(tokens, scores, sampled.expert_load)
 
 
 @dataclass
@@ -59,6 +59,11 @@ class InFlightBatch:
         if self.deferred is not None:
             self.sampled, self.deferred = self.deferred.join(self.rows, self.sampled), None
         return np.asarray(self.sampled.tokens)
+
+    def expert_load(self) -> np.ndarray | None:
+        """Of all passes, int64 [3], as `routing.load`; None for a model without experts. It came with the tokens."""
+        load = self.sampled.expert_load
+        return None if load is None else np.asarray(load).sum(axis=0, dtype=np.int64)
 
 
 @dataclass

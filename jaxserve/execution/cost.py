@@ -17,8 +17,8 @@ from jaxserve.execution.memory import bytes_by_dtype
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
-BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the datasheet; an H200 moved 4.3 of 4.8 TB/s, and did 790 of 989 TFLOP/s
-FLOAT32_SHARE = 1 / 12  # of the 16-bit matmul rate, where products are truly float32
+BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the data sheet; an H200 reached 4.3 of 4.8 TB/s and 790 of 989 TFLOP/s
+FLOAT32_SHARE = 1 / 12  # share of the 16-bit matmul rate for products in true float32
 CALL_SECONDS = 2e-4  # seconds per call for launches and the gaps between them; assumed, not measured
 CONTEXT = 2048  # cached tokens that a prompt's token is assumed to attend to
 FEW = 16  # minimum of tokens of a bucket for steps with prompts

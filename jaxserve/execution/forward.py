@@ -15,9 +15,11 @@ from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.attention import Ropes
 from jaxserve.models.decoder import Decoder, DecoderLayer
+from jaxserve.models.layers import ROUTING
 from jaxserve.models.spec import GatedDeltaSpec
 from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
 from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
+from jaxserve.pallas_kernels.routing import load
 from jaxserve.scheduling.windows import Chunk
 
 
@@ -40,6 +42,7 @@ class Output(NamedTuple):
     hidden: jax.Array
     last: jax.Array
     kv_len: jax.Array
+    expert_load: jax.Array | None = None  # see `routing.load`; None for a model without experts
 
 
 class Placement(NamedTuple):
@@ -85,6 +88,7 @@ def forward(
     # Jitted per kind of layer, so that equal layers are traced and lowered once.
     run = partial(_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec, parent=None))) for spec in set(model.config.layers)}
+    chosen: list[jax.Array] = []
     cache, y, paged, recurrent = list(cache), None, iter(groups.places), 0
     rows = None if layout.states is None else _delta_rows(slots, batch, placed)
     for i, layer in enumerate(model.config.layers):
@@ -98,10 +102,17 @@ def forward(
             array, part = divmod(index, each)
             table, kv_len = seen[group]
             where = (written[group], table, q_start, kv_len, batch.num_decodes, first_page[part])
-        x, y, cache[array] = kinds[layer](params[f"layers_{i}"], x, y, ropes, cache[array], where)
+        x, y, cache[array], routed = kinds[layer](params[f"layers_{i}"], x, y, ropes, cache[array], where)
+        chosen += routed
     hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
-    return Output(hidden, last, placed.kv_len), cache
+    return Output(hidden, last, placed.kv_len, _expert_load(chosen, model, q_start[-1])), cache
+
+
+def _expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:
+    """`routing.load` of what the layers' routers chose, in one computation for all layers: a GPU launches a few kernels
+    for it in a step, not a few in each layer."""
+    return load(jnp.stack(chosen), model.config.num_experts, count) if chosen else None
 
 
 def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
@@ -151,9 +162,9 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 def _layer(
     params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: Any, where: Any,
     *, module: DecoderLayer, kind: Any, mesh: Mesh, decode_only: bool,
-) -> tuple[jax.Array, Parts | None, Any]:  # fmt: skip
+) -> tuple[jax.Array, Parts | None, Any, list[jax.Array]]:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
-    in the cache. Returns the new (x, y, pages)."""
+    in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k]."""
 
     def attend(heads: Any) -> jax.Array:
         nonlocal pages
@@ -164,5 +175,6 @@ def _layer(
         out, pages = kind.attend(module, heads, pages, where, mesh, x.dtype, decode_only)
         return out
 
-    x, y = cast(tuple[jax.Array, Parts | None], module.apply({"params": params}, x, y, ropes, attend))
-    return x, y, pages
+    made, noted = module.apply({"params": params}, x, y, ropes, attend, mutable=[ROUTING])
+    x, y = cast(tuple[jax.Array, Parts | None], made)
+    return x, y, pages, jax.tree.leaves(noted)

@@ -21,7 +21,7 @@ from jaxserve.scheduling.windows import Windows, most_pages
 log = logging.getLogger(__name__)
 
 CPU_CACHE_SHARE = 0.5  # share of free host memory for the cache on CPU; other processes need memory, too
-PENALTY_BYTES = 2**28  # for the token counts of sequences with penalties
+PENALTY_BYTES = 2**28  # memory for the token counts of sequences with penalties
 PENALTY_BYTES_PER_TOKEN = 5  # per penalty row and token of the vocabulary: an int32 and a bool
 RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
 STEPS_IN_FLIGHT = 2  # steps with results on the device: one runs while the host reads the results of another
@@ -34,9 +34,9 @@ CPU_PAGE_GRID = 8  # the same on CPU, where free memory differs more from start 
 class Needs:
     """Bytes that compiled programs take on one device, beside weights, slots and pages."""
 
-    temporaries: int = 0  # of the program with the most, while it runs; programs run one after the other
-    results: int = 0  # what steps in flight leave on the device, beyond the cache and the slots that they update
-    code: int = 0  # of all programs, which stay on the device (XLA:GPU counts its machine code, XLA:CPU none)
+    temporaries: int = 0  # temporaries of the program with the most; programs run one after the other
+    results: int = 0  # results of steps in flight on the device, without the cache and the slots that they update
+    code: int = 0  # code of all programs, which stays on the device (XLA:GPU counts its machine code, XLA:CPU none)
 
     @classmethod
     def of(cls, compiled: Sequence[Any], pending: int = 0) -> Needs:
@@ -194,7 +194,7 @@ def plan_pages(
       page_bytes: bytes of a page on one device.
       budget: the memory of one device.
       needs: bytes that the compiled programs take on one device.
-      windows: for each group of layers, the tokens that a token sees; None: all.
+      windows: how far back each group of layers sees.
 
     Raises ConfigError when not even one request fits.
     """

@@ -132,7 +132,7 @@ def _go_together(
 
 
 def _fitting(shapes: list[StepShape], tokens: int, rows: int) -> StepShape | None:
-    """The first bucket with room for so many tokens and rows; None if there is none."""
+    """The first bucket with room for `tokens` tokens and `rows` rows; None if there is none."""
     return next((shape for shape in shapes if shape.tokens >= tokens and shape.rows >= rows), None)
 
 

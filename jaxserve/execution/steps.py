@@ -130,7 +130,7 @@ def _decode_loop(
     most = passes if isinstance(passes, int) else MAX_TOKENS_PER_CALL
     nothing = Sampled(
         jnp.full((most, len(num_new)), -1, jnp.int32),
-        None if sampled.scores is None else jnp.zeros((most, *sampled.scores.shape), jnp.int32),
+        *(None if x is None else jnp.zeros((most, *x.shape), jnp.int32) for x in sampled[1:]),
     )
     state: Any = (cache, slots, nothing, num_new > 0)
     if isinstance(passes, int):
@@ -158,6 +158,7 @@ def _advance(
     out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
     head = model.counting(jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
     sampled = _sample_rows(head, params, out, batch, slots, sampler, mesh)
+    sampled = sampled._replace(expert_load=out.expert_load)
     # Rows that keep nothing must not change their slot, so they write to the slot of nobody.
     slot, nobody = batch.slot, slots.progress.shape[0] - 1
     last = jnp.where(batch.keeps_token, _unless_stopped(sampled, slots, slot), slots.last_token(slot))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import flax.linen as nn
@@ -107,6 +108,9 @@ class LearnedPositions(nn.Module):
         return jnp.take(table, positions + self.offset, axis=0, mode="clip")
 
 
+ROUTING = "routing"  # the collection of variables in which a mixture of experts leaves what its router chose
+
+
 class Experts(nn.Module):
     """A mixture of gated MLPs. A router chooses a few for each token; see `jaxserve.pallas_kernels.experts`."""
 
@@ -142,6 +146,7 @@ class Experts(nn.Module):
             self.ops.gate_of(self.spec.activation, experts.limit),
             correction=None if correction is None else value_of(correction),
             down_bias=last_bias,
+            note=partial(self.sow, ROUTING, "chosen"),
         ).astype(x.dtype)
         if experts.shared_size:
             y = y + self._shared(x)

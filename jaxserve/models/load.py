@@ -80,7 +80,7 @@ CLASSIFIER = ("score.weight", "score.bias")  # tensors that `jaxserve.models.poo
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is known of a model's files before the weights are read."""
+    """A model's files before the weights are read: the config, its family, the tensors and the format's reader."""
 
     hf: HFConfig
     family: Family
@@ -93,12 +93,14 @@ class Checkpoint:
         broken files, and ConfigError when `quantization` names a format that the files do not have."""
         tensors: Mapping[str, TensorInfo]
         reader: QuantReader | None
+        names: Mapping[str, str] = {}
         if orbax.is_saved(path):
             hf, tensors, reader = HFConfig.read(path, ignored), {}, None
         elif path.suffix == ".gguf":
             file = open_gguf(path, ignored)
             hf = HFConfig(file.config, str(path), ignored)
-            of_gguf = unstacked(file.tensors, find_family(hf).every_name)
+            names = file.names
+            of_gguf = unstacked(file.tensors, names.values() if names else find_family(hf).every_name)
             tensors, reader = of_gguf, dataclasses.replace(file.reader, tensors=of_gguf)
         elif is_native(path):
             native = open_native(path)
@@ -110,7 +112,10 @@ class Checkpoint:
         if quantization not in ("auto", reader.name if reader else None) and (reader or quantization not in SCHEMES):
             has = f"is quantized as {reader.name}" if reader else "is not quantized"
             raise ConfigError(f"quantization {quantization} was asked for, but {path} {has}")
-        return cls(hf, find_family(hf), tensors, reader)
+        family = find_family(hf)
+        if names:
+            family = dataclasses.replace(family, names=names, variant=lambda config: {}, layouts=())
+        return cls(hf, family, tensors, reader)
 
     def pieces(self, decoder: Decoder) -> dict[str, Pieces]:
         """Path in the decoder's parameters -> the tensors that make it up."""

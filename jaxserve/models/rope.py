@@ -24,7 +24,7 @@ UNTURNED = RopeConfig(rotary_dim=0)  # for layers without rotary positions
 
 
 class Angles(NamedTuple):
-    """What a rotary embedding makes of the positions of a step's tokens.
+    """The angles of a rotary embedding at the positions of a step's tokens.
 
     cos, sin: float32 [tokens, head_dim / 2], of the angles by which the pairs of channels i and i + head_dim / 2 turn.
     query_scale: float32 [tokens], factors of the queries; None: all are 1.

@@ -61,7 +61,7 @@ class AttentionSpec:
 
     Attributes:
       window: tokens that a token sees, itself included; None: all tokens before it and itself.
-      chunk: a token sees the tokens of its own chunk of so many, up to itself; None: there are no chunks.
+      chunk: size of chunks in tokens; a token sees only earlier tokens of its own chunk, and itself; None: no chunks.
       rope: the name, in `ModelConfig.ropes`, of the rotary embedding of queries and keys.
       scale: factor of the products of queries and keys; None: head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap); None: scores stay as they are.
@@ -97,7 +97,7 @@ class AttentionSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied with before the softmax."""
+        """The factor of products of queries and keys before the softmax."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
@@ -154,7 +154,7 @@ class LatentAttentionSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied with before the softmax."""
+        """The factor of products of queries and keys before the softmax."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
@@ -346,6 +346,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Of each layer that has experts; 0 where none has."""
+        return max((layer.mlp.experts.count for layer in self.layers if layer.mlp.experts is not None), default=0)
 
     @property
     def specs(self) -> list[AttentionSpec | LatentAttentionSpec | GatedDeltaSpec]:

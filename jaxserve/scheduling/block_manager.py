@@ -80,9 +80,9 @@ class Tail:
     """Blocks in the prefix cache without hashes yet. They follow the block with the hash `parent`."""
 
     parent: bytes
-    tokens: np.ndarray  # int32, of the blocks
-    pages: list[int]  # of the blocks; the null page where a group has none
-    num_kept: int  # of `pages`; the others were evicted or belong to another tail
+    tokens: np.ndarray  # int32, the tokens of the blocks
+    pages: list[int]  # the pages of the blocks; the null page if a group has none
+    num_kept: int  # how many of `pages` the tail still has; the others were evicted or belong to another tail
 
 
 class BlockManager:
@@ -90,7 +90,8 @@ class BlockManager:
 
     Attributes:
       windows: how far back each group of layers sees.
-      states: of a model with recurrent layers; a sequence then starts only from cached pages that have a snapshot.
+      states: the snapshots of a model with recurrent layers, whose sequences start only from cached pages that have
+        one; None for other models.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class BlockManager:
         self._refs, self._free = self._unowned()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._hash_of: dict[int, bytes | Tail] = {}
-        self._pages_of: dict[bytes, list[int]] = {}  # of a block in each group; the null page where it is not cached
-        self._tails: dict[bytes, dict[Tail, None]] = {}  # by parent
+        self._pages_of: dict[bytes, list[int]] = {}  # block's hash -> pages; null pages if not cached
+        self._tails: dict[bytes, dict[Tail, None]] = {}  # hash of the parent -> tails
         self.generation = 0  # incremented when a lookup may find a longer prefix or need fewer pages
 
     @property
@@ -226,11 +227,11 @@ class BlockManager:
         return self._usable(self._cached_blocks(root, hashes))
 
     def num_cached_blocks(self, root: bytes, hashes: Iterable[bytes]) -> int:
-        """How many of these first blocks are cached, whether or not a sequence can start from them."""
+        """How many leading blocks of this chain are cached, whether or not a sequence can start from them."""
         return len(self._cached_blocks(root, hashes))
 
     def _cached_blocks(self, root: bytes, hashes: Iterable[bytes]) -> dict[bytes, list[int]]:
-        """The first of these blocks that are cached in all groups without a window: the pages of each by its hash."""
+        """The leading blocks of this chain that are cached in all groups without a window: hash -> pages."""
         missing = [NULL_PAGE] * self.num_groups
         blocks, parent = {}, root
         for key in hashes:
@@ -248,7 +249,7 @@ class BlockManager:
         pages within the window are cached, and if recurrent layers have a snapshot. The null page takes the place of
         pages before the window."""
         blocks = list(by_hash.values())
-        last_missing = [-1] * self.num_groups  # of the blocks before `count`: the last whose page is not cached
+        last_missing = [-1] * self.num_groups  # the last block before `count` whose page is not cached
         best = 0
         for count, (key, block) in enumerate(by_hash.items(), 1):
             for group, page in enumerate(block):

@@ -57,7 +57,7 @@ class Sequence:
         self.index = index  # which of the request's n completions
         self.seed = seed
         self.params = request.params
-        self.max_tokens = max_tokens  # of output, within the model's length limit
+        self.max_tokens = max_tokens  # most output tokens, within the model's length limit
         self.stop_ids = stop_ids
         self.order = (request.priority, arrival, index)  # lower is served first
 
@@ -70,13 +70,13 @@ class Sequence:
         self.arrived = time.perf_counter()
         self.queue_seconds = 0.0  # from `arrived` until the first admission
         self.num_scored = 0  # hidden states of the prompt that have been scored, or are being scored
-        self.prompt_scores: list[TokenLogprob | None] = [None]  # of the prompt's tokens; the first has none
+        self.prompt_scores: list[TokenLogprob | None] = [None]  # for the prompt's tokens; the first has none
         self.pooled: np.ndarray | None = None  # float32 [hidden]: the result of pooling so far
         # Indices of siblings, which begin once this sequence, the 0-th, has computed the prompt.
         self.unforked = list(range(1, request.params.n)) if index == 0 else []
 
         self.matcher: Matcher | None = None  # its state in its grammar, if it has one
-        self.token_mask: TokenMask | None = None  # of its request's own lists; made at its first step
+        self.token_mask: TokenMask | None = None  # mask of the request's own lists; made at the first step
         self.slot = NO_SLOT
         self.penalty_row = NO_PENALTY_ROW  # the devices' row of token counts, while it runs and has penalties
         self.pages: list[int] = []

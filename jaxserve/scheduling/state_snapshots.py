@@ -19,7 +19,7 @@ class StateSnapshots:
     def __init__(self, first: int, count: int, least: int = 64):
         self.least = least
         self._places = range(first, first + count)
-        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # by the hash of the prefix's last block; oldest first
+        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # hash of a prefix's last block -> place; oldest first
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._place_of

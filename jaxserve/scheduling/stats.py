@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import msgspec
 
@@ -53,10 +54,23 @@ class EngineStats(msgspec.Struct, kw_only=True):
     step_seconds: dict[str, Histogram] = {}  # by phase; see `jaxserve.engine.timeline`
     prompt_tokens: int = 0  # prompt tokens computed or found in the cache
     generation_tokens: int = 0
+    # Of a model with experts, added up over passes and layers:
+    moe_routed_tokens: int = 0  # tokens of all experts
+    moe_mean_tokens: float = 0.0  # tokens of a layer's mean expert
+    moe_busiest_tokens: int = 0  # tokens of a layer's busiest expert
+    moe_active_experts: int = 0  # experts that had tokens
     executables: int = 0  # compiled step functions
     compilations: int = 0  # all programs that this process compiled
     compile_cache_hits: int = 0  # programs read from the persistent cache instead
     compile_seconds: float = 0.0
+
+    def count_experts(self, load: Sequence[int], experts: int) -> None:
+        """Counts a `routing.load`: tokens of all experts, of the busiest ones, and experts that had tokens."""
+        routed, busiest, active = load
+        self.moe_routed_tokens += routed
+        self.moe_mean_tokens += routed / experts
+        self.moe_busiest_tokens += busiest
+        self.moe_active_experts += active
 
     def after(self, past: EngineStats) -> EngineStats:
         """These statistics with counters continued from `past`, the last ones of an earlier engine."""

@@ -29,11 +29,11 @@ class Waiting:
 
     def __init__(self, quantum: int = QUANTUM):
         self._quantum = quantum
-        self._levels: dict[int, _Level] = {}  # by priority; no level is empty
-        self._priorities: list[int] = []  # of the levels, ascending
+        self._levels: dict[int, _Level] = {}  # priority -> level; no level is empty
+        self._priorities: list[int] = []  # the levels' priorities, ascending
         self._count = 0
-        self.num_tokens = 0  # of the waiting prompts
-        self.num_completions = 0  # of the waiting requests, with siblings that fork later
+        self.num_tokens = 0  # tokens of the waiting prompts
+        self.num_completions = 0  # completions of the waiting requests, with siblings that fork later
 
     def __len__(self) -> int:
         return self._count

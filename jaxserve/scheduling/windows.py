@@ -1,4 +1,4 @@
-"""How far back the layers of a model see, and what a sequence keeps for them."""
+"""How far back the layers of a model see, and the pages that a sequence keeps for them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 
 class Chunk(int):
-    """So many tokens are a chunk: a token sees those of its own chunk that are before it, and itself (Llama 4). A
-    multiple of the page size. The tokens of a sequence that one step computes lie in one chunk."""
+    """The number of tokens in a chunk. A token sees itself and the earlier tokens of its own chunk (Llama 4). The
+    number is a multiple of the page size. The tokens of a sequence that one step computes lie in one chunk."""
 
 
-# Of each group of layers, how many tokens back they see, a token itself included, or their chunk; None: all.
+# For each group of layers: the number of tokens that a token sees, itself included; or its Chunk; None: it sees all.
 Windows = tuple[int | Chunk | None, ...]
 
 
@@ -22,7 +22,7 @@ def chunk_of(windows: Windows) -> Chunk | None:
 
 
 def first_needed(computed: Any, window: int | Chunk | None, page_size: int) -> Any:
-    """Index of the first block that tokens from the position `computed` on, an int or int32 [n], can still see."""
+    """Index of the first block that a token at position `computed` (an int or int32 [n]) or later can still see."""
     if window is None:
         return computed * 0
     if isinstance(window, Chunk):
@@ -31,7 +31,7 @@ def first_needed(computed: Any, window: int | Chunk | None, page_size: int) -> A
 
 
 def most_pages(tokens: int, page_size: int, windows: Windows, step: int) -> list[int]:
-    """Pages that a sequence of so many tokens holds at a time, at most, in each group: those of the window behind a
-    step, and of the step's own tokens. step: the most tokens that a step computes."""
+    """The most pages that a sequence of `tokens` tokens holds at a time, for each group: pages for the window before a
+    step, and for the step's own tokens. `step` is the most tokens that a step computes."""
     blocks = -(-tokens // page_size)
     return [blocks if window is None else min(blocks, -(-(window - 1 + step) // page_size) + 1) for window in windows]

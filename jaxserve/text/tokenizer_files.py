@@ -50,7 +50,7 @@ def read_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-    tokenizer.init_kwargs["add_eos_token"] = _settings(path).get("add_eos_token")  # which transformers 5 forgets
+    tokenizer.init_kwargs["add_eos_token"] = _settings(path).get("add_eos_token")  # transformers 5 drops it
     return tokenizer
 
 

@@ -1,11 +1,12 @@
-"""Latent attention on CPU in C++ (`cpu_latent.cc`), which reads the pages where they lie, and the write into them.
+"""Latent attention on CPU in C++ (`cpu_latent.cc`), which reads the pages in place, and the write into the pages.
 
-Grid: tiles of up to 64 queries of one row, a query being one head of one token, handed to XLA's threads as they come
-  free. Where the batch has few, threads share a tile's parts of 512 cached tokens, or tiles are smaller.
-Traffic: a row's cached rows once per tile, as wide as they are stored. A block of 64 tokens becomes float32 twice, by
-  token and transposed (300 KB for DeepSeek's sizes, which stays in the second-level cache), with its scales applied.
-Arithmetic: both products in strips of 6 queries x 64 numbers (AVX-512) or 16; to widen and transpose costs a tile of 64
-  queries about a twentieth of its products, one of 8 queries a third.
+Grid: tiles of up to 64 queries of one row, where a query is one head of one token. Threads take the next tile when they
+  are free. If the batch has few tiles, threads share a tile by parts of 512 cached tokens, or tiles are smaller.
+Traffic: each tile reads its row's cached rows once, in the stored width. A block of 64 tokens is converted to float32
+  twice, by token and transposed, with its scales applied. For DeepSeek's sizes this takes 300 KB, which stay in the
+  second-level cache.
+Arithmetic: both products go in strips of 6 queries x 64 numbers (AVX-512), or x 16. Converting and transposing costs
+  about a twentieth of the products for a tile of 64 queries, and a third for a tile of 8 queries.
 """
 
 from __future__ import annotations

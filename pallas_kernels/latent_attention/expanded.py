@@ -1,14 +1,15 @@
-"""The other form of latent attention: keys and values of each head, projected from the cached latents on the way.
+"""The expanded form of latent attention: each head's keys and values are projected from cached latents block by block.
 
-A pair of a query and a cached token costs a head 2 * (rank + rope + rank) operations in the absorbed form (2,176 in
-DeepSeek-V3) and 2 * (nope + rope + v_dim) in this one (640). But a cached token must first be expanded, 2 * rank *
-(nope + v_dim) operations a head (262,144), once for each tile of queries that sees it. Prompts are therefore cheaper in
-this form from some 170 new tokens of a row on, decodes never. `cheaper_form` tells.
+For a pair of a query and a cached token, a head needs 2 * (rank + rope + rank) operations in the absorbed form (2,176
+in DeepSeek-V3) and 2 * (nope + rope + v_dim) in the expanded form (640). But each cached token must first be expanded
+with 2 * rank * (nope + v_dim) operations per head (262,144), once for each tile of queries that sees it. The expanded
+form is therefore cheaper for prompts of about 170 and more new tokens, and never for decodes. `cheaper_form` computes
+which form is cheaper.
 
-It is plain XLA by blocks: tiles of TILE query tokens of one row x blocks of cached tokens, up to the causal diagonal,
-with a running softmax. No array of expanded keys or values is larger than a block. A block is a few XLA kernels: on
-GPUs and TPUs, where each takes microseconds to launch, blocks should be of a thousand tokens, and products in bfloat16.
-Run on CPU; compiled for H200, v5e and v6e, not yet run on them.
+This is plain XLA by blocks: tiles of TILE query tokens of one row x blocks of cached tokens, up to the causal diagonal,
+with a running softmax. No array of expanded keys or values is larger than a block. A block takes a few XLA kernels. On
+GPUs and TPUs, where each takes microseconds to launch, blocks should have about a thousand tokens, and products should
+be in bfloat16. It has run on CPU; it is compiled for H200, v5e and v6e, and has not run there yet.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TILE = 512  # query tokens that share a block's expanded keys and values
 
 
 class LatentSizes(NamedTuple):
-    """Numbers of a latent, of the rotated key, of a head's key beside it, and of a head's value; as in DeepSeek-V3."""
+    """Sizes of a latent, of the rotated key, of a head's key without it, and of a head's value."""
 
     rank: int = 512
     rope: int = 64
@@ -43,19 +44,20 @@ DEEPSEEK_V3 = LatentSizes()
 def form_operations(
     tokens: int, context: int, heads: int, sizes: LatentSizes = DEEPSEEK_V3, *, tile: int = TILE, unit: int = 1
 ) -> dict[str, int]:
-    """Operations (a multiplication and an addition are two) of a row of `tokens` new tokens and `context` cached ones,
-    the new ones included, in either form: "absorbed", with the projections of queries and results, and "expanded".
+    """The operations for a row of `tokens` new tokens and `context` cached ones, new ones included, in both forms:
+    "absorbed", with the projections of queries and results, and "expanded". A multiplication and an addition are two
+    operations.
 
     tile: query tokens that share a block's expanded keys and values.
-    unit: what the rows of a product are rounded up to by the matrix unit (64 on Hopper). The absorbed form multiplies
-      tokens * heads rows, the expanded one `tokens` rows for each head.
+    unit: the matrix unit rounds the rows of a product up to a multiple of this number (64 on Hopper). The absorbed form
+      multiplies tokens * heads rows, the expanded one `tokens` rows for each head.
     """
     rank, rope, nope, v_dim = sizes
 
     def padded(rows: int) -> int:
         return -(-rows // unit) * unit
 
-    # What the tiles' queries see: a tile's cached tokens end with its own last one.
+    # The cached tokens that a tile's queries see end with the tile's own last token.
     tiles = [(min(start + tile, tokens) - start, start) for start in range(0, tokens, tile)]
     projections = 2 * tokens * heads * rank * (nope + v_dim)
     absorbed, expanded = projections, 0
@@ -71,27 +73,37 @@ def form_operations(
 def cheaper_form(
     tokens: int, context: int, heads: int, sizes: LatentSizes = DEEPSEEK_V3, *, tile: int = TILE, unit: int = 1
 ) -> str:
-    """Of `form_operations`, the form that takes fewer; "absorbed" where they are equal."""
+    """The form with fewer operations by `form_operations`; "absorbed" if both take the same number."""
     found = form_operations(tokens, context, heads, sizes, tile=tile, unit=unit)
     return min(found, key=lambda form: found[form])
 
 
 def absorb(q: jax.Array, k_up: jax.Array) -> jax.Array:
-    """Queries [tokens, heads, nope + rope] as latent attention takes them, [tokens, heads, rank + rope].
+    """Converts queries [tokens, heads, nope + rope] to the absorbed form [tokens, heads, rank + rope].
 
-    k_up: [heads, nope, rank], which makes a head's keys of latents.
+    k_up: [heads, nope, rank], which projects latents to a head's keys.
     """
     nope = k_up.shape[1]
-    absorbed = jnp.einsum("thn,hnr->thr", q[..., :nope], k_up, preferred_element_type=jnp.float32)
+    absorbed = _per_head("thn,hnr->thr", q[..., :nope], k_up)
     return jnp.concatenate([absorbed.astype(q.dtype), q[..., nope:]], axis=-1)
 
 
 def project_values(out: jax.Array, v_up: jax.Array) -> jax.Array:
-    """Results of latent attention [tokens, heads, rank] as those of the heads, [tokens, heads, v_dim].
+    """Converts results of the absorbed form [tokens, heads, rank] to results of the heads [tokens, heads, v_dim].
 
-    v_up: [heads, v_dim, rank], which makes a head's values of latents.
+    v_up: [heads, v_dim, rank], which projects latents to a head's values.
     """
-    return jnp.einsum("thr,hvr->thv", out, v_up, preferred_element_type=jnp.float32).astype(out.dtype)
+    return _per_head("thr,hvr->thv", out, v_up).astype(out.dtype)
+
+
+def _per_head(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`einsum` with float32 sums. XLA:CPU has no such products of 16-bit numbers, so there the operands are widened."""
+
+    def wide(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, x.astype(jnp.float32), w.astype(jnp.float32))
+
+    product = partial(jnp.einsum, subscripts, preferred_element_type=jnp.float32)
+    return lax.platform_dependent(x, w, cpu=wide, default=product)
 
 
 def attention_of_heads(
@@ -112,14 +124,14 @@ def attention_of_heads(
     compute_dtype: Any = jnp.float32,
     block: int = KV_BLOCK,
 ) -> jax.Array:
-    """From heads' queries to heads' results: decodes in the absorbed form by `attend`, a backend's `latent_attention`;
-    prompts so, too, or expanded.
+    """Computes heads' results from heads' queries. `attend`, a backend's `latent_attention`, computes decodes in the
+    absorbed form. It also computes prompts, unless `expand` chooses the expanded form for them.
 
     Args:
       q: [tokens, heads, nope + rope], not absorbed.
       k_up: [heads, nope, rank]; v_up: [heads, v_dim, rank].
-      expand: has the rows from num_decodes on computed in the expanded form; `cheaper_form` tells when to.
-      Others as `reference.latent_attention` and `expanded_attention`.
+      expand: computes the rows from num_decodes on in the expanded form; `cheaper_form` tells when this is cheaper.
+      The other arguments are those of `reference.latent_attention` and `expanded_attention`.
 
     Returns:
       [tokens, heads, v_dim] in the queries' type; rows of padding tokens are unspecified but finite.
@@ -128,7 +140,7 @@ def attention_of_heads(
     expand = expand and not decode_only
     options: dict[str, Any] = {"scale": scale, "first_page": first_page}
     decodes = min(tokens, len(tables)) if expand else tokens
-    # Only decodes are left to `attend`: the rows behind them become empty.
+    # `attend` computes decodes only: the other rows become empty.
     starts = jnp.minimum(q_start, num_decodes) if expand else q_start
     absorbed = attend(
         absorb(q[:decodes], k_up), pages, tables, starts, kv_len, num_decodes,
@@ -160,14 +172,14 @@ def expanded_attention(
     compute_dtype: Any = jnp.float32,
     block: int = KV_BLOCK,
 ) -> jax.Array:
-    """Attention of the rows from num_decodes on, in this form; decodes are left to `latent_attention`.
+    """Attention of the rows from num_decodes on in the expanded form. It does not compute decodes.
 
     Args:
       q: [tokens, heads, nope + rope], not absorbed.
       k_up: [heads, nope, rank]; v_up: [heads, v_dim, rank].
-      compute_dtype: of the operands of all products, whose sums are float32.
-      block: cached tokens of a step, about; scores take 4 * TILE * block bytes a head.
-      Others as `reference.latent_attention`.
+      compute_dtype: dtype of the operands of all products; sums are float32.
+      block: approximate number of cached tokens per step; scores take 4 * TILE * block bytes per head.
+      The other arguments are those of `reference.latent_attention`.
 
     Returns:
       [tokens, heads, v_dim] in the queries' type; zeros or other finite numbers for tokens of no prompt.

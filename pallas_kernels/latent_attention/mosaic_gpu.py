@@ -1,8 +1,8 @@
 """Latent attention for Hopper GPUs (compute capability 9.0) in Pallas Mosaic GPU. Compiled for H200, not yet run on.
 
-One kernel for decodes and prompts. A tile is 64 queries of one row, the rows of the matrix unit's tile; a query is one
-head of one token, and they follow each other in memory, so that 16 heads of four tokens fill a tile of a prompt. XLA
-makes the list of items, each a tile against some blocks of 64 cached tokens:
+One kernel computes decodes and prompts. A tile is 64 queries of one row, as many as the matrix unit's tile has rows. A
+query is one head of one token. Queries are contiguous in memory, so that, for example, 16 heads of four tokens fill a
+tile of a prompt. XLA makes the list of items; an item is a tile and some blocks of 64 cached tokens:
 
   grid      (tiles of 64 heads of a decode, items); items beyond those that the batch needs leave at once
   threads   one warpgroup that fetches (TMA, page numbers from the tables) and two that compute
@@ -22,13 +22,14 @@ TB/s shared by 132 multiprocessors at 1.755 GHz are 20.7 bytes a cycle):
   bytes     64 x 576 x 2 = 73,728: 3,560 cycles from memory, less from the L2 cache
   products  scores 64 x 64 x 576, twice: 2,304 cycles; values 64 x 64 x 512: 1,024; together 3,328
 
-So decode with up to 64 heads waits for memory (16 heads, under tensor parallelism of 8). With 128 heads the second tile
-of 64 finds the rows in the L2 cache: there the scores that are made twice cost half as much again as products that
-shared them would. To share them takes an exchange of peaks and probabilities through shared memory in each block.
+So decode with up to 64 heads is bound by memory (16 heads under tensor parallelism of 8). With 128 heads the second
+tile of 64 heads finds the rows in the L2 cache. There, computing the scores in both warpgroups makes products cost half
+as much again as if the warpgroups shared the scores. Sharing them would need an exchange of peaks and probabilities
+through shared memory in each block.
 
-What lies in a row's last page beyond its length may be NaN: the fetcher clears it before anyone reads the block.
-Prompts are not split into parts: a few new tokens over a long context leave most of the GPU idle. Quantized latents
-are left to Triton's kernel.
+The part of a row's last page beyond the row's length may hold NaN, so the fetching warpgroup clears it before the block
+is read. Prompts are not split into parts, so a few new tokens over a long context leave most of the GPU idle. Quantized
+latents are computed by the Triton kernel.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from jaxserve.pallas_kernels.work_lists import MIN_BLOCKS, POSITION, TOKEN, deco
 
 __all__ = ["latent_attention", "why_not", "write_latent"]
 
-WORKSPACE = 64 << 20  # bytes of the results of parts, which XLA reads again; but rows are in one part at least
+WORKSPACE = 64 << 20  # most bytes for results of parts, which XLA reads again; each row has at least one part
 
 
 def why_not(device: Device, problem: LatentProblem) -> str | None:
@@ -106,7 +107,7 @@ def latent_attention(
 
 
 def _decode(q, pages, tables, kv_len, num_decodes, first_page, common):
-    """[rows, heads, rank] as q; row r's query is token r. Zeros from num_decodes on."""
+    """Results [rows, heads, rank] in the dtype of q. Row r's query is token r. Rows from num_decodes on are zero."""
     rows, heads = min(len(tables), len(q)), q.shape[1]
     blocks = -(-heads // LANES)
     kept = heads if blocks == 1 else LANES
@@ -126,7 +127,7 @@ def _decode(q, pages, tables, kv_len, num_decodes, first_page, common):
 
 
 def _prompts(q, pages, tables, q_start, kv_len, num_decodes, first_page, common):
-    """Results [tokens, heads, rank] of the rows from num_decodes on, and which tokens are theirs."""
+    """(results [tokens, heads, rank] of the rows from num_decodes on, bool [tokens] of the tokens in these rows)."""
     tokens, heads, _ = q.shape
     flat = q.reshape(tokens * heads, -1)
     flat = jnp.pad(flat, ((0, max(LANES - len(flat), 0)), (0, 0)))
@@ -147,9 +148,9 @@ def _prompts(q, pages, tables, q_start, kv_len, num_decodes, first_page, common)
 def prompt_items(
     heads: int, tokens: int, block: int, q_start: jax.Array, kv_len: jax.Array, num_decodes: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Items of the tiles of rows from num_decodes on, int32 [items, 8] as `launch` takes them, the last tiles of the
-    last rows first, because tiles further back in a row have more to do; and how many tiles the rows before each row
-    have, int32 [rows + 1]. Items beyond those that the batch needs have no blocks."""
+    """(items of the rows from num_decodes on, int32 [items, 8] as `launch` takes them; number of tiles before each row,
+    int32 [rows + 1]). The last tiles of the last rows come first, because later tiles of a row have more cached tokens.
+    Items beyond those that the batch needs have no blocks."""
     rows = len(kv_len)
     q_len = jnp.where(jnp.arange(rows) >= num_decodes, q_start[1:] - q_start[:-1], 0)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), up_to((q_len * heads + LANES - 1) // LANES)])

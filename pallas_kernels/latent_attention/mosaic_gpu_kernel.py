@@ -1,4 +1,4 @@
-"""Hopper's kernel for latent attention: see `mosaic_gpu`, which launches it, for what it computes and how."""
+"""The kernel for latent attention on Hopper GPUs. `mosaic_gpu`, which launches it, describes how it works."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jaxserve.pallas_kernels.paged_attention.reference import MASKED
 from jaxserve.pallas_kernels.work_lists import FIRST, LAST, LENGTH, POSITION, TOKEN
 
 LANES = 64  # queries of a tile: the rows of the matrix unit's tile
-WARPGROUPS = 2  # that compute; a third one fetches
-REGISTERS = 40, 232  # of a thread that fetches, and of one that computes: 64 K of a multiprocessor for 384 threads
+WARPGROUPS = 2  # computing warpgroups; a third one fetches
+REGISTERS = 40, 232  # per fetching thread and per computing thread: all 64 K of a multiprocessor, for 384 threads
 LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class LatentTile:
-    """The static side of a launch. kept: leading queries of a tile whose results are stored, a multiple of 8."""
+    """The static parameters of a launch. kept: leading queries of a tile whose results are stored, a multiple of 8."""
 
     heads: int  # a multiple of 8
     kept: int
     rank: int  # a multiple of 128
-    width: int  # of a row in the cache, and of q; a multiple of 64
+    width: int  # width of a row in the cache, and of q; a multiple of 64
     page_size: int
     dtype: Any
     out_dtype: Any
@@ -53,7 +53,7 @@ class LatentTile:
         return self.rank // WARPGROUPS
 
     def shared_memory(self) -> int:
-        """Bytes of a program, as JAX reckons: each array begins at a multiple of 1 KiB, a barrier takes eight bytes."""
+        """Bytes of a program by JAX's rules: each array begins at a multiple of 1 KiB, and a barrier takes 8 bytes."""
         size = jnp.dtype(self.dtype).itemsize
         ring = self.slots * self.block * self.width * size
         results = LANES * self.rank * jnp.dtype(self.out_dtype).itemsize
@@ -73,10 +73,10 @@ def launch(
     """Values [items, blocks, kept, rank] and log2-sum-exp2 of the scores float32 [items, blocks, LANES].
 
     Args:
-      blocks: tiles of LANES queries that each item stands for, one behind the other in q.
-      items: int32 [items, 8], columns as in `work_lists`; but TOKEN is the first query of q, and POSITION what is to be
-        added to a token's number in q for its position in the row.
-      first_page: int32 scalar, which is added to what the tables say.
+      blocks: number of contiguous tiles of LANES queries in q that each item stands for.
+      items: int32 [items, 8], with columns as in `work_lists`, except two. TOKEN is the index of the first query in q.
+        POSITION is added to a token's index in q to get its position in the row.
+      first_page: int32 scalar, which is added to the page numbers in the tables.
       q: [queries, width], all heads of a token, then of the next one; at least LANES of them.
       data: [pages, page_size, width].
     """
@@ -89,7 +89,7 @@ def launch(
     ring = array(tile.slots, tile.block, tile.width)
     scratch: dict[str, Any] = {
         "q_smem": array(LANES, tile.width),
-        # Results leave when no rows of the cache are left to come.
+        # Results are stored when no rows of the cache are in flight any more.
         "kv_smem": plgpu.RefUnion(ring, array(WARPGROUPS, LANES, tile.half, dtype=tile.out_dtype)),
         "q_full": plgpu.Barrier(num_arrivals=1),
         "full": plgpu.Barrier(num_arrivals=max(tile.block // tile.page_size, 1), num_barriers=tile.slots),
@@ -114,7 +114,7 @@ def launch(
         kernel_name="latent_attention",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=0,  # our reductions stay within a warp
+            reduction_scratch_bytes=0,  # reductions here stay within a warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
@@ -125,7 +125,7 @@ def _kernel(tile: LatentTile, items, tables, first_page, q, data, values_out, lo
     ring, out_smem = kv_smem
     block, item, group = lax.axis_index("block"), lax.axis_index("item"), lax.axis_index("warpgroup")
     work = [items[item, column] for column in range(8)]
-    first = jnp.minimum(work[TOKEN] + block * LANES, q.shape[0] - LANES)  # queries before it stand in at q's end
+    first = jnp.minimum(work[TOKEN] + block * LANES, q.shape[0] - LANES)  # at q's end with queries before the tile
 
     @pl.when(work[LAST] > work[FIRST])
     def _():
@@ -142,7 +142,7 @@ def _kernel(tile: LatentTile, items, tables, first_page, q, data, values_out, lo
             def _(half=half):
                 plgpu.set_max_registers(REGISTERS[1], action="increase")
                 values, log = _compute(tile, work, first, half, ring, **scratch)
-                # Both warpgroups are through with the ring before either fills it with results.
+                # Both warpgroups must have finished reading the ring before either writes results into it.
                 plgpu.barrier_arrive(scratch["done"])
                 plgpu.barrier_wait(scratch["done"])
                 out_smem[half] = values.astype(tile.out_dtype)
@@ -156,8 +156,8 @@ def _kernel(tile: LatentTile, items, tables, first_page, q, data, values_out, lo
 
 
 def _fetch(tile, work, table, data, ring, *, full, free, clean, **_):
-    """The fetching warpgroup: block after block into the next free slot, and zeros in the values of the last one beyond
-    the row's end, which may be NaN: a probability of 0 times NaN would be NaN."""
+    """The fetching warpgroup. It copies each block into the next free slot. In the last block it clears the values
+    beyond the row's end, which may be NaN, because a probability of 0 times NaN is NaN."""
     steps = work[LAST] - work[FIRST]
 
     def fetch(step, _):
@@ -166,7 +166,7 @@ def _fetch(tile, work, table, data, ring, *, full, free, clean, **_):
         @pl.when(step >= tile.slots)
         def await_slot():
             plgpu.barrier_wait(free.at[slot])
-            plgpu.barrier_wait(full.at[slot])  # long since: it keeps count of the phases for the last wait
+            plgpu.barrier_wait(full.at[slot])  # already complete; the wait keeps count of the phases
 
         for page, tokens, place in pieces_of(tile, work, table, step):
             hopper_rules.fetch(data, (page, tokens), ring, (slot, place), full.at[slot], interpret=tile.interpret)
@@ -185,7 +185,7 @@ def _fetch(tile, work, table, data, ring, *, full, free, clean, **_):
 
 
 def _await_last(barrier, steps, slots):
-    """Waits for what is left in a ring of slots."""
+    """Waits for the copies that are left in a ring of slots."""
 
     def wait(step, _):
         plgpu.barrier_wait(barrier.at[lax.rem(step, jnp.int32(slots))])
@@ -210,7 +210,7 @@ def _compute(tile, work, first, half, ring, *, q_smem, q_full, full, free, clean
         return pl.run_scoped(accumulate, plgpu.ACC((LANES, b.shape[1]), jnp.float32))
 
     def weigh(values, p, v):
-        if tile.interpret:  # knows neither accumulators that begin with a value, nor operands in registers
+        if tile.interpret:  # it lacks accumulators that begin with a value, and operands in registers
             p_smem[half] = p
             plgpu.commit_smem()
             return values + multiply(p_smem.at[half], v)
@@ -228,7 +228,7 @@ def _compute(tile, work, first, half, ring, *, q_smem, q_full, full, free, clean
         scores = multiply(q_smem, plgpu.transpose_ref(ring.at[slot], (1, 0))) * (tile.scale * LOG2E)
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * tile.block
         scores = jnp.where(key <= across(newest, scores.shape), scores, MASKED)
-        # A query that has seen only masked keys gathers nonsense; its first key that counts multiplies that with 0.
+        # While a query has seen only masked keys, its sums are meaningless. Its first visible key multiplies them by 0.
         higher = jnp.maximum(peak, scores.max(axis=1))
         keep = jnp.exp2(peak - higher)
         p = jnp.exp2(scores - across(higher, scores.shape))

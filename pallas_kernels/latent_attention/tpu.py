@@ -1,22 +1,22 @@
 """Latent attention on TPU: one Mosaic kernel for decode rows and for tiles of prompts.
 
-Compiled for v5e and v6e ahead of time, run in interpret mode only; not yet run on a device.
+It is compiled ahead of time for v5e and v6e, and has run in interpret mode only, not on a device.
 
-Grid: one step per item, a pair (tile of queries, row that has tokens in it), in the order of the tiles; only so many
-  steps as the batch has items. Decode: a tile is all heads of one token. Prompts: all heads of up to TILE / heads
-  tokens of all rows back to back.
+Grid: one step per item, in the order of the tiles. An item is a pair of a tile of queries and a row that has tokens in
+  it. The grid has as many steps as the batch has items. In decode a tile is all heads of one token. In prompts it is
+  all heads of up to TILE / heads tokens, with the tokens of all rows back to back.
 Memory traffic: a row's pages once per tile, each page by one DMA, which serves keys and values; queries and results
-  once. Rows of the cache are whole tiles of 128 lanes (640 numbers for DeepSeek's 576: a ninth more bytes), because
-  XLA lays narrower ones out so that a kernel could not read them without a copy of the cache.
+  once. Rows of the cache are whole tiles of 128 lanes (640 numbers for DeepSeek's 576, a ninth more bytes). XLA lays
+  narrower rows out in a way that a kernel could read only after copying the cache.
 Pipeline: blocks of several pages in two VMEM slots, tables two items ahead, and a running softmax in float32 in VMEM,
   as in paged attention (`paged_attention/tpu.py`). Scores are of up to 512 queries at once, or all heads of a token.
   8-bit blocks become bfloat16 once per tile; their scales multiply scores and probabilities.
 Arithmetic: a block of 512 tokens x 128 heads takes 2 x 512 x 128 x (640 + 512) = 151 million operations: 1,152 cycles
   of v5e's matrix units (197 TFLOP/s, 1.5 GHz), 288 of v6e's (918, 1.75 GHz). Its 655 KB take 1,200 and 700 cycles.
-Schedule: bundles that the compilers pack (jax 0.10.2, bfloat16) for a block where nothing is masked. Decode with 128
-  heads 1,270 on v5e and 540 on v6e; with 16 heads 470 and 400, so that it waits for memory. Prompts, for each 128
-  queries, 1,070 and 345.
-Write: the kernel of `kv_write_tpu`, to which a page of latents is a page of one head with keys and no values.
+Schedule: the number of bundles that the compilers pack for a block without masks (jax 0.10.2, bfloat16). Decode takes
+  1,270 on v5e and 540 on v6e with 128 heads, and 470 and 400 with 16 heads, which is bound by memory. Prompts take
+  1,070 and 345 for each 128 queries.
+Write: the kernel of `kv_write_tpu`, which treats a page of latents as a page of one head with keys and no values.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def write_latent(
     (count, size, width), dtype = pages.data.shape, pages.data.dtype
     new, own = as_stored(pages, rows, rank)
     plan = kv_write_tpu.Plan(size, TILE_BYTES // dtype.itemsize, word_rows(dtype), 0)
-    wide = new.astype(jnp.float32)[:, None, None, None]  # [tokens, 1, 1, 1, width], as that kernel takes rows
+    wide = new.astype(jnp.float32)[:, None, None, None]  # [tokens, 1, 1, 1, width], the form that this kernel takes
     data = kv_write_tpu._write(pages.data.reshape(count, 1, 1, size, width), wide, slots, first_page, plan)
     scale = pages.scale
     if scale is not None and own is not None:
@@ -119,8 +119,8 @@ def latent_attention(
 
 
 def _attend(plan: LatentPlan, q: jax.Array, pages: LatentPages, tables: jax.Array, scalars: Scalars) -> jax.Array:
-    """The kernel over the items. [tokens, heads, rank] of q [tokens, heads, rank + rope]; garbage in tiles without an
-    item."""
+    """Runs the kernel over the items: q [tokens, heads, rank + rope] -> [tokens, heads, rank]. Tiles without an item
+    have unspecified results."""
     tokens, heads, dim = q.shape
     plan.check_smem(scalars.tile.shape[0], tables.shape[0])
     tables = jnp.pad(tables, ((0, 0), (0, plan.table_entries - plan.table_width)))

@@ -1,5 +1,5 @@
-"""The body of the TPU's kernel for latent attention: what one item does, and the copies that run ahead of it. Items,
-tables and blocks follow each other as in `paged_attention/tpu_kernel.py`."""
+"""The body of the TPU's kernel for latent attention: the computation of one item, and the copies that run ahead of it.
+The order of items, tables and blocks is that of `paged_attention/tpu_kernel.py`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from jaxserve.pallas_kernels.tpu_dma import aligned, copy
 
 
 def kernel(plan: LatentPlan, *refs: Any) -> None:
-    """One item. Each item has at least one block; the one before it has started that."""
-    count = len(Scalars._fields) - 1  # no slots: nothing is written
+    """Computes one item. It has at least one block, whose copy the item before has started."""
+    count = len(Scalars._fields) - 1  # without slots, because nothing is written
     scalars, others = Scalars(*refs[:count]), iter(refs[count:])
     q, tables, data = next(others), next(others), next(others)
     inputs = LatentRefs(q, tables, data, next(others) if plan.has_scale else None, next(others))
@@ -96,7 +96,7 @@ def kernel(plan: LatentPlan, *refs: Any) -> None:
 def _start_pages(
     plan: LatentPlan, scalars: Scalars, inputs: LatentRefs, scratch: LatentScratch, span: Span, block: Any, slot: Any
 ) -> None:
-    """Starts the copies of a block's pages, of which the table has arrived."""
+    """Starts the copies of a block's pages. The part of the table with their numbers has arrived."""
     table, size = span.item % TABLES * plan.table_entries, plan.page_size
     first_page, shift = block * plan.block_pages, scalars.first_page[0]
 
@@ -135,8 +135,8 @@ def _await_pages(plan: LatentPlan, scratch: LatentScratch, span: Span, block: An
 def _block_of(
     plan: LatentPlan, scratch: LatentScratch, span: Span, first_position: Any, slot: Any, masked: bool
 ) -> Any:
-    """The block as a reference [block tokens, width] in the type that is computed with; zeros where no copy has filled
-    it, which may be NaN, and NaN * 0 is NaN."""
+    """The block as a reference [block tokens, width] in the type of the computation. Rows that no copy has filled
+    become zero, because they may be NaN, and NaN * 0 is NaN."""
     block = scratch.kv.at[slot]
     if masked or plan.converts:
         # Selected in float32, where it is exact for all dtypes: narrow ones lack masks on some chips.
@@ -153,8 +153,8 @@ def _add_block(
     plan: LatentPlan, q: Any, scratch: LatentScratch, span: Span, first_token: Any, first_position: Any, slot: Any, *,
     masked: bool,
 ) -> None:  # fmt: skip
-    """Adds a block of cached tokens to the running softmax of all queries, a unit after the other, each of them all
-    queries of some tokens; `masked` where some are not to be seen."""
+    """Adds a block of cached tokens to the running softmax of all queries, one unit after the other. A unit is all
+    queries of some tokens. `masked`: some queries must not see all tokens of the block."""
     tokens, rank = plan.block_tokens, plan.rank
     block = _block_of(plan, scratch, span, first_position, slot, masked)
     precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -200,6 +200,6 @@ def _add_block(
 
 
 def _scale_row(plan: LatentPlan, scratch: LatentScratch, slot: Any, part: int) -> jax.Array:
-    """float32 [1, block tokens]: what latents (part = 0) or rotated keys (1) are to be multiplied with."""
+    """float32 [1, block tokens]: the scales of the latents (part = 0) or of the rotated keys (part = 1)."""
     rows = [scratch.kv_scale[slot, page, pl.ds(part, 1)] for page in range(plan.block_pages)]
     return jnp.concatenate(rows, axis=1)

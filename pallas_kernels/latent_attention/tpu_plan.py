@@ -1,4 +1,4 @@
-"""Sizes of the TPU's kernel for latent attention, and what it keeps. A plan is that of `paged_attention/tpu_plan.py`
+"""Sizes and scratch memory of the TPU's kernel for latent attention. A plan is a plan of `paged_attention/tpu_plan.py`
 with one key-value head, whose head_dim is the width of the cache's rows."""
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from jaxserve.pallas_kernels.paged_attention.tpu_plan import OTHER_VMEM_BYTES, T
 from jaxserve.pallas_kernels.registry import LatentProblem
 from jaxserve.pallas_kernels.tpu_dma import LANES
 
-TILE = 1024  # most queries in a tile of a prompt, a query being one head of one token
+TILE = 1024  # most queries in a tile of a prompt; a query is one head of one token
 BLOCK = 512  # cached tokens in a block
-UNIT = 512  # most queries whose scores are computed at once, where a token has fewer heads
+UNIT = 512  # most queries whose scores are computed at once, unless a token has more heads
 
 
 @dataclass(frozen=True)
 class LatentPlan(Plan):
-    """What is fixed when a kernel is built. heads: of a token's queries, a multiple of 8; rank: of a latent."""
+    """The static parameters of a kernel. heads: query heads of a token, a multiple of 8; rank: size of a latent."""
 
     heads: int = 8
     rank: int = 128
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens whose queries' scores are computed at once."""
+        """The number of tokens for whose queries scores are computed at once."""
         most = max(1, UNIT // self.heads)
         return max(n for n in range(1, most + 1) if self.tile % n == 0)
 
@@ -37,7 +37,7 @@ class LatentPlan(Plan):
 
     @property
     def converts(self) -> bool:
-        """Whether blocks must become numbers of the type that the matrix unit computes with."""
+        """Whether blocks must be converted to the type that the matrix unit computes with."""
         return self.kv_dtype != self.compute_dtype
 
     @property
@@ -92,10 +92,10 @@ class LatentRefs(NamedTuple):
 
 
 class LatentScratch(NamedTuple):
-    """What lives over grid steps.
+    """Scratch memory that keeps its contents from one grid step to the next.
 
     kv [2 slots, block tokens, width], kv_scale [2 slots, block pages, 2, page_size] or None.
-    wide [block tokens, width]: the present block in the type that is computed with, or None where it has that.
+    wide [block tokens, width]: the current block converted to the type of the computation; None if it has this type.
     values [queries, rank], peak, total [queries, LANES]: the running softmax of a tile's queries.
     table, turn, arrived, table_arrived: as in paged attention.
     """

@@ -1,11 +1,11 @@
 """Latent attention on NVIDIA GPUs of compute capability 8.0 and newer, in Triton.
 
   decode    grid (rows, blocks of heads, splits). A program reads its share of one row's cached tokens once, for up to
-            64 heads. Each share leaves a partial softmax in float32; `_combine`, grid (rows, heads), joins them. A
-            single share stores the result itself.
-  prompts   grid (tiles,). A tile is up to 64 queries of one row, a query being one head of one token: they follow each
-            other in memory, so that any number of heads fills a tile. The longest tiles start first. Blocks below the
-            diagonal carry no mask.
+            64 heads. Each share leaves a partial softmax in float32; `_combine`, grid (rows, heads), joins them. If
+            there is only one share, the program stores the result directly.
+  prompts   grid (tiles,). A tile is up to 64 queries of one row. A query is one head of one token; queries are
+            contiguous in memory, so that any number of heads fills a tile. The longest tiles start first. Blocks below
+            the diagonal need no mask.
   write     grid (tokens,). A program quantizes a token's row and writes it to its slot; padding writes nothing.
 
 Both attention loops gather BLOCK rows of the cache a step through the tables, and Triton's pipeline fetches the next
@@ -14,12 +14,12 @@ Quantized data is exact in the type of the queries; a token's scales multiply it
 also the probabilities. Running softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; splits: Dao et al. 2023,
 "Flash-Decoding".
 
-A cached token takes 64 heads 2 x 64 x (576 + 512) = 139,264 operations and 1,152 bytes in bfloat16, 121 for a byte;
-H200's matrix units (990 TFLOP/s) and memory (4.8 TB/s) balance at 206. With the 16 heads of tensor parallelism of 8
-decode is bound by memory; with 128 heads, in two blocks of which the second finds the rows in the L2 cache, by
-arithmetic.
+For 64 heads, a cached token takes 2 x 64 x (576 + 512) = 139,264 operations and 1,152 bytes in bfloat16: 121 operations
+per byte. An H200's matrix units (990 TFLOP/s) and memory (4.8 TB/s) balance at 206. With 16 heads (tensor parallelism
+of 8) decode is bound by memory. With 128 heads, in two blocks, the second block finds the rows in the L2 cache, and
+decode is bound by arithmetic.
 
-Compiled for H200 (9.0), with a few shapes for 8.9 and 8.0 too; not yet run on any of them.
+Compiled for H200 (9.0), and a few shapes for 8.9 and 8.0; not run on any of them yet.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _update(
 
 @triton.jit
 def _queries(q, query, live, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr):
-    """The two parts of queries [M], numbered by token and head; zeros where they are not live."""
+    """The two parts of queries [M], which are numbered by token and head. Queries that are not live are zero."""
     at, key_at = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
     begin = q + query.to(tl.int64)[:, None] * (RANK + ROPE)
     latent_q = tl.load(begin + at[None, :], mask=live[:, None] & (at < RANK)[None, :], other=0.0)
@@ -129,7 +129,7 @@ def _queries(q, query, live, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: t
 
 @triton.jit
 def _of_layer(data, scales, first_page, PAGE: tl.constexpr, ROW: tl.constexpr):
-    """`data` and `scales` from the page on from which the tables count: an array holds several layers' pages."""
+    """`data` and `scales` from the first page of the layer on: tables count from it, and arrays hold several layers."""
     tokens = tl.load(first_page).to(tl.int64) * PAGE
     return data + tokens * ROW, scales + 2 * tokens
 
@@ -141,10 +141,10 @@ def _decode(
     RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
     RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With one split `out` is the result; with more, `out` float32 [rows, splits, heads, rank] holds their sums of
-    values, weighted by exponentials against `peaks`; these and `totals` are [rows, splits, heads].
+    """With one split `out` is the result. With more, `out` float32 [rows, splits, heads, rank] has the sums of values
+    of each split, weighted by exponentials relative to `peaks`; `peaks` and `totals` are [rows, splits, heads].
 
-    `before` is not read: its memory may be that of `out`.
+    `before` is not read; it may share its memory with `out`.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head, at = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, RANK_PAD)
@@ -187,7 +187,7 @@ def _combine(
     parts, peaks, totals, num_decodes, before, out,
     HEADS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, RANK_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of one head; `parts`, `peaks` and `totals` are what `_decode` left."""
+    """Joins the splits of one head. `parts`, `peaks` and `totals` are results of `_decode`."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, at = tl.arange(0, SPLITS_PAD), tl.arange(0, RANK_PAD)
     to = out + (row * HEADS + head) * RANK + at
@@ -212,7 +212,7 @@ def _prompt(
     RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, RANK_PAD: tl.constexpr,
     ROPE_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile's TILE queries, numbered by token and head, begin at tile_first."""
+    """Computes one tile. Its TILE queries, which are numbered by token and head, begin at tile_first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = tl.load(tile_row + tile).to(tl.int64)
     if row < 0:
@@ -248,7 +248,7 @@ def _prompt(
 
 
 class Sizes(NamedTuple):
-    """Of an attention kernel: queries of a tile, cached tokens of a block, warps of a program, blocks in flight."""
+    """Sizes of a kernel: queries in a tile, cached tokens in a block, warps of a program, blocks in flight."""
 
     tile: int
     block: int
@@ -257,11 +257,11 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(queries: int, dtype: jnp.dtype, has_scale: bool, capability: int) -> Sizes:
-    """For so many queries that share a row's cached tokens, in memory of `dtype` or in codes.
+    """The sizes for `queries` queries that share a row's cached tokens, which have `dtype` or are codes (`has_scale`).
 
-    Accumulators of 64 queries x 512 numbers take half of eight warps' registers; with these sizes none are spilled
-    worth the name (at most 88 bytes a thread, in prompts). Shared memory, at 512 + 64 numbers in 16 bits: up to 148 KB
-    on 9.0, and 76 KB elsewhere, where GPUs of capability 8.6 and 8.9 have 99.
+    Accumulators of 64 queries x 512 numbers take half of eight warps' registers. With these sizes at most 88 bytes per
+    thread are spilled, in prompts. With 512 + 64 numbers in 16 bits, shared memory is up to 148 KB on 9.0 and up to
+    76 KB elsewhere; GPUs of capability 8.6 and 8.9 have 99 KB.
     """
     roomy = capability in (90, 100, 103)
     most = 64 if roomy else 32
@@ -310,7 +310,7 @@ def latent_attention(
 
 
 def _decode_rows(q, cache, kv_len, num_decodes, fixed, *, rows, decode_only):
-    """[tokens, heads, rank], with the rows below num_decodes computed, all others zero."""
+    """Results [tokens, heads, rank] of the rows below num_decodes; all other rows are zero."""
     (tokens, heads, _), rank = q.shape, fixed["RANK"]
     count = min(rows, tokens)
     like = jax.ShapeDtypeStruct((tokens, heads, rank), q.dtype)
@@ -341,7 +341,7 @@ def _decode_rows(q, cache, kv_len, num_decodes, fixed, *, rows, decode_only):
 
 @triton.jit
 def _write_part(new, part, to, scale_to, live, TOP: tl.constexpr, HAS_SCALES: tl.constexpr):
-    """Numbers of a row, zeros where they are not its own, to `to` where `live`; with their scale, if there is one."""
+    """Writes a part of a row to `to` where `live`, with its scale if there is one; other numbers of `new` are zero."""
     if HAS_SCALES:
         amax = tl.max(tl.abs(new), 0)
         scale = tl.where(amax > 0, amax / TOP, 1.0)
@@ -356,7 +356,7 @@ def _write(
     HAS_SCALES: tl.constexpr, TOP: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, RANK: tl.constexpr,
     ROPE: tl.constexpr, RANK_PAD: tl.constexpr, REST_PAD: tl.constexpr,
 ):  # fmt: skip
-    """`data` and `scales` are the memory of `before` and `scales_before`. Slots count from the page `first_page`."""
+    """`data` and `scales` share their memory with `before` and `scales_before`. Slots count from page `first_page`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -379,7 +379,7 @@ def write_latent(
     tokens, dim = rows.shape
     scales, first_page = pages.scale, jnp.asarray(first_page, jnp.int32).reshape(1)
     arrays = [pages.data] if scales is None else [pages.data, scales]
-    # Without scales the place of theirs is taken by the slots, and by an output that nobody reads.
+    # Without scales, the slots take their place as an argument, and an unused output takes their place as a result.
     extra = jax.ShapeDtypeStruct((1,) if scales is None else scales.shape, jnp.float32)
     data, new_scales = triton_compat.call(
         _write, rows, slots, first_page, pages.data, slots if scales is None else scales,

@@ -44,9 +44,16 @@ def no_compilation_cache():
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-@pytest.mark.parametrize(("target", "page_size"), [("h200x1", 16), ("h200x2", 16), ("v6e-4", 128)])
-@pytest.mark.parametrize("decode", [True, False])
-def test_states_stay_in_place(target, page_size, decode, tmp_path):
+OTHERS = [(False, "h200x1", 16)] + [
+    (kind, *others) for kind in (True, False) for others in (("h200x2", 16), ("v6e-4", 128))
+]
+
+
+@pytest.mark.parametrize(
+    ("decode", "target", "page_size"),
+    [(True, "h200x1", 16), *(pytest.param(*others, marks=pytest.mark.slow) for others in OTHERS)],
+)
+def test_states_stay_in_place(decode, target, page_size, tmp_path):
     runner, _ = make_runner(tmp_path, target, "auto", page_size, 4, "bf16", slots=SLOTS, **QWEN3_NEXT)
     shape = StepShape.of(*((ROWS, ROWS) if decode else (512, ROWS)), page_size, decode_only=decode)
     compiled = runner.lower(StepProgram(shape, Sampler.GREEDY, 1, keeps_hidden=False)).compile()

@@ -138,8 +138,8 @@ def altered(model_folders, tmp_path, monkeypatch):
     ("settings", "message"),
     [
         (
-            {"architecture": "gemma"},
-            r"general.architecture 'gemma' is not supported \(only llama, qwen2, qwen3, qwen2moe",
+            {"architecture": "mamba"},
+            r"general.architecture 'mamba' is not supported \(only llama, qwen2, qwen3, qwen2moe",
         ),
         ({"architecture": [1, 2]}, "general.architecture .* is not supported"),
         ({"block_count": None}, "llama.block_count=None is not supported"),

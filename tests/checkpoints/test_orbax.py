@@ -18,7 +18,7 @@ from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.commands.cli import main
-from jaxserve.convert.convert import take
+from jaxserve.convert.convert import _read, take
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.families.llama import NAMES
 from jaxserve.models.load import load_params, make_decoder, read_model
@@ -129,6 +129,18 @@ def test_there_and_back(case, devices, model_folders, tmp_path):
         np.testing.assert_array_equal(tensors[name].read(), values)
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         assert json.loads((back / name).read_text()) == json.loads((model_folders(case) / name).read_text())
+
+
+def test_latents_are_read_back(model_folders, tmp_path):
+    """Layers with latent attention have no fused queries, keys and values whose rows would tell the heads."""
+    folder, there = model_folders("deepseek_v2_lite"), tmp_path / "there"
+    assert main(["convert", str(folder), str(there), "--format", "orbax"]) == 0
+    decoder, params = _read(there, 1)
+    expected_decoder, expected = _read(folder, 1)
+    assert decoder.kv_heads == expected_decoder.kv_heads
+    assert params.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(np.asarray(params[path]), np.asarray(value))
 
 
 def test_the_engines_parameters(model_folders, tmp_path):

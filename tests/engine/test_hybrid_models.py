@@ -38,7 +38,7 @@ def check(engine, case, tag="", params=None):
     return [result.num_cached for result in results]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:]])
 def test_chunked_in_used_slots(case, model_folders):
     """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
     engine = make_engine(model_folders(case), tokens=16, rows=6, decode_steps=False)
@@ -48,7 +48,7 @@ def test_chunked_in_used_slots(case, model_folders):
     assert check(engine, case, "without-")[:4] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_tokens_a_call(static, model_folders):
     engine = make_engine(model_folders(SPLIT), rows=8, tokens=128, static_steps=static, latency_goal_ms=60_000.0)
     most, step = [], engine.runner.step
@@ -63,7 +63,7 @@ def test_several_tokens_a_call(static, model_folders):
     assert max(most) > 1
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prompts_that_part(devices, model_folders):
     """The second prompt shows where others part from the first: its steps end there, and the third begins there. A
     sequence that begins from a snapshot says what it says without."""
@@ -89,6 +89,7 @@ def test_prompts_that_part(devices, model_folders):
     assert (again.num_cached, again.token_ids) == (128, tokens)
 
 
+@pytest.mark.slow
 def test_no_place_for_snapshots(model_folders):
     engine = make_engine(model_folders(SPLIT), rows=4, tokens=64, state_snapshots=0)
     check(engine, SPLIT, "first-")
@@ -112,6 +113,7 @@ def test_two_devices(model_folders):
         make_engine(model_folders(SPLIT), tensor_parallel_size=4)
 
 
+@pytest.mark.slow
 def test_completions_of_one_prompt(model_folders):
     """Completion 0 is what n = 1 gives; the others differ, and repeat with the seed, also where they wait for slots."""
     engine = make_engine(model_folders(SPLIT), rows=4, tokens=64)

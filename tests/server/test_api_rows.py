@@ -108,7 +108,8 @@ def test_openapi_names_every_endpoint(http):
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info", "executables")
 COUNTERS = (
     "prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries",
-    "prefix_cache_hits", "admission_rejections", "compilations",
+    "prefix_cache_hits", "admission_rejections", "compilations", "moe_routed_tokens",
+    "moe_mean_expert_tokens", "moe_busiest_expert_tokens", "moe_active_experts",
 )  # fmt: skip
 HISTOGRAMS = (
     "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",

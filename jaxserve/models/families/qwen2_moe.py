@@ -29,7 +29,10 @@ def read_experts(hf: HFConfig, **choices: Any) -> MLPSpec:
     plain = read_mlp(hf)
     normalized = bool(hf.take("norm_topk_prob", False))
     router = Router(top_k=hf.take("num_experts_per_tok"), normalized=normalized)
-    experts = ExpertsSpec(count=hf.take("num_experts"), router=router, **choices)
+    # transformers 5 writes the number of Qwen3-MoE's experts as num_local_experts.
+    written = hf.take("num_local_experts", None)
+    count = hf.take("num_experts") if written is None else hf.take("num_experts", written)
+    experts = ExpertsSpec(count=count, router=router, **choices)
     return MLPSpec(size=hf.take("moe_intermediate_size"), activation=plain.activation, experts=experts)
 
 

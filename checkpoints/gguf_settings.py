@@ -1,0 +1,172 @@
+"""Settings of `gguf_architectures`: functions that compute a setting of config.json from those of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxserve.checkpoints.gguf_keys import Keys, shortest
+
+# A constant, or a function of the file's settings and of the part of the config that is known already: sizes, head_dim,
+# num_hidden_layers and what stands above it in the table. None: the config does not have the key.
+Setting = Any
+Config = dict[str, Any]
+
+
+def real(key: str, default: float | None = None) -> Setting:
+    return lambda keys, config: keys.real(key, default)
+
+
+def size(key: str, default: int | None = None) -> Setting:
+    return lambda keys, config: keys.size(key, default)
+
+
+def flag(key: str, default: bool) -> Setting:
+    return lambda keys, config: keys.flag(key, default)
+
+
+def optional(key: str) -> Setting:
+    """A number that may be absent or 0."""
+    return lambda keys, config: keys.real(key) if keys.left.get(key) else keys.left.pop(key, None) and None
+
+
+def number(key: str) -> Setting:
+    """A size that may be 0 or absent."""
+    return lambda keys, config: keys.count(key)
+
+
+def has(tensor: str) -> Setting:
+    return lambda keys, config: keys.has(tensor)
+
+
+def same_as(key: str) -> Setting:
+    return lambda keys, config: config[key]
+
+
+def stored(key: str) -> Setting:
+    """A number that was read before for another purpose; None if it is absent."""
+
+    def read(keys: Keys, config: Config) -> float | None:
+        value = keys.file.metadata.get(f"{keys.architecture}.{key}")
+        return shortest(value) if type(value) is float else None
+
+    return read
+
+
+def window(default: int | None = None) -> Setting:
+    """The window, or None if there is none."""
+
+    def read(keys: Keys, config: Config) -> int | None:
+        if "attention.sliding_window" not in keys.left:
+            return default
+        return keys.count("attention.sliding_window") or None
+
+    return read
+
+
+def layer_types(period: int) -> Setting:
+    """Which layers have a window: the file's array or period; without either, all but every `period`-th."""
+
+    def read(keys: Keys, config: Config) -> list[str]:
+        given, count = keys.left.pop("attention.sliding_window_pattern", period), config["num_hidden_layers"]
+        if isinstance(given, np.ndarray) and given.size >= count:
+            slides = [bool(x) for x in given[:count]]
+        elif type(given) is int and given > 0:
+            slides = [(i + 1) % given != 0 for i in range(count)]
+        else:
+            raise keys.refuse(f"{keys.architecture}.attention.sliding_window_pattern={given!r:.80} is not supported")
+        return ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+    return read
+
+
+def turned_part(keys: Keys, config: Config) -> float | None:
+    """The share of a head's channels that turn."""
+    head_dim = config["head_dim"]
+    turned = keys.size("rope.dimension_count", head_dim)
+    if turned > head_dim or turned % 2:
+        raise keys.refuse(f"{keys.architecture}.rope.dimension_count={turned} is not supported")
+    share = turned / head_dim
+    return share if int(head_dim * share) == turned else math.nextafter(share, 1.0)
+
+
+def gemma_scale(layers: int) -> Setting:
+    """Scores are divided by the root of this: in the model with so many layers (27B) of hidden_size / heads, in others
+    of a head's size. llama.cpp's code says so; the file does not."""
+
+    def read(keys: Keys, config: Config) -> float:
+        largest = config["num_hidden_layers"] == layers
+        return config["hidden_size"] / config["num_attention_heads"] if largest else config["head_dim"]
+
+    return read
+
+
+def deepseek(keys: Keys, config: Config) -> str:
+    """V3's routers take sigmoids. Files of V3 from before the key have its correction bias."""
+    kind = keys.take("expert_gating_func", lambda value: value in (1, 2), 2 if _corrected(keys) else 1)
+    return "DeepseekV3ForCausalLM" if kind == 2 else "DeepseekV2ForCausalLM"
+
+
+def _corrected(keys: Keys) -> bool:
+    return any(name.endswith(".exp_probs_b.bias") for name in keys.file.tensors)
+
+
+def groups(key: str, of_v3: int, of_v2: int) -> Setting:
+    """Older files of DeepSeek V3 (256 experts) and V2 (160) lack the groups of experts."""
+    usual = {256: of_v3, 160: of_v2}
+    return lambda keys, config: keys.size(key, usual.get(config["n_routed_experts"], 1))
+
+
+def mscale(keys: Keys, config: Config) -> float | None:
+    """mscale_all_dim, of which the file has a tenth. In all models mscale is the same."""
+    key = "rope.scaling.yarn_log_multiplier"
+    value = keys.file.metadata.get(f"{keys.architecture}.{key}")
+    keys.left.pop(key, None)
+    return None if value is None else round(shortest(value) * 10, 6)
+
+
+def last_layer(part: str) -> Setting:
+    """The index of the last layer that has a tensor."""
+
+    def read(keys: Keys, config: Config) -> int | None:
+        layers = [i for i in range(config["num_hidden_layers"]) if keys.has(f"blk.{i}.{part}.weight")]
+        return max(layers, default=None)
+
+    return read
+
+
+def llama(keys: Keys, config: Config) -> str:
+    """Llama, Mistral and Mixtral have one architecture."""
+    if keys.left.get("expert_count"):
+        return "MixtralForCausalLM"
+    return "MistralForCausalLM" if keys.left.get("attention.sliding_window") else "LlamaForCausalLM"
+
+
+def of_mixtral(setting: Setting) -> Setting:
+    return lambda keys, config: setting(keys, config) if config["architectures"] == ["MixtralForCausalLM"] else None
+
+
+def inputs_of(part: str) -> Setting:
+    """The number of inputs of a tensor of the first layer, which older files have in the place of a key."""
+
+    def read(keys: Keys, config: Config) -> int:
+        tensor = keys.file.tensors.get(f"blk.0.{part}.weight")
+        if tensor is None or len(tensor.shape) < 2:
+            raise keys.refuse(f"there is no tensor blk.0.{part}.weight")
+        return tensor.shape[-1]
+
+    return read
+
+
+def size_or(key: str, other: Setting) -> Setting:
+    return lambda keys, config: keys.size(key) if key in keys.left else other(keys, config)
+
+
+def olmo(keys: Keys, config: Config) -> str:
+    return "Olmo3ForCausalLM" if keys.left.get("attention.sliding_window") else "Olmo2ForCausalLM"
+
+
+def of_olmo3(setting: Setting) -> Setting:
+    return lambda keys, config: setting(keys, config) if config["architectures"] == ["Olmo3ForCausalLM"] else None

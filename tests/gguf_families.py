@@ -1,0 +1,229 @@
+"""Tiny models of many families as GGUF files, with the settings and transformations of llama.cpp's converter.
+
+The tensors' names are those of the package's own tables, so that a wrong name in `checkpoints` cannot agree with one
+here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf_files import Kind, add_rope, add_tokenizer, in_pairs, llama3_divisor, write
+
+from jaxserve.checkpoints.safetensors import read_folder
+
+ARCHITECTURES = {
+    "Gemma": "gemma", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "DeepseekV2": "deepseek2",
+    "DeepseekV3": "deepseek2", "GptOss": "gpt-oss", "Granite": "granite", "GraniteMoe": "granitemoe",
+    "Cohere": "command-r", "Cohere2": "cohere2", "Olmo": "olmo", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4",
+    "Glm4Moe": "glm4moe", "SmolLM3": "smollm3", "StableLm": "stablelm", "Starcoder2": "starcoder2", "Phi": "phi2",
+    "GPT2LMHeadModel": "gpt2", "GPTNeoX": "gptneox", "Falcon": "falcon", "Exaone4": "exaone4", "SeedOss": "seed_oss",
+    "HunYuanDenseV1": "hunyuan-dense", "Nemotron": "nemotron", "Ernie4_5": "ernie4_5", "Ernie4_5_Moe": "ernie4_5-moe",
+    "Llama4": "llama4", "Arcee": "arcee",
+}  # fmt: skip
+PAIRED = ("granite", "granitemoe", "olmo", "smollm3", "arcee")
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+# config.json's keys -> the writer's methods; as in llama.cpp's conversion.
+SETTINGS = {
+    "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count",
+    "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "moe_num_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
+    "moe_num_shared_experts": "expert_shared_count", "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count", "first_k_dense_replace": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count", "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm", "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "moe_layer_interval": "interleave_moe_layer_step", "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale", "logit_scale": "logit_scale", "clip_qkv": "clamp_kqv",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "sliding_window": "sliding_window", "use_parallel_residual": "parallel_residual", "q_lora_rank": "q_lora_rank",
+    "rope_local_base_freq": "rope_freq_base_swa",
+}  # fmt: skip
+UNUSED = {"smollm3": ("sliding_window",), "llama4": ("sliding_window",)}
+
+
+class FamilyFile:
+    """One model folder, and the file that is made of it."""
+
+    def __init__(self, folder: Path, path: Path, kind: Kind = Kind.F32):
+        self.config = json.loads((folder / "config.json").read_text())
+        self.kind, self.folder, self.path = kind, folder, path
+        self.arch = ARCHITECTURES[self.config["architectures"][0].removesuffix("ForCausalLM")]
+        self.writer = gguf.GGUFWriter(path, self.arch)
+        number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[self.arch]
+        self.layers = self.size("num_hidden_layers", "n_layer")
+        self.names = gguf.get_tensor_name_map(number, self.layers)
+        self.heads, self.hidden = self.size("num_attention_heads", "n_head"), self.size("hidden_size", "n_embd")
+        self.kv_heads = self.config.get("num_key_value_heads") or self.config.get("num_kv_heads") or self.heads
+        self.head_dim = self.config.get("head_dim") or self.hidden // self.heads
+
+    def size(self, *keys: str) -> Any:
+        return next(self.config[key] for key in keys if self.config.get(key) is not None)
+
+    def write(self) -> Path:
+        self.add_shape()
+        self.add_positions()
+        for key, setting in SETTINGS.items():
+            value = self.config.get(key)
+            if value is not None and key not in UNUSED.get(self.arch, ()):
+                getattr(self.writer, f"add_{setting}")(value)
+        if (self.folder / "tokenizer.json").exists():
+            add_tokenizer(self.writer, self.folder)
+        stacks: dict[str, list[np.ndarray]] = {}
+        for name, values in self.tensors():
+            stacks.setdefault(name, []).append(values)
+        for name, parts in stacks.items():
+            values = parts[0] if len(parts) == 1 else np.stack(parts)
+            wide = values.ndim > 1 and values.shape[-1] % 32 == 0 and "norm" not in name and "inp" not in name
+            kind = self.kind if wide and not name.endswith("bias") else Kind.F32
+            self.writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        return write(self.writer, self.path)
+
+    def add_shape(self) -> None:
+        writer, config = self.writer, self.config
+        writer.add_block_count(self.layers)
+        writer.add_context_length(self.size("max_position_embeddings", "n_positions"))
+        writer.add_embedding_length(self.hidden)
+        inner = [
+            config.get(key) for key in ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size")
+        ]
+        writer.add_feed_forward_length(next((x for x in inner if x), 4 * self.hidden))
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv(1 if self.arch == "deepseek2" else self.kv_heads)
+        writer.add_vocab_size(config["vocab_size"])
+        for key in ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+            if key in config:
+                of_rms, of_layer = writer.add_layer_norm_rms_eps, writer.add_layer_norm_eps
+                (of_rms if key == "rms_norm_eps" else of_layer)(config[key])
+        if self.arch == "olmo":
+            writer.add_layer_norm_eps(1e-5)
+        if self.arch == "deepseek2":
+            rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+            writer.add_kv_lora_rank(rank)
+            writer.add_key_length(rank + rope)
+            writer.add_value_length(rank)
+            writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+            writer.add_value_length_mla(config["v_head_dim"])
+        elif config.get("head_dim"):
+            writer.add_key_length(self.head_dim)
+            writer.add_value_length(self.head_dim)
+        if self.arch in ("gpt-oss", "llama4"):
+            writer.add_expert_feed_forward_length(config["intermediate_size"])
+        if sigmoid := self.arch == "glm4moe" or "V3" in config["architectures"][0]:
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        elif self.arch == "deepseek2":
+            assert not sigmoid
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+        types = config.get("layer_types")
+        if types and "sliding_attention" in types and self.arch != "smollm3":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in types])
+        elif period := config.get("sliding_window_pattern"):
+            writer.add_sliding_window_pattern([(i + 1) % period != 0 for i in range(self.layers)])
+
+    def add_positions(self) -> None:
+        config, writer = self.config, self.writer
+        if self.arch == "gpt2":
+            return
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        local = scaling.get("sliding_attention")
+        if local:
+            writer.add_rope_freq_base_swa(local["rope_theta"])
+        scaling = scaling.get("full_attention", scaling)
+        part = config.get("partial_rotary_factor") or config.get("rotary_pct") or scaling.get("partial_rotary_factor")
+        turned = config.get("qk_rope_head_dim") or int(self.head_dim * (part or 1.0))
+        writer.add_rope_dimension_count(turned)
+        kind, theta = scaling.get("rope_type") or scaling.get("type"), config.get("rope_theta")
+        theta = theta or config.get("rotary_emb_base") or scaling.get("rope_theta")
+        if alpha := scaling.get("alpha"):
+            writer.add_rope_freq_base(theta * alpha ** (self.head_dim / (self.head_dim - 2)))
+            return
+        if kind == "llama3":
+            divisors = [llama3_divisor(scaling, theta ** (-i / turned)) for i in range(0, turned, 2)]
+            writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+            writer.add_rope_freq_base(theta)
+            return
+        add_rope(writer, config | {"rope_theta": theta, "rope_scaling": scaling}, self.head_dim)
+        if original := config.get("original_max_position_embeddings"):
+            writer.add_rope_scaling_orig_ctx_len(original)
+        for which in ("long", "short"):
+            if factors := scaling.get(f"{which}_factor"):
+                writer.add_tensor(f"rope_factors_{which}.weight", np.array(factors, np.float32))
+        if kind == "yarn":
+            writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
+            if "attention_factor" in scaling:
+                writer.add_rope_scaling_yarn_attn_factor(scaling["attention_factor"])
+            if "mscale_all_dim" in scaling:
+                writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, values); the experts' tensors one after another under the name of their stack."""
+        for name, tensor in sorted(read_folder(self.folder).items(), key=lambda item: _order(item[0])):
+            for changed, values in self.changed(name, tensor.read().astype(np.float32)):
+                changed = _without_expert(changed)
+                found = self.names.get_name(changed, try_suffixes=(".weight", ".bias"))
+                assert found, f"the package has no name for {changed}"
+                yield found, np.ascontiguousarray(values)
+
+    def changed(self, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors that the converter makes of one."""
+        if self.arch in SHIFTED and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if name.endswith("e_score_correction_bias"):
+            values = values.reshape(-1)
+        if self.arch in PAIRED and ("q_proj" in name or "k_proj" in name):
+            values = in_pairs(values, self.heads if "q_proj" in name else self.kv_heads)
+        if self.arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            values = values.T
+        if "query_key_value" in name:
+            groups = self.kv_heads if self.arch == "falcon" else self.heads
+            grouped = values.reshape(groups, -1, self.head_dim, *values.shape[1:])
+            values = np.concatenate([x.reshape(-1, *values.shape[1:]) for x in np.split(grouped, [-2, -1], axis=1)])
+        if name.endswith("kv_b_proj.weight"):
+            nope = self.config["qk_nope_head_dim"]
+            heads = values.reshape(self.heads, -1, values.shape[1])
+            yield name.replace("kv_b_proj", "k_b_proj"), heads[:, :nope].swapaxes(1, 2)
+            yield name.replace("kv_b_proj", "v_b_proj"), heads[:, nope:]
+        elif self.arch in ("gpt-oss", "llama4", "granitemoe") and ("experts." in name or "_linear" in name):
+            yield from self.of_stacked_experts(name, values)
+        else:
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            yield (name + ".weight" if name.endswith("sinks") else name), values
+
+    def of_stacked_experts(self, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        if "shared_expert" in name:
+            yield name, values
+            return
+        if self.arch == "granitemoe":
+            if "output_linear" in name:
+                yield name, values
+                return
+            halves = np.split(values, 2, axis=1)
+            for part, rows in zip(("gate", "up"), halves, strict=True):
+                yield name.replace("block_sparse_moe.input_linear", f"block_sparse_moe.experts.{part}"), rows
+            return
+        kind = "bias" if name.endswith("_bias") else "weight"
+        rows = values if kind == "bias" else values.swapaxes(1, 2)
+        name = name.removesuffix("_bias")
+        if "gate_up_proj" not in name:
+            yield f"{name}.{kind}", rows
+            return
+        parts = (rows[:, ::2], rows[:, 1::2]) if self.arch == "gpt-oss" else np.split(rows, 2, axis=1)
+        for part, values in zip(("gate", "up"), parts, strict=True):
+            yield f"{name.replace('gate_up_proj', f'{part}_proj')}.{kind}", values
+
+
+def _order(name: str) -> list[Any]:
+    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in name.split(".")]
+
+
+def _without_expert(name: str) -> str:
+    """The name of a stack of experts, which the converter makes of one tensor per expert."""
+    first, found, last = name.partition(".experts.")
+    number, _, rest = last.partition(".")
+    return f"{first}.experts.{rest}" if found and number.isdigit() else name
