@@ -201,7 +201,8 @@ def _verify(
     if sampler >= Sampler.FULL:
         slots = _count(sampled, slots, jnp.where(kept.reshape(-1), owner, nobody))
     scores = None if sampled.scores is None else sampled.scores.reshape(number, each, -1).swapaxes(0, 1)
-    return StepResult(Sampled(jnp.where(kept, tokens, -1).T, scores), None, cache, slots)
+    load = None if out.expert_load is None else out.expert_load[None]
+    return StepResult(Sampled(jnp.where(kept, tokens, -1).T, scores, load), None, cache, slots)
 
 
 def _sample_rows(

@@ -110,9 +110,7 @@ class Prefixes:
 
     def _release_behind(self, window: int, group: int, running: RunningTable) -> None:
         blocks, lineup, released = self._blocks, running.lineup, running.num_released[:, group]
-        slot = lineup.slot
-        computed = np.where(running.unsettled[slot], running.known[slot] - 1, running.computed[slot])
-        first = first_needed(computed, window, blocks.page_size)
+        first = first_needed(running.computed[lineup.slot], window, blocks.page_size)
         for i in np.flatnonzero(first > released[lineup.slot]).tolist():
             seq, slot, end = lineup.seqs[i], lineup.seqs[i].slot, int(first[i])
             if seq.unforked:

@@ -36,29 +36,22 @@ def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget
     total, start = running.total[lineup.slot], running.computed[lineup.slot]
     left, spare = total - start, lineup.limit - total  # tokens to compute; tokens that may still be sampled
     num_new = np.minimum(spare, tokens_per_call)
-    settled = running.known[lineup.slot] == total
-    speculates = running.speculates[lineup.slot]
-    proposed = np.where(speculates & settled, running.proposed[lineup.slot], 0) if speculates.any() else None
     if tokens_per_call > 1 and (lineup.any_masked or lineup.any_beams):
         num_new[lineup.one_at_a_time] = np.minimum(spare, 1)[lineup.one_at_a_time]
     decodes = (left == 1) & (spare > 0)
-    if proposed is not None:  # the next proposals need the tokens of the step before
-        decodes &= ~speculates | settled
-        num_new = np.where(speculates, np.minimum(spare, 1 + proposed), num_new)
     if lineup.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
         decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
-    if decodes.all() and (proposed is None or not proposed.any()):  # the usual case
+    if decodes.all() and not running.proposes:  # the usual case
         columns = lineup.slot, lineup.slot_generation, start, lineup.one, num_new, lineup.none
         return Rows(lineup.seqs, *columns, only_decodes=True)
     prompts = (left > 0) & ~decodes & (running.known[lineup.slot] == total)
     decoding = np.flatnonzero(decodes)
     one = lineup.one[decoding]
-    if proposed is not None and proposed[decoding].any():
-        one = np.where(proposed[decoding] > 0, num_new[decoding], 1)
-        num_new[~speculates] = np.minimum(num_new[~speculates], 1)
+    if running.proposes:  # the step samples a token after each proposal, and one after the row's last known token
+        one = 1 + running.proposed[lineup.slot[decoding]]
     elif not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
-    room = budget.for_prompts(len(one), len(running) - len(one) + num_waiting)
+    room = budget.for_prompts(int(one.sum()), len(running) - len(one) + num_waiting)
     most = np.minimum(left, running.ahead(lineup.slot))
     chunks, count, last = _prompt_chunks(np.flatnonzero(prompts), left, most, spare, room)
     seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]

@@ -82,11 +82,9 @@ class RunningTable:
         self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
         self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
         self.beams = np.zeros(max_num_seqs, bool)
-        # Of sequences with speculation: how many tokens are proposed to follow those that are known, and stand behind
-        # them in `tokens`; and whether a step in flight checks such tokens, so that `computed` and `total` are the most
-        # that they can become.
-        self.proposed = numbers()
-        self.speculates, self.unsettled = np.zeros(max_num_seqs, bool), np.zeros(max_num_seqs, bool)
+        # How many tokens are proposed to follow the known ones; they stand behind these in `tokens`. While a step checks
+        # them, `computed` and `total` are upper bounds.
+        self.proposed, self.proposes = numbers(), False  # proposes: whether any are proposed
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
@@ -195,7 +193,6 @@ class RunningTable:
             self.maybe_shared.add(seq)
         self.masked[slot], self.beams[slot] = seq.params.has_mask, seq.params.use_beam_search
         self.sampler[slot] = Sampler.of(seq.params)
-        self.proposed[slot], self.speculates[slot], self.unsettled[slot] = 0, False, False
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.needs_detail.add(seq)
 
@@ -256,21 +253,18 @@ class RunningTable:
         _, first = np.unique(joined[0].astype(np.int64) << 32 | joined[1], return_index=True)
         return *news, joined[:, first]
 
-    def note_checks(self, rows: Rows) -> None:
-        """Marks the rows of a step that check proposals."""
-        self.unsettled[rows.slot[rows.checks]] = True
+    def propose(self, slot: int, tokens: np.ndarray) -> None:
+        """Proposes tokens to follow the known ones of a slot. No step may be in flight for it. The next step checks
+        them, and no other step may be planned before that one is committed."""
+        known = self.known[slot]
+        assert known == self.total[slot] == self.computed[slot] + 1, "the last token must be the only one to compute"
+        self.tokens[slot, known : known + len(tokens)] = tokens
+        self.proposed[slot] = len(tokens)
+        self.proposes |= len(tokens) > 0
 
     def drop_proposals(self) -> None:
-        """Forgets proposals that no step checks yet."""
-        self.proposed[~self.unsettled] = 0
-
-    def settle(self, rows: Rows, held: np.ndarray) -> None:
-        """Sets the progress of rows that hold their slots and whose proposals have been checked: only the last token
-        that is known is still to be computed."""
-        slot = rows.slot[held & rows.checks]
-        self.total[slot] = self.known[slot]
-        self.computed[slot] = self.known[slot] - 1
-        self.proposed[slot], self.unsettled[slot] = 0, False
+        """Forgets all proposals."""
+        self.proposed[:], self.proposes = 0, False
 
     def append(self, slot: np.ndarray, tokens: np.ndarray, num_new: np.ndarray | int) -> None:
         """Appends the first `num_new` of the sampled tokens [slots, any], which are known from now on."""
@@ -280,8 +274,8 @@ class RunningTable:
         self.known[slot] = known + num_new
 
     def append_rows(self, rows: Rows, tokens: np.ndarray, num_new: np.ndarray, held: np.ndarray) -> None:
-        """Appends the first `num_new` of tokens [rows, any] of rows that hold their slots (`held`). A beam forgets its
-        token instead: `Scheduler.reassign` says how it continues."""
+        """Appends the first `num_new` of tokens [rows, any] of rows that hold their slots (`held`), and forgets proposals
+        that were not kept. A beam forgets its token instead: `Scheduler.reassign` says how it continues."""
         appended = held & (num_new > 0)
         if self.lineup.any_beams:
             beams = self.beams[rows.slot]
@@ -289,6 +283,10 @@ class RunningTable:
             appended &= ~beams
         index = np.flatnonzero(appended)
         self.append(rows.slot[index], tokens[index], num_new[index])
+        if not rows.only_decodes and (checks := rows.checks).any():  # only the last known token is left to compute
+            slot = rows.slot[held & checks]
+            self.total[slot], self.computed[slot] = self.known[slot], self.known[slot] - 1
+            self.drop_proposals()
 
     def say_only_tokens(self, rows: Rows, tokens: np.ndarray) -> bool:
         """Whether the rows are all running sequences and none has more to say than its tokens.

@@ -16,7 +16,7 @@ The engine calls, once per step:
 
 A preempted sequence loses its pages and waits to be computed again. It samples the same tokens as without preemption.
 
-`schedule` may be called again before earlier plans are committed. It counts tokens that only the devices know yet.
+`schedule` may be called again before plans are committed that check no proposals. It counts tokens only devices know.
 """
 
 from __future__ import annotations
@@ -176,7 +176,6 @@ class Scheduler:
             return None
         running.computed[rows.slot] = rows.reach
         running.total[rows.slot] += rows.num_new
-        running.note_checks(rows)
         return StepPlan(rows, copies, *running.take_news(), self._prefixes.keep_states(running, rows))
 
     def _rows_with_pages(self, tokens_per_call: int) -> tuple[Rows, list[tuple[int, int]]]:
@@ -273,15 +272,12 @@ class Scheduler:
         """
         running, lineup = self.running, self.running.lineup
         complete = self._advance_grammars(rows, tokens) if lineup.any_masked else []
-        checked = not rows.only_decodes and bool(rows.checks.any())
-        if not complete and not checked and running.say_only_tokens(rows, tokens):  # the usual case
+        if not complete and running.say_only_tokens(rows, tokens):  # the usual case
             running.append(rows.slot, tokens, tokens.shape[1])
             return StepOutput(lineup.request_ids, lineup.indices, tokens.tolist(), []), []
         num_new = np.count_nonzero(tokens >= 0, axis=1)
         held = running.holds(rows)
         running.append_rows(rows, tokens, num_new, held)
-        if checked:
-            running.settle(rows, held)
         if not rows.only_decodes:
             for i in np.flatnonzero(held & (rows.count > 1) & ~rows.checks).tolist():
                 self._prefixes.register(running, rows.seqs[i], int(rows.end[i]))
