@@ -67,6 +67,9 @@ class ModelPlan:
         pooler = read_pooler(config, folder, model, lambda text: _token_of(tokenizer, folder, text))
         if pooler is not None:
             model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed
+        if config.speculative_config is not None and (pooler is not None or model.recurrent is not None):
+            kind = "embed or score" if pooler is not None else "have recurrent layers"
+            raise ConfigError(f"speculative_config must be None for models that {kind}")
         longest = memory.max_model_len(config, model)
         model = model.limited_to(longest)
         platform = mesh.devices.flat[0].platform
@@ -113,10 +116,9 @@ def load_parts(
     log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
     log.info("%s", memory.describe_weights(params))
     rows = config.max_num_seqs, memory.penalty_rows(config, model)
-    options: Any = {"max_tokens_per_call": config.decode_steps, "static": static_steps}
-    options["proposals"] = config.num_proposals
     pooling = None if plan.pooler is None else plan.pooler.method
-    runner = ModelRunner(decoder, params, mesh, *rows, pooling=pooling, **options)
+    options: Any = {"max_tokens_per_call": config.decode_steps, "static": static_steps, "pooling": pooling}
+    runner = ModelRunner(decoder, params, mesh, *rows, proposals=config.num_proposals, **options)
     device = mesh.devices.flat[0]
     cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)
     shapes = _shapes(config, plan, cost)

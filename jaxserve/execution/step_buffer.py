@@ -107,9 +107,9 @@ def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> 
             some = rows.take(index[at : at + most])
             yield _batch(decode_shapes, some, len(some))
     checks = rows.checks & rows.scores  # the program that keeps hidden states for scores checks no proposals
-    for some in (~decodes & ~checks, checks):
-        if some.any():
-            yield from _split_mixed(rows.take(np.flatnonzero(some)), mixed_shapes, cost)
+    for kind in (~decodes & ~checks, checks):
+        if kind.any():
+            yield from _split_mixed(rows.take(np.flatnonzero(kind)), mixed_shapes, cost)
 
 
 def _go_together(

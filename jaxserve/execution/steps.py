@@ -81,7 +81,7 @@ def run_step(
         most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
         return _decode_loop(advance, cache, slots, batch, num_new, most)
     if proposals:
-        options = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "sampler": sampler}
+        options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "sampler": sampler}
         return _verify(params, cache, slots, batch, num_new, proposals=proposals, **options)
     sampled, hidden, cache, slots = advance(cache, slots, batch)
     sampled = sampled._replace(tokens=jnp.where(batch.keeps_token, sampled.tokens, -1))
@@ -182,16 +182,13 @@ def _verify(
     out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
     slot, nobody, num_new = batch.slot, slots.progress.shape[0] - 1, jnp.maximum(num_new, 0)
     draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_new, proposals)
-    each, number = proposals + 1, len(slot)
-    head = model.counting(each * jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
-    owner, hidden = jnp.repeat(slot, each), out.hidden[draws.index.reshape(-1)]
-    before = draws.before.reshape(number * each, proposals)
-    sampled = _sample(head, params, hidden, slots, owner, draws.position.reshape(-1), None, sampler, mesh, before)
-    tokens = sampled.tokens.reshape(number, each)
-    ends = _unless_stopped(sampled, slots, owner).reshape(number, each)
-    kept = draws.kept(tokens, ends < 0)
-    count = kept.sum(axis=1)
-    last = jnp.take_along_axis(ends, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    head, owner = model.counting(num_new.sum(dtype=jnp.int32)), slot[draws.row]
+    hidden = out.hidden[draws.token]
+    sampled = _sample(head, params, hidden, slots, owner, draws.position, None, sampler, mesh, draws.before)
+    ends = _unless_stopped(sampled, slots, owner)
+    kept = draws.kept(sampled.tokens, ends < 0, num_new)
+    count, tokens = kept.sum(axis=1), sampled.tokens[draws.places]
+    last = ends[jnp.take_along_axis(draws.places, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]]
     last = jnp.where(count > 0, last, slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, nobody)
     slots = slots._replace(
@@ -199,8 +196,9 @@ def _verify(
         hidden=slots.hidden.at[jnp.where(batch.deferred, slot, nobody)].set(out.last),
     )
     if sampler >= Sampler.FULL:
-        slots = _count(sampled, slots, jnp.where(kept.reshape(-1), owner, nobody))
-    scores = None if sampled.scores is None else sampled.scores.reshape(number, each, -1).swapaxes(0, 1)
+        each = Sampled(tokens.reshape(-1), None)
+        slots = _count(each, slots, jnp.where(kept, slot[:, None], nobody).reshape(-1))
+    scores = None if sampled.scores is None else sampled.scores[draws.places].swapaxes(0, 1)
     load = None if out.expert_load is None else out.expert_load[None]
     return StepResult(Sampled(jnp.where(kept, tokens, -1).T, scores, load), None, cache, slots)
 

@@ -15,40 +15,45 @@ import jax.numpy as jnp
 
 
 class Draws(NamedTuple):
-    """Where rows draw in a pass that checks up to `proposals` tokens of each. Draw 0 of a row is behind its last token
-    that is no proposal.
+    """The draws of a pass, one after the other, row by row. Draw 0 of a row is behind its last token that is no
+    proposal, and each other one is behind a proposal. Padding follows the last draw.
 
-    index: int32 [rows, proposals + 1], of the token behind which the row draws.
-    position: int32 [rows, proposals + 1], how many tokens this token sees, itself included.
-    wanted: bool [rows, proposals + 1], false where a row has fewer proposals.
-    proposed: int32 [rows, proposals + 1], the token that follows; what stands behind the last proposal has no meaning.
+    row: int32 [draws], the row of each.
+    number: int32 [draws], which of its row's draws it is.
+    token: int32 [draws], the index of the token behind which it is.
+    position: int32 [draws], how many tokens this token sees, itself included.
+    proposed: int32 [draws], the token that follows, if it is a proposal.
+    before: int32 [draws, proposals], the proposals before it; -1 where there are fewer.
+    places: int32 [rows, proposals + 1], where each row's draws are; behind its last one, the place has no meaning.
     """
 
-    index: jax.Array
+    row: jax.Array
+    number: jax.Array
+    token: jax.Array
     position: jax.Array
-    wanted: jax.Array
     proposed: jax.Array
+    before: jax.Array
+    places: jax.Array
 
     @classmethod
     def of(cls, tokens: jax.Array, ends: jax.Array, kv_len: jax.Array, num_new: jax.Array, proposals: int) -> Draws:
         """tokens: int32 [tokens]. For each row, [rows]: its end there, how many tokens its last one sees, its draws."""
-        draw = jnp.arange(proposals + 1)
-        index = jnp.clip((ends - num_new)[:, None] + draw, 0, len(tokens) - 1)
-        position = (kv_len - num_new + 1)[:, None] + draw
-        following = tokens[jnp.minimum(index + 1, len(tokens) - 1)]
-        return cls(index, position, draw < num_new[:, None], following)
+        rows, most = len(ends), len(tokens)
+        draws = min(most, rows * (proposals + 1))
+        first = jnp.cumsum(num_new) - num_new
+        row = jnp.repeat(jnp.arange(rows), num_new, total_repeat_length=draws)
+        number = jnp.clip(jnp.arange(draws) - first[row], 0, proposals)
+        token = jnp.clip((ends - num_new)[row] + number, 0, most - 1)
+        position = (kv_len - num_new + 1)[row] + number
+        back = jnp.arange(proposals)
+        before = jnp.where(back < number[:, None], tokens[jnp.maximum(token[:, None] - back, 0)], -1)
+        places = jnp.minimum(first[:, None] + jnp.arange(proposals + 1), draws - 1)
+        return cls(row, number, token, position, tokens[jnp.minimum(token + 1, most - 1)], before, places)
 
-    @property
-    def before(self) -> jax.Array:
-        """The proposals before each draw, int32 [rows, proposals + 1, proposals]; -1 where there are fewer."""
-        count = self.index.shape[1]
-        earlier = jnp.arange(count - 1) < jnp.arange(count)[:, None]
-        return jnp.where(earlier, self.proposed[:, None, :-1], -1)
-
-    def kept(self, tokens: jax.Array, stopped: jax.Array) -> jax.Array:
-        """Which draws count, bool [rows, proposals + 1]: the first, and each behind a proposal that equals the draw
-        before, if that draw counts and does not stop the row. tokens, stopped: of all draws, of this shape."""
-        goes_on = (tokens == self.proposed) & ~stopped
+    def kept(self, tokens: jax.Array, stopped: jax.Array, num_new: jax.Array) -> jax.Array:
+        """Which draws of each row count, bool [rows, proposals + 1]: the first, and each behind a proposal that equals
+        the draw before, if that draw counts and does not stop the row. tokens, stopped: of all draws, [draws]."""
+        goes_on = ((tokens == self.proposed) & ~stopped)[self.places]
         first = jnp.ones_like(goes_on[:, :1])
         reached = jnp.cumprod(jnp.concatenate([first, goes_on[:, :-1]], axis=1), axis=1)
-        return self.wanted & (reached > 0)
+        return (jnp.arange(goes_on.shape[1]) < num_new[:, None]) & (reached > 0)

@@ -206,8 +206,8 @@ class Device:
         return ran
 
     def _check_proposals(self, row: Row, slot: int, proposed: list[int], drawn: np.ndarray) -> None:
-        """Draws behind the row's last known token, then behind each of its proposals that equals the draw before it. The
-        slot's length ends with the last token that counts. What was written behind it stays until it is overwritten."""
+        """Draws behind the row's last known token, then behind each of its proposals that equals the draw before it.
+        The slot's length ends with the last token that counts; what was written behind it stays."""
         self.length[slot] -= row.num_new - 1
         for i in range(row.num_new):
             token = next_token(self._read_row(slot, row.seq), self.slot_params[slot][1])

@@ -179,8 +179,7 @@ class Simulation:
     # Steps
 
     def propose(self, most: int, right: int) -> None:
-        """Proposes up to `most` tokens for each sequence that decodes: the first `right` are those that will follow, the
-        others are not."""
+        """Proposes up to `most` tokens for each decoding sequence. The first `right` are right, the others wrong."""
         while self.in_flight:
             self.commit()
         running = self.scheduler.running
