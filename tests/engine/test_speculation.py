@@ -83,7 +83,7 @@ class Oracle:
                 "gpt_oss_sinks",
                 "llama4_chunks",
             )
-            for options in ({}, {"static_steps": True}, {"kv_pages": 40}, {"kv_cache_dtype": "int8"})
+            for options in ({}, {"static_steps": True}, {"kv_pages": 50}, {"kv_cache_dtype": "int8"})
             for errors in (0.1, 0.3)
         ),
     ],
