@@ -25,13 +25,14 @@ class SpeculativeConfig:
     """Settings of speculative decoding, with vLLM's names. Raises ConfigError.
 
     Attributes:
-      method: "ngram" proposes what followed the last tokens where they stood earlier in the prompt or the output.
+      method: "ngram" proposes what followed the last tokens where they stood earlier in the prompt or the output,
+        "suffix" also what followed them in recent outputs for the same tenant.
       num_speculative_tokens: most tokens that are proposed for a sequence in a step, 1 to 31. Fewer are proposed where
         they do not pay.
       prompt_lookup_min, prompt_lookup_max: how many of the last tokens must have stood earlier. More are preferred.
     """
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "suffix"] = "ngram"
     num_speculative_tokens: int = 8
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 16

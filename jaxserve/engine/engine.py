@@ -368,6 +368,8 @@ class Engine:
                     assert scores is not None  # `Sampler.of` chooses programs that compute them, here and below
                     self.beams.take(detail, np.asarray(scores))
                 else:
+                    if self.speculator is not None and detail.update.finish_reason is not None:
+                        self.speculator.finished(detail.seq)
                     output.updates.append(complete(detail, scores, self.eos_token_ids, self.pooler, self.counters))
         output.updates += self.beams.advance(self.counters)
         self.counters.generation_tokens += sum(map(len, output.tokens))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from jaxserve.scheduling.sequence import Sequence
 
 
 class Proposal(NamedTuple):
@@ -20,8 +22,12 @@ class Method(Protocol):
     as it is assumed at first."""
 
     @property
-    def chances(self) -> Sequence[float]: ...
+    def chances(self) -> List[float]: ...
 
-    def propose(self, tokens: np.ndarray, count: int) -> Proposal | None:
-        """Up to `count` tokens that may follow `tokens`, int32 [any]."""
+    def propose(self, seq: Sequence, tokens: np.ndarray, count: int) -> Proposal | None:
+        """Up to `count` tokens that may follow a sequence's `tokens`, int32 [any]."""
+        ...
+
+    def finished(self, seq: Sequence) -> None:
+        """A sequence has ended; its tokens are complete."""
         ...

@@ -12,7 +12,7 @@ from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import Rows
-from jaxserve.speculation.ngram import Ngram
+from jaxserve.speculation.ngram import Ngram, Suffix
 from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.step_times import StepTimes
 
@@ -128,7 +128,7 @@ class Speculator:
             return None
         if seq not in self._records:
             self._records[seq] = Record(self._acceptance)
-        return self._method.propose(running.tokens[slot, :known], room)
+        return self._method.propose(seq, running.tokens[slot, :known], room)
 
     def _chances(self, seq: Sequence, proposal: Proposal) -> np.ndarray:
         """The chance of each token of a proposal to be kept."""
@@ -163,10 +163,17 @@ class Speculator:
                 record.learn(proposed, kept, int(rows.end[i]) - proposed + kept + 1)
                 self._acceptance[record.kind].learn(proposed, kept)
 
+    def finished(self, seq: Sequence) -> None:
+        """A sequence has ended; its tokens are complete."""
+        self._method.finished(seq)
+
+
+METHODS: dict[str, type[Ngram]] = {"ngram": Ngram, "suffix": Suffix}
+
 
 def make_speculator(config: SpeculativeConfig | None, budget: int) -> Speculator | None:
     """The speculator that the settings ask for. budget: tokens of a step."""
     if config is None:
         return None
-    method = Ngram(config.prompt_lookup_min, config.prompt_lookup_max)
+    method = METHODS[config.method](config.prompt_lookup_min, config.prompt_lookup_max)
     return Speculator(method, config.num_speculative_tokens, budget)

@@ -5,12 +5,14 @@ import pytest
 from engines import make_engine, request, run_all
 
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.speculation import speculator
-from jaxserve.speculation.ngram import Ngram
+from jaxserve.speculation.ngram import Ngram, Suffix
 from jaxserve.speculation.proposal import Proposal
 from jaxserve.speculation.speculator import Acceptance, Speculator
 from jaxserve.speculation.step_times import Curve, StepTimes
+from jaxserve.types import Request, SamplingParams
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
@@ -56,13 +58,16 @@ class Oracle:
     def __init__(self, answers, errors):
         self._answers, self._errors, self._rng = answers, errors, np.random.default_rng(3)
 
-    def propose(self, tokens, count):
+    def propose(self, seq, tokens, count):
         known = tokens.tolist()
         fitting = [answer for answer in self._answers if answer[: len(known)] == known]
         if not fitting:
             return None
         answer = np.asarray(fitting[self._rng.integers(len(fitting))][len(known) :][:count], np.int32)
         return Proposal(np.where(self._rng.random(len(answer)) < self._errors, 77, answer))
+
+    def finished(self, seq):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -180,19 +185,66 @@ def test_acceptance_follows_what_is_kept():
 
 def test_prompt_lookup_prefers_the_longest_then_the_latest_place():
     tokens = np.array([1, 2, 3, 9, 8, 2, 3, 7, 7, 1, 2, 3], np.int32)
-    assert Ngram(2, 4).propose(tokens, 3).tokens.tolist() == [9, 8, 2]
-    assert Ngram(2, 2).propose(tokens, 3).tokens.tolist() == [7, 7, 1]
-    assert Ngram(2, 4).propose(np.array([1, 2, 3], np.int32), 3) is None
-    assert Ngram(1, 1).propose(np.array([4, 4, 4], np.int32), 3).tokens.tolist() == [4, 4, 4]
-    assert Ngram(2, 4).propose(np.array([5, 1, 2, 3, 1, 2], np.int32), 5).tokens.tolist() == [3, 1, 2, 3, 1]
+    assert Ngram(2, 4).propose(None, tokens, 3).tokens.tolist() == [9, 8, 2]
+    assert Ngram(2, 2).propose(None, tokens, 3).tokens.tolist() == [7, 7, 1]
+    assert Ngram(2, 4).propose(None, np.array([1, 2, 3], np.int32), 3) is None
+    assert Ngram(1, 1).propose(None, np.array([4, 4, 4], np.int32), 3).tokens.tolist() == [4, 4, 4]
+    assert Ngram(2, 4).propose(None, np.array([5, 1, 2, 3, 1, 2], np.int32), 5).tokens.tolist() == [3, 1, 2, 3, 1]
 
 
 @pytest.mark.parametrize(("length", "kind"), [(2, 0), (3, 1), (4, 2), (7, 2), (8, 3), (15, 3), (16, 4), (30, 4)])
 def test_longer_copies_are_of_another_kind(length, kind):
     copied = np.arange(10, 10 + length)
     tokens = np.concatenate([[1], copied, [2, 3, 4], copied]).astype(np.int32)
-    assert Ngram().propose(tokens, 2).kind == kind
-    assert Ngram().propose(tokens, 2).tokens.tolist() == [2, 3]
+    assert Ngram().propose(None, tokens, 2).kind == kind
+    assert Ngram().propose(None, tokens, 2).tokens.tolist() == [2, 3]
+
+
+def sequence(tenant, salt, *outputs):
+    asked = Request(request_id="a", prompt_token_ids=[90], params=SamplingParams(), tenant=tenant, cache_salt=salt)
+    seq = Sequence(asked, 0, 0, 100, frozenset(), 0)
+    seq.append(list(outputs))
+    return seq
+
+
+def test_recent_outputs_of_the_same_tenant():
+    suffix, tokens = Suffix(2, 16), np.array([90, 5, 6, 7], np.int32)
+    suffix.finished(sequence("a", None, 5, 6, 7, 8, 9))
+    suffix.finished(sequence("a", None, 1, 5, 6, 7))
+    assert suffix.propose(sequence("b", None), tokens, 4) is None
+    assert suffix.propose(sequence("a", "salt"), tokens, 4) is None
+    found = suffix.propose(sequence("a", None), tokens, 4)  # the second output ends where the copy does
+    assert (found.tokens.tolist(), found.kind) == ([8, 9], 6)
+    suffix.finished(sequence("a", None, 2, 6, 7, 3, 4))
+    assert suffix.propose(sequence("a", None), tokens, 4).tokens.tolist() == [8, 9]  # three tokens are more than two
+    suffix.finished(sequence("a", None, 5, 6, 7, 3, 4))
+    found = suffix.propose(sequence("a", None), tokens, 4)
+    assert (found.tokens.tolist(), found.kind) == ([3, 4], 6)
+    own = np.array([1, 2, 5, 6, 7, 8, 8, 2, 5, 6, 7], np.int32)  # four tokens of its own are more
+    assert suffix.propose(sequence("a", None), own, 2).tokens.tolist() == [8, 8]
+
+
+def test_little_is_remembered():
+    suffix = Suffix(1, 4)
+    for i in range(3):
+        suffix.finished(sequence("a", None, *range(30_000 * i, 30_000 * (i + 1))))
+    assert suffix.propose(sequence("a", None), np.array([10], np.int32), 1) is None
+    assert suffix.propose(sequence("a", None), np.array([80_000], np.int32), 1).tokens.tolist() == [80_001]
+    for i in range(100):
+        suffix.finished(sequence(f"tenant {i}", None, 1, 2))
+    assert suffix.propose(sequence("a", None), np.array([80_000], np.int32), 1) is None
+    assert len(suffix._outputs) == 64
+
+
+def test_an_engine_learns_from_outputs(model_folders):
+    settings = {"rows": 2, "tokens": 32, "max_model_len": 96}
+    engine = make_engine(model_folders("llama3_gqa"), speculative_config=NGRAM | {"method": "suffix"}, **settings)
+    asked = {"max_tokens": 40, "temperature": 0.7, "seed": 3}
+    (first,) = run_all(engine, request("a", [5, 6, 7], **asked)).values()
+    kept = engine.counters.spec_accepted
+    (second,) = run_all(engine, request("b", [5, 6, 7], **asked)).values()
+    assert second.token_ids == first.token_ids
+    assert engine.counters.spec_accepted - kept >= 15
 
 
 def test_statistics_continue_after_a_restart():
@@ -207,7 +259,7 @@ def test_statistics_continue_after_a_restart():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "magic"}, "method must be ngram, got 'magic'"),
+        ({"method": "magic"}, "method must be ngram or suffix, got 'magic'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be between 1 and 31, got 0"),
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max must be between 5 and 64, got 4"),
         (
