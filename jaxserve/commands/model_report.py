@@ -19,7 +19,7 @@ from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import num_devices
 from jaxserve.devices.targets import target_memory
-from jaxserve.engine.loading import ModelPlan
+from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.expert_stacks import abstract_stack

@@ -57,7 +57,6 @@ from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.speculation.speculator import Speculator, make_speculator
-from jaxserve.speculation.step_times import StepTimes
 from jaxserve.types import Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class Engine:
         model, runner = parts.model, parts.runner
         self.config, self.model, self.runner = config, model, runner
         self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
-        self.pooler = parts.pooler
+        self.pooler, self._draft = parts.pooler, parts.draft and parts.draft.runner
         self.model_folder, self.tokenizer_folder = parts.folders
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -117,7 +116,9 @@ class Engine:
             penalty_rows=runner.penalty_rows,
             recurrent=model.recurrent is not None,
         )
-        self.speculator = make_speculator(config.speculative_config, self.scheduler.budget.most)
+        self.speculator = make_speculator(
+            config.speculative_config, self.scheduler.budget.most, self._draft, self.shapes
+        )
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams
         self._admission = Admission(*rules, pools=self.pooler is not None)
@@ -159,7 +160,7 @@ class Engine:
             assert not self.has_work
             self._allocate()
         if self.speculator is not None:
-            self.speculator.set_times(StepTimes.measure(self.runner, self.shapes, self.config.num_proposals))
+            self.speculator.measure(self.runner, self.shapes)
         self.runner.frozen = self.config.forbid_compile
         seconds, hits = time.perf_counter() - start, self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
@@ -293,6 +294,8 @@ class Engine:
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
         self.runner.copy_states(plan.restored)
+        if self.speculator is not None:
+            self.speculator.prepare(plan, self.scheduler.running)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
         for batch in split(plan.rows, self.shapes, self._cost):

@@ -12,10 +12,16 @@ from collections import OrderedDict
 import numpy as np
 
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.speculation.proposal import Proposal
+from jaxserve.speculation.proposal import Method, Proposal
 
 LENGTHS = (3, 4, 8, 16)  # equal tokens from which on a proposal is of the next kind
-CHANCES = (0.5, 0.6, 0.75, 0.9, 0.95)  # assumed at first, by kind: a long copy goes on more often than a short one
+CHANCES: tuple[float, ...] = (
+    0.5,
+    0.6,
+    0.75,
+    0.9,
+    0.95,
+)  # assumed at first, by kind: a long copy goes on more often than a short one
 TENANTS, REMEMBERED = 64, 2**16  # tenants whose outputs are kept, and tokens of each
 BORDER = -1  # between the outputs of a tenant
 
@@ -34,10 +40,10 @@ def last_place(history: np.ndarray, tokens: np.ndarray, most: int) -> tuple[int,
     return place, length
 
 
-class Ngram:
+class Ngram(Method):
     """least, most: how many of the last tokens must stand earlier, and how many are compared."""
 
-    chances: tuple[float, ...] = CHANCES
+    chances = CHANCES
 
     def __init__(self, least: int = 2, most: int = 16):
         self._least, self._most = least, most
@@ -50,9 +56,6 @@ class Ngram:
             return None
         following = tokens[place + 1 + np.arange(count) % (len(tokens) - 1 - place)]
         return Proposal(following, bisect_right(LENGTHS, length))
-
-    def finished(self, seq: Sequence) -> None:
-        """A sequence has ended; its tokens are complete."""
 
 
 class Suffix(Ngram):

@@ -8,10 +8,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jaxserve.config import SpeculativeConfig
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
-from jaxserve.scheduling.step_plan import Rows
+from jaxserve.scheduling.step_plan import Rows, StepPlan
+from jaxserve.speculation.draft_model import DraftModel
 from jaxserve.speculation.ngram import Ngram, Suffix
 from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.step_times import StepTimes
@@ -79,6 +82,12 @@ class Speculator:
         self._records: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
         self._acceptance = [Acceptance(chance) for chance in method.chances]  # of all sequences; new ones begin with it
         self.set_times(None)
+        method.allocate()
+
+    def measure(self, runner: ModelRunner, shapes: List[StepShape]) -> None:
+        """Measures steps, whose programs are compiled. There are no requests."""
+        self._method.measure()
+        self.set_times(StepTimes.measure(runner, shapes, self._most))
 
     def set_times(self, times: StepTimes | None) -> None:
         self.times = times
@@ -140,17 +149,20 @@ class Speculator:
         if not chances:
             return []
         every, owner = np.concatenate(chances), np.repeat(np.arange(len(chances)), [len(one) for one in chances])
+        depth = np.concatenate([np.arange(1, len(one) + 1) for one in chances])
         order = np.argsort(-every, kind="stable")
-        worthwhile = order[: self._num_worthwhile(every[order], rows, host_seconds)]
+        seconds = host_seconds + self._method.seconds(len(chances), np.maximum.accumulate(depth[order]))
+        worthwhile = order[: self._num_worthwhile(every[order], rows, seconds)]
         return np.bincount(owner[worthwhile], minlength=len(chances)).tolist()
 
-    def _num_worthwhile(self, chances: np.ndarray, rows: int, host_seconds: float) -> int:
-        """How many of the proposals pay, whose chances to be kept are `chances`, in descending order."""
+    def _num_worthwhile(self, chances: np.ndarray, rows: int, seconds: np.ndarray) -> int:
+        """How many of the proposals pay. chances: to be kept, in descending order. seconds: what so many proposals cost
+        beside the step that checks them."""
         chances = chances[: max(self._budget - rows, 0)]
         if self.times is None:
             return int(np.count_nonzero(chances >= LEAST_CHANCE))
         tokens = rows + np.cumsum(chances)
-        speed = tokens / (self.times.check(rows + np.arange(1, len(chances) + 1)) + host_seconds)
+        speed = tokens / (self.times.check(rows + np.arange(1, len(chances) + 1)) + seconds[: len(chances)])
         worthwhile = len(speed) > 0 and speed.max() >= GAIN * rows / self.times.decode(rows)
         return 1 + int(speed.argmax()) if worthwhile else 0
 
@@ -163,17 +175,29 @@ class Speculator:
                 record.learn(proposed, kept, int(rows.end[i]) - proposed + kept + 1)
                 self._acceptance[record.kind].learn(proposed, kept)
 
+    def prepare(self, plan: StepPlan, running: RunningTable) -> None:
+        """A plan is about to be dispatched."""
+        self._method.prepare(plan, running)
+
+    def restore(self) -> None:
+        """After a step that failed: whatever the method had on the devices may be lost."""
+        self._method.allocate()
+
     def finished(self, seq: Sequence) -> None:
         """A sequence has ended; its tokens are complete."""
         self._method.finished(seq)
 
 
-METHODS: dict[str, type[Ngram]] = {"ngram": Ngram, "suffix": Suffix}
+LOOKUPS: dict[str, type[Ngram]] = {"ngram": Ngram, "suffix": Suffix}
 
 
-def make_speculator(config: SpeculativeConfig | None, budget: int) -> Speculator | None:
+def make_speculator(
+    config: SpeculativeConfig | None, budget: int, draft: ModelRunner | None, shapes: List[StepShape]
+) -> Speculator | None:
     """The speculator that the settings ask for. budget: tokens of a step."""
     if config is None:
         return None
-    method = METHODS[config.method](config.prompt_lookup_min, config.prompt_lookup_max)
+    if draft is not None:
+        return Speculator(DraftModel(draft, shapes, most := config.num_speculative_tokens), most, budget)
+    method = LOOKUPS[config.method](config.prompt_lookup_min, config.prompt_lookup_max)
     return Speculator(method, config.num_speculative_tokens, budget)

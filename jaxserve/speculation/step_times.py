@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.slots import encode_slot
@@ -49,20 +50,26 @@ class StepTimes:
     @classmethod
     def measure(cls, runner: ModelRunner, shapes: Sequence[StepShape], proposals: int) -> StepTimes:
         """Runs steps with short sequences in the slots, which must be free. Their pages are the null page."""
-        decodes = [shape for shape in shapes if shape.decode_only]
         mixed = [shape for shape in shapes if not shape.decode_only]
-        ones, counts = {}, {}
-        for rows in _up_to(min((decodes or mixed)[-1].rows, runner.num_slots)):
-            shape = next(shape for shape in decodes or mixed if shape.rows >= rows)
-            most = int(runner.programs.lengths(shapes, rows, Sampler.GREEDY)[-1])
-            program = runner.programs.choose(shape, Sampler.GREEDY, most, False)
-            ones[rows] = _seconds(runner, program, [1] * rows, most) / most
-        each = 1 + proposals
+        each, counts = 1 + proposals, {}
         for tokens in _up_to(min(mixed[-1].tokens, mixed[-1].rows * each)):
             cut = [each] * (tokens // each) + ([tokens % each] if tokens % each else [])
             shape = next(shape for shape in mixed if shape.tokens >= tokens and shape.rows >= len(cut))
             counts[tokens] = _seconds(runner, runner.programs.choose_checking(shape, Sampler.GREEDY), cut)
-        return cls(Curve.of(ones), Curve.of(counts))
+        return cls(decode_seconds(runner, shapes), Curve.of(counts))
+
+
+def decode_seconds(runner: ModelRunner, shapes: Sequence[StepShape], most: int = MAX_TOKENS_PER_CALL) -> Curve:
+    """Seconds in which each row samples a token, by the number of rows, in calls of up to `most` tokens."""
+    usable = [shape for shape in shapes if shape.decode_only] or list(shapes)
+    measured = {}
+    for rows in _up_to(min(usable[-1].rows, runner.num_slots)):
+        shape = next(shape for shape in usable if shape.rows >= rows)
+        lengths = runner.programs.lengths(shapes, rows, Sampler.GREEDY)
+        length = max(length for length in lengths if length <= most)
+        program = runner.programs.choose(shape, Sampler.GREEDY, length, False)
+        measured[rows] = _seconds(runner, program, [1] * rows, length) / length
+    return Curve.of(measured)
 
 
 def _up_to(most: int) -> Iterable[int]:

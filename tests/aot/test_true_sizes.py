@@ -22,7 +22,7 @@ from test_steps import cache_copies, dequantized_copies
 from jaxserve.config import EngineConfig
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.devices.targets import target_memory
-from jaxserve.engine.loading import ModelPlan
+from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.kv_cache import CacheLayout

@@ -9,7 +9,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.speculation import speculator
 from jaxserve.speculation.ngram import Ngram, Suffix
-from jaxserve.speculation.proposal import Proposal
+from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.speculator import Acceptance, Speculator
 from jaxserve.speculation.step_times import Curve, StepTimes
 from jaxserve.types import Request, SamplingParams
@@ -32,7 +32,7 @@ def requests(seed, count):
         if rng.random() < 0.3:
             params |= {"logprobs": 3}
         if rng.random() < 0.2:
-            params |= {"min_tokens": 5, "logit_bias": {7: 2.0, 9: -3.0}}
+            params |= {"min_tokens": min(5, params["max_tokens"]), "logit_bias": {7: 2.0, 9: -3.0}}
         if rng.random() < 0.2:
             params |= {"n": 3}
         elif rng.random() < 0.1:
@@ -50,7 +50,7 @@ def outcome(results):
     return {key: (one.token_ids, one.finish_reason) for key, one in results.items()}
 
 
-class Oracle:
+class Oracle(Method):
     """Proposes the answers that are known, with errors here and there."""
 
     chances = (0.9,)
@@ -65,9 +65,6 @@ class Oracle:
             return None
         answer = np.asarray(fitting[self._rng.integers(len(fitting))][len(known) :][:count], np.int32)
         return Proposal(np.where(self._rng.random(len(answer)) < self._errors, 77, answer))
-
-    def finished(self, seq):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -150,13 +147,15 @@ def test_proposals_fill_what_costs_nothing():
     speculates.set_times(free)
     assert speculates._most_rows == 4
     chances = np.sort([0.9**i for i in range(1, 6)] * 4)[::-1]
-    assert speculates._num_worthwhile(chances, 4, 0.0) == 4  # four rows and four proposals are eight tokens
-    assert speculates._num_worthwhile(chances, 1, 0.0) == 7
-    assert speculates._num_worthwhile(np.full(2, 0.01), 1, 0.0) == 0  # less than what they must gain
-    assert speculates._num_worthwhile(chances, 4, 10.0) == 0  # the host would hold up the devices
+    assert (
+        speculates._num_worthwhile(chances, 4, np.full(20, 0.0)) == 4
+    )  # four rows and four proposals are eight tokens
+    assert speculates._num_worthwhile(chances, 1, np.full(20, 0.0)) == 7
+    assert speculates._num_worthwhile(np.full(2, 0.01), 1, np.full(20, 0.0)) == 0  # less than what they must gain
+    assert speculates._num_worthwhile(chances, 4, np.full(20, 10.0)) == 0  # the host would hold up the devices
     narrow = Speculator(Ngram(), 5, budget=6)
     narrow.set_times(free)
-    assert narrow._num_worthwhile(chances, 4, 0.0) == 2
+    assert narrow._num_worthwhile(chances, 4, np.full(20, 0.0)) == 2
 
 
 def test_no_proposals_where_each_token_costs_its_share():
@@ -166,8 +165,8 @@ def test_no_proposals_where_each_token_costs_its_share():
     assert speculates._most_rows == 0
     speculates.set_times(times(linear, {n: 1 + 0.4 * n for n in range(1, 65)}))
     assert speculates._most_rows > 0
-    assert speculates._num_worthwhile(np.full(5, 0.3), 1, 0.0) == 0
-    assert speculates._num_worthwhile(np.array([0.9, 0.8, 0.3]), 1, 0.0) == 2
+    assert speculates._num_worthwhile(np.full(5, 0.3), 1, np.full(20, 0.0)) == 0
+    assert speculates._num_worthwhile(np.array([0.9, 0.8, 0.3]), 1, np.full(20, 0.0)) == 2
 
 
 def test_acceptance_follows_what_is_kept():
@@ -247,6 +246,31 @@ def test_an_engine_learns_from_outputs(model_folders):
     assert engine.counters.spec_accepted - kept >= 15
 
 
+@pytest.mark.parametrize(
+    ("target", "draft", "least", "options"),
+    [
+        ("llama3_gqa", "llama3_gqa", 0.95, {}),
+        ("llama3_gqa", "qwen3_tied", 0.0, {}),
+        ("llama3_gqa", "llama3_gqa", 0.9, {"kv_pages": 20}),
+        pytest.param("llama3_gqa", "llama3_gqa", 0.95, {"static_steps": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_draft_model(target, draft, least, options, model_folders, monkeypatch):
+    """A draft that is the target itself is always right, at any temperature; another one is mostly wrong."""
+    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+        monkeypatch.setattr(speculator, name, 0)
+    settings = {"rows": 4, "tokens": 32, "max_model_len": 96, **options}
+    plain = make_engine(model_folders(target), **settings)
+    speculation = {"method": "draft_model", "model": str(model_folders(draft)), "num_speculative_tokens": 4}
+    quick = make_engine(model_folders(target), speculative_config=speculation, **settings)
+    quick.speculator._method._shapes = quick.shapes  # few programs
+    asked = [one for one in requests(2, 24) if not one.params.has_penalties and not one.params.logit_bias]
+    assert outcome(run_all(quick, *asked)) == outcome(run_all(plain, *asked))
+    counters = quick.counters
+    assert counters.spec_proposed > 100
+    assert counters.spec_accepted >= least * counters.spec_proposed
+
+
 def test_statistics_continue_after_a_restart():
     past, present = EngineStats(), EngineStats()
     past.count_draft(4, 2)
@@ -259,12 +283,12 @@ def test_statistics_continue_after_a_restart():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "magic"}, "method must be ngram or suffix, got 'magic'"),
+        ({"method": "magic"}, "method must be ngram or suffix or draft_model, got 'magic'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be between 1 and 31, got 0"),
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max must be between 5 and 64, got 4"),
         (
             {"tokens": 3},
-            "must have only method, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, got tokens",
+            "must have only method, model, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, got tokens",
         ),
         ([1], "must be an object of settings"),
     ],
