@@ -58,6 +58,15 @@ def activations_of(scheme: str) -> Activations | None:
     return Activations(jnp.dtype(KINDS[scheme.removesuffix(DYNAMIC)][2]).name)
 
 
+def _quotient(x: jax.Array, divisor: jax.Array | float) -> jax.Array:
+    """x / divisor, rounded once, so that ties go to the same codes everywhere.
+
+    XLA turns a division by a broadcast value into a product with its rounded inverse. The result may then be off by one
+    unit in the last place, and weights in bfloat16 have many ties. The barrier hides the broadcast; it takes no memory.
+    """
+    return x / jax.lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(divisor, x.dtype), x.shape))
+
+
 @partial(jax.jit, static_argnames="scheme")
 def _grid(w: jax.Array, scheme: Scheme, shrink: float = 1.0) -> tuple[jax.Array, jax.Array]:
     """Scales and zero points, float32 [out, groups], that cover each group's range times `shrink`."""
@@ -68,28 +77,23 @@ def _grid(w: jax.Array, scheme: Scheme, shrink: float = 1.0) -> tuple[jax.Array,
         bottom = -top
     else:
         top, bottom = groups.max(-1).clip(0) * shrink, groups.min(-1).clip(max=0) * shrink
-    scale = ((top - bottom) * np.float32(1 / (high - low))).astype(scheme.scale_dtype).astype(jnp.float32)
+    scale = _quotient(top - bottom, high - low).astype(scheme.scale_dtype).astype(jnp.float32)
     scale = jnp.where(scale > 0, scale, 1)
-    zero = jnp.zeros_like(scale) if scheme.symmetric else jnp.clip(jnp.round(low - bottom / scale), low, high)
+    zero = jnp.zeros_like(scale) if scheme.symmetric else jnp.clip(jnp.round(low - _quotient(bottom, scale)), low, high)
     return scale, zero
 
 
-def _encode(w: jax.Array, inverse: jax.Array, zero: jax.Array, kind: str) -> jax.Array:
-    """The nearest codes, as float32; `inverse`: 1 / scale.
-
-    The product with the inverse is written out because XLA makes it of some divisions and not of others. The lowest
-    value of a group often lies half a step from two codes, so the last bit decides which of them it gets.
-    """
+def _encode(w: jax.Array, scale: jax.Array, zero: jax.Array, kind: str) -> jax.Array:
+    """The nearest codes, as float32."""
     low, high, dtype = KINDS[kind]
     if kind == "fp8":
-        return jnp.clip(w * inverse, low, high).astype(dtype).astype(jnp.float32)
-    return jnp.clip(jnp.round(w * inverse) + zero, low, high)
+        return jnp.clip(_quotient(w, scale), low, high).astype(dtype).astype(jnp.float32)
+    return jnp.clip(jnp.round(_quotient(w, scale)) + zero, low, high)
 
 
 @partial(jax.jit, static_argnames="scheme")
-def _codes(w: jax.Array, inverse: jax.Array, zero: jax.Array, scheme: Scheme) -> jax.Array:
-    """The nearest codes, as float32 [out, in]; `inverse`: 1 / scale, [out, groups]."""
-    return _encode(w, _columns(inverse, w), _columns(zero, w), scheme.kind)
+def _codes(w: jax.Array, scale: jax.Array, zero: jax.Array, scheme: Scheme) -> jax.Array:
+    return _encode(w, _columns(scale, w), _columns(zero, w), scheme.kind)
 
 
 def _columns(values: jax.Array, w: jax.Array) -> jax.Array:
@@ -100,7 +104,7 @@ def _columns(values: jax.Array, w: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnames="scheme")
 def _change(w: jax.Array, scale: jax.Array, zero: jax.Array, scheme: Scheme) -> jax.Array:
     """The rounded weight minus the weight, [out, in]."""
-    return (_codes(w, 1 / scale, zero, scheme) - _columns(zero, w)) * _columns(scale, w) - w
+    return (_codes(w, scale, zero, scheme) - _columns(zero, w)) * _columns(scale, w) - w
 
 
 def _array(codes: jax.Array, scale: jax.Array, zero: jax.Array, scheme: Scheme) -> QuantArray:
@@ -118,7 +122,7 @@ def rtn(weight: Any, scheme: Scheme) -> QuantArray:
     """Rounds to the nearest code of a grid that covers each group's whole range."""
     w = _checked(weight, scheme)
     scale, zero = _grid(w, scheme)
-    return _array(_codes(w, 1 / scale, zero, scheme), scale, zero, scheme)
+    return _array(_codes(w, scale, zero, scheme), scale, zero, scheme)
 
 
 def _checked(weight: Any, scheme: Scheme) -> jax.Array:
@@ -184,7 +188,7 @@ def _gptq_block(
 
     def column(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         w, codes, errors = state
-        code = _encode(w[:, i], 1 / scale[:, i], zero[:, i], kind)
+        code = _encode(w[:, i], scale[:, i], zero[:, i], kind)
         error = (w[:, i] - (code - zero[:, i]) * scale[:, i]) / factor[i, i]
         return w - error[:, None] * factor[i], codes.at[:, i].set(code), errors.at[:, i].set(error)
 
@@ -227,7 +231,7 @@ def clipped(weight: Any, hessian: Any, scheme: Scheme) -> QuantArray:
     least = jnp.full_like(scale, jnp.inf)
     for shrink in _SHRINKS:
         scale, zero, least = _clip_step(w, blocks, scheme, shrink, scale, zero, least)
-    return _array(_codes(w, 1 / scale, zero, scheme), scale, zero, scheme)
+    return _array(_codes(w, scale, zero, scheme), scale, zero, scheme)
 
 
 @partial(jax.jit, static_argnames="scheme")

@@ -132,16 +132,14 @@ WRITERS: dict[str, tuple[Callable[[np.ndarray], tuple[Tensors, np.ndarray]], dic
 
 def rounded(weight: np.ndarray, scheme: str) -> np.ndarray:
     """The values that `--quantization SCHEME` keeps: the nearest of a grid over an output's inputs, or over a group of
-    int4. Scales are float32. Products with reciprocals in float32 decide between codes at equal distance, which are not
-    rare: the lowest value of a group often lies half a step from two codes."""
+    int4. Scales are float32."""
     low, high = {"int8": (-128, 127), "int4": (-8, 7), "fp8": (-448, 448)}[scheme]
     size = next(s for s in (128, 64, 32) if weight.shape[1] % s == 0) if scheme == "int4" else weight.shape[1]
     groups = weight.astype(np.float32).reshape(len(weight), -1, size)
     top = np.abs(groups).max(-1, keepdims=True)
-    scale = (top + top) * np.float32(1 / (high - low))
-    steps = groups * (1 / scale)
-    codes = np.clip(steps if scheme == "fp8" else np.round(steps), low, high)
-    codes = codes.astype(E4M3) if scheme == "fp8" else codes
+    scale = (top + top) / np.float32(high - low)
+    codes = np.clip(groups / scale, low, high).astype(E4M3) if scheme == "fp8" else None
+    codes = np.clip(np.round(groups / scale), low, high) if codes is None else codes
     return (codes.astype(np.float64) * scale).reshape(weight.shape)
 
 
