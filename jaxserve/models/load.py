@@ -339,8 +339,10 @@ def load_params(
         assert isinstance(stack, Stack)
 
         def form(member: Host, number: int) -> Any:
-            """The member as devices will hold it. Rows of a file that do not fit panels become a QuantArray, because no
-            kernel multiplies stacks of BlockArrays."""
+            """The member as devices will hold it. Rows of a file that fit neither panels nor a BlockArray become a
+            QuantArray."""
+            if isinstance(member, StoredRows) and blocks and (kept := as_blocks(member, one.sharding)) is not None:
+                return kept
             if isinstance(member, StoredRows) and (packing is None or packing.packed(member) is None):
                 member = read_weight(stack.members[number], source.tensors, one, source.reader)
             return as_asked(name, member)
