@@ -16,7 +16,8 @@ import perplexity
 
 from jaxserve.llm import LLM
 
-QUICK = {("moe", "float32"), ("moe", "fp8-blocks"), ("mla", "fp8-blocks"), ("mla", "int8")}  # the others run with -m slow
+# The others run with -m slow.
+QUICK = {("moe", "float32"), ("moe", "fp8-blocks"), ("mla", "fp8-blocks"), ("mla", "int8")}
 GOLDEN = json.loads((trained_models.TRAINED / "perplexity.json").read_text())
 
 
