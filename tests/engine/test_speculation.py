@@ -85,7 +85,13 @@ class Oracle(Method):
                 "gpt_oss_sinks",
                 "llama4_chunks",
             )
-            for options in ({}, {"static_steps": True}, {"kv_pages": 50}, {"kv_cache_dtype": "int8"})
+            for options in (
+                {},
+                {"static_steps": True},
+                {"kv_pages": 50},
+                {"kv_cache_dtype": "int8"},
+                {"tensor_parallel_size": 2},
+            )
             for errors in (0.1, 0.3)
         ),
     ],
@@ -253,6 +259,9 @@ def test_an_engine_learns_from_outputs(model_folders):
         ("llama3_gqa", "qwen3_tied", 0.0, {}),
         ("llama3_gqa", "llama3_gqa", 0.9, {"kv_pages": 20}),
         pytest.param("llama3_gqa", "llama3_gqa", 0.95, {"static_steps": True}, marks=pytest.mark.slow),
+        pytest.param("llama3_gqa", "llama3_gqa", 0.95, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("mixtral_experts", "mixtral_experts", 0.95, {}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3_groups", "deepseek_v3_groups", 0.95, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_draft_model(target, draft, least, options, model_folders, monkeypatch):
