@@ -36,6 +36,7 @@ from jaxserve.models.quantized import (
 )
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.weights import abstract_params
+from jaxserve.models.wide_experts import as_in_files, filled
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray, MixedArray, PanelArray, QuantArray
 
@@ -100,6 +101,7 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         return plain
     as_stored = packing.types if packing else BLOCK_KINDS if keeps_blocks(mesh) and not config.dequantize else ()
     known: dict[Any, Any] = {}
+    in_files = abstract_params(as_in_files(decoder), mesh)
     for weight, target in plain.items():
         parts = [part for piece in pieces[weight] for part in reader.parts(piece.name)]
         if not parts:
@@ -110,8 +112,9 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
             some = pieces[weight]
             stacked = isinstance(some, Stack)
             first, one = (some.members[0], member_of(target)) if isinstance(some, Stack) else (some, target)
-            read = partial(read_weight, first, source.tensors, one, reader)
-            host = read(as_stored, not config.dequantize and not stacked)
+            in_file = member_of(in_files[weight]) if stacked else one
+            read = partial(read_weight, first, source.tensors, in_file, reader)
+            host = filled(weight, read(as_stored, not config.dequantize and not stacked), one)
             made = _one_of_a_kind(host, read, one, packing, mesh, apart=not stacked)
             known[kind] = abstract_stack(made, target, packing, mesh) if stacked and made is not None else made
         if known[kind] is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxserve.config import POOL_FRACTION, ConfigError, EngineConfig
+from jaxserve.devices.layouts import device_bytes
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.windows import Windows, most_pages
@@ -25,7 +26,7 @@ PENALTY_BYTES = 2**28  # memory for the token counts of sequences with penalties
 PENALTY_BYTES_PER_TOKEN = 5  # per penalty row and token of the vocabulary: an int32 and a bool
 RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
 STEPS_IN_FLIGHT = 2  # steps with results on the device: one runs while the host reads the results of another
-CODE_ALLOWANCE = 1.25  # estimated code of a program that is not compiled yet, relative to the largest compiled one
+CODE_ALLOWANCE = 1.25  # estimated code of a program that is not compiled yet, relative to a larger one
 PAGE_GRID = 128  # page counts between a power of two and the next that `_on_grid` allows, on an accelerator
 CPU_PAGE_GRID = 8  # the same on CPU, where free memory differs more from start to start
 
@@ -39,16 +40,16 @@ class Needs:
     code: int = 0  # code of all programs, which stays on the device (XLA:GPU counts its machine code, XLA:CPU none)
 
     @classmethod
-    def of(cls, compiled: Sequence[Any], pending: int = 0) -> Needs:
-        """The needs of compiled programs by the compiler's figures (`Compiled.memory_analysis`), and of `pending`
-        smaller programs that are not compiled yet. The latter add an estimate of their code. Their other needs are
-        assumed to be no larger than those of the compiled programs."""
+    def of(cls, compiled: Sequence[Any], pending: Sequence[int] = ()) -> Needs:
+        """The needs of compiled programs by the compiler's figures (`Compiled.memory_analysis`), and of smaller
+        programs that are not compiled yet. Of each of the latter, `pending` has the code in bytes of a larger program;
+        their other needs are assumed to be no larger than those of the compiled programs."""
         code = [figures.generated_code_size_in_bytes for figures in compiled]
         results = [figures.output_size_in_bytes - figures.alias_size_in_bytes for figures in compiled]
         return cls(
             max((figures.temp_size_in_bytes for figures in compiled), default=0),
             STEPS_IN_FLIGHT * max(results, default=0),
-            sum(code) + math.ceil(CODE_ALLOWANCE * pending * max(code, default=0)),
+            sum(code) + math.ceil(CODE_ALLOWANCE * sum(pending)),
         )
 
     def __add__(self, other: Needs) -> Needs:
@@ -249,8 +250,7 @@ def bytes_by_dtype(params: Any) -> dict[str, int]:
     """Dtype -> bytes on one device, for a pytree of sharded arrays or of their shapes; the largest first."""
     total: dict[str, int] = {}
     for x in jax.tree.leaves(params):
-        shard = jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
-        total[x.dtype.name] = total.get(x.dtype.name, 0) + stored_bytes(shard)
+        total[x.dtype.name] = total.get(x.dtype.name, 0) + device_bytes(x)
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 

@@ -96,6 +96,22 @@ class StepPrograms:
             return StepProgram(shape, Sampler.FULL, 1, keeps_hidden=not shape.decode_only)
         return StepProgram(shape, Sampler.ANY, None, keeps_hidden=not shape.decode_only)
 
+    def telling(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
+        """Programs whose figures tell what the others need at most (`bounds_code`). For decodes and for prompts: first
+        the programs of the largest buckets, then smaller ones, which many are smaller than."""
+        largest, smaller = [], []
+        programs = self.all(shapes)
+        for decodes in (True, False):
+            some = sorted((s for s in shapes if s.decode_only is decodes), key=lambda shape: shape.tokens)
+            if some:
+                largest.append(self.largest(some[-1]))
+            if len(some) > 1:
+                middle = some[(len(some) - 1) // 2]
+                of_middle = [program for program in programs if program.shape == middle]
+                looped = [p for p in programs if p.shape.decode_only is decodes and (p.tokens_per_call or 1) > 1]
+                smaller.append(max(looped or of_middle, key=_extent))
+        return largest + [program for program in smaller if program not in largest]
+
     def choose(self, shape: StepShape, sampler: Sampler, num_new: int, scores: bool) -> StepProgram:
         """The smallest program for rows that need `sampler` and sample up to `num_new` tokens. `scores`: hidden states
         are needed. `num_new` must be allowed by `lengths`."""
@@ -139,6 +155,17 @@ class StepPrograms:
         if self._costly_filters and shape.decode_only and shape.rows >= PLAIN_ROWS:
             found.insert(1, Sampler.PLAIN)
         return [*found, Sampler.FULL] if tokens_per_call == 1 else found
+
+
+def _extent(program: StepProgram) -> tuple[int, int, int]:
+    return program.shape.tokens, program.sampler, program.tokens_per_call or 1
+
+
+def bounds_code(larger: StepProgram, program: StepProgram) -> bool:
+    """Whether a program's code is expected to be no larger than that of `larger`: both are of the same kind, and it
+    has no more of anything. A loop adds code on TPUs, and the sampler's code grows with the rows."""
+    pairs = zip(_extent(larger), _extent(program), strict=True)
+    return larger.shape.decode_only is program.shape.decode_only and all(a >= b for a, b in pairs)
 
 
 def compile_threads(programs: int, *, on_cpu: bool) -> int:

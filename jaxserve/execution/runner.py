@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,13 +17,14 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
+from jaxserve.devices import layouts
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import commands, steps
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
-from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
+from jaxserve.execution.programs import StepProgram, StepPrograms, bounds_code, compile_threads
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signatures, Upkeep
 from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, create_slots, padding_slot
@@ -164,7 +165,7 @@ class ModelRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters on each device."""
-        return sum(_device_bytes(x) for x in self._arrays)
+        return sum(layouts.device_bytes(x) for x in self._arrays)
 
     @property
     def slot_bytes(self) -> int:
@@ -281,8 +282,7 @@ class ModelRunner:
     def needs(self, shapes: Sequence[StepShape]) -> Needs:
         """The memory that all programs of serving with these buckets need, estimated from those that are compiled."""
         names = self.names(shapes)
-        known: list[Any] = [self._executables[name].memory_analysis() for name in names if name in self._executables]
-        return Needs.of(known, pending=len(names) - len(known))
+        return needs_of(names, {n: self._executables[n].memory_analysis() for n in names if n in self._executables})
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of all programs that serving can need: upkeep, then the steps of these buckets, the largest first,
@@ -297,10 +297,8 @@ class ModelRunner:
         return [*upkeep, *by_size, *self._others(shapes)]
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
-        """The names of the programs that need the most memory, one of each kind."""
-        kinds = [[shape for shape in shapes if shape.decode_only is kind] for kind in (True, False)]
-        steps = [self.programs.largest(max(some, key=lambda shape: shape.tokens)) for some in kinds if some]
-        return [*steps, *self._others(shapes)]
+        """The names of the programs that need the most memory, one of each kind, and of some that bound others."""
+        return [*self.programs.telling(shapes), *self._others(shapes)]
 
     def _others(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs beside the steps that multiply with the output head."""
@@ -362,9 +360,24 @@ class ModelRunner:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
-        params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._arrays]
+        params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layouts.place_of(x)) for x in self._arrays]
         model = self.model, self.mesh, self.layout, params, self._unbundle
         return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, pooling=self.pooling)
+
+
+def needs_of(names: Sequence[ProgramName], compiled: Mapping[ProgramName, Any]) -> Needs:
+    """The memory that programs need, by the compiler's figures of those that are compiled. The code of each other
+    program is bounded by the smallest compiled one that is larger in every respect, else by the largest of all."""
+    code = {name: figures.generated_code_size_in_bytes for name, figures in compiled.items()}
+    upkeep = [code[name] for name in code if isinstance(name, Upkeep)]
+
+    def bound(name: ProgramName) -> int:
+        if isinstance(name, Upkeep):
+            return max(upkeep or code.values(), default=0)  # the compiled ones sample or have the output head
+        larger = [n for n in code if isinstance(n, StepProgram) and bounds_code(n, name)]
+        return min((code[n] for n in larger), default=max(code.values(), default=0))
+
+    return Needs.of(list(compiled.values()), [bound(name) for name in names if name not in compiled])
 
 
 def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:

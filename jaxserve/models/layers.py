@@ -121,7 +121,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Parts:
-        experts, hidden, size = self.spec.experts, self.hidden_size, self.spec.size
+        experts, hidden, size = self.spec.experts, self.hidden_size, self.spec.stored_size or self.spec.size
         assert experts is not None
         count, axes, bias = experts.count, (None, "embed"), experts.router_bias
         router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, self.ops, name="router")

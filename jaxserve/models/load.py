@@ -58,6 +58,7 @@ from jaxserve.models.quantized import (
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
 from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
+from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_latent, checked_matmul
 from jaxserve.pallas_kernels.device_ops import choose_ops, matmul_of, mixture_of
@@ -197,8 +198,7 @@ def make_decoder(
 ) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot serve
     this model on these devices."""
-    kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"))
-    dtype = np.dtype(dtype)
+    kv_heads, dtype = sharded_kv_heads(model, ways(mesh, "kv_heads")), np.dtype(dtype)
     device = Device.of(mesh.devices.flat[0])
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
     problem = _problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size)
@@ -213,6 +213,7 @@ def make_decoder(
         fused = None if ops.fused is None else FusedSharded(mesh, ops.fused)
         ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, fused=fused)
     ops = _with_products(ops, device, mesh, matmul)
+    model = with_whole_groups(model, mesh)
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, ways(mesh, "vocab")), dtype, ops)
 
 
@@ -299,18 +300,18 @@ def load_params(
     Raises CheckpointError when files and config disagree, and the errors of `Checkpoint.open`.
     """
     source = Checkpoint.open(path, quantization, ignored_keys)
-    abstract = abstract_params(decoder, mesh)
+    targets = abstract_params(decoder, mesh)
     if orbax.is_saved(path):
         if quantization != "auto":
             raise ConfigError(f"{path} is an Orbax checkpoint, which stays as it is; leave out --quantization")
-        restored = {name: rounding(name, x) for name, x in _restore(path, abstract).items()}
+        restored = {name: rounding(name, x) for name, x in _restore(path, targets).items()}
         return unflatten_dict(packing.pack_placed(restored, mesh) if packing else restored, sep="/")
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
     scheme = quantization if source.reader is None and quantization in SCHEMES else None
     pieces, ignored = source.pieces(decoder), source.ignored(decoder)
-    if packing:
-        abstract = packing.stored(abstract, pieces, source.tensors)
+    in_files = as_in_files(decoder)
+    abstract = packing.stored(targets, pieces, source.tensors) if packing else abstract_params(in_files, mesh)
 
     def as_asked(name: str, host: Any) -> Any:
         """The weight after `dequantize`, `quantization` and `rounding`."""
@@ -332,7 +333,7 @@ def load_params(
             some = pieces[name]
             assert not isinstance(some, Stack)
             host = read_weight(some, source.tensors, abstract[name], source.reader)
-        return place(name, host, sharding)
+        return place(name, filled(name, host, targets[name]), sharding)
 
     def put_stack(name: str, members: Iterator[Host], target: jax.ShapeDtypeStruct) -> Any:
         stack, one = pieces[name], member_of(target)
@@ -345,9 +346,9 @@ def load_params(
                 return kept
             if isinstance(member, StoredRows) and (packing is None or packing.packed(member) is None):
                 member = read_weight(stack.members[number], source.tensors, one, source.reader)
-            return as_asked(name, member)
+            return filled(name, as_asked(name, member), member_of(targets[name]))
 
-        return place_stack(name, map(form, members, range(len(stack.members))), target, packing)
+        return place_stack(name, map(form, members, range(len(stack.members))), targets[name], packing)
 
     kept = packing.types if packing else BLOCK_KINDS if blocks else ()
     as_stored = () if dequantize else kept
@@ -360,6 +361,8 @@ def load_params(
 def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
     """Reads an Orbax checkpoint in the sharding of `abstract`. Raises ConfigError if devices would share a block."""
     for name, stored in orbax.describe(path).items():
+        if "/experts_" in name and name in abstract and stored.shape != abstract[name].shape:
+            raise ConfigError(f"{path}: on so many devices {name} is padded; serve it on fewer, or from safetensors")
         if isinstance(stored, QuantArray) and name in abstract:
             sharding = abstract[name].sharding
             if not splits_evenly(stored, sharding):

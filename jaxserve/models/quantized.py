@@ -19,6 +19,7 @@ from jaxserve.checkpoints.formats.gguf_fields import block_array
 from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
 from jaxserve.checkpoints.quantized import StoredRows, refine, with_bytes
+from jaxserve.devices import layouts
 from jaxserve.devices.mesh import is_split
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.pallas_kernels import cpu
@@ -166,9 +167,12 @@ def _group(inputs: int) -> int | None:
 
 
 def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
-    """The parameters, or their shapes, after reordering codes for Hopper's kernel (`fragments`). Only the weights that
-    this kernel multiplies with activations of `x_dtype` change. Sizes stay the same. Arrays that are reordered are
-    donated."""
+    """The parameters, or their shapes, in the order in which the kernels of these devices read them. Arrays that are
+    reordered are donated.
+
+    On TPUs this is the order of large arrays' axes in memory (`layouts`). On Hopper, it is the order of codes
+    (`fragments`) in the weights that its kernel multiplies with activations of `x_dtype`; sizes stay the same.
+    """
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), x_dtype)
 
     def one(w: Any) -> Any:
@@ -182,7 +186,8 @@ def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
             w, codes=w.codes if abstract else _shuffler(w.codes.sharding)(w.codes), shuffled=True
         )
 
-    return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, QuantArray | PanelArray))
+    made = jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, QuantArray | PanelArray))
+    return layouts.in_order_of_kernels(made)
 
 
 @cache

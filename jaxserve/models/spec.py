@@ -237,6 +237,7 @@ class MLPSpec:
       size: inner size of the MLP, or of each expert.
       gated: True: down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). False: down(activation(up(x))).
       experts: the mixture; None: there is one MLP for all tokens.
+      stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
     """
 
     size: int
@@ -244,6 +245,7 @@ class MLPSpec:
     gated: bool = True
     bias: bool = False
     experts: ExpertsSpec | None = None
+    stored_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

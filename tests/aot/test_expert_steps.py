@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from test_steps import dequantized_copies, make_runner
+from test_steps import copied_parameters, dequantized_copies, make_runner
 
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.pallas_kernels.types import BlockArray, QuantArray
@@ -52,8 +52,17 @@ CASES = [  # those whose forms others cover run in the slow group
     pytest.param("h200x1", "triton", 16, "mxfp4", GPT_OSS, id="h200 gpt-oss mxfp4"),
     pytest.param("h200x1", "mosaic_gpu", 16, "Q4_K_M", QWEN3_30B, id="h200 qwen3 Q4_K_M", marks=pytest.mark.slow),
     pytest.param("h200x8", "mosaic_gpu", 16, "int8", QWEN3_30B, id="h200x8 qwen3 int8"),
-    pytest.param("v6e-4", "mosaic_tpu", 128, "bf16", MIXTRAL, id="v6e mixtral bf16"),
-    pytest.param("v6e-4", "mosaic_tpu", 128, "int4", QWEN3_30B, id="v6e qwen3 int4", marks=pytest.mark.slow),
+    pytest.param("v6e-4", "mosaic_tpu", 128, "bf16", MIXTRAL, id="v6e mixtral bf16", marks=pytest.mark.slow),
+    pytest.param("v6e-4", "mosaic_tpu", 128, "int8", QWEN3_30B, id="v6e qwen3 int8"),  # 192 inputs on each device
+    *(
+        pytest.param("v6e-4", "mosaic_tpu", 128, scheme, QWEN3_30B, id=f"v6e qwen3 {scheme}", marks=pytest.mark.slow)
+        for scheme in ("bf16", "int4", "fp8", "mxfp4", "nvfp4")
+    ),
+    pytest.param("v5e-4", "mosaic_tpu", 128, "fp8", QWEN3_30B, id="v5e qwen3 fp8", marks=pytest.mark.slow),
+    *(  # 2,880 inputs
+        pytest.param("v6e-4", "mosaic_tpu", 128, scheme, GPT_OSS, id=f"v6e gpt-oss {scheme}", marks=pytest.mark.slow)
+        for scheme in ("bf16", "mxfp4")
+    ),
     pytest.param("v5e-4", "mosaic_tpu", 128, "int8", MIXTRAL, id="v5e mixtral int8", marks=pytest.mark.slow),
 ]
 
@@ -71,6 +80,7 @@ def test_experts(target, backend, page_size, scheme, model, decode, tmp_path):
     assert len(quantized) == (0 if scheme == "bf16" else len(stacks))
     assert dequantized_copies(text, quantized) == []
     assert copied_stacks(text, stacks) == []
+    assert copied_parameters(text) == []
     assert memory.temp_size_in_bytes < 2**30
     if runner.mesh.devices.flat[0].platform in ("gpu", "cuda"):
         assert " conditional(" not in text, "the host would wait for a predicate"

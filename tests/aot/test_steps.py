@@ -94,7 +94,8 @@ def make_runner(
     elif scheme in BLOCK_KINDS:
         params = {path: in_blocks(a, scheme) if is_quantizable(path) else a for path, a in params.items()}
     elif scheme != "bf16":
-        params = arranged(quantized_abstract(params, scheme), mesh, jnp.bfloat16, backends["matmul"])
+        params = quantized_abstract(params, scheme)
+    params = arranged(params, mesh, jnp.bfloat16, backends["matmul"])
     runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
     platform = devices[0].platform
     sizes = PAGES, page_size, kv_dtype, platform
@@ -145,6 +146,25 @@ def cache_copies(text: str, elements: int) -> list[str]:
     return found
 
 
+def copied_parameters(text: str, least: int = 1 << 20) -> list[str]:
+    """Copies and transposes in a compiled step of weights that have at least so many bytes on a device. TPUs fetch
+    weights ahead into their own memory, S(1), which is no copy in the device's."""
+    entry = text[text.index("\nENTRY ") :]
+    weights, found = set(), []
+    line_of = r"%(\S+) = \(?([a-z]+)(\d*)\w*\[([\d,]*)\](\S*) .*?([\w-]+)\(%([\w.-]+)"
+    for line in entry.splitlines():
+        if match := re.search(r'%(\S+) = .* parameter\(.*op_name="arrays\[', line):
+            weights.add(match[1])
+        elif (match := re.search(line_of, line)) and match[7] in weights:
+            name, _, bits, dims, layout, operation, _ = match.groups()
+            size = math.prod(int(dim) for dim in dims.split(",") if dim) * int(bits or 8) // 8
+            if operation in ("bitcast", "get-tuple-element"):
+                weights.add(name)
+            elif "S(1)" not in layout and size >= least and re.match("copy|transpose", f"{operation} {name}"):
+                found.append(line.strip()[:200])
+    return found
+
+
 def quantized_shapes(params: dict) -> list[tuple[int, ...]]:
     """Of each quantized weight what a device has."""
     return [w.codes.sharding.shard_shape(w.shape) for w in params.values() if isinstance(w, QuantArray)]
@@ -183,6 +203,7 @@ def check(runner: ModelRunner, shape: StepShape, layers: int, params: dict) -> N
     cache = runner.layout.num_pages * runner.layout.page_bytes // devices
     assert memory.alias_size_in_bytes >= cache
     assert cache_copies(text, cache // layers // 2) == []
+    assert copied_parameters(text) == []
     copies = dequantized_copies(text, params)
     buffer = 0
     if runner.mesh.devices.flat[0].platform == "gpu" and not shape.decode_only:  # once a layer, see `dequantized`

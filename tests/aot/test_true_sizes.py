@@ -17,7 +17,7 @@ import pytest
 from devices import devices_of
 from flax.traverse_util import unflatten_dict
 from test_expert_steps import copied_stacks, local
-from test_steps import as_llama_quantize, cache_copies, dequantized_copies, in_blocks
+from test_steps import as_llama_quantize, cache_copies, copied_parameters, dequantized_copies, in_blocks
 
 from jaxserve.config import EngineConfig
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
@@ -27,11 +27,12 @@ from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs, size
-from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.runner import ModelRunner, needs_of
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.quantized import STACKS, Rounding, arranged, is_quantizable, quantized_abstract
 from jaxserve.models.weights import abstract_params
+from jaxserve.models.wide_experts import as_in_files
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.types import Activations, BlockArray, QuantArray
 
@@ -84,6 +85,7 @@ QWEN3_30B = QWEN3_235B | {
     "hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 6144, "moe_intermediate_size": 768,
     "num_hidden_layers": 48,
 }  # fmt: skip
+GPT_OSS_20B = GPT_OSS_120B | {"num_hidden_layers": 24, "num_local_experts": 32}
 SCOUT = {
     "architectures": ["Llama4ForCausalLM"], "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8,
     "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_hidden_layers": 48,
@@ -148,20 +150,13 @@ CASES = {
     "gpt-oss-120b v6e": Case("v6e-8", "experts mxfp4", GPT_OSS_120B, TWO, 116.8, 2 * 8 * 128 * 2, 6000, 300),
     "qwen3-235b v6e": Case("v6e-8", "int4", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 6000, 100),
     "mixtral v6e": Case("v6e-8", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 128, 290),
+    "gpt-oss-20b v6e": Case("v6e-8", "experts mxfp4", GPT_OSS_20B, TWO, 20.9, 2 * 8 * 128 * 2, 600, 300),
+    "qwen3-30b v6e": Case("v6e-8", "bf16", QWEN3_30B, TWO, 30.5, 2 * 8 * 128 * 2, 600, 300),
+    "gemma3-27b v6e": Case("v6e-8", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 300, 300),
+    "scout v6e": Case(
+        "v6e-8", "int4", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 600, 300, longest=131072
+    ),
 }
-# XLA keeps stacks whose inputs on a TPU are no multiple of 128 in an order that saves padding, and copies them for the
-# kernel in every step.
-COPIED = {"gpt-oss-120b v6e": "2,880 inputs", "qwen3-235b v6e": "192 inputs on each device"}
-
-
-def named() -> list[Any]:
-    """The cases by name, of which some fail for a known reason."""
-
-    def marks(name: str) -> list[pytest.MarkDecorator]:
-        known = [pytest.mark.xfail(strict=True, reason=COPIED[name])] if name in COPIED else []
-        return [pytest.mark.slow, *known]
-
-    return [pytest.param(name, marks=marks(name)) for name in CASES]
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +257,7 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
     quantized = {path: matrices[path] for path in kept}
     assert dequantized_copies(text, quantized) == []
     assert copied_stacks(text, stacks) == []
+    assert copied_parameters(text) == []
     if devices > 1:
         whole = {tuple(sorted(shape)) for w in params.values() for shape in (w.shape, w.shape[-2:]) if len(shape) > 1}
         gathered = re.findall(r"= (?:\()?\w+\[([\d,]+)\]\S* all-gather", text)
@@ -271,30 +267,28 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
         assert " conditional(" not in text, "the host would wait for a predicate"
 
 
-def compile_largest(found: Size, layers: dict, guess: int) -> tuple[list[Any], ModelRunner]:
-    """The compiler's figures of the largest steps of decodes and of prompts, where these changes of the config leave
-    some of the layers; asserts what the programs hold."""
+def compile_largest(found: Size, layers: dict, guess: int) -> tuple[Needs, ModelRunner]:
+    """What all programs need, as the engine reckons from those that it compiles first, where these changes of the
+    config leave some of the layers; asserts what the programs hold."""
     runner, params = found.runner(found.case.config | layers, guess)
-    figures = []
-    for name in runner.largest(found.shapes)[:2]:
+    figures = {}
+    for name in runner.programs.telling(found.shapes):
         compiled = runner.lower(name).compile()
         check(runner, compiled, params, name.shape)
-        figures.append(compiled.memory_analysis())
-        code = size(figures[-1].generated_code_size_in_bytes)
-        print(f"{name.shape.tokens} tokens: temporaries {size(figures[-1].temp_size_in_bytes)}, code {code}")
-    return figures, runner
+        figures[name] = said = compiled.memory_analysis()
+        code = size(said.generated_code_size_in_bytes)
+        print(f"{name}: temporaries {size(said.temp_size_in_bytes)}, code {code}", flush=True)
+    return needs_of(runner.names(found.shapes), figures), runner
 
 
 def needs_of_all(found: Size, layers: dict, guess: int) -> tuple[Needs, ModelRunner]:
     """What the programs of the whole model need. TPUs' programs grow by code with each layer, and by nothing else."""
-    figures, runner = compile_largest(found, layers, guess)
-    needs = Needs.of(figures, pending=len(runner.names(found.shapes)) - len(figures))
+    needs, runner = compile_largest(found, layers, guess)
     left = found.plan.model.num_layers - runner.model.config.num_layers
     if found.case.on_gpu or not left:
         return needs, runner
     some = layers["num_hidden_layers"]
-    more, _ = compile_largest(found, layers | {"num_hidden_layers": 2 * some}, guess)
-    grown = Needs.of(more, pending=len(runner.names(found.shapes)) - len(more))
+    grown, _ = compile_largest(found, layers | {"num_hidden_layers": 2 * some}, guess)
     assert grown.temporaries < needs.temporaries + SMALL
     return replace(needs, code=needs.code + (grown.code - needs.code) * left // some), runner
 
@@ -302,7 +296,8 @@ def needs_of_all(found: Size, layers: dict, guess: int) -> tuple[Needs, ModelRun
 def whole_model(folder, case: Case, layers: dict) -> None:
     """Checks the model's size, its largest steps with so many layers, and how many tokens fit beside all that."""
     found = Size(folder, case)
-    numbers = sum(math.prod(w.shape) for w in found.params.values())
+    in_files = abstract_params(as_in_files(found.plan.decoder), found.plan.mesh)
+    numbers = sum(math.prod(w.shape) for w in in_files.values())
     assert numbers / 1e9 == pytest.approx(case.parameters, rel=0.005)
     layout = found.layout
     row = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layout.kind.pages(1, 1)))
@@ -321,12 +316,14 @@ def whole_model(folder, case: Case, layers: dict) -> None:
     assert tokens >= 1000 * case.tokens
 
 
-@pytest.mark.parametrize("name", named())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_few_layers(name, tmp_path):
     whole_model(tmp_path, CASES[name], CASES[name].few)
 
 
-@pytest.mark.parametrize("name", named())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.timeout(3600)
 def test_all_layers(name, tmp_path):
     whole_model(tmp_path, CASES[name], {})

@@ -207,31 +207,38 @@ def test_gptq(act_order, tmp_path, model_folders):
         assert answers(make_engine(folders[0], tensor_parallel_size=2), 4) == expected
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_mxfp4(devices, tmp_path, model_folders):
-    """gpt-oss as it is published: stacks of experts in MXFP4, [experts, out, in / 32, 16], beside floats."""
-    case, rng = "gpt_oss_sinks", np.random.default_rng(6)
+def mxfp4_folders(case, folder, out):
+    """A checkpoint as gpt-oss is published, with stacks of experts in MXFP4, [experts, out, in / 32, 16], beside
+    floats; and one with the same values in floats. `folder` has the case's config."""
+    rng = np.random.default_rng(6)
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
     quantized, plain = {}, {}
     for name, tensor in tiny_models.tensors(case):
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             quantized[name] = plain[name] = tensor
             continue
-        experts, inputs, out = tensor.shape
-        blocks = rng.integers(0, 256, (experts, out, inputs // 32, 16), np.uint8)
-        scales = rng.integers(121, 125, (experts, out, inputs // 32), np.uint8)
+        experts, inputs, rows = tensor.shape
+        blocks = rng.integers(0, 256, (experts, rows, inputs // 32, 16), np.uint8)
+        scales = rng.integers(121, 125, (experts, rows, inputs // 32), np.uint8)
         values = np.stack([table[blocks & 15], table[blocks >> 4]], -1).reshape(*scales.shape, 32)
-        values = (values * np.exp2(scales.astype(np.float32) - 127)[..., None]).reshape(experts, out, inputs)
+        values = (values * np.exp2(scales.astype(np.float32) - 127)[..., None]).reshape(experts, rows, inputs)
         plain[name] = np.ascontiguousarray(values.swapaxes(1, 2))
         quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    folders = [tmp_path / "mxfp4", tmp_path / "floats"]
-    for folder, values in zip(folders, (quantized, plain), strict=True):
-        folder.mkdir()
-        float_copy(model_folders(case), values, folder)
+    folders = [out / "mxfp4", out / "floats"]
+    for made, values in zip(folders, (quantized, plain), strict=True):
+        made.mkdir()
+        float_copy(folder, values, made)
     config = json.loads((folders[0] / "config.json").read_text())
     modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
     (folders[0] / "config.json").write_text(json.dumps(config))
+    return folders
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_mxfp4(devices, tmp_path, model_folders):
+    case = "gpt_oss_sinks"
+    folders = mxfp4_folders(case, model_folders(case), tmp_path)
     engine = make_engine(folders[0], matmul_backend="cpu" if devices == 1 else "auto", tensor_parallel_size=devices)
     assert {type(w) for w in stacks(engine).values()} == ({PanelArray} if devices == 1 else {QuantArray})
     assert answers(engine, 4) == answers(make_engine(folders[1]), 4)
