@@ -15,7 +15,7 @@ from jaxserve.pallas_kernels.delta_net import reference as delta
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
-from jaxserve.pallas_kernels.latent_attention.expanded import attention_of_heads
+from jaxserve.pallas_kernels.latent_attention.expanded import LatentSizes, attention_of_heads, expands_prompts
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
@@ -309,9 +309,12 @@ class Ops:
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
         """Writes a layer's new latents to the pages, then computes attention [tokens, heads, v_dim]. `rows` and the
         options are arguments of `latent_attention`."""
-        rank = heads.k_up.shape[-1]
+        (_, nope, rank), v_dim = heads.k_up.shape, heads.v_up.shape[1]
         pages = self.write_latent(pages, heads.row, slots, first_page, rank=rank)
         options: Any = {"first_page": first_page, "scale": scale, "decode_only": decode_only}
+        sizes = LatentSizes(rank, heads.row.shape[-1] - rank, nope, v_dim)
+        plain = self.latent_attention is latent.latent_attention
+        options["expand"] = expands_prompts(len(heads.q), len(rows[0]), sizes, plain=plain)
         out = attention_of_heads(self.latent_attention, heads.q, pages, heads.k_up, heads.v_up, *rows, **options)
         return out, pages
 

@@ -4,7 +4,7 @@ For a pair of a query and a cached token, a head needs 2 * (rank + rope + rank) 
 in DeepSeek-V3) and 2 * (nope + rope + v_dim) in the expanded form (640). But each cached token must first be expanded
 with 2 * rank * (nope + v_dim) operations per head (262,144), once for each tile of queries that sees it. The expanded
 form is therefore cheaper for prompts of about 170 and more new tokens, and never for decodes. `cheaper_form` computes
-which form is cheaper.
+which form is cheaper. `expands_prompts` is the rule by which steps choose.
 
 This is plain XLA by blocks: tiles of TILE query tokens of one row x blocks of cached tokens, up to the causal diagonal,
 with a running softmax. No array of expanded keys or values is larger than a block. A block takes a few XLA kernels. On
@@ -78,6 +78,33 @@ def cheaper_form(
     return min(found, key=lambda form: found[form])
 
 
+def least_new_tokens(sizes: LatentSizes) -> int | None:
+    """The number of new tokens from which on a tile takes fewer operations expanded, however many tokens are cached.
+
+    For each cached token and head, a tile of n tokens saves n * 2 * (2 * rank - nope - v_dim) operations, and the
+    expansion takes 2 * rank * (nope + v_dim). With DeepSeek's sizes, tiles of 171 tokens are cheaper. None: no tile is.
+    """
+    saved = 2 * sizes.rank - sizes.nope - sizes.v_dim
+    least = sizes.rank * (sizes.nope + sizes.v_dim) // saved + 1 if saved > 0 else None
+    return least if least is not None and least <= TILE else None
+
+
+def expands_prompts(tokens: int, rows: int, sizes: LatentSizes, *, plain: bool) -> bool:
+    """Whether a compiled step of up to `tokens` tokens in up to `rows` rows computes prompts in the expanded form.
+
+    plain: the absorbed form is plain XLA, and no kernel.
+
+    Kernels compute the absorbed form. The expanded form here stores the scores of each block in memory, which a kernel
+    does not. These are about 16 bytes per head, query and cached token: 3.3 ps on an H200 and 10 ps on a TPU v6e by
+    their data sheets, while all 2,176 operations of the absorbed form take 2.2 and 2.4 ps. On CPU the C++ kernel was
+    as fast or faster for all lengths measured (benchmarks/LOG.md). Where both forms are plain XLA, the number of
+    operations decides. The bucket must then have enough tokens for all its rows, because a short prompt with many
+    cached tokens costs more in the expanded form.
+    """
+    least = least_new_tokens(sizes)
+    return plain and least is not None and tokens >= rows * least
+
+
 def absorb(q: jax.Array, k_up: jax.Array) -> jax.Array:
     """Converts queries [tokens, heads, nope + rope] to the absorbed form [tokens, heads, rank + rope].
 
@@ -130,7 +157,7 @@ def attention_of_heads(
     Args:
       q: [tokens, heads, nope + rope], not absorbed.
       k_up: [heads, nope, rank]; v_up: [heads, v_dim, rank].
-      expand: computes the rows from num_decodes on in the expanded form; `cheaper_form` tells when this is cheaper.
+      expand: computes the rows from num_decodes on in the expanded form; see `expands_prompts`.
       The other arguments are those of `reference.latent_attention` and `expanded_attention`.
 
     Returns:

@@ -63,3 +63,22 @@ def test_latents(target, backend, page_size, scheme, row, decode, tmp_path):
     up_projection = 128 * 128 * 512 // runner.mesh.size  # of a device's heads, the smallest weight that is split
     gathered = re.findall(r"= (?:\()?(?:bf16|s8)\[([\d,]+)\]\S* all-gather", text)
     assert all(math.prod(map(int, dims.split(","))) < up_projection for dims in gathered), "a weight is gathered"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "page_size"), [("h200x8", 16), ("v6e-8", 128)])
+def test_expanded_prompts(target, page_size, tmp_path):
+    """A step of two long prompts in plain XLA with a context of 131,072 tokens. Keys and values of a block of cached
+    tokens are expanded at a time, so temporaries do not grow with the context."""
+    sizes = []
+    for context in (8192, 131072):
+        runner, _ = make_runner(tmp_path, target, "xla", page_size, LAYERS, context=context, **DEEPSEEK_V3)
+        lowered = runner.lower(StepShape.of(512, 2, page_size, decode_only=False))
+        assert "expanded_attention" in lowered.as_text()
+        compiled = lowered.compile()
+        cache = PAGES * runner.layout.page_bytes
+        assert compiled.memory_analysis().alias_size_in_bytes >= cache
+        assert cache_copies(compiled.as_text(), cache // LAYERS // 2) == []
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] < sizes[0] + 2**24
+    assert sizes[1] < 2**30

@@ -356,3 +356,17 @@ def test_the_reference_does_what_the_kernel_does_where_it_could_not_be_built(mon
     options = {"scale": 0.1, "rank": 64, "first_page": 2}
     expected = reference.latent_attention(*batch.arguments(), **options)
     np.testing.assert_array_equal(cpu.latent_attention(*batch.arguments(), **options), expected)
+
+
+def test_which_steps_expand_prompts():
+    """The fewest tokens of the rule are where operations of the two forms cross, whatever is cached."""
+    for sizes in (expanded.DEEPSEEK_V3, expanded.LatentSizes(256, 32, 64, 64), expanded.LatentSizes(48, 8, 12, 16)):
+        least = expanded.least_new_tokens(sizes)
+        for context in (expanded.TILE, 10**6):
+            assert expanded.cheaper_form(least, context, 1, sizes) == "expanded"
+        assert expanded.cheaper_form(least - 1, 10**6, 1, sizes) == "absorbed"
+    assert expanded.least_new_tokens(expanded.DEEPSEEK_V3) == 171
+    assert expanded.least_new_tokens(expanded.LatentSizes(32, 16, 40, 24)) is None  # keys as wide as latents
+    assert expanded.expands_prompts(512, 2, expanded.DEEPSEEK_V3, plain=True)
+    assert not expanded.expands_prompts(512, 4, expanded.DEEPSEEK_V3, plain=True)  # 128 tokens for each row
+    assert not expanded.expands_prompts(8192, 1, expanded.DEEPSEEK_V3, plain=False)
