@@ -147,7 +147,7 @@ def test_statistics_are_of_what_the_layers_see(model_folders, tmp_path):
     tensors = {name: info.read() for name, info in run.tensors.items()}
     pieces = {path.removeprefix("layers_0/"): p for path, p in run.pieces.items() if path.startswith("layers_0/")}
     shapes = {path: run.shapes[f"layers_0/{path}"] for path in pieces}
-    seen = measure(run.decoder, 0, fuse(pieces, shapes, tensors), run.activations(0))
+    seen = measure(run.decoder, 0, fuse(pieces, shapes, tensors), run.activations(0)).statistics
     ids = read_windows(TEXT, load_tokenizer(folder), 8, 64)
     assert ids.shape == (8, 64)
     x = tensors["model.embed_tokens.weight"][ids.ravel()].astype(np.float64)

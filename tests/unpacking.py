@@ -60,7 +60,7 @@ def write_plain(folder: Path, out: Path) -> Path:
     from safetensors.numpy import save_file
 
     out.mkdir(parents=True)
-    for path in (*folder.glob("token*"), folder / "generation_config.json"):
+    for path in (*folder.glob("token*"), *folder.glob("generation_config.json")):
         (out / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]

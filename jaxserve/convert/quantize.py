@@ -12,11 +12,12 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from tqdm import tqdm
 
 from jaxserve.checkpoints.export import (
@@ -29,26 +30,17 @@ from jaxserve.checkpoints.export import (
     write_shard,
 )
 from jaxserve.checkpoints.hub import resolve_model
-from jaxserve.checkpoints.load import check
+from jaxserve.checkpoints.load import Pieces, check
 from jaxserve.checkpoints.quantize import DYNAMIC, KINDS, Scheme, activations_of, awq_scales, clipped, gptq, rtn
 from jaxserve.checkpoints.quantized import dequantize
-from jaxserve.checkpoints.safetensors import read_header
+from jaxserve.checkpoints.safetensors import read_folder, read_header
 from jaxserve.config import ConfigError
-from jaxserve.convert.calibration import Statistics, advance, embed, fuse, measure, measure_rows, read_windows
+from jaxserve.convert.calibration import Statistics, advance, begin, fuse, measure, measure_rows, read_windows
+from jaxserve.convert.products import check_calibration, check_files, of_layer, plain_modules, products
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, read_model
-from jaxserve.models.spec import (
-    AttentionSpec,
-    GatedDeltaSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelConfig,
-    NormSpec,
-)
-from jaxserve.models.weights import abstract_params, weight_pieces
-from jaxserve.pallas_kernels.ops import rms_norm
+from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.types import QuantArray
 from jaxserve.text.tokenizer import load_tokenizer
 
@@ -60,8 +52,8 @@ GROUP_SIZES = (128, 64, 32)
 RECIPE = "quantize.json"  # in an unfinished output folder: the settings of its layers
 TEXT = "calibration.txt"  # in the model's folder: the default calibration text
 
-# Each matrix of a decoder layer: the roles of the tensors that it consists of, and the role that produces its inputs.
-# AWQ divides the outputs of the latter by its scales.
+# For AWQ, each matrix of a layer like Llama's: the roles of the tensors that it consists of, and the role that produces
+# its inputs. AWQ divides the outputs of the latter by its scales.
 LINEARS = (
     ("attention/qkv/kernel", ("q", "k", "v"), "attention_norm"),
     ("attention/out/kernel", ("o",), "v"),
@@ -112,9 +104,8 @@ class QuantizeConfig:
         if self.samples < 1 or self.length < 1:
             raise ConfigError(f"samples and length must be positive, got {self.samples} and {self.length}")
 
-    def storage(self, model: ModelConfig) -> Scheme:
-        """How the weights are stored. Raises ConfigError for groups that do not divide the model's inputs."""
-        inputs = {model.hidden_size, model.num_heads * model.head_dim, *(layer.mlp.size for layer in model.layers)}
+    def storage(self, inputs: set[int], dtype: str) -> Scheme:
+        """How weights with these numbers of inputs are stored. Raises ConfigError if groups do not divide them."""
         fitting = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
         size = self.group_size
         if size is None:
@@ -123,7 +114,7 @@ class QuantizeConfig:
             size = fitting[0] if self.scheme == "int4" else 0
         if size and size not in fitting:
             raise ConfigError(f"group_size {size} does not divide inputs of {sorted(inputs)}; {[*fitting, 0]} do")
-        dtype = "float16" if self.layout == "awq" else model.dtype
+        dtype = "float16" if self.layout == "awq" else dtype
         return Scheme(self.scheme.removesuffix(DYNAMIC), size or None, self.symmetric, jnp.dtype(dtype))
 
 
@@ -138,33 +129,6 @@ def quantize_model(model: str, out: Path, config: QuantizeConfig, *, progress: b
         run.finish()
 
 
-def _check_layers(model: ModelConfig) -> None:
-    """Raises ConfigError for kinds of layers that cannot be quantized: LINEARS does not list their products."""
-    kinds = {replace(layer, attention=replace(layer.attention, window=None)) for layer in model.layers}
-    refusal = ConfigError(
-        f"models of the family {model.family} are served, but not quantized yet: their layers differ from Llama's"
-    )
-    if any(isinstance(layer.attention, LatentAttentionSpec | GatedDeltaSpec) for layer in kinds):
-        raise refusal
-    plain = {
-        LayerSpec(
-            attention=AttentionSpec(
-                num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, rope=a.rope,
-                qkv_bias=a.qkv_bias, out_bias=a.out_bias, qk_norm=a.qk_norm,
-            ),
-            mlp=MLPSpec(size=layer.mlp.size, activation=layer.mlp.activation, bias=layer.mlp.bias),
-            norm=NormSpec(eps=layer.norm.eps),
-        )
-        for layer in kinds
-        for a in [cast(AttentionSpec, layer.attention)]
-    }  # fmt: skip
-    turned = any(rope.interleaved or rope.rotary_dim is not None for rope in model.ropes.values())
-    qk_norms = {layer.attention.qk_norm for layer in kinds if isinstance(layer.attention, AttentionSpec)}
-    odd_norms = any(norm is not None and (not norm.fused or norm.norm.offset) for norm in qk_norms)
-    if kinds != plain or turned or odd_norms or model.embed_scale != 1.0 or model.learned_positions is not None:
-        raise refusal
-
-
 class _Run:
     """One quantization of a model, from reading its folder to writing the output folder."""
 
@@ -176,21 +140,19 @@ class _Run:
             raise ConfigError(f"{folder} is quantized already; quantize the model that it was made from")
         self.folder, self.out, self.config, self.values = folder, out, config, source.hf.values
         self.model = read_model(folder)
-        if any(layer.mlp.experts for layer in self.model.layers):
-            raise ConfigError(
-                f"{folder} has experts, which are not quantized to files yet; serve it with --quantization int8, int4 "
-                "or fp8, which quantizes while loading"
-            )
-        self.scheme = config.storage(self.model)
-        _check_layers(self.model)
         self.roles, self.tensors = source.family.roles(self.model, source.tensors.__contains__), source.tensors
+        if self.calibrated:
+            check_calibration(self.model, config.method, self.roles)
         self.decoder = Decoder(self.model, self.model.num_kv_heads, self.model.vocab_size)
-        self.pieces = weight_pieces(self.decoder, self.roles)
+        self.pieces = source.pieces(self.decoder)
         check(self.tensors, self.pieces, lambda name: True)
+        chosen = {name: self.tensors[name] for i in range(self.model.num_layers) for name in products(self.of(i))}
+        check_files(self.model, self.roles, read_folder(folder), chosen)
+        self.scheme = config.storage({tensor.shape[1] for tensor in chosen.values()}, self.model.dtype)
         self.shapes = abstract_params(self.decoder, make_mesh())
         self.head = self.roles["head.weight"] if config.quantize_head else None
-        if self.head and self.model.tie_embeddings:
-            raise ConfigError("the output head of this model is its embedding, which is not quantized")
+        if self.head and (self.model.tie_embeddings or self.model.embed_size):
+            raise ConfigError("the output head of this model is its embedding or has another size; it is not quantized")
 
     def file(self, layer: int) -> Path:
         """A layer's output file. The file of `layer` = num_layers holds the tensors outside of the layers."""
@@ -199,10 +161,24 @@ class _Run:
     def activations(self, layer: int) -> Path:
         return self.out / f"activations-{layer}.npy"
 
-    def names(self, layer: int) -> dict[str, str]:
-        """Role -> name of the layer's tensor."""
-        names = {role: name.format(i=layer) for role, name in self.roles.items() if "{i}" in name}
+    def of(self, layer: int) -> dict[str, Pieces]:
+        """The pieces of a layer, by their paths within it."""
+        return of_layer(self.pieces, layer)
+
+    def names(self, layer: int) -> dict[str, None]:
+        """The names of a layer's tensors, as an ordered set."""
+        return dict.fromkeys(piece.name for some in self.of(layer).values() for piece in some)
+
+    def roles_of(self, layer: int) -> dict[str, str]:
+        """Role -> name of the tensors of a layer like Llama's."""
+        names = {role: name.format(i=layer, h=0, e=0) for role, name in self.roles.items() if "{i}" in name}
         return {role: name for role, name in names.items() if name in self.tensors}
+
+    def params(self, prefixes: tuple[str, ...]) -> dict[str, jax.Array]:
+        """Parameters outside of the layers whose paths begin with one of the prefixes."""
+        pieces = {path: some for path, some in self.pieces.items() if path.startswith(prefixes)}
+        return fuse(pieces, self.shapes, {piece.name: self.tensors[piece.name].read() for some in pieces.values()
+                                          for piece in some})  # fmt: skip
 
     @property
     def calibrated(self) -> bool:
@@ -230,7 +206,7 @@ class _Run:
             raise ConfigError(f"{self.out} is not empty, and holds no {RECIPE} of an interrupted run")
         self.out.mkdir(parents=True, exist_ok=True)
         if self.calibrated:
-            embed(self.tensors[self.roles["embed.weight"]].read(), windows, self.activations(0))
+            begin(self.decoder, self.params(("embed/", "positions/", "project_in/")), windows, self.activations(0))
         write_json(path, recipe)
 
     def _windows(self) -> np.ndarray:
@@ -245,22 +221,19 @@ class _Run:
 
     def layer(self, layer: int) -> None:
         """Writes a layer's file. The next layer's inputs are written first, as the file marks the layer as finished."""
-        names = self.names(layer)
-        tensors = {name: self.tensors[name].read() for name in names.values()}
-        prefix = f"layers_{layer}/"
-        pieces = {path: parts for path, parts in self.pieces.items() if path.startswith(prefix)}
-        shapes = {path.removeprefix(prefix): self.shapes[path] for path in pieces}
-        pieces = {path.removeprefix(prefix): parts for path, parts in pieces.items()}
-        seen: dict[str, Statistics] = {}
+        tensors = {name: self.tensors[name].read() for name in self.names(layer)}
+        pieces = self.of(layer)
+        shapes = {path: self.shapes[f"layers_{layer}/{path}"] for path in pieces}
+        seen = None
         if self.calibrated:
             seen = measure(self.decoder, layer, fuse(pieces, shapes, tensors), self.activations(layer))
-        if self.config.method == "awq":
-            self._rescale(names, tensors, seen)
+            if self.config.method == "awq":
+                self._rescale(self.roles_of(layer), tensors, seen.statistics)
         weights = {
-            name: self._quantize(tensors.pop(name), seen.get(path))
-            for path, roles, _ in LINEARS
-            for name in (names[f"{role}.weight"] for role in roles)
+            name: self._quantize(tensors.pop(name), seen.of(product) if seen else None)
+            for name, product in products(pieces).items()
         }
+        del seen
         if self.calibrated:
             values = tensors | {name: dequantize(w) for name, w in weights.items()}
             params = fuse(pieces, shapes, values)
@@ -312,7 +285,7 @@ class _Run:
     def finish(self) -> None:
         """Writes embeddings, norms and head, then the index, the tokenizer and config.json."""
         layers = range(self.model.num_layers)
-        written = {name for layer in layers for name in self.names(layer).values()}
+        written = {name for layer in layers for name in self.names(layer)}
         rest = {name: info.read() for name, info in self.tensors.items() if name not in written | {self.head}}
         self._write(len(layers), rest, self._quantized_head())
         files = [self.file(layer) for layer in range(len(layers) + 1)]
@@ -327,15 +300,15 @@ class _Run:
             return {}
         seen = None
         if self.calibrated:
-            norm = jnp.asarray(self.tensors[self.roles["norm.weight"]].read(), jnp.float32)
+            tree = {"params": unflatten_dict(self.params(("norm/",)), sep="/")}
             inputs = self.activations(self.model.num_layers)
-            seen = measure_rows(inputs, lambda x: rms_norm(jnp.asarray(x), norm, self.model.norm_eps))
+            seen = measure_rows(inputs, lambda x: self.decoder.apply(tree, jnp.asarray(x), None, method="finish"))
         return {self.head: self._quantize(self.tensors[self.head].read(), seen)}
 
     def _quantization_config(self) -> dict[str, Any]:
         dtype = np.dtype(KINDS[self.scheme.kind][2])
-        names = [self.names(i)[f"{role}.weight"] for i in range(self.model.num_layers) for _, roles, _ in LINEARS
-                 for role in roles]  # fmt: skip
+        by_layer = [products(self.of(i)) for i in range(self.model.num_layers)]
+        names = [name for chosen in by_layer for name in chosen]
         weights = {}
         for name in [*names, *([self.head] if self.head else [])]:
             shape = self.tensors[name].shape
@@ -345,5 +318,7 @@ class _Run:
             codes = jax.ShapeDtypeStruct(shape, dtype)
             form = {"block": (1, size), "activations": activations_of(self.config.scheme)}
             weights[name.removesuffix(".weight")] = QuantArray(codes, scale, zero, **form)  # type: ignore[arg-type]
-        plain = [] if self.head else [self.roles["head.weight"].removesuffix(".weight")]
+        plain = [module for i, chosen in enumerate(by_layer) for module in plain_modules(self.of(i), chosen)]
+        others = ["project_in.weight", "project_out.weight"] if self.model.embed_size else []
+        plain += [self.roles[role].removesuffix(".weight") for role in [*others, *["head.weight"] * (not self.head)]]
         return quantization_config(weights, plain, self.config.layout)
