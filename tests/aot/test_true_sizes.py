@@ -151,7 +151,7 @@ CASES = {
     "qwen3-30b v6e": Case("v6e-8", "bf16", QWEN3_30B, TWO, 30.6, 2 * 8 * 128 * 2, 500, 100),
     "gemma3-27b v6e": Case("v6e-8", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 300, 130),
     "scout v6e": Case(
-        "v6e-8", "int4", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 600, 300, longest=131072
+        "v6e-8", "int4", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 300, 600, longest=131072
     ),
 }
 
