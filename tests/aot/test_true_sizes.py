@@ -148,7 +148,7 @@ CASES = {
     "qwen3-235b v6e": Case("v6e-8", "int4", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 600, 50),
     "mixtral v6e": Case("v6e-8", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 128, 600),
     "gpt-oss-20b v6e": Case("v6e-8", "experts mxfp4", GPT_OSS_20B, TWO, 20.9, 2 * 8 * 128 * 2, 300, 2000),
-    "qwen3-30b v6e": Case("v6e-8", "bf16", QWEN3_30B, TWO, 30.6, 2 * 8 * 128 * 2, 500, 100),
+    "qwen3-30b v6e": Case("v6e-8", "bf16", QWEN3_30B, TWO, 30.6, 2 * 8 * 128 * 2, 500, 300),
     "gemma3-27b v6e": Case("v6e-8", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 300, 130),
     "scout v6e": Case(
         "v6e-8", "int4", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 300, 600, longest=131072
