@@ -3,19 +3,67 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
 
 POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable: the share of GPU memory that JAX reserves
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
+MAX_PROPOSALS = 31  # most tokens that speculative decoding proposes for a sequence in a step
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
 
 
 class ConfigError(ValueError):
     """An invalid setting; the message names what was given, what is allowed and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Settings of speculative decoding, with vLLM's names. Raises ConfigError.
+
+    Attributes:
+      method: "ngram" proposes what followed the last tokens where they stood earlier in the prompt or the output,
+        "suffix" also what followed them in recent outputs for the same tenant. "draft_model" samples from a smaller
+        model with the same vocabulary.
+      model: folder or hub id of the draft model.
+      num_speculative_tokens: most tokens that are proposed for a sequence in a step, 1 to 31. Fewer are proposed where
+        they do not pay.
+      prompt_lookup_min, prompt_lookup_max: how many of the last tokens must have stood earlier. More are preferred.
+    """
+
+    method: Literal["ngram", "suffix", "draft_model"] = "ngram"
+    model: str | None = None
+    num_speculative_tokens: int = 8
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 16
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
+        """From a JSON object, as in vLLM's flag --speculative-config."""
+        allowed = cls.__dataclass_fields__
+        if unknown := [name for name in given if name not in allowed]:
+            raise ConfigError(f"speculative_config must have only {', '.join(allowed)}, got {', '.join(unknown)}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        methods = typing.get_args(typing.get_type_hints(SpeculativeConfig)["method"])
+        if self.method not in methods:
+            raise ConfigError(f"speculative_config's method must be {' or '.join(methods)}, got {self.method!r}")
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ConfigError(f"speculative_config's model names a draft model, got {self.model!r} for {self.method}")
+        if not isinstance(self.model, str | None) or self.model == "":
+            raise ConfigError(f"speculative_config's model must be a folder or a hub id, got {self.model!r}")
+        for name, low, high in (
+            ("num_speculative_tokens", 1, MAX_PROPOSALS),
+            ("prompt_lookup_min", 1, 64),
+            ("prompt_lookup_max", self.prompt_lookup_min, 64),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise ConfigError(f"speculative_config's {name} must be between {low} and {high}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +122,7 @@ class EngineConfig:
       score_tokens: with task score and a model that generates, the tokens whose odds are the score: (no, yes).
       score_prompt: how a query and a document become a prompt: "plain", one after the other, or "qwen3", the prompt of
         Qwen3-Reranker. "auto": plain for classifiers, qwen3 for models that generate.
+      speculative_config: speculative decoding, or a mapping with its settings; None: none. Answers do not depend on it.
       async_scheduling: dispatch a step before the host knows the tokens of the step before it.
       decode_steps: most tokens that one call of the devices samples for a decoding sequence, 1 to 16. Applies while no
         prompt is computed and no request waits. The loop runs on the devices; answers do not depend on it.
@@ -116,6 +165,7 @@ class EngineConfig:
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     score_tokens: tuple[str, ...] = ("no", "yes")
     score_prompt: Literal["auto", "plain", "qwen3"] = "auto"
+    speculative_config: SpeculativeConfig | None = None
     async_scheduling: bool = True
     decode_steps: int = 16
     latency_goal_ms: float | None = None
@@ -134,6 +184,11 @@ class EngineConfig:
     def rounding(self) -> str:
         """The `activation_quantization` in effect: a named matmul_backend never rounds."""
         return self.activation_quantization if self.matmul_backend == "auto" else "none"
+
+    @property
+    def num_proposals(self) -> int:
+        """Most tokens that speculative decoding proposes for a sequence in a step."""
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
 
     @property
     def num_snapshots(self) -> int:
@@ -177,6 +232,10 @@ class EngineConfig:
         if isinstance(tokens, str) or len(tokens) != 2 or not all(isinstance(one, str) and one for one in tokens):
             raise ConfigError(f"score_tokens must be two texts, that of no and that of yes, got {tokens!r}")
         object.__setattr__(self, "score_tokens", tuple(tokens))
+        if isinstance(self.speculative_config, Mapping):
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        if not isinstance(self.speculative_config, SpeculativeConfig | None):
+            raise ConfigError(f"speculative_config must be an object of settings, got {self.speculative_config!r}")
         if self.page_size not in (None, 8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:

@@ -90,6 +90,8 @@ class LLM:
 
     def __init__(self, model: str, **config: Any):
         self.engine = Engine.load(EngineConfig(model=str(model), **config))
+        if self.engine.speculator is not None:  # it compares the times of steps, so these are compiled before
+            self.engine.compile()
         self.tokenizer = load_tokenizer(
             self.engine.model_folder,
             source=self.engine.tokenizer_folder,

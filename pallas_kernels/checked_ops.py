@@ -125,7 +125,7 @@ def checked_matmul(
         for problem in grouped:
             name = choose("matmul", device, problem, backend)
             multiply = getattr(load("matmul", name), "grouped_quant_matmul", None)
-            if name not in ("xla", "cpu") and not problem.kind and multiply is not None:
+            if name not in ("xla", "cpu") and multiply is not None:
                 checks.append(pool.submit(check_grouped, multiply, problem))
         ways = (False, True) if device.platform == "gpu" else (False,)
         checks += [

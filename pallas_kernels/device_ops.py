@@ -63,7 +63,7 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
             x, w = jnp.take_along_axis(x, order, axis=1), replace(w, order=None)
         if isinstance(w, QuantArray | BlockArray):
             module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
-            if hasattr(module, "grouped_quant_matmul") and not isinstance(w, BlockArray):
+            if hasattr(module, "grouped_quant_matmul"):
                 return module.grouped_quant_matmul(x, w, group_sizes)
         elif floats is not None and x.dtype == w.dtype:
             return floats(x, w, group_sizes)

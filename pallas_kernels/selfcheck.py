@@ -286,7 +286,8 @@ def _judge_matmul(
         return Finding(what, float("inf"), allowed, "not finite")
     typical = np.sqrt(np.mean(np.square(exact), 0))  # of each column
     squares, expected = np.square(found - exact[:rows]), np.square(exact[:rows]).sum(1)
-    of_row = np.sqrt(squares.sum(1) / np.maximum(expected, 1e-30))
+    with np.errstate(over="ignore"):  # a row that should be zero
+        of_row = np.sqrt(squares.sum(1) / np.maximum(expected, 1e-30))
     of_column = np.sqrt(squares.mean(0)) / np.maximum(typical, 1e-30) / (1 + 3 / np.sqrt(rows))
     where = max(
         (float(of_row.max()), f"row {of_row.argmax()}"), (float(of_column.max()), f"column {of_column.argmax()}")

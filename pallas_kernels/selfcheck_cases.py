@@ -221,19 +221,24 @@ def make_write(problem: AttentionProblem) -> Write:
 # Products with quantized weights
 
 
-def make_blocks(problem: MatmulProblem) -> BlockArray:
+def make_blocks(problem: MatmulProblem, experts: int = 0) -> BlockArray:
     """A weight in blocks of the problem's kind, with fewer outputs if it would have more than CODES codes."""
-    rng, kind = np.random.default_rng(0), BLOCK_KINDS[problem.kind]
-    rows = min(problem.rows, max(CODES // problem.inputs // 1024 * 1024, 1024) + problem.rows % 1024)
-    blocks = problem.inputs // kind.block
+    rng, kind, lead = np.random.default_rng(0), BLOCK_KINDS[problem.kind], (experts,) if experts else ()
+    rows, blocks = _fewer_rows(problem, experts), problem.inputs // kind.block
 
     def random(count: int, dtype: Any = np.uint8) -> Any:
-        base = rng.integers(0, 256, (min(rows, PERIOD), blocks * count), np.uint8)
-        return jnp.asarray(base.view(dtype)[np.arange(rows) % len(base)]) if count else None
+        base = rng.integers(0, 256, (*lead, min(rows, PERIOD), blocks * count), np.uint8).view(dtype)
+        return jnp.asarray(np.take(base, np.arange(rows) % base.shape[-2], axis=-2)) if count else None
 
     high = random(kind.high, np.int32 if kind.block == 32 else np.uint8)
-    factors = rng.uniform(0.5, 1.0, (rows, blocks * kind.factors)).astype(np.float16)
+    factors = rng.uniform(0.5, 1.0, (*lead, rows, blocks * kind.factors)).astype(np.float16)
     return BlockArray(random(kind.low), high, random(4 * kind.words, np.int32), jnp.asarray(factors), problem.kind)
+
+
+def _fewer_rows(problem: MatmulProblem, experts: int) -> int:
+    """Outputs of a weight that is tried: those of the problem, or fewer."""
+    fewer = CODES // max(experts, 1) // problem.inputs
+    return problem.rows if problem.rows <= fewer else max(fewer // 1024 * 1024, 1024) + problem.rows % 1024
 
 
 def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockArray:
@@ -243,10 +248,9 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     float32. 4-bit floats have the problem's type of scales, with a gain where files have one.
     """
     if problem.kind:
-        return make_blocks(problem)
+        return make_blocks(problem, experts)
     rng, lead = np.random.default_rng(0), (experts,) if experts else ()
-    fewer = CODES // max(experts, 1) // problem.inputs
-    rows = problem.rows if problem.rows <= fewer else max(fewer // 1024 * 1024, 1024) + problem.rows % 1024
+    rows = _fewer_rows(problem, experts)
     shape = (rows, problem.inputs)
     blocks = tuple(-(-size // min(block, size)) for size, block in zip(shape, problem.block, strict=True))
     base = (*lead, min(rows, PERIOD), problem.inputs)

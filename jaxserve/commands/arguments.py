@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,16 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+    return given
 
 
 def add_engine_flags(command: argparse.ArgumentParser) -> None:
@@ -105,6 +116,10 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "classifiers, else qwen3")  # fmt: skip
     flag("--load-format", field="load_format",
          help="auto: read the checkpoint; dummy: random weights, for which config.json is enough")  # fmt: skip
+    flag("--speculative-config", field="speculative_config", type=_json_object, metavar="JSON",
+         help='speculative decoding, for example {"method": "ngram", "num_speculative_tokens": 5}: proposes what '
+         "followed the last tokens where they stood earlier; suffix: also in recent outputs; draft_model: by a smaller "
+         "\"model\"; answers stay the same")  # fmt: skip
     flag("--state-snapshots", field="state_snapshots", type=int,
          help="of a model with recurrent layers: states at the ends of prompts that are kept for later requests; "
          "None: a quarter of --max-num-seqs, at least 8")  # fmt: skip

@@ -19,7 +19,7 @@ from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import num_devices
 from jaxserve.devices.targets import target_memory
-from jaxserve.engine.loading import ModelPlan
+from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.expert_stacks import abstract_stack
@@ -114,8 +114,8 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
             first, one = (some.members[0], member_of(target)) if isinstance(some, Stack) else (some, target)
             in_file = member_of(in_files[weight]) if stacked else one
             read = partial(read_weight, first, source.tensors, in_file, reader)
-            host = read(() if stacked and packing is None else as_stored, not config.dequantize and not stacked)
-            made = _one_of_a_kind(filled(weight, host, one), read, one, packing, mesh)
+            host = filled(weight, read(as_stored, not config.dequantize and not stacked), one)
+            made = _one_of_a_kind(host, read, one, packing, mesh, apart=not stacked)
             known[kind] = abstract_stack(made, target, packing, mesh) if stacked and made is not None else made
         if known[kind] is not None:
             plain[weight] = known[kind]
@@ -123,13 +123,19 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
 
 
 def _one_of_a_kind(
-    host: Any, again: Callable[[], Any], target: jax.ShapeDtypeStruct, packing: Packing | None, mesh: Mesh
+    host: Any,
+    again: Callable[[], Any],
+    target: jax.ShapeDtypeStruct,
+    packing: Packing | None,
+    mesh: Mesh,
+    apart: bool = True,
 ) -> Any:
     """The form that a weight of the host will have on the devices, before packing, as `models.load.load_params` makes
-    it; None: floats. `again` reads the weight without keeping rows as the file stores them."""
+    it; None: floats. `again` reads the weight without keeping rows as the file stores them. `apart`: rows of several
+    types may become a MixedArray."""
     if isinstance(host, StoredRows) and (packing is None or packing.abstract(host, mesh) is None):
         blocks = None if packing else as_blocks(host, target.sharding)
-        host = blocks or by_type(host) or again()
+        host = blocks or (by_type(host) if apart else None) or again()
     if isinstance(host, MixedArray):
         parts = [_one_of_a_kind(part, again, target, packing, mesh) for part in host.parts]
         floats = [jax.ShapeDtypeStruct(part.shape, target.dtype, sharding=target.sharding) for part in host.parts]

@@ -119,7 +119,7 @@ class View:
         """At most `height` lines for a terminal of `width` columns."""
         now, values = self._samples[-1], self._samples[-1].values
         title = f"{self._style('jaxserve top', '1')}  {now.model}  {self._style(self._url, '2')}"
-        lines = [title, "", self._load(values), self._rates(width), self._cache(values), ""]
+        lines = [title, "", self._load(values), self._rates(width), self._cache(values), *self._speculation(values), ""]
         latencies = self._latencies()
         if now.pool and now.pool["cells"]:
             lines += self._pool(now.pool, width, rows=max(2, min(8, height - len(lines) - len(latencies) - 4)))
@@ -161,6 +161,13 @@ class View:
         if queries := values["prefix_cache_queries_total"]:
             line += f"   {values['prefix_cache_hits_total'] / queries:.0%} of prompt tokens found"
         return line
+
+    def _speculation(self, values: dict[str, float]) -> list[str]:
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        drafts, proposed, accepted = (values.get(f"spec_decode_{name}_total", 0.0) for name in names)
+        if not drafts:
+            return []
+        return [f"speculation {1 + accepted / drafts:.2f} tokens a check   {accepted / proposed:.0%} of proposals kept"]
 
     def _pool(self, pool: dict[str, Any], width: int, rows: int) -> list[str]:
         columns = min(width, 100)

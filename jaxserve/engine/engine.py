@@ -33,9 +33,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.devices.compile_cache import CompileCounter
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.constraints import Constraints
+from jaxserve.engine.details import complete
 from jaxserve.engine.in_flight import Deferred, InFlightBatch, InFlightStep
 from jaxserve.engine.loading import EngineParts, load_parts
-from jaxserve.engine.pooled import PooledRows, result_of
+from jaxserve.engine.pooled import PooledRows
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.timeline import Timeline
@@ -47,7 +48,6 @@ from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
-from jaxserve.scheduling.logprobs import read_rows
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
 from jaxserve.scheduling.sampler import Sampler
@@ -55,7 +55,8 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
-from jaxserve.scheduling.step_plan import DetailedUpdate, StepPlan
+from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.speculation.speculator import Speculator, make_speculator
 from jaxserve.types import Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Engine:
         model, runner = parts.model, parts.runner
         self.config, self.model, self.runner = config, model, runner
         self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
-        self.pooler = parts.pooler
+        self.pooler, self._draft = parts.pooler, parts.draft and parts.draft.runner
         self.model_folder, self.tokenizer_folder = parts.folders
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -115,6 +116,9 @@ class Engine:
             penalty_rows=runner.penalty_rows,
             recurrent=model.recurrent is not None,
         )
+        self.speculator = make_speculator(
+            config.speculative_config, self.scheduler.budget.most, self._draft, self.shapes
+        )
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams
         self._admission = Admission(*rules, pools=self.pooler is not None)
@@ -155,6 +159,8 @@ class Engine:
         if self._sizing.finish(self.shapes):
             assert not self.has_work
             self._allocate()
+        if self.speculator is not None:
+            self.speculator.measure(self.runner, self.shapes)
         self.runner.frozen = self.config.forbid_compile
         seconds, hits = time.perf_counter() - start, self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
@@ -244,6 +250,8 @@ class Engine:
         if len(self.constraints) and not self.recovery.active:
             busy = self.scheduler.has_work or self.in_flight
             output.updates += self.constraints.release(self.scheduler, patience=0.0 if busy else 0.005)
+        if self.speculator is not None:
+            self._propose(self.speculator, output)
         with self.timeline.phase("schedule"):
             plan = self.scheduler.schedule(self._tokens_per_call())
         if plan is not None:
@@ -258,6 +266,15 @@ class Engine:
                 output.extend(self._commit_oldest())
         self.pace.end()
         self.timeline.end_step()
+
+    def _propose(self, speculator: Speculator, output: StepOutput) -> None:
+        """Proposes tokens for the next step if that may pay. All steps before must be committed for that, and so must a
+        step that checks proposals."""
+        if self.scheduler.running.proposes or speculator.wants(self.scheduler.running):
+            while self.in_flight:
+                output.extend(self._commit_oldest())
+            with self.timeline.phase("schedule"):
+                speculator.propose(self.scheduler.running, self.pace.host_seconds)
 
     def _commit_oldest(self) -> StepOutput:
         """Waits for the oldest step in flight and commits it."""
@@ -277,6 +294,8 @@ class Engine:
         self._fill_slots(plan.placed)
         self.runner.copy_pages(plan.copies)
         self.runner.copy_states(plan.restored)
+        if self.speculator is not None:
+            self.speculator.prepare(plan, self.scheduler.running)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
         for batch in split(plan.rows, self.shapes, self._cost):
@@ -305,6 +324,8 @@ class Engine:
         sampler = running.lineup.sampler
         if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
             sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
+        if not rows.only_decodes and rows.checks.any():
+            return self.runner.programs.choose_checking(batch.shape, sampler)
         return self.runner.programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores)
 
     def _fill_slots(self, placed: list[Sequence]) -> None:
@@ -323,7 +344,7 @@ class Engine:
         """Waits for a step's tokens and returns them as `InFlightStep.tokens` does. Measures the devices' time."""
         asked = time.perf_counter()
         tokens = step.tokens()
-        passes = step.tokens_per_call if self.runner.programs.static else step.passes(tokens)
+        passes = step.passes(tokens, static=self.runner.programs.static)
         self.timeline.seconds["device"].observe(self.pace.arrived(asked, step.dispatched, passes))
         return tokens
 
@@ -339,7 +360,10 @@ class Engine:
             if batch.pooled is not None and self.pooler is not None:
                 batch.pooled.finish(self.pooler)
         for batch, ids in zip(step.batches, tokens, strict=True):
-            part, details = self.scheduler.commit(batch.rows, ids[: step.tokens_per_call, : len(batch.rows)].T)
+            sampled = ids[: step.tokens_per_call, : len(batch.rows)].T
+            if self.speculator is not None:
+                self.speculator.learn(batch.rows, sampled, self.counters)
+            part, details = self.scheduler.commit(batch.rows, sampled)
             output.extend(part)
             scores = batch.sampled.scores
             for detail in details:
@@ -347,34 +371,12 @@ class Engine:
                     assert scores is not None  # `Sampler.of` chooses programs that compute them, here and below
                     self.beams.take(detail, np.asarray(scores))
                 else:
-                    self._annotate(detail, scores)
-                    output.updates.append(detail.update)
+                    if self.speculator is not None and detail.update.finish_reason is not None:
+                        self.speculator.finished(detail.seq)
+                    output.updates.append(complete(detail, scores, self.eos_token_ids, self.pooler, self.counters))
         output.updates += self.beams.advance(self.counters)
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
-
-    def _annotate(self, detail: DetailedUpdate, scores: jax.Array | None) -> None:
-        """Completes an update that says more than its tokens."""
-        update, seq, row, is_first = detail
-        tokens = update.token_ids
-        self.counters.generation_tokens += len(tokens)
-        if update.finish_reason == "stop":
-            update.complete = tokens[-1] not in seq.stop_ids
-            if not update.complete and tokens[-1] not in self.eos_token_ids:
-                update.stop_token = tokens[-1]
-        if seq.matcher is not None and update.finish_reason == "error":
-            update.error = f"the grammar failed: {seq.matcher.error}"
-        if (count := seq.params.logprobs) is not None and tokens:
-            assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"
-            update.logprobs = read_rows(np.asarray(scores)[: len(tokens), row], tokens, count)
-        if is_first and seq.index == 0:
-            self.counters.prompt_tokens += seq.prompt_len
-            update.num_cached_tokens = seq.num_cached or 0
-            update.queue_seconds = seq.queue_seconds
-            if seq.params.prompt_logprobs is not None:
-                update.prompt_logprobs = seq.prompt_scores
-            if self.pooler is not None:
-                update.pooled = result_of(seq, self.pooler)
 
     def profile(self, steps: int) -> None:
         """Traces the next `steps` steps with JAX's profiler into `EngineConfig.profile_dir`, if it is set."""

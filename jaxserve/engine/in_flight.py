@@ -78,6 +78,7 @@ class InFlightStep:
         """Waits for the tokens of all batches, and returns those of each batch."""
         return [batch.tokens() for batch in self.batches]
 
-    def passes(self, tokens: list[np.ndarray]) -> int:
-        """Passes of the model in which some row sampled a token: a loop on the device may have ended early."""
-        return max(1, *(int((ids >= 0).any(axis=1).sum()) for ids in tokens))
+    def passes(self, tokens: list[np.ndarray], *, static: bool) -> int:
+        """Passes of the model. Loops of `static` programs do not end early; others end when no row samples a token."""
+        looped = [ids for batch, ids in zip(self.batches, tokens, strict=True) if batch.rows.only_decodes]
+        return max([1, *(len(ids) if static else int((ids >= 0).any(axis=1).sum()) for ids in looped)])

@@ -30,6 +30,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.waiting import Waiting
+from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import Request, SamplingParams, SequenceUpdate, StepOutput
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Steps(Protocol):
     beams: Beams
     in_flight: deque[InFlightStep]
     runner: ModelRunner
+    speculator: Speculator | None
     counters: EngineStats
 
     def advance(self, output: StepOutput) -> None: ...
@@ -158,6 +160,8 @@ class Recovery:
             raise error
         self._restart(trial, output)
         engine.runner.restore()
+        if engine.speculator is not None:
+            engine.speculator.restore()
         half = len(suspects) // 2
         if half:
             self._parts += [suspects[half:], suspects[:half]]

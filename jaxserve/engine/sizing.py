@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import ways
@@ -21,8 +22,15 @@ GUESSED_CODE = 2**27
 UNUSED = 1 / 64  # part of the cache that a guess may leave unused
 
 
+class Sized(NamedTuple):
+    """A model on the devices, and the layout of its cache with a single page."""
+
+    runner: ModelRunner
+    one_page: CacheLayout
+
+
 class Sizing:
-    """Chooses the pages of a runner's cache.
+    """Chooses the pages of the caches of a model and of its draft model, which have equally many.
 
     A step is compiled for one number of pages, and its memory needs are known only after it is compiled. So the number
     is chosen up to three times. `begin` guesses it and compiles the largest programs and a few that tell how much code
@@ -36,13 +44,14 @@ class Sizing:
     def __init__(
         self,
         config: EngineConfig,
-        runner: ModelRunner,
-        one_page: CacheLayout,
+        models: Sequence[Sized],
         budget: Budget,
         shapes: Sequence[StepShape],
         longest: int,
     ):
-        self._config, self._runner, self._one_page, self._shapes = config, runner, one_page, shapes
+        """models: the model that is served, then its draft model if there is one."""
+        self._config, self._models, self._shapes = config, models, shapes
+        self._runner, self._one_page = models[0]
         self.budget, self.longest = budget, longest
 
     def begin(self) -> None:
@@ -52,8 +61,9 @@ class Sizing:
             return
         guess = max(self._fitting(self._guess()), 2)
         self._set_pages(guess)
-        self._runner.compile(self._runner.largest(self._shapes))
-        needs = self._runner.needs(self._shapes)
+        for runner, _ in self._models:
+            runner.compile(runner.largest(self._shapes))
+        needs = self._needs(self._shapes)
         enough = guess > self._pages_of_longest
         if not (enough and self._holds(needs) and self._fitting(needs) <= guess * (1 + UNUSED)):
             self._choose(needs)
@@ -65,12 +75,13 @@ class Sizing:
         Raises ConfigError if the model does not fit.
         """
         runner, changed = self._runner, False
-        needs = runner.needs(shapes)
+        needs = self._needs(shapes)
         if self.budget.counts_programs and self._config.kv_pages is None and not self._holds(needs):
             before = runner.layout.num_pages
             self._choose(needs)
-            runner.compile(runner.names(shapes))
-            needs, changed = runner.needs(shapes), True
+            for one, _ in self._models:
+                one.compile(one.names(shapes))
+            needs, changed = self._needs(shapes), True
             log.info(
                 "the programs need more memory than expected: %d KV pages, not %d", runner.layout.num_pages, before
             )
@@ -86,8 +97,9 @@ class Sizing:
         self._set_pages(pages)
 
     def _set_pages(self, pages: int) -> None:
-        layout = replace(self._one_page, num_pages=pages)
-        self._runner.set_cache_size(layout, -(-self.longest // layout.page_size))
+        for runner, one_page in self._models:
+            layout = replace(one_page, num_pages=pages)
+            runner.set_cache_size(layout, -(-self.longest // layout.page_size))
 
     def _fitting(self, needs: Needs) -> int:
         return memory.fitting_pages(self._config, self._pages_of_longest, self._page_bytes, self.budget, needs)
@@ -102,6 +114,10 @@ class Sizing:
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
         return Needs(max(arrays, int(LOGITS * rows * 4 * model.vocab_size)), results, GUESSED_CODE)
 
+    def _needs(self, shapes: Sequence[StepShape]) -> Needs:
+        """The needs of the programs of all models, which run one after the other."""
+        return sum((runner.needs(shapes) for runner, _ in self._models), Needs())
+
     def _holds(self, needs: Needs) -> bool:
         return self.budget.holds(needs, self._cache_bytes)
 
@@ -112,10 +128,10 @@ class Sizing:
 
     @property
     def _page_bytes(self) -> int:
-        """Bytes of a page on each device."""
-        return self._one_page.page_bytes // self._one_page.ways(self._runner.mesh)
+        """Bytes of a page of all caches on each device."""
+        return sum(one_page.page_bytes // one_page.ways(runner.mesh) for runner, one_page in self._models)
 
     @property
     def _cache_bytes(self) -> int:
-        """Bytes of the cache on each device."""
+        """Bytes of the caches on each device."""
         return self._runner.layout.num_pages * self._page_bytes

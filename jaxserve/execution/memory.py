@@ -52,6 +52,11 @@ class Needs:
             sum(code) + math.ceil(CODE_ALLOWANCE * sum(pending)),
         )
 
+    def __add__(self, other: Needs) -> Needs:
+        """The needs of two runners' programs, which run one after the other."""
+        temporaries = max(self.temporaries, other.temporaries)
+        return Needs(temporaries, self.results + other.results, self.code + other.code)
+
     @property
     def total(self) -> int:
         return self.temporaries + self.results + self.code

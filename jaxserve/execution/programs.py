@@ -34,14 +34,18 @@ class StepProgram:
     """A bucket as it is compiled, with the arguments of `steps.run_step`.
 
     tokens_per_call: tokens that a row may sample. None: the buffer says how many, at most MAX_TOKENS_PER_CALL.
+    proposals: most proposed tokens of a row, which the step checks; 0: it checks none.
     """
 
     shape: StepShape
     sampler: Sampler
     tokens_per_call: int | None
     keeps_hidden: bool
+    proposals: int = 0
 
     def __str__(self) -> str:
+        if self.proposals:
+            return f"{self.shape} {self.sampler.name.lower()} with {self.proposals} proposals a row"
         times = f" x {self.tokens_per_call}" if self.tokens_per_call and self.tokens_per_call > 1 else ""
         return f"{self.shape} {self.sampler.name.lower()}{times}{' with hidden states' if self.keeps_hidden else ''}"
 
@@ -54,17 +58,26 @@ class StepPrograms:
       most: tokens that a call may sample per row, by the settings.
       costly_filters: filters take many passes over the logits, instead of one or two in a kernel.
       pools: nothing is sampled, and every step returns pooled hidden states.
+      proposals: most tokens that are proposed for a row; 0: there is no speculation.
     """
 
     def __init__(
-        self, *, static: bool, most: int = MAX_TOKENS_PER_CALL, costly_filters: bool = True, pools: bool = False
+        self,
+        *,
+        static: bool,
+        most: int = MAX_TOKENS_PER_CALL,
+        costly_filters: bool = True,
+        pools: bool = False,
+        proposals: int = 0,
     ):
         self.static, self._most, self._costly_filters, self._pools = static, most, costly_filters, pools
+        self._proposals = proposals
 
     def all(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """All programs that `choose` may return for these buckets. The last bucket must be the largest mixed one."""
+        checking = [self._checking(shape, sampler) for shape in shapes for sampler in self._checkers(shape)]
         if not self.static or self._pools:
-            return [self.largest(shape) for shape in shapes]
+            return [self.largest(shape) for shape in shapes] + checking
         found = []
         for shape in shapes:
             found += [
@@ -73,7 +86,7 @@ class StepPrograms:
                 for sampler in self._samplers(shape, length)
             ]
         scoring = [shape for shape in shapes if not shape.decode_only][-1:]  # see `step_buffer.split`
-        return found + [StepProgram(shape, Sampler.FULL, 1, keeps_hidden=True) for shape in scoring]
+        return found + [StepProgram(shape, Sampler.FULL, 1, keeps_hidden=True) for shape in scoring] + checking
 
     def largest(self, shape: StepShape) -> StepProgram:
         """The program of a bucket that needs the most memory."""
@@ -107,6 +120,19 @@ class StepPrograms:
         length = next(length for length in self._lengths(shape) if length >= num_new)
         sampler = next(one for one in self._samplers(shape, length) if one >= sampler)
         return StepProgram(shape, sampler, length, keeps_hidden=False)
+
+    def choose_checking(self, shape: StepShape, sampler: Sampler) -> StepProgram:
+        """The smallest program that checks proposals for rows that need `sampler`."""
+        return self._checking(shape, next(one for one in self._checkers(shape) if one >= sampler))
+
+    def _checking(self, shape: StepShape, sampler: Sampler) -> StepProgram:
+        return StepProgram(shape, sampler, 1, keeps_hidden=False, proposals=self._proposals)
+
+    def _checkers(self, shape: StepShape) -> list[Sampler]:
+        """The samplers of programs that check proposals, ascending."""
+        if not self._proposals or shape.decode_only:
+            return []
+        return [Sampler.GREEDY, Sampler.FILTERED, Sampler.FULL] if self.static else [Sampler.ANY]
 
     def lengths(self, shapes: Sequence[StepShape], rows: int, sampler: Sampler) -> Sequence[int]:
         """Numbers of tokens that each of `rows` decoding rows may sample in one call, ascending."""

@@ -51,6 +51,7 @@ class ModelRunner:
       penalty_rows: sequences with penalties that can run at a time.
       max_tokens_per_call: tokens that a row may sample in one call.
       static: programs are specialised to what the host knows, see `programs`; None: on accelerators they are.
+      proposals: most tokens that are proposed for a row, see `verify`.
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
     """
 
@@ -65,13 +66,15 @@ class ModelRunner:
         max_tokens_per_call: int = MAX_TOKENS_PER_CALL,
         static: bool | None = None,
         pooling: str | None = None,
+        proposals: int = 0,
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         static = not self._on_cpu if static is None else static
         costly = model.ops.draw is None
         pools = pooling is not None
-        self.programs = StepPrograms(static=static, most=max_tokens_per_call, costly_filters=costly, pools=pools)
+        kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals}
+        self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
         self.pooling = pooling
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout

@@ -56,6 +56,7 @@ def sample(
     masks: jax.Array | None = None,
     *,
     sampler: Sampler = Sampler.ANY,
+    before: jax.Array | None = None,
     kernel: Callable[..., jax.Array] | None = None,
     arg_max: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Sampled:
@@ -75,10 +76,10 @@ def sample(
         return lax.cond(
             jnp.all(plain),
             lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
-            lambda logits: _sample(logits, words, seen, position, None, sampler, None),
+            lambda logits: _sample(logits, words, seen, position, None, before, sampler, None),
             logits,
         )
-    return _sample(logits, words, seen, position, masks, sampler, kernel)
+    return _sample(logits, words, seen, position, masks, before, sampler, kernel)
 
 
 def _is_penalized(params: RowParams) -> jax.Array:
@@ -95,6 +96,7 @@ def _sample(
     seen: TokenCounts,
     position: jax.Array,
     masks: jax.Array | None,
+    before: jax.Array | None,
     sampler: Sampler,
     kernel: Callable[..., jax.Array] | None,
 ) -> Sampled:
@@ -102,7 +104,7 @@ def _sample(
     any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
     if any_ or full:
         penalized, biased = _is_penalized(params), _is_biased(params, position)
-        logits = _where_any(any_, penalized, _penalize, lambda x, *_: x, logits, words, seen)
+        logits = _where_any(any_, penalized, _penalize, lambda x, *_: x, logits, words, seen, before)
         logits = _where_any(any_, biased, _add_bias, lambda x, *_: x, logits, words, position)
     if masks is not None:
         bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
@@ -171,12 +173,17 @@ def _no_scores(logits: jax.Array, *_: jax.Array) -> jax.Array:
     return jnp.zeros((logits.shape[0], SCORE_WORDS), jnp.int32)
 
 
-def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts) -> jax.Array:
-    """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; others only over the output."""
+def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts, before: jax.Array | None) -> jax.Array:
+    """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) over prompt and output; others only over the output.
+    `before`, int32 [rows, any], are tokens of the output that `seen` does not count; -1 is none."""
     params = decode_slots(words)
     row = params.penalty_row
     repetition = params.repetition[:, None]
     counts = seen.counts[row]
+    if before is not None:
+        counts = counts.at[jnp.arange(len(row))[:, None], jnp.where(before < 0, counts.shape[1], before)].add(
+            1, mode="drop"
+        )
     repeated = seen.in_prompt[row] | (counts > 0)
     logits = jnp.where(repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     often, present = counts.astype(jnp.float32), (counts > 0).astype(jnp.float32)

@@ -98,6 +98,7 @@ class Signatures:
             tokens_per_call=program.tokens_per_call,
             keeps_hidden=program.keeps_hidden,
             pooling=self.pooling,
+            proposals=program.proposals,
         )
         everywhere: Any = self._everywhere
         hidden = everywhere if program.keeps_hidden else None

@@ -106,8 +106,10 @@ def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> 
         for at in range(0, len(index), most):
             some = rows.take(index[at : at + most])
             yield _batch(decode_shapes, some, len(some))
-    if not decodes.all():
-        yield from _split_mixed(rows.take(np.flatnonzero(~decodes)), mixed_shapes, cost)
+    checks = rows.checks & rows.scores  # the program that keeps hidden states for scores checks no proposals
+    for kind in (~decodes & ~checks, checks):
+        if kind.any():
+            yield from _split_mixed(rows.take(np.flatnonzero(kind)), mixed_shapes, cost)
 
 
 def _go_together(
@@ -187,9 +189,13 @@ def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> 
     most = shapes[-1]
     cut = cost is not None and not rows.scores_prompt.any()
     sizes = iter(_cheapest(int(rows.count.sum()), _tokens(shapes), cost) if cut else ())
-    pieces, room = Pieces(), next(sizes, most.tokens)
+    pieces, room, whole = Pieces(), next(sizes, most.tokens), rows.checks
     for i, left in enumerate(rows.count.tolist()):
         at = 0
+        if left > room and whole[i]:  # proposals are checked in one pass
+            if len(pieces):
+                yield _mixed(pieces.of(rows), shapes)
+            pieces, room = Pieces(), max(next(sizes, most.tokens), left)
         while left:
             count = min(left, room)
             pieces.add(i, at, count)
@@ -251,7 +257,7 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> 
         fields["num_decodes"][0] = np.count_nonzero(rows.count == 1)
         row = np.repeat(np.arange(n), rows.count)
         position, slot = (rows.end - q_end)[row] + np.arange(len(row)), slot[row]
-    known = np.flatnonzero(position < running.known[slot])
+    known = np.flatnonzero(position < running.known[slot] + running.proposed[slot])
     if len(known):
         fields["tokens"][known] = running.tokens[slot[known], position[known]]
     if table_updates.size:

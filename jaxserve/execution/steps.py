@@ -25,6 +25,7 @@ from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.execution.slots import LAST_TOKEN, SlotState, decode_slots
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.execution.verify import Draws
 from jaxserve.models.decoder import Decoder
 from jaxserve.scheduling.sampler import Sampler
 
@@ -53,6 +54,7 @@ def run_step(
     tokens_per_call: int | None = None,
     keeps_hidden: bool = True,
     pooling: str | None = None,
+    proposals: int = 0,
 ) -> StepResult:
     """Computes one step over a batch. `cache` and `slots` are donated; the results replace them.
 
@@ -61,6 +63,7 @@ def run_step(
       sampler: what sampling can do in this program; it must suffice for all rows, see `Sampler`.
       tokens_per_call: passes of the model over a batch of decodes. None: as many as rows need, at most as many as the
         buffer says.
+      proposals: most tokens proposed for a row of a mixed step; see `_verify`.
       keeps_hidden: a mixed step returns its hidden states, or with `pooling` the result of `pool_rows`.
     """
     field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
@@ -77,6 +80,9 @@ def run_step(
     if shape.decode_only and tokens_per_call != 1:
         most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
         return _decode_loop(advance, cache, slots, batch, num_new, most)
+    if proposals:
+        options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "sampler": sampler}
+        return _verify(params, cache, slots, batch, num_new, proposals=proposals, **options)
     sampled, hidden, cache, slots = advance(cache, slots, batch)
     sampled = sampled._replace(tokens=jnp.where(batch.keeps_token, sampled.tokens, -1))
     if pooling is not None:
@@ -166,6 +172,37 @@ def _advance(
     return sampled, out.hidden, cache, slots
 
 
+def _verify(
+    params, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array,
+    *, proposals: int, model: Decoder, shape: StepShape, layout: CacheLayout, mesh: Mesh, sampler: Sampler,
+) -> StepResult:  # fmt: skip
+    """One pass of the model over a batch whose rows end with `num_new` - 1 proposals. A row samples behind its last
+    token that is no proposal and behind each proposal, and keeps the draws of `verify.Draws.kept`. Keys and values of
+    the other proposals stay behind the row's length, where later tokens replace them."""
+    out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
+    slot, nobody, num_new = batch.slot, slots.progress.shape[0] - 1, jnp.maximum(num_new, 0)
+    draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_new, proposals)
+    head, owner = model.counting(num_new.sum(dtype=jnp.int32)), slot[draws.row]
+    hidden = out.hidden[draws.token]
+    sampled = _sample(head, params, hidden, slots, owner, draws.position, None, sampler, mesh, draws.before)
+    ends = _unless_stopped(sampled, slots, owner)
+    kept = draws.kept(sampled.tokens, ends < 0, num_new)
+    count, tokens = kept.sum(axis=1), sampled.tokens[draws.places]
+    last = ends[jnp.take_along_axis(draws.places, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]]
+    last = jnp.where(count > 0, last, slots.last_token(slot))
+    writes = jnp.where(batch.writes, slot, nobody)
+    slots = slots._replace(
+        progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len - num_new + count), axis=1)),
+        hidden=slots.hidden.at[jnp.where(batch.deferred, slot, nobody)].set(out.last),
+    )
+    if sampler >= Sampler.FULL:
+        each = Sampled(tokens.reshape(-1), None)
+        slots = _count(each, slots, jnp.where(kept, slot[:, None], nobody).reshape(-1))
+    scores = None if sampled.scores is None else sampled.scores[draws.places].swapaxes(0, 1)
+    load = None if out.expert_load is None else out.expert_load[None]
+    return StepResult(Sampled(jnp.where(kept, tokens, -1).T, scores, load), None, cache, slots)
+
+
 def _sample_rows(
     model: Decoder, params, out: Output, batch: ModelInput, slots: SlotState, sampler: Sampler, mesh: Mesh
 ) -> Sampled:
@@ -208,13 +245,14 @@ def _sample(
     masks: jax.Array | None,
     sampler: Sampler,
     mesh: Mesh,
+    before: jax.Array | None = None,
 ) -> Sampled:
-    def of_rows(logits, words, position, masks, seen) -> Sampled:
+    def of_rows(logits, words, position, masks, before, seen) -> Sampled:
         kernels = {"kernel": model.ops.draw, "arg_max": model.ops.arg_max}
-        return sample(logits, words, seen, position, masks, sampler=sampler, **kernels)
+        return sample(logits, words, seen, position, masks, sampler=sampler, before=before, **kernels)
 
     seen = TokenCounts(slots.counts, slots.in_prompt)
-    return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks), seen, mesh)
+    return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
 
 
 def _unless_stopped(sampled: Sampled, slots: SlotState, slot: jax.Array) -> jax.Array:

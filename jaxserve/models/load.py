@@ -198,8 +198,7 @@ def make_decoder(
 ) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot serve
     this model on these devices."""
-    kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"))
-    dtype = np.dtype(dtype)
+    kv_heads, dtype = sharded_kv_heads(model, ways(mesh, "kv_heads")), np.dtype(dtype)
     device = Device.of(mesh.devices.flat[0])
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
     problem = _problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size)
@@ -301,19 +300,18 @@ def load_params(
     Raises CheckpointError when files and config disagree, and the errors of `Checkpoint.open`.
     """
     source = Checkpoint.open(path, quantization, ignored_keys)
-    targets = abstract = abstract_params(decoder, mesh)
+    targets = abstract_params(decoder, mesh)
     if orbax.is_saved(path):
         if quantization != "auto":
             raise ConfigError(f"{path} is an Orbax checkpoint, which stays as it is; leave out --quantization")
-        restored = {name: rounding(name, x) for name, x in _restore(path, abstract).items()}
+        restored = {name: rounding(name, x) for name, x in _restore(path, targets).items()}
         return unflatten_dict(packing.pack_placed(restored, mesh) if packing else restored, sep="/")
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
     scheme = quantization if source.reader is None and quantization in SCHEMES else None
     pieces, ignored = source.pieces(decoder), source.ignored(decoder)
-    abstract = (
-        packing.stored(targets, pieces, source.tensors) if packing else abstract_params(as_in_files(decoder), mesh)
-    )
+    in_files = as_in_files(decoder)
+    abstract = packing.stored(targets, pieces, source.tensors) if packing else abstract_params(in_files, mesh)
 
     def as_asked(name: str, host: Any) -> Any:
         """The weight after `dequantize`, `quantization` and `rounding`."""
@@ -342,8 +340,10 @@ def load_params(
         assert isinstance(stack, Stack)
 
         def form(member: Host, number: int) -> Any:
-            """The member as devices will hold it. Rows of a file that do not fit panels become a QuantArray, because no
-            kernel multiplies stacks of BlockArrays."""
+            """The member as devices will hold it. Rows of a file that fit neither panels nor a BlockArray become a
+            QuantArray."""
+            if isinstance(member, StoredRows) and blocks and (kept := as_blocks(member, one.sharding)) is not None:
+                return kept
             if isinstance(member, StoredRows) and (packing is None or packing.packed(member) is None):
                 member = read_weight(stack.members[number], source.tensors, one, source.reader)
             return filled(name, as_asked(name, member), member_of(targets[name]))

@@ -41,15 +41,17 @@ def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget
     decodes = (left == 1) & (spare > 0)
     if lineup.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
         decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
-    if decodes.all():  # the usual case
+    if decodes.all() and not running.proposes:  # the usual case
         columns = lineup.slot, lineup.slot_generation, start, lineup.one, num_new, lineup.none
         return Rows(lineup.seqs, *columns, only_decodes=True)
     prompts = (left > 0) & ~decodes & (running.known[lineup.slot] == total)
     decoding = np.flatnonzero(decodes)
     one = lineup.one[decoding]
-    if not prompts.any():
+    if running.proposes:  # the step samples a token after each proposal, and one after the row's last known token
+        one = 1 + running.proposed[lineup.slot[decoding]]
+    elif not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
-    room = budget.for_prompts(len(one), len(running) - len(one) + num_waiting)
+    room = budget.for_prompts(int(one.sum()), len(running) - len(one) + num_waiting)
     most = np.minimum(left, running.ahead(lineup.slot))
     chunks, count, last = _prompt_chunks(np.flatnonzero(prompts), left, most, spare, room)
     seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]

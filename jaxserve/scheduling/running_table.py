@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.config import MAX_TOKENS_PER_CALL
+from jaxserve.config import MAX_PROPOSALS
 from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
@@ -70,7 +70,7 @@ class RunningTable:
         self.page_size, self.num_groups = page_size, len(windows)  # see `BlockManager`
         self.chunk, num_groups = chunk_of(windows), len(windows)
         self.slot_generation = numbers()  # incremented when a slot is vacated; see `holds`
-        self.tokens = np.zeros((max_num_seqs, max_len + MAX_TOKENS_PER_CALL), np.int32)
+        self.tokens = np.zeros((max_num_seqs, max_len + MAX_PROPOSALS + 1), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
         self.start = numbers()  # `computed` when the sequence was placed; the devices get this number
         self.num_blocks = numbers()  # blocks that have pages, or had pages before they were given up
@@ -82,6 +82,9 @@ class RunningTable:
         self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
         self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
         self.beams = np.zeros(max_num_seqs, bool)
+        # How many tokens are proposed to follow the known ones; they stand behind these in `tokens`. While a step
+        # checks them, `computed` and `total` are upper bounds.
+        self.proposed, self.proposes = numbers(), False  # proposes: whether any are proposed
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
@@ -250,16 +253,29 @@ class RunningTable:
         _, first = np.unique(joined[0].astype(np.int64) << 32 | joined[1], return_index=True)
         return *news, joined[:, first]
 
+    def propose(self, slot: int, tokens: np.ndarray) -> None:
+        """Proposes tokens to follow the known ones of a slot. No step may be in flight for it. The next step checks
+        them, and no other step may be planned before that one is committed."""
+        known = self.known[slot]
+        assert known == self.total[slot] == self.computed[slot] + 1, "the last token must be the only one to compute"
+        self.tokens[slot, known : known + len(tokens)] = tokens
+        self.proposed[slot] = len(tokens)
+        self.proposes |= len(tokens) > 0
+
+    def drop_proposals(self) -> None:
+        """Forgets all proposals."""
+        self.proposed[:], self.proposes = 0, False
+
     def append(self, slot: np.ndarray, tokens: np.ndarray, num_new: np.ndarray | int) -> None:
         """Appends the first `num_new` of the sampled tokens [slots, any], which are known from now on."""
         known = self.known[slot]
-        for i, column in enumerate(tokens.T):  # at most MAX_TOKENS_PER_CALL
+        for i, column in enumerate(tokens.T):  # at most MAX_PROPOSALS + 1
             self.tokens[slot, known + i] = column
         self.known[slot] = known + num_new
 
     def append_rows(self, rows: Rows, tokens: np.ndarray, num_new: np.ndarray, held: np.ndarray) -> None:
-        """Appends the first `num_new` of tokens [rows, any] of rows that hold their slots (`held`). A beam forgets its
-        token instead: `Scheduler.reassign` says how it continues."""
+        """Appends the first `num_new` of tokens [rows, any] of rows that hold their slots (`held`), and forgets
+        proposals that were not kept. A beam forgets its token instead: `Scheduler.reassign` says how it continues."""
         appended = held & (num_new > 0)
         if self.lineup.any_beams:
             beams = self.beams[rows.slot]
@@ -267,6 +283,10 @@ class RunningTable:
             appended &= ~beams
         index = np.flatnonzero(appended)
         self.append(rows.slot[index], tokens[index], num_new[index])
+        if not rows.only_decodes and (checks := rows.checks).any():  # only the last known token is left to compute
+            slot = rows.slot[held & checks]
+            self.total[slot], self.computed[slot] = self.known[slot], self.known[slot] - 1
+            self.drop_proposals()
 
     def say_only_tokens(self, rows: Rows, tokens: np.ndarray) -> bool:
         """Whether the rows are all running sequences and none has more to say than its tokens.

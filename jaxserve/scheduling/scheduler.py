@@ -16,7 +16,7 @@ The engine calls, once per step:
 
 A preempted sequence loses its pages and waits to be computed again. It samples the same tokens as without preemption.
 
-`schedule` may be called again before earlier plans are committed. It counts tokens that only the devices know yet.
+`schedule` may be called again before plans are committed that check no proposals. It counts tokens only devices know.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ class Scheduler:
                 break
             if len(rows) and rows.num_new.max() > 1:
                 tokens_per_call = 1
+                running.drop_proposals()
             else:
                 self._preempt(running.last)
         copies = self._unshare(rows, shared)
@@ -278,7 +279,7 @@ class Scheduler:
         held = running.holds(rows)
         running.append_rows(rows, tokens, num_new, held)
         if not rows.only_decodes:
-            for i in np.flatnonzero(held & (rows.count > 1)).tolist():
+            for i in np.flatnonzero(held & (rows.count > 1) & ~rows.checks).tolist():
                 self._prefixes.register(running, rows.seqs[i], int(rows.end[i]))
         ended = running.ended(rows, tokens, num_new)
         ended[complete] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import msgspec
 
@@ -59,6 +60,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     moe_mean_tokens: float = 0.0  # tokens of a layer's mean expert
     moe_busiest_tokens: int = 0  # tokens of a layer's busiest expert
     moe_active_experts: int = 0  # experts that had tokens
+    # Of speculative decoding:
+    spec_drafts: int = 0  # rows whose proposals were checked
+    spec_proposed: int = 0  # tokens proposed for them
+    spec_accepted: int = 0  # of these, tokens that were kept
+    spec_accepted_at: list[int] = []  # the same by position among a row's proposals
     executables: int = 0  # compiled step functions
     compilations: int = 0  # all programs that this process compiled
     compile_cache_hits: int = 0  # programs read from the persistent cache instead
@@ -72,6 +78,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
         self.moe_busiest_tokens += busiest
         self.moe_active_experts += active
 
+    def count_draft(self, proposed: int, accepted: int) -> None:
+        """Counts a row whose `proposed` tokens were checked, and the first `accepted` kept."""
+        self.spec_drafts += 1
+        self.spec_proposed += proposed
+        self.spec_accepted += accepted
+        self.spec_accepted_at += [0] * (proposed - len(self.spec_accepted_at))
+        for at in range(accepted):
+            self.spec_accepted_at[at] += 1
+
     def after(self, past: EngineStats) -> EngineStats:
         """These statistics with counters continued from `past`, the last ones of an earlier engine."""
         counters = {name: getattr(self, name) + getattr(past, name) for name in _COUNTERS}
@@ -79,13 +94,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
             phase: histogram.plus(self.step_seconds[phase]) if phase in self.step_seconds else histogram
             for phase, histogram in past.step_seconds.items()
         }
+        positions = zip_longest(self.spec_accepted_at, past.spec_accepted_at, fillvalue=0)
         return msgspec.structs.replace(
             self,
+            spec_accepted_at=[a + b for a, b in positions],
             step_tokens=past.step_tokens.plus(self.step_tokens),
             step_seconds={**self.step_seconds, **phases},
             **counters,
         )
 
 
-_GAUGES = {"num_running", "num_waiting", "pages_total", "pages_used", "executables", "step_tokens", "step_seconds"}
-_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES)
+_GAUGES = {"num_running", "num_waiting", "pages_total", "pages_used", "executables"}
+_NO_NUMBERS = {"step_tokens", "step_seconds", "spec_accepted_at"}
+_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES | _NO_NUMBERS)

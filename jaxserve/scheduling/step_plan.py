@@ -16,7 +16,8 @@ class Rows:
     """The rows of a step, a column per field: `count` tokens of a sequence from `start` on, then `num_new` new ones.
 
     A row of one token may sample several new tokens, which the same call computes one after the other. A row of several
-    tokens samples one token, or none if a later step continues its prompt.
+    tokens samples one token, or none if a later step continues its prompt. If its `num_new` is above 1, the last
+    `num_new` - 1 of its tokens are proposals, and the devices decide how many of them it keeps (`checks`).
     """
 
     seqs: list[Sequence]
@@ -38,9 +39,12 @@ class Rows:
     @property
     def reach(self) -> np.ndarray:
         """How many tokens of each sequence have keys and values in the cache once the step has run."""
-        if self.only_decodes:
-            return self.start + self.num_new
-        return self.end + np.maximum(self.num_new - 1, 0)
+        return self.start + (self.num_new if self.only_decodes else np.maximum(self.count, self.num_new))
+
+    @property
+    def checks(self) -> np.ndarray:
+        """Which rows check proposals, bool [rows]. How many tokens they keep is known once the step has run."""
+        return (self.num_new > 1) & (self.count > 1)
 
     @property
     def scores(self) -> bool:

@@ -5,6 +5,8 @@ group that shares a scale it decodes the codes in the dtype of x, multiplies the
 product times the group's factor to its float32 sums [outputs, tokens]. A constant that a type adds to a group's values
 multiplies the group's sum of x, which XLA computes. Codes are exact in 16 bits.
 
+Experts: as in `triton_gpu`. A tile of tokens has one expert, and the weights have a leading dimension of experts.
+
 Traffic: each field of the blocks once per tile of tokens, x once per tile of outputs (from the L2 cache).
 Pipeline: `num_stages` blocks in flight (cp.async).
 
@@ -21,6 +23,7 @@ Compiled for H200; not yet run on one.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +32,7 @@ import triton.language as tl
 
 from jaxserve.pallas_kernels import triton_compat
 from jaxserve.pallas_kernels.quant_matmul.blocks import GROUPS, HIGH_MASK, HIGH_UP, LOW_MASK
+from jaxserve.pallas_kernels.quant_matmul.triton_tiles import expert_items, own_tile
 from jaxserve.pallas_kernels.registry import MatmulProblem
 from jaxserve.pallas_kernels.triton_compat import pad
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray
@@ -114,21 +118,23 @@ def _factor(scales, factors, KIND: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _matmul(
-    x, low, high, scales, factors, sums, count, out,
+    x, low, high, scales, factors, sums, count, items, out,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
-    PTX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GROUPED: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """x [TOKENS, INPUTS]; `sums` over its groups [TOKENS, INPUTS / group]; `out` is [SPLITS, TOKENS, OUTPUTS]."""
+    """x [TOKENS, INPUTS]; `sums` over its groups [TOKENS, INPUTS / group]; `out` is [SPLITS, TOKENS, OUTPUTS]. GROUPED:
+    a tile of tokens is one of `items` (`own_tile`), and weights have a leading dimension of experts."""
     BLOCK: tl.constexpr = of("block", KIND)
     GROUP: tl.constexpr = of("group", KIND)
     BLOCKS: tl.constexpr = INPUTS // BLOCK
     WORDS: tl.constexpr = of("high", KIND) // 4 if BLOCK == 32 else of("high", KIND)  # elements of `high` in a block
-    token = tl.program_id(0) * BM + tl.arange(0, BM)
+    expert, start, stop, live = own_tile(items, count, TOKENS, BM, GROUPED)
+    token = start + tl.arange(0, BM)
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     lane = tl.arange(0, GROUP)
     # Beyond the edges the last row is repeated. Results there are not stored.
     real_token = tl.minimum(token, TOKENS - 1).to(tl.int64)
-    row = tl.minimum(output, OUTPUTS - 1).to(tl.int64)
+    row = expert * OUTPUTS + tl.minimum(output, OUTPUTS - 1)
     x_row = x + real_token[:, None] * INPUTS + lane[None, :]
     low_row = low + (row * (BLOCKS * of("low", KIND)))[:, None] + lane[None, :]
     scale_row = scales + row * (BLOCKS * of("words", KIND))
@@ -138,7 +144,7 @@ def _matmul(
     share: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     first = tl.program_id(2) * share
     end = tl.minimum(first + share, BLOCKS)
-    end = tl.where(tl.program_id(0) * BM < tl.load(count), end, first)
+    end = tl.where(live, end, first)
     acc = tl.zeros([BN, BM], tl.float32)
     for block in range(first, end):
         for g in tl.static_range(BLOCK // GROUP):
@@ -162,7 +168,7 @@ def _matmul(
                 acc += added[:, None] * of_x[None, :]
     to = (tl.program_id(2).to(tl.int64) * TOKENS + token)[:, None] * OUTPUTS + output[None, :]
     tl.store(
-        out + to, tl.trans(acc).to(out.dtype.element_ty), mask=(token < TOKENS)[:, None] & (output < OUTPUTS)[None, :]
+        out + to, tl.trans(acc).to(out.dtype.element_ty), mask=(token < stop)[:, None] & (output < OUTPUTS)[None, :]
     )
 
 
@@ -173,25 +179,59 @@ def why_not(problem: MatmulProblem) -> str | None:
     )
 
 
+class Tiles(NamedTuple):
+    """Sizes of a program's tile, splits of the blocks, and the launch's warps and blocks in flight."""
+
+    tokens: int
+    outputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def tiles(x_dtype: jnp.dtype, tokens: int, outputs: int, inputs: int) -> Tiles:
+    """Tile sizes for a product of so many tokens, or for experts with so many tokens on average. Not tuned."""
+    few = tokens <= 64
+    bm, bn, warps = (pad(tokens, 16), 64, 4) if few else (64, 128, 8)
+    if x_dtype == jnp.float32:
+        bm, bn, warps = pad(min(tokens, 32), 16), 32, 4
+    programs = -(-tokens // bm) * -(-outputs // bn)
+    wanted = min(3 * triton_compat.target().cores // programs, inputs // 1024)
+    return Tiles(bm, bn, 1 << (max(1, min(wanted, 16)).bit_length() - 1), warps, 3 if few else 2)
+
+
 @partial(jax.jit, static_argnames="dtype")
 def product(x: jax.Array, w: BlockArray, count: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """x [tokens, in] times w as parts [splits, tokens, out]: float32, or `dtype` for a single part. `count`: int32 [1],
     the leading rows of x that matter; tiles beyond them hold zeros."""
-    (tokens, inputs), (outputs, _), kind = x.shape, w.shape, BLOCK_KINDS[w.kind]
-    few = tokens <= 64
-    bm, bn, warps = (pad(tokens, 16), 64, 4) if few else (64, 128, 8)
-    if x.dtype == jnp.float32:
-        bm, bn, warps = pad(min(tokens, 32), 16), 32, 4
-    programs = -(-tokens // bm) * -(-outputs // bn)
-    wanted = min(3 * triton_compat.target().cores // programs, inputs // 1024)
-    splits = 1 << (max(1, min(wanted, 16)).bit_length() - 1)
+    return _call(x, w, tiles(x.dtype, len(x), *w.shape), count, None, dtype)
+
+
+@jax.jit
+def grouped_product(x: jax.Array, w: BlockArray, group_sizes: jax.Array) -> jax.Array:
+    """Rows of x [tokens, in], sorted by expert, times their experts' weights [experts, out, in] as parts [splits,
+    tokens, out] in float32. group_sizes: int32 [experts]; rows beyond their sum hold anything."""
+    tokens, (experts, outputs, inputs) = len(x), w.shape
+    tile = tiles(x.dtype, -(-tokens // experts), outputs, inputs)
+    items = expert_items(group_sizes, tokens, tile.tokens)
+    tile = tile._replace(splits=1 << (max(tile.splits // len(items), 1).bit_length() - 1))
+    return _call(x, w, tile, group_sizes, items, jnp.dtype(jnp.float32))
+
+
+def _call(
+    x: jax.Array, w: BlockArray, tile: Tiles, count: jax.Array, items: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
+    """Parts [splits, tokens, out]. Without `items` there is one weight, and tiles of tokens follow up to `count`."""
+    (tokens, inputs), outputs, kind = x.shape, w.shape[-2], BLOCK_KINDS[w.kind]
     sums = count
     if kind.shifts:
         sums = x.astype(jnp.float32).reshape(tokens, -1, kind.group).sum(-1)
     return triton_compat.call(
         _matmul, x, w.low, *(w.low if part is None else part for part in (w.high, w.scales)), w.factors, sums, count,
-        out=[jax.ShapeDtypeStruct((splits, tokens, outputs), jnp.float32 if splits > 1 else dtype)],
-        grid=(-(-tokens // bm), -(-outputs // bn), splits), num_warps=warps, num_stages=3 if few else 2,
-        TOKENS=tokens, OUTPUTS=outputs, INPUTS=inputs, KIND=NAMES.index(w.kind), SPLITS=splits,
-        PTX=PTX and x.dtype != jnp.float32, BM=bm, BN=bn,
+        count if items is None else items,
+        out=[jax.ShapeDtypeStruct((tile.splits, tokens, outputs), jnp.float32 if tile.splits > 1 else dtype)],
+        grid=(-(-tokens // tile.tokens) if items is None else len(items), -(-outputs // tile.outputs), tile.splits),
+        num_warps=tile.warps, num_stages=tile.stages,
+        TOKENS=tokens, OUTPUTS=outputs, INPUTS=inputs, KIND=NAMES.index(w.kind), SPLITS=tile.splits,
+        GROUPED=items is not None, PTX=PTX and x.dtype != jnp.float32, BM=tile.tokens, BN=tile.outputs,
     )[0]  # fmt: skip

@@ -34,6 +34,7 @@ from jaxserve.pallas_kernels import triton_compat, tuning
 from jaxserve.pallas_kernels.quant_matmul import dequantized, triton_blocks
 from jaxserve.pallas_kernels.quant_matmul.dequantized import FP8_SHIFT, fp8_bits
 from jaxserve.pallas_kernels.quant_matmul.triton_fp4 import E8M0, SCALES, fp4_scales, fp4_weights
+from jaxserve.pallas_kernels.quant_matmul.triton_tiles import expert_items, own_tile
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.triton_compat import Target, pad
 from jaxserve.pallas_kernels.types import BlockArray, QuantArray
@@ -240,16 +241,11 @@ def _matmul(
     COLUMNS: tl.constexpr = INPUTS // PER
     SHIFTED: tl.constexpr = HAS_ZERO or HAS_BIAS
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUP else 1
+    expert, start, stop, live = own_tile(items, count, TOKENS, BM, GROUPED)
     if GROUPED:
-        expert = tl.load(items + tl.program_id(0) * 3).to(tl.int64)
-        start, stop = tl.load(items + tl.program_id(0) * 3 + 1), tl.load(items + tl.program_id(0) * 3 + 2)
         codes += expert * OUTPUTS * COLUMNS
         blocks = expert * ((OUTPUTS + BLOCK_OUT - 1) // BLOCK_OUT * GROUPS)
         scale, zero, bias, gain = scale + blocks, zero + blocks, bias + blocks, gain + expert * OUTPUTS
-        live = start < stop
-    else:
-        start, stop = tl.program_id(0) * BM, TOKENS
-        live = start < tl.load(count)
     token = start + tl.arange(0, BM)
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.arange(0, BK // PER)
@@ -313,29 +309,21 @@ def _product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None, 
 
 
 @jax.jit
-def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) -> jax.Array:
+def grouped_quant_matmul(x: jax.Array, w: QuantArray | BlockArray, group_sizes: jax.Array) -> jax.Array:
     """As `reference.grouped_quant_matmul`: rows of x, sorted by expert, each times its expert's weight.
 
     A tile has tokens of one expert, and room for the average number of tokens of an expert.
     """
     (tokens, inputs), (experts, outputs, _) = x.shape, w.shape
     share, target = -(-tokens // experts), triton_compat.target()
-    tile = tiles(x.dtype.name, w.codes.dtype.name, share, outputs, inputs, w.block[1], target)
-    items = _work_items(group_sizes.astype(jnp.int32), tokens, tile.tokens)
-    tile = tile._replace(splits=1 << (max(tile.splits // len(items), 1).bit_length() - 1))
-    y = _sum(_call(x, w, tile, group_sizes, items, jnp.float32))
+    if isinstance(w, BlockArray):
+        y = _sum(triton_blocks.grouped_product(x, w, group_sizes))
+    else:
+        tile = tiles(x.dtype.name, w.codes.dtype.name, share, outputs, inputs, w.block[1], target)
+        items = expert_items(group_sizes, tokens, tile.tokens)
+        tile = tile._replace(splits=1 << (max(tile.splits // len(items), 1).bit_length() - 1))
+        y = _sum(_call(x, w, tile, group_sizes, items, jnp.float32))
     return jnp.where((jnp.arange(tokens) < group_sizes.sum())[:, None], y, 0.0)
-
-
-def _work_items(group_sizes: jax.Array, tokens: int, size: int) -> jax.Array:
-    """Expert, first token and end of each tile of `size` tokens, int32 [items, 3]. Tiles beyond the last are empty."""
-    experts, ends = len(group_sizes), jnp.cumsum(group_sizes)
-    count = (group_sizes + size - 1) // size
-    after = jnp.cumsum(count)
-    item = jnp.arange(min(tokens, tokens // size + experts), dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(after, item, side="right", method="compare_all"), experts - 1)
-    start = (ends - group_sizes)[expert] + (item - (after - count)[expert]) * size
-    return jnp.stack([expert, start, jnp.minimum(start + size, ends[expert])], 1).astype(jnp.int32)
 
 
 def _sum(parts: jax.Array) -> jax.Array:

@@ -38,6 +38,9 @@ _FROM_STATS = (
     ("moe_mean_expert_tokens", "counter", "Tokens of a layer's mean expert, over passes and layers", "moe_mean_tokens"),
     ("moe_busiest_expert_tokens", "counter", "Tokens of a layer's busiest expert, likewise", "moe_busiest_tokens"),
     ("moe_active_experts", "counter", "Experts that had tokens, likewise", "moe_active_experts"),
+    ("spec_decode_num_drafts", "counter", "Rows whose proposed tokens were checked", "spec_drafts"),
+    ("spec_decode_num_draft_tokens", "counter", "Tokens proposed by speculative decoding", "spec_proposed"),
+    ("spec_decode_num_accepted_tokens", "counter", "Proposed tokens that were kept", "spec_accepted"),
     ("executables", "gauge", "Compiled step functions", "executables"),
     ("compilations", "counter", "Programs compiled since start", "compilations"),
     ("compilation_cache_hits", "counter", "Programs read from the compilation cache", "compile_cache_hits"),
@@ -122,6 +125,14 @@ class Metrics:
         yield self._histogram_family("step_seconds", "Host and device time of a step", phases, ("phase",))
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         yield self._family("gauge", "kv_cache_usage_perc", "Fraction of KV pages in use, 0 to 1", used)
+        accepted = CounterMetricFamily(
+            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Proposed tokens that were kept, by their position among a row's proposals",
+            labels=[*_LABELS, "position"],
+        )
+        for position, count in enumerate(stats.spec_accepted_at):
+            accepted.add_metric([*self._labels, str(position)], count)
+        yield accepted
         if self._info is not None:
             info = GaugeMetricFamily(
                 f"{self._prefix}:cache_config_info", "Cache settings", labels=[*_LABELS, "block_size", "num_gpu_blocks"]

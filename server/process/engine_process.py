@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,7 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 class Launch(msgspec.Struct, kw_only=True):
     """The line of JSON that the parent writes to standard input. `config` holds the fields of EngineConfig."""
 
-    config: dict[str, str | int | float | bool | list[str] | None]
+    config: dict[str, Any]
     socket_path: str
     engine_class: str = DEFAULT_ENGINE
 

@@ -9,7 +9,7 @@ import pytest
 from test_steps import copied_parameters, dequantized_copies, make_runner
 
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -50,6 +50,7 @@ CASES = [  # those whose forms others cover run in the slow group
     pytest.param("h200x1", "mosaic_gpu", 16, "int4", QWEN3_30B, id="h200 qwen3 int4"),
     pytest.param("h200x1", "mosaic_gpu", 16, "fp8", QWEN3_30B, id="h200 qwen3 fp8", marks=pytest.mark.slow),
     pytest.param("h200x1", "triton", 16, "mxfp4", GPT_OSS, id="h200 gpt-oss mxfp4"),
+    pytest.param("h200x1", "mosaic_gpu", 16, "Q4_K_M", QWEN3_30B, id="h200 qwen3 Q4_K_M", marks=pytest.mark.slow),
     pytest.param("h200x8", "mosaic_gpu", 16, "int8", QWEN3_30B, id="h200x8 qwen3 int8"),
     pytest.param("v6e-4", "mosaic_tpu", 128, "bf16", MIXTRAL, id="v6e mixtral bf16", marks=pytest.mark.slow),
     pytest.param("v6e-4", "mosaic_tpu", 128, "int8", QWEN3_30B, id="v6e qwen3 int8"),  # 192 inputs on each device
@@ -75,7 +76,7 @@ def test_experts(target, backend, page_size, scheme, model, decode, tmp_path):
     compiled = runner.lower(shape).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     stacks = {path: w for path, w in params.items() if "experts_" in path and len(w.shape) == 3}
-    quantized = {path: w for path, w in stacks.items() if isinstance(w, QuantArray)}
+    quantized = {path: w for path, w in stacks.items() if isinstance(w, QuantArray | BlockArray)}
     assert len(quantized) == (0 if scheme == "bf16" else len(stacks))
     assert dequantized_copies(text, quantized) == []
     assert copied_stacks(text, stacks) == []
@@ -92,6 +93,8 @@ def test_experts(target, backend, page_size, scheme, model, decode, tmp_path):
 
 def local(w) -> tuple[int, ...]:
     """The shape that a device has of a stack."""
+    if isinstance(w, BlockArray):  # only its outputs or experts are split
+        return (*w.low.sharding.shard_shape(w.low.shape)[:-1], w.shape[-1])
     plain = w.codes if isinstance(w, QuantArray) else w
     assert isinstance(plain, jax.ShapeDtypeStruct)
     return plain.sharding.shard_shape(plain.shape)

@@ -90,7 +90,7 @@ def make_runner(
     decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, kv_dtype=kv_dtype, **backends)
     params = abstract_params(decoder, mesh)
     if scheme == "Q4_K_M":
-        params = {path: as_llama_quantize(path, a) if is_quantizable(path) else a for path, a in params.items()}
+        params = as_llama_quantize(params, model.num_kv_heads)
     elif scheme in BLOCK_KINDS:
         params = {path: in_blocks(a, scheme) if is_quantizable(path) else a for path, a in params.items()}
     elif scheme != "bf16":
@@ -106,27 +106,32 @@ def make_runner(
 
 def in_blocks(plain: jax.ShapeDtypeStruct, kind: str) -> BlockArray:
     """The form of a weight in GGUF's blocks."""
-    form, (out, inputs) = BLOCK_KINDS[kind], plain.shape
+    form, (*rows, inputs) = BLOCK_KINDS[kind], plain.shape
     dtypes = {"low": "uint8", "high": "uint8", "words": "int32", "factors": "float16"}
 
     def field(name: str) -> jax.ShapeDtypeStruct | None:
         size = inputs // form.block * getattr(form, name)
-        return jax.ShapeDtypeStruct((out, size), dtypes[name], sharding=plain.sharding) if size else None
+        return jax.ShapeDtypeStruct((*rows, size), dtypes[name], sharding=plain.sharding) if size else None
 
     return BlockArray(*map(field, dtypes), kind)
 
 
-def as_llama_quantize(path: str, plain: jax.ShapeDtypeStruct) -> BlockArray | MixedArray:
-    """The form of an 8B Llama's weight in those layers where values are finer than queries and keys."""
-    if "qkv" not in path:
-        return in_blocks(plain, "Q6_K" if "down" in path else "Q4_K")
-    (out, inputs), widths = plain.shape, (5 * 128, 128)
+def as_llama_quantize(params: dict, kv_heads: int) -> dict:
+    """Weights' shapes, with the matrices of layers as in Q4_K_M in those layers where values and the last matrices of
+    MLPs are finer. Heads have 128 numbers."""
 
-    def part(i: int, kind: str) -> BlockArray:
-        rows = out * widths[i] // sum(widths)
-        return in_blocks(jax.ShapeDtypeStruct((rows, inputs), plain.dtype, sharding=plain.sharding), kind)
+    def one(path: str, plain: jax.ShapeDtypeStruct) -> BlockArray | MixedArray:
+        if "qkv" not in path:
+            return in_blocks(plain, "Q6_K" if "down" in path else "Q4_K")
+        (out, inputs), widths = plain.shape, (plain.shape[0] // kv_heads - 128, 128)
 
-    return MixedArray((part(0, "Q4_K"), part(1, "Q6_K")), widths)
+        def part(i: int, kind: str) -> BlockArray:
+            rows = out * widths[i] // sum(widths)
+            return in_blocks(jax.ShapeDtypeStruct((rows, inputs), plain.dtype, sharding=plain.sharding), kind)
+
+        return MixedArray((part(0, "Q4_K"), part(1, "Q6_K")), widths)
+
+    return {path: one(path, a) if is_quantizable(path) else a for path, a in params.items()}
 
 
 def cache_copies(text: str, elements: int) -> list[str]:

@@ -17,12 +17,12 @@ import pytest
 from devices import devices_of
 from flax.traverse_util import unflatten_dict
 from test_expert_steps import copied_stacks, local
-from test_steps import cache_copies, copied_parameters, dequantized_copies
+from test_steps import as_llama_quantize, cache_copies, copied_parameters, dequantized_copies, in_blocks
 
 from jaxserve.config import EngineConfig
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.devices.targets import target_memory
-from jaxserve.engine.loading import ModelPlan
+from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.kv_cache import CacheLayout
@@ -34,7 +34,7 @@ from jaxserve.models.quantized import STACKS, Rounding, arranged, is_quantizable
 from jaxserve.models.weights import abstract_params
 from jaxserve.models.wide_experts import as_in_files
 from jaxserve.pallas_kernels.registry import Device
-from jaxserve.pallas_kernels.types import Activations, QuantArray
+from jaxserve.pallas_kernels.types import Activations, BlockArray, QuantArray
 
 MIXTRAL_8X7B = {
     "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -105,7 +105,8 @@ class Case:
     """A model on some devices, and bounds for what it needs there.
 
     Attributes:
-      scheme: bf16, one of `quantized.FORMS` for all matrices of the layers, or "experts KIND" for experts alone.
+      scheme: bf16, one of `quantized.FORMS` for all matrices of the layers, "experts KIND" for experts alone, or Q4_K_M
+        (blocks of a GGUF file) for all matrices.
       few: changes of the config that leave few layers, of all kinds.
       parameters: of the published model, in billions; weights must have as many.
       row: bytes of the cache for a token and a layer; heads that are fewer than the devices are repeated.
@@ -128,6 +129,7 @@ class Case:
         return self.target.startswith("h")
 
 
+FORMS = QuantArray | BlockArray
 SMALL = 64 << 20  # bytes that more layers may add to temporaries
 TWO = {"num_hidden_layers": 2}
 CASES = {
@@ -136,6 +138,7 @@ CASES = {
         "h200x8", "fp8 blocks", DEEPSEEK_V3, TWO | {"first_k_dense_replace": 1}, 671.0, 576 * 2, 3072, 580
     ),
     "qwen3-235b": Case("h200x8", "bf16", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 1400, 1450),
+    "qwen3-30b Q4_K_M": Case("h200x1", "Q4_K_M", QWEN3_30B, TWO, 30.5, 2 * 4 * 128 * 2, 1400, 1000),
     "mixtral": Case("h200x1", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 2800, 280),
     "gemma3-27b": Case("h200x1", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 1400, 340),
     "scout": Case(
@@ -222,6 +225,10 @@ def in_scheme(plain: dict[str, Any], scheme: str, plan: ModelPlan) -> dict[str, 
     if scheme == "fp8 blocks":
         rounding = Rounding("auto", Device.of(plan.mesh.devices.flat[0]), plan.dtype)
         made = {path: rounding(path, in_blocks_of_fp8(x)) if is_quantizable(path) else x for path, x in plain.items()}
+    elif scheme == "Q4_K_M":
+        made = as_llama_quantize(plain, plan.model.num_kv_heads)
+        made |= {"embed/table": in_blocks(plain["embed/table"], "Q4_K")}
+        made |= {"head/kernel": in_blocks(plain["head/kernel"], "Q6_K")}
     elif scheme.startswith("experts "):
         quantized = quantized_abstract(plain, scheme.removeprefix("experts "))
         made = {path: quantized[path] if path.endswith(STACKS) else x for path, x in plain.items()}
@@ -255,8 +262,10 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
     stacks = {path: w for path, w in params.items() if path.endswith(STACKS)}
     # On GPUs, steps of prompts dequantize one matrix at a time. A matrix with as many rows on a device as the step has
     # looks like an activation.
-    matrices = {path: w for path, w in params.items() if isinstance(w, QuantArray) and shape.rows not in local(w)}
-    quantized = {path: w for path, w in matrices.items() if shape.decode_only or path in stacks}
+    matrices = {path: w for path, w in params.items() if isinstance(w, FORMS) and shape.rows not in local(w)}
+    # Kernels read GGUF's blocks as they are.
+    kept = {path for path, w in matrices.items() if shape.decode_only or path in stacks or isinstance(w, BlockArray)}
+    quantized = {path: matrices[path] for path in kept}
     assert dequantized_copies(text, quantized) == []
     assert copied_stacks(text, stacks) == []
     assert copied_parameters(text) == []

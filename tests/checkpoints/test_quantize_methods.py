@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import quantized_forms
 from goldens.record_compressed import GOLDENS, cases
 from unpacking import unpack
 
@@ -62,6 +63,15 @@ def test_rtn_is_within_half_a_step(layer, scheme):
     else:
         assert (change <= step / 2 * slack).all()
         assert change.max() > step.min() / 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_ties_are_rounded_as_numpy_rounds_them(kind):
+    """Scales and quotients of float32 are rounded once. Quotients of bfloat16 weights often lie between two codes."""
+    weight = np.random.default_rng(4).normal(size=(64, 256)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    made = rtn(weight, Scheme(kind, 128 if kind == "int4" else None))
+    found = np.asarray(made.codes).astype(np.float32) * np.repeat(made.scale, made.block[1], axis=1)
+    np.testing.assert_allclose(found, quantized_forms.rounded(weight, kind), rtol=1e-6)
 
 
 def test_fp8_codes_are_those_of_the_type(layer):

@@ -62,6 +62,10 @@ class Row(NamedTuple):
     def end(self) -> int:
         return self.start + self.count
 
+    @property
+    def checks(self) -> bool:
+        return self.count > 1 and self.num_new > 1
+
 
 def each(rows: Rows) -> list[Row]:
     columns = (rows.start, rows.count, rows.num_new, rows.scores_prompt)
@@ -164,14 +168,15 @@ class Device:
         assert fields["num_decodes"] == [sum(ones)]
         assert fields["q_start"][len(rows) :] == [sum(row.count for row in rows)] * (batch.shape.rows + 1 - len(rows))
         assert set(fields["slot"][len(rows) :]) <= {self.num_slots}
-        (steps,) = fields["tokens_per_call"]
+        (most,) = fields["tokens_per_call"]
+        steps = most if batch.shape.decode_only else 1
         assert 1 <= steps <= batch.shape.max_tokens_per_call
         slots = fields["slot"]
         ended = [self.last_token[slots[i]] < 0 for i in range(len(rows))]
         self.events["ended on the device"] += sum(ended)
         going = [fields["num_new"][i] > 0 and not ended[i] for i in range(len(rows))]
         scores = np.zeros((1, len(rows), SCORE_WORDS), np.int32)
-        ran = Ran(batch.rows, np.full((len(rows), steps), -1, np.int32), scores)
+        ran = Ran(batch.rows, np.full((len(rows), most), -1, np.int32), scores)
         for step in range(steps):
             written: set[tuple[int, int]] = set()
             advancing = [i for i in range(len(rows)) if going[i] or (step == 0 and not ended[i])]
@@ -181,6 +186,10 @@ class Device:
             self.scribble()
             for i in advancing:
                 seq, slot = rows[i].seq, slots[i]
+                if rows[i].checks:
+                    first = fields["q_start"][i + 1] - rows[i].num_new + 1
+                    self._check_proposals(rows[i], slot, fields["tokens"][first:], ran.tokens[i])
+                    continue
                 state = self._read_row(slot, seq)
                 if seq.params.logprobs is not None:
                     scores[0, i] = pack_scores(state)
@@ -195,6 +204,20 @@ class Device:
         self.events["loops"] += steps > 1
         self.events["loops beside single draws"] += steps > 1 and any(row.seq.params.has_mask for row in rows)
         return ran
+
+    def _check_proposals(self, row: Row, slot: int, proposed: list[int], drawn: np.ndarray) -> None:
+        """Draws behind the row's last known token, then behind each of its proposals that equals the draw before it.
+        The slot's length ends with the last token that counts; what was written behind it stays."""
+        self.length[slot] -= row.num_new - 1
+        for i in range(row.num_new):
+            token = next_token(self._read_row(slot, row.seq), self.slot_params[slot][1])
+            stops = token in self.slot_params[slot][2]
+            drawn[i], self.last_token[slot] = token, -1 if stops else token
+            if stops or i == row.num_new - 1 or token != proposed[i]:
+                self.events["kept proposals"] += i
+                self.events["lost proposals"] += row.num_new - 1 - i
+                return
+            self.length[slot] += 1
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         """All are read before any is written; one after the other must give the same, as there may be many."""
@@ -272,5 +295,6 @@ class Device:
             pieces = [row for row in rows if row.seq is whole.seq]
             assert [piece.start for piece in pieces] == [whole.start, *(piece.end for piece in pieces[:-1])]
             assert pieces[-1].end == whole.end
+            assert len(pieces) == 1 or not whole.checks, "proposals are checked in one piece"
             assert [piece.num_new for piece in pieces] == [0] * (len(pieces) - 1) + [whole.num_new]
         assert {row.seq for row in rows} == set(plan.rows.seqs)

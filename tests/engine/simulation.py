@@ -5,7 +5,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import count
 
-from null_device import Device, Ran, each, fingerprint, next_token, root_state
+import numpy as np
+from null_device import VOCAB, Device, Ran, each, fingerprint, next_token, root_state
 
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
@@ -177,8 +178,29 @@ class Simulation:
 
     # Steps
 
+    def propose(self, most: int, right: int) -> None:
+        """Proposes up to `most` tokens for each decoding sequence. The first `right` are right, the others wrong."""
+        while self.in_flight:
+            self.commit()
+        running = self.scheduler.running
+        room = self.budget - len(running)
+        for seq in running:
+            known = int(running.known[seq.slot])
+            count = min(most, room, int(running.limit[seq.slot]) - known - 1, int(running.ahead(seq.slot)) - 1)
+            count = min(count, max(shape.tokens for shape in self.device.shapes if not shape.decode_only) - 1)
+            special = seq.params.has_mask or seq.params.use_beam_search or not seq.num_outputs
+            if count <= 0 or special or not known == running.total[seq.slot] == running.computed[seq.slot] + 1:
+                continue
+            job = self.jobs[seq.request_id]
+            tokens = job.trace(seq.index)[0][known : known + count]
+            wrong = [(token + 1) % VOCAB for token in tokens]
+            running.propose(seq.slot, np.asarray(tokens[:right] + wrong[right:], np.int32))
+            room -= count
+
     def dispatch(self, tokens_per_call: int = 1) -> StepPlan | None:
         """Schedules a step and runs it; its tokens wait in `in_flight`."""
+        if self.scheduler.running.proposes and self.in_flight:
+            self.commit()  # as the engine does
         waiting = list(self.scheduler.waiting)
         preemptions = self.scheduler.num_preemptions
         before = {seq: self.left(seq) for seq in self.scheduler.running}
@@ -308,9 +330,9 @@ class Simulation:
             assert all(row.count > 0 for row in rows)
             assert len(scheduled) == len(rows)
             limits = {row.seq: row.seq.prompt_len + row.seq.max_tokens for row in rows}
-            assert all(row.end + row.num_new <= limits[row.seq] for row in rows)
+            assert all(row.end + (1 if row.checks else row.num_new) <= limits[row.seq] for row in rows)
             assert all(row.num_new <= 1 for row in rows if row.seq.params.has_mask or row.seq.params.use_beam_search)
-            looped = any(row.num_new > 1 for row in rows)
+            looped = any(row.num_new > 1 and not row.checks for row in rows)
             assert not looped or not admissible, "a newcomer waits for a loop to end"
             self.events["loops while others wait"] += looped and bool(waiting)
         for seq in self.scheduler.running:

@@ -15,9 +15,11 @@ from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.commands import model_report
 from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import ConfigError
 from jaxserve.convert.convert import convert_model
+from jaxserve.models import load, quantized
 from jaxserve.models.load import Checkpoint
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
@@ -120,6 +122,31 @@ def test_gguf(case, kind, tmp_path, model_folders, gguf_files):
     assert answers(engine, 4) == plain
     if kind == "Q4_K":
         assert answers(make_engine(path, tensor_parallel_size=2), 4) == plain
+
+
+def uneven(name):
+    """The types of a file in which the gates of experts have another type than their ups."""
+    return ("Q6_K" if "w1" in name else "Q4_K") if "experts" in name else "F32"
+
+
+@pytest.mark.parametrize("types", [lambda name: "Q4_K" if "experts" in name else "F32", uneven], ids=["even", "uneven"])
+def test_gguf_in_blocks(types, tmp_path, gguf_files, monkeypatch):
+    """As on GPUs, stacks keep the file's width, here in plain XLA: the tokens that panels give, on one device and two;
+    the plan tells the forms. Without a type that gates and ups share, both are widened."""
+    folder = other_case("wide", tmp_path / "case")
+    path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", lambda name: gguf_files.Kind[types(name)])
+    expected = answers(make_engine(path, matmul_backend="cpu", dtype="float32"), 4)
+    for module in (load, model_report, quantized):
+        monkeypatch.setattr(module, "keeps_blocks", lambda mesh: True)
+    monkeypatch.setattr(load.Packing, "of", lambda config, mesh: None)
+    for devices in (1, 2):
+        engine = make_engine(path, tensor_parallel_size=devices)
+        kept = {path.split("/")[-1]: getattr(w, "kind", None) for path, w in stacks(engine).items()}
+        assert kept == {"experts_gate_up": None if types is uneven else "Q4_K", "experts_down": "Q4_K"}
+        planned = abstract_weights(engine.runner.model, path, engine.runner.mesh, engine.config)
+        loaded = flatten_dict(engine.runner.params, sep="/")
+        assert {name: form(x) for name, x in planned.items()} == {name: form(x) for name, x in loaded.items()}
+        assert answers(engine, 4) == expected
 
 
 def dequantized(file, name):

@@ -1,6 +1,7 @@
 """How long calls are, by what those before took."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,9 +27,14 @@ def test_a_token_takes_what_a_pass_of_the_model_takes(monkeypatch):
 
 
 def test_passes_of_a_flight():
+    def step(*only_decodes):
+        return InFlightStep([SimpleNamespace(rows=SimpleNamespace(only_decodes=is_)) for is_ in only_decodes], 4, 0.0)
+
     tokens = [np.array([[5, 7], [6, -1], [-1, -1], [-1, -1]]), np.array([[5], [6], [7], [-1]])]
-    assert InFlightStep([], 4, 0.0).passes(tokens) == 3
-    assert InFlightStep([], 1, 0.0).passes([np.array([[-1, -1]])]) == 1  # the midst of prompts
+    assert step(True, True).passes(tokens, static=False) == 3
+    assert step(True, True).passes(tokens, static=True) == 4  # programs of a fixed length do not end early
+    assert step(True, False).passes(tokens, static=False) == 2  # the second checked proposals, in one pass
+    assert step(False).passes([np.array([[-1, -1]])], static=False) == 1  # the midst of prompts
 
 
 def test_a_loop_ends_with_its_last_row(model_folders):

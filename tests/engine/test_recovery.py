@@ -151,10 +151,10 @@ def poison_admission(monkeypatch, at):
 def poison_answer(monkeypatch, at):
     """It raises when what it came to is put together."""
 
-    def is_poisoned(self, detail, *rest):
+    def is_poisoned(detail, *rest):
         return detail.seq.request_id == "bad" and detail.seq.num_outputs >= at
 
-    monkeypatch.setattr(Engine, "_annotate", raising(Engine._annotate, is_poisoned))
+    monkeypatch.setattr(engine_module, "complete", raising(engine_module.complete, is_poisoned))
     return bad(logprobs=1, n=2)
 
 

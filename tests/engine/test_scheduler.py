@@ -86,6 +86,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.simulation.overlapped_step(tokens_per_call)
 
+    @precondition(lambda self: not self.simulation.scheduler.recurrent)
+    @rule(times=st.integers(1, 4), most=st.integers(1, 8), right=st.integers(0, 8), overlapped=st.booleans())
+    def speculate(self, times, most, right, overlapped):
+        for _ in range(times):
+            self.simulation.propose(most, right)
+            self.simulation.overlapped_step() if overlapped else self.simulation.dispatch()
+
     @precondition(lambda self: self.simulation.in_flight)
     @rule()
     def commit(self):
@@ -122,7 +129,7 @@ def test_under_pressure(overlapped, windows, snapshots):
     events: Counter[str] = Counter()
     without = None if snapshots is None else "beams"
     for seed in range(12):
-        rng = np.random.default_rng(seed)
+        rng, choices = np.random.default_rng(seed), np.random.default_rng(seed)
         simulation = Simulation(
             num_pages={(None,): 13, (6,): 11}.get(windows, 32),
             page_size=4,
@@ -144,11 +151,13 @@ def test_under_pressure(overlapped, windows, snapshots):
                     **{kind: True for kind in [str(rng.choice(KINDS))] if kind not in ("ordinary", without)},
                 )
             for tokens_per_call in rng.choice(TOKENS_PER_CALL, rng.integers(0, 12)).tolist():
+                if snapshots is None and choices.random() < 0.2:
+                    simulation.propose(int(choices.integers(1, 5)), int(choices.integers(0, 5)))
                 simulation.overlapped_step(tokens_per_call) if overlapped else simulation.step(tokens_per_call)
         simulation.drain(overlapped=overlapped)
         events += simulation.events
     least = {
-        "preemptions": 100 if windows == (None,) else 80,
+        "preemptions": 100 if windows == (None,) else 70,
         "evictions": 100,
         "copies": 100,
         "prefix hits": 100,
@@ -159,11 +168,13 @@ def test_under_pressure(overlapped, windows, snapshots):
         "loops while others wait": 20,
         "loops beside single draws": 20,
         "late draws": 200,
-        "beams": 20,
+        "beams": 15,
         "copied tables": 20,
+        "kept proposals": 50,
+        "lost proposals": 50,
     }
     if snapshots is not None:
-        unshared = ("beams", "copies", "copied tables", "overflow")
+        unshared = ("beams", "copies", "copied tables", "overflow", "kept proposals", "lost proposals")
         least = {name: n for name, n in least.items() if name not in unshared} | {"restored": 100, "kept": 300}
     if any(isinstance(window, Chunk) for window in windows):
         least["ends of chunks"] = 200

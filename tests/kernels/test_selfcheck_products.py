@@ -45,8 +45,7 @@ def test_right_products_pass(name):
     is_right(check_matmul, quantized.quant_matmul, problem, repeats=1)
     worst = is_right(check_matmul, rounded_weight, problem, repeats=0)
     assert worst < 0.7 * tolerance(problem.x_dtype, 0.75)
-    if not problem.kind:
-        is_right(check_grouped, quantized.grouped_quant_matmul, problem, repeats=1)
+    is_right(check_grouped, quantized.grouped_quant_matmul, problem, repeats=1)
 
 
 def test_a_large_weight_is_tried_with_fewer_outputs():
@@ -109,7 +108,8 @@ def test_wrong_experts_are_seen():
         return quantized.grouped_quant_matmul(x, w, sizes.at[-1].add(1))
 
     for wrong in (shifted, beyond):
-        assert findings(check_grouped, wrong, MATMULS["int4 g128"], repeats=0)[1]
+        for name in ("int4 g128", "blocks"):
+            assert findings(check_grouped, wrong, MATMULS[name], repeats=0)[1]
 
 
 def test_a_wrong_product_is_not_used(monkeypatch, caplog):
@@ -161,4 +161,5 @@ def test_a_wrong_grouped_product_is_not_used(monkeypatch):
     monkeypatch.setattr(operations, "choose", lambda operation, device, problem, backend: "triton")
     for module, expected in ((Wrong, "xla"), (quantized, "auto")):
         monkeypatch.setattr(operations, "load", lambda operation, backend, module=module: module)
-        assert checked_matmul(device, [], "auto", [MATMULS["int4 g128"]]) == expected
+        for name in ("int4 g128", "blocks"):
+            assert checked_matmul(device, [], "auto", [MATMULS[name]]) == expected

@@ -488,6 +488,38 @@ def test_blocks(kind, dtype, monkeypatch):
     np.testing.assert_allclose(out, gold, rtol=0, atol=2e-6 * np.abs(gold).max() * inputs**0.5)
 
 
+@interpreted
+@pytest.mark.parametrize(("kind", "dtype", "outputs", "inputs", "sizes", "tokens"), [
+    ("Q4_K", "bfloat16", 70, 512, [3, 0, 40, 1], 50),
+    ("Q4_K", "float32", 130, 256, [0, 70, 20], 96),
+    ("Q4_K", "bfloat16", 16, 2048, [0, 1, 0], 1),
+    ("Q6_K", "bfloat16", 33, 256, [5, 6], 11),
+    ("Q5_K", "float16", 20, 256, [0, 0], 4),
+    ("Q2_K", "bfloat16", 20, 256, [2, 1], 4),
+    ("Q3_K", "bfloat16", 20, 256, [2, 1], 4),
+    ("Q5_0", "bfloat16", 40, 96, [0, 3, 1], 5),
+    ("Q5_1", "float32", 40, 96, [17, 0, 1], 18),
+    ("Q4_1", "bfloat16", 40, 96, [1, 0, 1], 2),
+])  # fmt: skip
+def test_blocks_by_expert(kind, dtype, outputs, inputs, sizes, tokens, monkeypatch):
+    """Experts of many tokens, one and none; several tiles of an expert; split inputs; NaN in tokens of nobody."""
+    monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 4 if tokens == 1 else 1))
+    rng = np.random.default_rng(len(kind) + tokens)
+    members = [block_weight(rng, kind, outputs, inputs) for _ in sizes]
+    w = jax.tree.map(lambda *fields: jnp.stack(fields), *members)
+    x = rounded(rng, (tokens, inputs), dtype)
+    x[sum(sizes) :] = np.nan
+    out = np.asarray(matmul.grouped_quant_matmul(jnp.asarray(x), w, jnp.asarray(sizes, jnp.int32)))
+    assert (out.dtype, out.shape) == (np.float32, (tokens, outputs))
+    start = 0
+    for size, member in zip(sizes, members, strict=True):
+        gold = x[start : start + size].astype(np.float64) @ np.asarray(reference.dequantize(member), np.float64).T
+        tolerance = 2e-6 * np.abs(gold).max(initial=0) * inputs**0.5
+        np.testing.assert_allclose(out[start : start + size], gold, rtol=0, atol=tolerance)
+        start += size
+    assert not out[start:].any()
+
+
 # --- PTX ---
 
 
@@ -717,20 +749,26 @@ def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
     assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + inputs) + 1024
 
 
+def block_shapes(kind, *shape) -> BlockArray:
+    """The shapes of a weight [..., outputs, inputs] in blocks."""
+    *rows, inputs = shape
+    form, blocks_, like = BLOCK_KINDS[kind], inputs // BLOCK_KINDS[kind].block, jax.ShapeDtypeStruct
+    high = like((*rows, blocks_), np.int32) if form.block == 32 else like((*rows, blocks_ * form.high), np.uint8)
+    return BlockArray(
+        like((*rows, blocks_ * form.low), np.uint8),
+        high if form.high else None,
+        like((*rows, blocks_ * form.words), np.int32) if form.words else None,
+        like((*rows, blocks_ * form.factors), np.float16),
+        kind,
+    )
+
+
 @compiled
 @pytest.mark.parametrize("tokens", [16, 512])
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_blocks_compile(compile_for, kind, tokens):
     outputs, inputs, like = 4096, 2560, jax.ShapeDtypeStruct
-    form, blocks_ = BLOCK_KINDS[kind], inputs // BLOCK_KINDS[kind].block
-    high = like((outputs, blocks_), np.int32) if form.block == 32 else like((outputs, blocks_ * form.high), np.uint8)
-    w = BlockArray(
-        like((outputs, blocks_ * form.low), np.uint8),
-        high if form.high else None,
-        like((outputs, blocks_ * form.words), np.int32) if form.words else None,
-        like((outputs, blocks_ * form.factors), np.float16),
-        kind,
-    )
+    w = block_shapes(kind, outputs, inputs)
     program = compile_for(lambda x, w: matmul.quant_matmul(jnp.tanh(x), w), like((tokens, inputs), "bfloat16"), w)
     entry = program.as_text().partition("\nENTRY")[2]
     assert entry.count(" custom-call(") == 1
@@ -753,6 +791,18 @@ def test_grouped_quant_matmul_compiles(compile_for, codes, block, tokens):
     entry = program.as_text().partition("\nENTRY")[2]
     assert entry.count(" custom-call(") == 1
     assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + inputs) + 4096
+
+
+@compiled
+@pytest.mark.parametrize("tokens", [16, 2048])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_1"])
+def test_blocks_by_expert_compile(compile_for, kind, tokens):
+    like, experts, outputs, inputs = jax.ShapeDtypeStruct, 8, 2048, 768
+    arguments = like((tokens, inputs), "bfloat16"), block_shapes(kind, experts, outputs, inputs), like((experts,), "i4")
+    program = compile_for(lambda x, w, sizes: matmul.grouped_quant_matmul(jnp.tanh(x), w, sizes), *arguments)
+    entry = program.as_text().partition("\nENTRY")[2]
+    assert entry.count(" custom-call(") == 1
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * tokens * (4 * outputs + 2 * inputs) + 4096
 
 
 @compiled

@@ -69,6 +69,15 @@ def test_rates_and_latencies_of_the_last_minute():
     assert re.search(r"last 50 s +p50 +p90 +p99\nfirst token +1\.50 s +1\.90 s +1\.99 s\nbetween tokens +– ", frame)
 
 
+def test_acceptance_of_proposals():
+    view = View("url", color=False)
+    counts = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 14}
+    view.take(parse_metrics("\n".join(f"x:spec_decode_{name}_total {count}" for name, count in counts.items()), 1.0))
+    assert "speculation 2.40 tokens a check   35% of proposals kept" in view.frame(100, 40)
+    view.take(parse_metrics("x:spec_decode_num_drafts_total 0", 2.0))
+    assert "speculation" not in "\n".join(view.frame(100, 40))
+
+
 def test_once(demo_server, capsys):
     body = {"model": "test-model", "prompt": [5] * 40, "max_tokens": 20, "ignore_eos": True}
     httpx.post(demo_server.url + "/v1/completions", json=body, timeout=60).raise_for_status()

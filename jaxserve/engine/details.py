@@ -1,0 +1,46 @@
+"""Completes updates that say more than their tokens: a sequence's first or last one, or one with log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import jax
+import numpy as np
+
+from jaxserve.engine.pooled import result_of
+from jaxserve.models.pooling import Pooler
+from jaxserve.scheduling.logprobs import read_rows
+from jaxserve.scheduling.stats import EngineStats
+from jaxserve.scheduling.step_plan import DetailedUpdate
+from jaxserve.types import SequenceUpdate
+
+
+def complete(
+    detail: DetailedUpdate,
+    scores: jax.Array | None,
+    eos_token_ids: Collection[int],
+    pooler: Pooler | None,
+    counters: EngineStats,
+) -> SequenceUpdate:
+    """The complete update of `detail`, whose tokens it counts. `scores`: `Sampled.scores` of the detail's batch."""
+    update, seq, row, is_first = detail
+    tokens = update.token_ids
+    counters.generation_tokens += len(tokens)
+    if update.finish_reason == "stop":
+        update.complete = tokens[-1] not in seq.stop_ids
+        if not update.complete and tokens[-1] not in eos_token_ids:
+            update.stop_token = tokens[-1]
+    if seq.matcher is not None and update.finish_reason == "error":
+        update.error = f"the grammar failed: {seq.matcher.error}"
+    if (count := seq.params.logprobs) is not None and tokens:
+        assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"
+        update.logprobs = read_rows(np.asarray(scores)[: len(tokens), row], tokens, count)
+    if is_first and seq.index == 0:
+        counters.prompt_tokens += seq.prompt_len
+        update.num_cached_tokens = seq.num_cached or 0
+        update.queue_seconds = seq.queue_seconds
+        if seq.params.prompt_logprobs is not None:
+            update.prompt_logprobs = seq.prompt_scores
+        if pooler is not None:
+            update.pooled = result_of(seq, pooler)
+    return update

@@ -1,0 +1,81 @@
+"""What the settings, the model's config and the devices determine before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution import memory
+from jaxserve.execution.kv_cache import CacheLayout, cache_dtype
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.load import compute_dtype, find_files, make_decoder, read_model
+from jaxserve.models.pooling import Pooler
+from jaxserve.models.pooling_files import read_pooler
+from jaxserve.models.spec import ModelConfig
+from jaxserve.pallas_kernels.types import default_page_size
+from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.types import InvalidRequestError
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Everything that the settings, the model's config and the devices determine before weights are read.
+
+    Attributes:
+      folder, tokenizer: the folders with the model's files and with the tokenizer's files.
+      dtype: the dtype of the computation.
+      longest: most tokens of a request, prompt and output.
+      one_page: the cache's layout with a single page; `Sizing` chooses the number of pages.
+      pooler: for a model that embeds or scores, whose decoder has no output head; else None.
+    """
+
+    folder: Path
+    tokenizer: Path
+    model: ModelConfig
+    mesh: Mesh
+    dtype: np.dtype
+    longest: int
+    decoder: Decoder
+    one_page: CacheLayout
+    pooler: Pooler | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None) -> ModelPlan:
+        """The plan for an engine's settings. Raises ConfigError or CheckpointError for a model that cannot be served
+        with them."""
+        folder, tokenizer = find_files(config)
+        model, mesh = read_model(folder, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
+        pooler = read_pooler(config, folder, model, lambda text: _token_of(tokenizer, folder, text))
+        if pooler is not None:
+            model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed
+        if config.speculative_config is not None and (pooler is not None or model.recurrent is not None):
+            kind = "embed or score" if pooler is not None else "have recurrent layers"
+            raise ConfigError(f"speculative_config must be None for models that {kind}")
+        longest = memory.max_model_len(config, model)
+        model = model.limited_to(longest)
+        platform = mesh.devices.flat[0].platform
+        dtype = compute_dtype(config, model, platform)
+        kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+        page_size = config.page_size or default_page_size(platform)
+        backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
+        decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
+        states = config.max_num_seqs, config.num_snapshots
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states)
+        return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
+
+
+def _token_of(tokenizer: Path, folder: Path, text: str) -> int:
+    """The id of a text that is one token. Raises ConfigError for a text of several tokens."""
+    try:
+        ids = load_tokenizer(folder, source=tokenizer).encode(text, add_special_tokens=False)
+    except (InvalidRequestError, OSError, ValueError) as error:
+        raise ConfigError(f"score_tokens need the model's tokenizer: {error}") from None
+    if len(ids) != 1:
+        raise ConfigError(f"score_tokens: {text!r} is {len(ids)} tokens in this model's tokenizer, not one")
+    return ids[0]

@@ -1,0 +1,203 @@
+"""Which running sequences get proposals, and how many: as many as pay by measured acceptance and measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from jaxserve.config import SpeculativeConfig
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.scheduling.running_table import RunningTable
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.stats import EngineStats
+from jaxserve.scheduling.step_plan import Rows, StepPlan
+from jaxserve.speculation.draft_model import DraftModel
+from jaxserve.speculation.ngram import Ngram, Suffix
+from jaxserve.speculation.proposal import Method, Proposal
+from jaxserve.speculation.step_times import StepTimes
+
+GAIN = 1.03  # least factor of tokens per second for which proposals are worth their trouble
+FEW_ROWS = 4  # without measured steps: running sequences up to which proposals are taken to pay,
+LEAST_CHANCE = 0.3  # and least chance of a proposal to be kept
+LOOK_AGAIN = 8  # tokens without a look for proposals after none were found that pay
+REST, LONGEST_REST = 16, 256  # tokens without proposals after two checks that kept none
+MEMORY = 0.7  # share of what was known about acceptance that stays with each check
+
+
+class Acceptance:
+    """The chance that a proposal is kept if those before it were, from recent checks."""
+
+    def __init__(self, chance: float):
+        self._kept, self._checked = 2 * chance, 2.0
+
+    @property
+    def chance(self) -> float:
+        return self._kept / self._checked
+
+    def learn(self, proposed: int, kept: int) -> None:
+        """The proposal after the last one kept was checked, too; what follows it was not."""
+        self._kept = MEMORY * self._kept + kept
+        self._checked = MEMORY * self._checked + min(kept + 1, proposed)
+
+
+class Record:
+    """What is known of one sequence. acceptance: by kind of proposal. next_look: its number of tokens from which on it
+    may get proposals again."""
+
+    def __init__(self, acceptance: List[Acceptance]):
+        self.acceptance = [Acceptance(one.chance) for one in acceptance]
+        self.kind = 0  # of the proposal that is being checked
+        self.next_look = 0
+        self._rest, self._failures = REST, 0
+
+    def learn(self, proposed: int, kept: int, known: int) -> None:
+        """Takes in a check, with which `known` tokens became known. A sequence whose proposals fail rests, for twice as
+        many tokens at each time."""
+        self.acceptance[self.kind].learn(proposed, kept)
+        self._failures = 0 if kept else self._failures + 1
+        if kept == proposed:
+            self._rest = REST
+        if self._failures == 2:
+            self.next_look, self._failures = known + self._rest, 0
+            self._rest = min(2 * self._rest, LONGEST_REST)
+
+
+class Speculator:
+    """Proposes tokens for sequences that decode.
+
+    The next proposals need the tokens of the step before. So an engine with proposals waits for each step, and it asks
+    first whether any are wanted (`wants`): not where many rows fill the devices, and not where all sequences rest
+    because their proposals did not pay.
+
+    Attributes:
+      times: seconds of steps; None: they are not measured, and few rows get all that is likely to be kept.
+    """
+
+    def __init__(self, method: Method, most: int, budget: int):
+        """most: proposals of a sequence in a step. budget: tokens of a step."""
+        self._method, self._most, self._budget = method, most, budget
+        self._records: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
+        self._acceptance = [Acceptance(chance) for chance in method.chances]  # of all sequences; new ones begin with it
+        self.set_times(None)
+        method.allocate()
+
+    def measure(self, runner: ModelRunner, shapes: List[StepShape]) -> None:
+        """Measures steps, whose programs are compiled. There are no requests."""
+        self._method.measure()
+        self.set_times(StepTimes.measure(runner, shapes, self._most))
+
+    def set_times(self, times: StepTimes | None) -> None:
+        self.times = times
+        self._most_rows = FEW_ROWS if times is None else self._rows_that_gain(times)
+
+    def _rows_that_gain(self, times: StepTimes) -> int:
+        """The most running sequences for which proposals pay if all of them are kept."""
+        gaining = 0
+        for rows in times.decode.sizes.tolist():
+            tokens = rows + np.arange(1, self._most * rows + 1)
+            if (tokens / times.check(tokens)).max() >= GAIN * rows / times.decode(rows):
+                gaining = rows
+        return gaining
+
+    def wants(self, running: RunningTable) -> bool:
+        """Whether some running sequence is to get proposals, if its tokens are known."""
+        seqs = running.lineup.seqs
+        return len(seqs) <= self._most_rows and any(self._is_open(seq, running) for seq in seqs)
+
+    def _is_open(self, seq: Sequence, running: RunningTable) -> bool:
+        params = seq.params
+        if params.has_mask or params.use_beam_search or not seq.num_outputs:
+            return False
+        record = self._records.get(seq)
+        return record is None or bool(running.known[seq.slot] >= record.next_look)
+
+    def propose(self, running: RunningTable, host_seconds: float) -> None:
+        """Proposes tokens before a step is planned; no step may be in flight. `host_seconds`: time between two steps in
+        which the devices wait, if each is committed before the next one."""
+        open_ = [seq for seq in running.lineup.seqs if self._is_open(seq, running)]
+        found = [(seq, one) for seq in open_ if (one := self._look(seq, running)) is not None]
+        counts = self._counts([self._chances(*one) for one in found], len(running), host_seconds)
+        for (seq, proposal), count in zip(found, counts, strict=True):
+            record = self._records[seq]
+            record.kind = proposal.kind
+            if count:
+                running.propose(seq.slot, proposal.tokens[:count])
+            else:
+                record.next_look = int(running.known[seq.slot]) + LOOK_AGAIN
+
+    def _look(self, seq: Sequence, running: RunningTable) -> Proposal | None:
+        """A proposal for a sequence whose last token is the only one to compute."""
+        slot = seq.slot
+        known = int(running.known[slot])
+        room = min(self._most, int(running.limit[slot]) - known - 1, int(running.ahead(slot)) - 1)
+        if room <= 0 or running.computed[slot] + 1 != known:
+            return None
+        if seq not in self._records:
+            self._records[seq] = Record(self._acceptance)
+        return self._method.propose(seq, running.tokens[slot, :known], room)
+
+    def _chances(self, seq: Sequence, proposal: Proposal) -> np.ndarray:
+        """The chance of each token of a proposal to be kept."""
+        chance = self._records[seq].acceptance[proposal.kind].chance
+        return chance ** np.arange(1, len(proposal.tokens) + 1)
+
+    def _counts(self, chances: List[np.ndarray], rows: int, host_seconds: float) -> list[int]:
+        """How many tokens of each proposal to check: the likeliest ones, while they pay."""
+        if not chances:
+            return []
+        every, owner = np.concatenate(chances), np.repeat(np.arange(len(chances)), [len(one) for one in chances])
+        depth = np.concatenate([np.arange(1, len(one) + 1) for one in chances])
+        order = np.argsort(-every, kind="stable")
+        seconds = host_seconds + self._method.seconds(len(chances), np.maximum.accumulate(depth[order]))
+        worthwhile = order[: self._num_worthwhile(every[order], rows, seconds)]
+        return np.bincount(owner[worthwhile], minlength=len(chances)).tolist()
+
+    def _num_worthwhile(self, chances: np.ndarray, rows: int, seconds: np.ndarray) -> int:
+        """How many of the proposals pay. chances: to be kept, in descending order. seconds: what so many proposals cost
+        beside the step that checks them."""
+        chances = chances[: max(self._budget - rows, 0)]
+        if self.times is None:
+            return int(np.count_nonzero(chances >= LEAST_CHANCE))
+        tokens = rows + np.cumsum(chances)
+        speed = tokens / (self.times.check(rows + np.arange(1, len(chances) + 1)) + seconds[: len(chances)])
+        worthwhile = len(speed) > 0 and speed.max() >= GAIN * rows / self.times.decode(rows)
+        return 1 + int(speed.argmax()) if worthwhile else 0
+
+    def learn(self, rows: Rows, tokens: np.ndarray, stats: EngineStats) -> None:
+        """Takes in what a step kept, and counts it. tokens: int32 [rows, any], -1 where a row sampled none."""
+        for i in np.flatnonzero(rows.checks).tolist():
+            proposed, kept = int(rows.num_new[i]) - 1, max(int(np.count_nonzero(tokens[i] >= 0)) - 1, 0)
+            stats.count_draft(proposed, kept)
+            if (record := self._records.get(rows.seqs[i])) is not None:
+                record.learn(proposed, kept, int(rows.end[i]) - proposed + kept + 1)
+                self._acceptance[record.kind].learn(proposed, kept)
+
+    def prepare(self, plan: StepPlan, running: RunningTable) -> None:
+        """A plan is about to be dispatched."""
+        self._method.prepare(plan, running)
+
+    def restore(self) -> None:
+        """After a step that failed: whatever the method had on the devices may be lost."""
+        self._method.allocate()
+
+    def finished(self, seq: Sequence) -> None:
+        """A sequence has ended; its tokens are complete."""
+        self._method.finished(seq)
+
+
+LOOKUPS: dict[str, type[Ngram]] = {"ngram": Ngram, "suffix": Suffix}
+
+
+def make_speculator(
+    config: SpeculativeConfig | None, budget: int, draft: ModelRunner | None, shapes: List[StepShape]
+) -> Speculator | None:
+    """The speculator that the settings ask for. budget: tokens of a step."""
+    if config is None:
+        return None
+    if draft is not None:
+        return Speculator(DraftModel(draft, shapes, most := config.num_speculative_tokens), most, budget)
+    method = LOOKUPS[config.method](config.prompt_lookup_min, config.prompt_lookup_max)
+    return Speculator(method, config.num_speculative_tokens, budget)

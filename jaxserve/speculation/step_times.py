@@ -1,0 +1,99 @@
+"""How long steps take on this machine, measured before serving: it decides how many proposals pay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.config import MAX_TOKENS_PER_CALL
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.slots import encode_slot
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.scheduling.sampler import Sampler
+from jaxserve.types import SamplingParams
+
+CONTEXT = 512  # tokens before those of a step, which attention reads
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by size; between two measured sizes, those of the larger one."""
+
+    sizes: np.ndarray  # int [n], ascending
+    seconds: np.ndarray  # float [n], ascending
+
+    @classmethod
+    def of(cls, measured: dict[int, float]) -> Curve:
+        """A step takes at most as long as a larger one, for which noise may have been less."""
+        sizes = sorted(measured, reverse=True)
+        return cls(np.array(sizes)[::-1], np.minimum.accumulate([measured[size] for size in sizes])[::-1])
+
+    def __call__(self, size: np.ndarray | int) -> np.ndarray:
+        """Seconds for sizes of any shape; beyond the largest measured size they are infinite."""
+        return np.append(self.seconds, np.inf)[np.searchsorted(self.sizes, size)]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """decode: seconds in which each row samples a token, by the number of rows, in calls of as many tokens as settings
+    allow. check: seconds of a step that checks proposals, by its tokens, proposals included."""
+
+    decode: Curve
+    check: Curve
+
+    @classmethod
+    def measure(cls, runner: ModelRunner, shapes: Sequence[StepShape], proposals: int) -> StepTimes:
+        """Runs steps with short sequences in the slots, which must be free. Their pages are the null page."""
+        mixed = [shape for shape in shapes if not shape.decode_only]
+        each, counts = 1 + proposals, {}
+        for tokens in _up_to(min(mixed[-1].tokens, mixed[-1].rows * each)):
+            cut = [each] * (tokens // each) + ([tokens % each] if tokens % each else [])
+            shape = next(shape for shape in mixed if shape.tokens >= tokens and shape.rows >= len(cut))
+            counts[tokens] = _seconds(runner, runner.programs.choose_checking(shape, Sampler.GREEDY), cut)
+        return cls(decode_seconds(runner, shapes), Curve.of(counts))
+
+
+def decode_seconds(runner: ModelRunner, shapes: Sequence[StepShape], most: int = MAX_TOKENS_PER_CALL) -> Curve:
+    """Seconds in which each row samples a token, by the number of rows, in calls of up to `most` tokens."""
+    usable = [shape for shape in shapes if shape.decode_only] or list(shapes)
+    measured = {}
+    for rows in _up_to(min(usable[-1].rows, runner.num_slots)):
+        shape = next(shape for shape in usable if shape.rows >= rows)
+        lengths = runner.programs.lengths(shapes, rows, Sampler.GREEDY)
+        length = max(length for length in lengths if length <= most)
+        program = runner.programs.choose(shape, Sampler.GREEDY, length, False)
+        measured[rows] = _seconds(runner, program, [1] * rows, length) / length
+    return Curve.of(measured)
+
+
+def _up_to(most: int) -> Iterable[int]:
+    return [size for size in SIZES if size < most] + [min(most, SIZES[-1])]
+
+
+def _seconds(runner: ModelRunner, program: StepProgram, counts: list[int], num_new: int = 1) -> float:
+    """The least time of a step whose row i has counts[i] tokens, of which all but one are proposals. Rows of one token
+    sample `num_new`."""
+    shape, rows = program.shape, len(counts)
+    counts = sorted(counts)  # rows of one token come first
+    packed = shape.empty(runner.num_slots)
+    field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
+    field["tokens"][: sum(counts)] = 0
+    field["q_start"][1 : rows + 1] = np.cumsum(counts)
+    field["q_start"][rows + 1 :] = sum(counts)
+    field["slot"][:rows] = np.arange(rows)
+    field["num_new"][:rows] = [num_new if count == 1 else count for count in counts]
+    field["tokens_per_call"][0], field["num_decodes"][0] = num_new, counts.count(1)
+    params, best = SamplingParams(temperature=0.0), np.inf
+    length = max(min(CONTEXT, runner.max_len - max(*counts, num_new)), 0)
+    for _ in range(1 + REPEATS):
+        runner.set_slots([encode_slot(slot, params, 0, (), 1, length=length) for slot in range(rows)])
+        start = time.perf_counter()
+        np.asarray(runner.step(program, packed)[0].tokens)
+        best = min(best, time.perf_counter() - start)
+    return best

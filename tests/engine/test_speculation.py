@@ -1,0 +1,313 @@
+"""Speculative decoding changes no token: the same requests with and without it."""
+
+import numpy as np
+import pytest
+from engines import make_engine, request, run_all
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.stats import EngineStats
+from jaxserve.speculation import speculator
+from jaxserve.speculation.ngram import Ngram, Suffix
+from jaxserve.speculation.proposal import Method, Proposal
+from jaxserve.speculation.speculator import Acceptance, Speculator
+from jaxserve.speculation.step_times import Curve, StepTimes
+from jaxserve.types import Request, SamplingParams
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
+
+def requests(seed, count):
+    """Prompts that repeat themselves, with parameters of every kind."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        prompt = np.tile(rng.integers(5, 60, int(rng.integers(3, 12))), 6)[: int(rng.integers(4, 40))].tolist()
+        params = {"max_tokens": int(rng.integers(1, 40)), "seed": i, "ignore_eos": bool(rng.integers(2))}
+        params["temperature"] = float(rng.choice([0.0, 0.3, 1.0]))
+        if rng.random() < 0.3:
+            params |= {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+        if rng.random() < 0.3:
+            params |= {"top_k": 5, "top_p": 0.9, "min_p": 0.05}
+        if rng.random() < 0.3:
+            params |= {"logprobs": 3}
+        if rng.random() < 0.2:
+            params |= {"min_tokens": min(5, params["max_tokens"]), "logit_bias": {7: 2.0, 9: -3.0}}
+        if rng.random() < 0.2:
+            params |= {"n": 3}
+        elif rng.random() < 0.1:
+            params |= {"allowed_token_ids": list(range(40))}
+        elif rng.random() < 0.1:
+            kept = {name: params[name] for name in ("max_tokens", "ignore_eos")}
+            params = kept | {"n": 2, "use_beam_search": True, "temperature": 0.0}
+        if "use_beam_search" not in params and rng.random() < 0.1:
+            params |= {"prompt_logprobs": 1}
+        made.append(request(f"r{i}", prompt, **params))
+    return made
+
+
+def outcome(results):
+    return {key: (one.token_ids, one.finish_reason) for key, one in results.items()}
+
+
+class Oracle(Method):
+    """Proposes the answers that are known, with errors here and there."""
+
+    chances = (0.9,)
+
+    def __init__(self, answers, errors):
+        self._answers, self._errors, self._rng = answers, errors, np.random.default_rng(3)
+
+    def propose(self, seq, tokens, count):
+        known = tokens.tolist()
+        fitting = [answer for answer in self._answers if answer[: len(known)] == known]
+        if not fitting:
+            return None
+        answer = np.asarray(fitting[self._rng.integers(len(fitting))][len(known) :][:count], np.int32)
+        return Proposal(np.where(self._rng.random(len(answer)) < self._errors, 77, answer))
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "errors"),
+    [
+        ("llama3_gqa", {}, 0.0),
+        ("llama3_gqa", {}, 1.0),
+        ("llama3_gqa", {"static_steps": True}, 0.2),
+        ("mistral_window", {"kv_pages": 20}, 0.2),
+        ("mixtral_experts", {"async_scheduling": False}, 0.2),
+        *(
+            pytest.param(case, options, errors, marks=pytest.mark.slow)
+            for case in (
+                "llama3_gqa",
+                "mistral_window",
+                "mixtral_experts",
+                "deepseek_v3_groups",
+                "gpt_oss_sinks",
+                "llama4_chunks",
+            )
+            for options in (
+                {},
+                {"static_steps": True},
+                {"kv_pages": 50},
+                {"kv_cache_dtype": "int8"},
+                {"tensor_parallel_size": 2},
+            )
+            for errors in (0.1, 0.3)
+        ),
+    ],
+)
+def test_the_same_tokens(case, options, errors, model_folders, monkeypatch):
+    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+        monkeypatch.setattr(speculator, name, 0)  # as many proposals as can be
+    settings = {"rows": 4, "tokens": 32, "max_model_len": 96, **options}
+    plain = make_engine(model_folders(case), **settings)
+    quick = make_engine(model_folders(case), speculative_config=NGRAM, **settings)
+    asked = requests(1, 16)
+    expected = run_all(plain, *asked)
+    prompts = {one.request_id: one.prompt_token_ids for one in asked}
+    answers = [prompts[name] + one.token_ids for (name, _), one in expected.items()]
+    quick.speculator = Speculator(Oracle(answers, errors), 4, budget=32)
+    found = run_all(quick, *requests(1, 16))
+    assert outcome(found) == outcome(expected)
+    tolerance = 1e-3 if "kv_cache_dtype" in options else 1e-4
+    for key, one in expected.items():
+        ours = [entry.logprob for entry in found[key].logprobs]
+        np.testing.assert_allclose(ours, [entry.logprob for entry in one.logprobs], atol=tolerance)
+    counters = quick.counters
+    assert counters.spec_proposed > 100
+    least, most = {0.0: (0.9, 1.0), 1.0: (0.0, 0.0)}.get(errors, (0.2, 0.95))
+    assert least <= counters.spec_accepted / counters.spec_proposed <= most
+    assert counters.spec_accepted == sum(counters.spec_accepted_at)
+
+
+def test_fewer_steps_for_text_that_repeats(model_folders):
+    """With measured steps, and programs that are compiled before."""
+    settings = {"rows": 2, "tokens": 16, "max_model_len": 96, "decode_steps": True}
+    engine = make_engine(model_folders("llama3_gqa"), speculative_config=NGRAM, **settings)
+    engine.compile()
+    engine.runner.frozen = True
+    assert engine.speculator.times is not None
+    wanted = request("a", [5, 6, 7, 8] * 4, max_tokens=60, logit_bias={9: 100.0})  # the answer is a single token
+    before = engine.counters.steps
+    (one,) = run_all(engine, wanted).values()
+    assert one.token_ids == [9] * 60
+    if engine.counters.spec_drafts:  # what pays depends on this machine's times
+        assert engine.counters.spec_accepted > 0.8 * engine.counters.spec_proposed
+    engine.speculator.set_times(StepTimes(Curve.of({1: 1.0, 2: 1.0}), Curve.of({16: 1.0})))
+    before = engine.counters.steps
+    run_all(engine, request("b", [5, 6, 7, 8] * 4, max_tokens=60, logit_bias={9: 100.0}))
+    assert engine.counters.steps - before <= 60 / 5 + 6
+
+
+# How many proposals
+
+
+def times(decode, check):
+    return StepTimes(Curve.of(decode), Curve.of(check))
+
+
+def test_proposals_fill_what_costs_nothing():
+    """Steps of up to 8 tokens take as long as one of 1; twice as long beyond."""
+    free = times({1: 1.0, 4: 1.0, 8: 1.0, 16: 2.0}, {8: 1.0, 16: 2.0})
+    speculates = Speculator(Ngram(), 5, budget=100)
+    speculates.set_times(free)
+    assert speculates._most_rows == 4
+    chances = np.sort([0.9**i for i in range(1, 6)] * 4)[::-1]
+    assert (
+        speculates._num_worthwhile(chances, 4, np.full(20, 0.0)) == 4
+    )  # four rows and four proposals are eight tokens
+    assert speculates._num_worthwhile(chances, 1, np.full(20, 0.0)) == 7
+    assert speculates._num_worthwhile(np.full(2, 0.01), 1, np.full(20, 0.0)) == 0  # less than what they must gain
+    assert speculates._num_worthwhile(chances, 4, np.full(20, 10.0)) == 0  # the host would hold up the devices
+    narrow = Speculator(Ngram(), 5, budget=6)
+    narrow.set_times(free)
+    assert narrow._num_worthwhile(chances, 4, np.full(20, 0.0)) == 2
+
+
+def test_no_proposals_where_each_token_costs_its_share():
+    speculates = Speculator(Ngram(), 5, budget=100)
+    linear = {n: float(n) for n in range(1, 65)}
+    speculates.set_times(times(linear, linear))
+    assert speculates._most_rows == 0
+    speculates.set_times(times(linear, {n: 1 + 0.4 * n for n in range(1, 65)}))
+    assert speculates._most_rows > 0
+    assert speculates._num_worthwhile(np.full(5, 0.3), 1, np.full(20, 0.0)) == 0
+    assert speculates._num_worthwhile(np.array([0.9, 0.8, 0.3]), 1, np.full(20, 0.0)) == 2
+
+
+def test_acceptance_follows_what_is_kept():
+    acceptance = Acceptance(0.5)
+    for _ in range(20):
+        acceptance.learn(4, 4)
+    assert acceptance.chance > 0.95
+    for _ in range(10):
+        acceptance.learn(4, 0)  # the three behind the first were not judged
+    assert acceptance.chance < 0.2
+    for _ in range(20):
+        acceptance.learn(4, 1)
+    assert 0.45 < acceptance.chance < 0.55
+
+
+def test_prompt_lookup_prefers_the_longest_then_the_latest_place():
+    tokens = np.array([1, 2, 3, 9, 8, 2, 3, 7, 7, 1, 2, 3], np.int32)
+    assert Ngram(2, 4).propose(None, tokens, 3).tokens.tolist() == [9, 8, 2]
+    assert Ngram(2, 2).propose(None, tokens, 3).tokens.tolist() == [7, 7, 1]
+    assert Ngram(2, 4).propose(None, np.array([1, 2, 3], np.int32), 3) is None
+    assert Ngram(1, 1).propose(None, np.array([4, 4, 4], np.int32), 3).tokens.tolist() == [4, 4, 4]
+    assert Ngram(2, 4).propose(None, np.array([5, 1, 2, 3, 1, 2], np.int32), 5).tokens.tolist() == [3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize(("length", "kind"), [(2, 0), (3, 1), (4, 2), (7, 2), (8, 3), (15, 3), (16, 4), (30, 4)])
+def test_longer_copies_are_of_another_kind(length, kind):
+    copied = np.arange(10, 10 + length)
+    tokens = np.concatenate([[1], copied, [2, 3, 4], copied]).astype(np.int32)
+    assert Ngram().propose(None, tokens, 2).kind == kind
+    assert Ngram().propose(None, tokens, 2).tokens.tolist() == [2, 3]
+
+
+def sequence(tenant, salt, *outputs):
+    asked = Request(request_id="a", prompt_token_ids=[90], params=SamplingParams(), tenant=tenant, cache_salt=salt)
+    seq = Sequence(asked, 0, 0, 100, frozenset(), 0)
+    seq.append(list(outputs))
+    return seq
+
+
+def test_recent_outputs_of_the_same_tenant():
+    suffix, tokens = Suffix(2, 16), np.array([90, 5, 6, 7], np.int32)
+    suffix.finished(sequence("a", None, 5, 6, 7, 8, 9))
+    suffix.finished(sequence("a", None, 1, 5, 6, 7))
+    assert suffix.propose(sequence("b", None), tokens, 4) is None
+    assert suffix.propose(sequence("a", "salt"), tokens, 4) is None
+    found = suffix.propose(sequence("a", None), tokens, 4)  # the second output ends where the copy does
+    assert (found.tokens.tolist(), found.kind) == ([8, 9], 6)
+    suffix.finished(sequence("a", None, 2, 6, 7, 3, 4))
+    assert suffix.propose(sequence("a", None), tokens, 4).tokens.tolist() == [8, 9]  # three tokens are more than two
+    suffix.finished(sequence("a", None, 5, 6, 7, 3, 4))
+    found = suffix.propose(sequence("a", None), tokens, 4)
+    assert (found.tokens.tolist(), found.kind) == ([3, 4], 6)
+    own = np.array([1, 2, 5, 6, 7, 8, 8, 2, 5, 6, 7], np.int32)  # four tokens of its own are more
+    assert suffix.propose(sequence("a", None), own, 2).tokens.tolist() == [8, 8]
+
+
+def test_little_is_remembered():
+    suffix = Suffix(1, 4)
+    for i in range(3):
+        suffix.finished(sequence("a", None, *range(30_000 * i, 30_000 * (i + 1))))
+    assert suffix.propose(sequence("a", None), np.array([10], np.int32), 1) is None
+    assert suffix.propose(sequence("a", None), np.array([80_000], np.int32), 1).tokens.tolist() == [80_001]
+    for i in range(100):
+        suffix.finished(sequence(f"tenant {i}", None, 1, 2))
+    assert suffix.propose(sequence("a", None), np.array([80_000], np.int32), 1) is None
+    assert len(suffix._outputs) == 64
+
+
+def test_an_engine_learns_from_outputs(model_folders):
+    settings = {"rows": 2, "tokens": 32, "max_model_len": 96}
+    engine = make_engine(model_folders("llama3_gqa"), speculative_config=NGRAM | {"method": "suffix"}, **settings)
+    asked = {"max_tokens": 40, "temperature": 0.7, "seed": 3}
+    (first,) = run_all(engine, request("a", [5, 6, 7], **asked)).values()
+    kept = engine.counters.spec_accepted
+    (second,) = run_all(engine, request("b", [5, 6, 7], **asked)).values()
+    assert second.token_ids == first.token_ids
+    assert engine.counters.spec_accepted - kept >= 15
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "least", "options"),
+    [
+        ("llama3_gqa", "llama3_gqa", 0.95, {}),
+        ("llama3_gqa", "qwen3_tied", 0.0, {}),
+        ("llama3_gqa", "llama3_gqa", 0.9, {"kv_pages": 20}),
+        pytest.param("llama3_gqa", "llama3_gqa", 0.95, {"static_steps": True}, marks=pytest.mark.slow),
+        pytest.param("llama3_gqa", "llama3_gqa", 0.95, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("mixtral_experts", "mixtral_experts", 0.95, {}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3_groups", "deepseek_v3_groups", 0.95, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_draft_model(target, draft, least, options, model_folders, monkeypatch):
+    """A draft that is the target itself is always right, at any temperature; another one is mostly wrong."""
+    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+        monkeypatch.setattr(speculator, name, 0)
+    settings = {"rows": 4, "tokens": 32, "max_model_len": 96, **options}
+    plain = make_engine(model_folders(target), **settings)
+    speculation = {"method": "draft_model", "model": str(model_folders(draft)), "num_speculative_tokens": 4}
+    quick = make_engine(model_folders(target), speculative_config=speculation, **settings)
+    quick.speculator._method._shapes = quick.shapes  # few programs
+    asked = [one for one in requests(2, 24) if not one.params.has_penalties and not one.params.logit_bias]
+    assert outcome(run_all(quick, *asked)) == outcome(run_all(plain, *asked))
+    counters = quick.counters
+    assert counters.spec_proposed > 100
+    assert counters.spec_accepted >= least * counters.spec_proposed
+
+
+def test_statistics_continue_after_a_restart():
+    past, present = EngineStats(), EngineStats()
+    past.count_draft(4, 2)
+    present.count_draft(3, 3)
+    both = present.after(past)
+    assert (both.spec_drafts, both.spec_proposed, both.spec_accepted) == (2, 7, 5)
+    assert both.spec_accepted_at == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "magic"}, "method must be ngram or suffix or draft_model, got 'magic'"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be between 1 and 31, got 0"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max must be between 5 and 64, got 4"),
+        (
+            {"tokens": 3},
+            "must have only method, model, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, got tokens",
+        ),
+        ([1], "must be an object of settings"),
+    ],
+)
+def test_bad_settings(given, message):
+    with pytest.raises(ConfigError, match="speculative_config.*" + message.replace("[", r"\[")):
+        EngineConfig(model="demo", speculative_config=given)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next_odd"])
+def test_models_without_speculation(case, model_folders):
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        make_engine(model_folders(case), speculative_config=NGRAM)
