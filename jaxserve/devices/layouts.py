@@ -58,7 +58,7 @@ def _ordered(x: Any, order: tuple[int, ...]) -> Any:
     place = Format(Layout(order), x.sharding)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    made = jax.device_put(x, place)
+    made = jax.block_until_ready(jax.device_put(x, place))  # one at a time: there may be no memory for more copies
     x.delete()
     return made
 

@@ -33,8 +33,8 @@ class Sizing:
     """Chooses the pages of the caches of a model and of its draft model, which have equally many.
 
     A step is compiled for one number of pages, and its memory needs are known only after it is compiled. So the number
-    is chosen up to three times. `begin` guesses it and compiles the largest programs. If their needs, and an allowance
-    for the code of the other programs, do not fit the guess, it chooses again. `finish` chooses a last time if all
+    is chosen up to three times. `begin` guesses it and compiles the largest programs and a few that tell how much code
+    the others have at most. If their needs do not fit the guess, it chooses again. `finish` chooses a last time if all
     programs together need more than that.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sizing:
         self.budget, self.longest = budget, longest
 
     def begin(self) -> None:
-        """Chooses the pages. On accelerators this compiles the largest programs; all others are compiled later."""
+        """Chooses the pages. On accelerators this compiles some programs; all others are compiled later."""
         if not self.budget.counts_programs or self._config.kv_pages is not None:
             self._choose(Needs())
             return

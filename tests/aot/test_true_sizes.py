@@ -147,16 +147,27 @@ CASES = {
     "scout int4": Case(
         "h200x1", "int4", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 1200, 1000, longest=131072
     ),
-    "gpt-oss-120b v6e": Case("v6e-8", "experts mxfp4", GPT_OSS_120B, TWO, 116.8, 2 * 8 * 128 * 2, 6000, 300),
-    "qwen3-235b v6e": Case("v6e-8", "int4", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 6000, 100),
-    "mixtral v6e": Case("v6e-8", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 128, 290),
-    "gpt-oss-20b v6e": Case("v6e-8", "experts mxfp4", GPT_OSS_20B, TWO, 20.9, 2 * 8 * 128 * 2, 600, 300),
-    "qwen3-30b v6e": Case("v6e-8", "bf16", QWEN3_30B, TWO, 30.5, 2 * 8 * 128 * 2, 600, 300),
-    "gemma3-27b v6e": Case("v6e-8", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 300, 300),
+    "gpt-oss-120b v6e": Case("v6e-8", "experts mxfp4", GPT_OSS_120B, TWO, 116.8, 2 * 8 * 128 * 2, 300, 700),
+    "qwen3-235b v6e": Case("v6e-8", "int4", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 600, 50),
+    "mixtral v6e": Case("v6e-8", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 128, 600),
+    "gpt-oss-20b v6e": Case("v6e-8", "experts mxfp4", GPT_OSS_20B, TWO, 20.9, 2 * 8 * 128 * 2, 300, 2000),
+    "qwen3-30b v6e": Case("v6e-8", "bf16", QWEN3_30B, TWO, 30.6, 2 * 8 * 128 * 2, 500, 300),
+    "gemma3-27b v6e": Case("v6e-8", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 300, 130),
     "scout v6e": Case(
-        "v6e-8", "int4", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 600, 300, longest=131072
+        "v6e-8", "int4", SCOUT, {"num_hidden_layers": 4}, 107.8, 2 * 8 * 128 * 2, 300, 600, longest=131072
     ),
 }
+
+
+TOO_LARGE = {
+    "qwen3-235b v6e": "beside the weights, the memory plan allows the code of 94 unrolled layers more than there is"
+}
+
+
+def named() -> list[Any]:
+    """The cases by name, of which some fail for a known reason."""
+    known = {name: [pytest.mark.xfail(strict=True, reason=reason)] for name, reason in TOO_LARGE.items()}
+    return [pytest.param(name, marks=[pytest.mark.slow, *known.get(name, [])]) for name in CASES]
 
 
 @pytest.fixture(autouse=True)
@@ -316,14 +327,12 @@ def whole_model(folder, case: Case, layers: dict) -> None:
     assert tokens >= 1000 * case.tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named())
 def test_few_layers(name, tmp_path):
     whole_model(tmp_path, CASES[name], CASES[name].few)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named())
 @pytest.mark.timeout(3600)
 def test_all_layers(name, tmp_path):
     whole_model(tmp_path, CASES[name], {})
