@@ -225,12 +225,12 @@ def test_shared_memory_of_products(tokens, codes, bits, group):
     [(128, None, 0, 16), (80, None, 0, 16), (128, jnp.int8, 0, 0), (256, None, 0, 16), (256, jnp.int8, 0, 80)],
     ids=str,
 )
-def test_registers_of_attention(head_dim, codes, decode_spills, prompt_spills, monkeypatch, capfd):
+def test_registers_of_attention(head_dim, codes, decode_spills, prompt_spills, monkeypatch, capfd, without_triton):
     """Two programs of decode share a multiprocessor; spills, in bytes a thread, stay what they are known to be."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mesh = mesh_of("h200x1")
     arguments = attention_arguments(head_dim, 16, codes, sharding=NamedSharding(mesh, PartitionSpec()))
-    attend = jax.jit(partial(mosaic_gpu.paged_attention, scale=1.0))
+    attend = jax.jit(partial(mosaic_gpu.paged_attention.__wrapped__, scale=1.0))
     with jax.set_mesh(mesh):
         attend.lower(*arguments).compile()
     kernels = traced_kernels(attend, *arguments)
@@ -238,12 +238,13 @@ def test_registers_of_attention(head_dim, codes, decode_spills, prompt_spills, m
     # ptxas warns with C7510 to C7518 where it makes matrix products wait for each other.
     assert not re.findall(r"\(C751[0-8]\).*function 'paged_prompts\w+'", log)
     found = assembled_kernels(log)
-    assert found.keys() == {"paged_decode", "paged_prompts"}
-    two = 2 if head_dim <= 128 else 1
-    assert programs(kernels["paged_decode"], found["paged_decode"].registers) >= two
+    assert found.keys() == {"paged_prompts"} | ({"paged_decode"} if head_dim % 64 == 0 else set())
     assert programs(kernels["paged_prompts"], found["paged_prompts"].registers) >= 1
-    assert found["paged_decode"].spilled <= decode_spills
     assert found["paged_prompts"].spilled <= prompt_spills
+    if head_dim % 64 == 0:
+        two = 2 if head_dim <= 128 else 1
+        assert programs(kernels["paged_decode"], found["paged_decode"].registers) >= two
+        assert found["paged_decode"].spilled <= decode_spills
 
 
 @pytest.mark.parametrize(
