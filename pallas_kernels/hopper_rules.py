@@ -93,10 +93,22 @@ class _Window:
         return tuple(pl.ds(s, self.spans[i].size) if i in self.kept else s for i, s in enumerate(chosen))
 
 
-def fetch(source: Any, window: Index, target: Any, place: Index, barrier: Any, *, interpret: Any = None) -> None:
-    """Copies source[window] in global memory to target[place] in shared memory. Completion arrives on `barrier`."""
+def fetch(
+    source: Any,
+    window: Index,
+    target: Any,
+    place: Index,
+    barrier: Any,
+    *,
+    interpret: Any = None,
+    shared_by: str | None = None,
+) -> None:
+    """Copies source[window] in global memory to target[place] in shared memory. Completion arrives on `barrier`.
+
+    shared_by: axis of a cluster whose programs all do this copy. Each reads a part and sends it to all of them.
+    """
     source, target = _checked(source, window, target, place, interpret)
-    plgpu.copy_gmem_to_smem(source, target, barrier)
+    plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=shared_by)
 
 
 def store(source: Any, place: Index, target: Any, window: Index, *, interpret: Any = None) -> None:

@@ -41,9 +41,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.latent_attention.mosaic_gpu_kernel import LANES, LatentTile, launch
+from jaxserve.pallas_kernels.latent_attention.mosaic_gpu_parts import merge, most_parts
 from jaxserve.pallas_kernels.latent_attention.reference import write_latent
-from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import _merge, _most_parts
-from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_items import SHARED_MEMORY
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import SHARED_MEMORY
 from jaxserve.pallas_kernels.registry import Device, LatentProblem
 from jaxserve.pallas_kernels.types import LatentPages
 from jaxserve.pallas_kernels.work_lists import MIN_BLOCKS, POSITION, TOKEN, decode_items, up_to
@@ -115,14 +115,14 @@ def _decode(q, pages, tables, kv_len, num_decodes, first_page, common):
     length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     most = -(-tables.shape[1] * tile.page_size // tile.block)
     room = max(WORKSPACE // (rows * blocks * kept * tile.rank * 4), 1)
-    most = min(_most_parts(blocks * rows, None), -(-most // MIN_BLOCKS), room)
+    most = min(most_parts(blocks * rows), -(-most // MIN_BLOCKS), room)
     work = decode_items(length, tile.block, None, most)
     row = work.items[:, TOKEN]
     items = work.items.at[:, TOKEN].set(row * heads).at[:, POSITION].add(-row)
     flat = q[:rows].reshape(rows * heads, -1)
     flat = jnp.pad(flat, ((0, LANES), (0, 0)))  # every row's queries begin at a tile's first lane
     values, logs = launch(tile, blocks, items, tables, first_page, flat, pages.data)
-    merged = _merge(values, logs[:, :, :kept], work, None)  # [rows, blocks, kept, rank]
+    merged = merge(values, logs[:, :, :kept], work)  # [rows, blocks, kept, rank]
     return merged.reshape(rows, blocks * kept, -1)[:, :heads].astype(q.dtype)
 
 

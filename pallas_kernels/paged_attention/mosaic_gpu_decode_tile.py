@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_items import HALF_SHARED_MEMORY, SHARED_MEMORY
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import SHARED_MEMORY
+
+HALF_SHARED_MEMORY = 113 * 1024  # bytes for each of two programs: half of 228 KiB, less 1 KiB that each reserves
 
 
 @dataclass(frozen=True)

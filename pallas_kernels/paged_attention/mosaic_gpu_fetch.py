@@ -1,5 +1,5 @@
-"""The warpgroup that fetches keys and values for two Hopper kernels: prompts (`mosaic_gpu_prompt_kernel`) and the
-decode of unusual sizes of heads (`mosaic_gpu_kernel`). In both, queries are the rows of the matrix unit's tile.
+"""The warpgroup that fetches keys and values for the Hopper kernel of prompts (`mosaic_gpu_prompt_kernel`), in which
+queries are the rows of the matrix unit's tile.
 
 A cache with scales arrives as codes. The fetching warpgroup converts them in shared memory to the queries' dtype, a
 block of keys and then one of values, because wgmma takes 8-bit operands only where the inner dimension is contiguous,
@@ -15,12 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import hopper_rules
 from jaxserve.pallas_kernels.hopper_rules import Span
-from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_items import LANES, Tile
-from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import PromptTile
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import LANES, PromptTile
 from jaxserve.pallas_kernels.work_lists import FIRST, LAST, LENGTH, ROW
 
 
-def code_width(tile: PromptTile | Tile) -> int:
+def code_width(tile: PromptTile) -> int:
     """How many codes of a token are converted at a time; fewer where accumulators leave few registers."""
     return 128 if tile.head_dim <= 128 else 64
 
@@ -137,7 +136,7 @@ def fetch_codes(
     drain(free, steps, tile.slots)
 
 
-def widen(tile: PromptTile | Tile, codes, scale, to):
+def widen(tile: PromptTile, codes, scale, to):
     """Writes codes [block, head_dim] times their tokens' scales [block] to `to`, in small pieces to save registers."""
     layout = plgpu.Layout.WGMMA_UPCAST_2X
     widths = (bytes_ for bytes_ in (128, 64, 32) if bytes_ <= code_width(tile) and tile.head_dim % bytes_ == 0)
@@ -153,7 +152,7 @@ def widen(tile: PromptTile | Tile, codes, scale, to):
             to[part] = (values.astype(jnp.float32) * factor).astype(tile.dtype)
 
 
-def clear_values(tile: PromptTile | Tile, v_smem, valid):
+def clear_values(tile: PromptTile, v_smem, valid):
     """Writes zeros from row `valid` on, in small pieces to save registers: 0 times NaN would be NaN."""
     width = tile.head_dim if tile.head_dim % 64 else 64
     for top in range(0, tile.block, LANES):

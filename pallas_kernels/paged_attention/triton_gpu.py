@@ -302,17 +302,9 @@ def paged_attention(
     decode_only: bool = False,
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached keys and values. See `reference.paged_attention`."""
-    tokens, heads, group, dim = q.shape
-    rows, width = block_tables.shape
-    fixed = {
-        "SCALE": scale, "CAP": softcap or 0.0, "WINDOW": window or 0, "HAS_SCALES": pages.scale is not None,
-        "HAS_SINKS": sinks is not None, "HEADS": heads, "GROUP": group, "PAGE": pages.page_size, "DIM": dim,
-        "WIDTH": width, "DIM_PAD": pad(dim, 16),
-    }  # fmt: skip
-    first_page = jnp.asarray(first_page, jnp.int32).reshape(1)
-    cache = (pages.data, pages.data if pages.scale is None else pages.scale, block_tables, first_page)
-    sinks = kv_len if sinks is None else sinks.astype(jnp.float32)
-    num_decodes = jnp.asarray(num_decodes, jnp.int32).reshape(1)
+    tokens, heads, group, _ = q.shape
+    fixed, cache, sinks = _arguments(q, pages, block_tables, kv_len, first_page, sinks, scale, window, softcap)
+    rows = block_tables.shape[0]
     out = _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, rows=rows, decode_only=decode_only)
     if decode_only:
         return out
@@ -329,6 +321,39 @@ def paged_attention(
     )[0]  # fmt: skip
 
 
+def decode(
+    q: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    kv_len: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: jax.Array | None,
+    first_page: jax.Array | int,
+    decode_only: bool,
+) -> jax.Array:
+    """The decode rows of `paged_attention`, in the shape of q; other rows are zeros."""
+    fixed, cache, sinks = _arguments(q, pages, block_tables, kv_len, first_page, sinks, scale, window, softcap)
+    rows = block_tables.shape[0]
+    return _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, rows=rows, decode_only=decode_only)
+
+
+def _arguments(q, pages, block_tables, kv_len, first_page, sinks, scale, window, softcap):
+    """What all kernels take: their constants, the arrays of the cache, and the sinks (or any array without them)."""
+    _, heads, group, dim = q.shape
+    fixed = {
+        "SCALE": scale, "CAP": softcap or 0.0, "WINDOW": window or 0, "HAS_SCALES": pages.scale is not None,
+        "HAS_SINKS": sinks is not None, "HEADS": heads, "GROUP": group, "PAGE": pages.page_size, "DIM": dim,
+        "WIDTH": block_tables.shape[1], "DIM_PAD": pad(dim, 16),
+    }  # fmt: skip
+    first_page = jnp.asarray(first_page, jnp.int32).reshape(1)
+    cache = (pages.data, pages.data if pages.scale is None else pages.scale, block_tables, first_page)
+    return fixed, cache, kv_len if sinks is None else sinks.astype(jnp.float32)
+
+
 def _narrow(q: jax.Array) -> int:
     """The divisor of tile sizes such that tiles fit registers and the 99 KiB of shared memory of capability 8.9."""
     return (2 if q.dtype == jnp.float32 else 1) * (2 if q.shape[-1] > 128 else 1)
@@ -337,6 +362,7 @@ def _narrow(q: jax.Array) -> int:
 def _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, *, rows, decode_only):
     """Returns q's shape, with rows below num_decodes computed and all other rows zero."""
     tokens, heads, group, dim = q.shape
+    num_decodes = jnp.asarray(num_decodes, jnp.int32).reshape(1)
     count = min(rows, tokens)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     # With decode_only the kernels visit every token and store zeros themselves, so no fill is needed.

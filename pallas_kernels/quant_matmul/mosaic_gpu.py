@@ -4,7 +4,8 @@ The kernel computes the transpose, [out, tokens] = W [out, in] x^T. The weight i
 come from registers: codes are loaded from shared memory to registers and converted there to the dtype of x.
 
   grid      (tiles of outputs, tiles of N tokens, splits of the inputs). A program is one warpgroup of M outputs. From 9
-            to 64 tokens it may have two or three computing warpgroups that share x, and one that fetches for them
+            to 64 tokens it may have two or three computing warpgroups that share x, and one that fetches for them. Two
+            such programs share copies of x: each reads half of it and sends that to both (a cluster)
   pipeline  `stages` slots with each warpgroup's codes [M, K] and x [N, K], filled by TMA. A slot is refilled when its
             products are done. Two warpgroups or more share a multiprocessor, in one program or in several, so that one
             converts while another multiplies or waits
@@ -187,7 +188,10 @@ def _call(
         "full": plgpu.Barrier(num_arrivals=1 + sizes.warpgroups, num_barriers=sizes.stages),
     }
     if several:
-        scratch["free"] = plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.stages)
+        # A slot is free when the warpgroups of all programs that share x have read it.
+        free: dict[str, Any] = {"num_arrivals": sizes.warpgroups, "num_barriers": sizes.stages}
+        paired = sizes.cluster > 1
+        scratch["free"] = plgpu.ClusterBarrier(collective_axes=("pair",), **free) if paired else plgpu.Barrier(**free)
     if interpret is not None:
         scratch["a_smem"] = _tiles((sizes.warpgroups, sizes.m, sizes.group), x.dtype, sizes.group * bits)
     given = {"scale_gmem": w.scale} | ({} if items is None else {"items_gmem": items})
@@ -199,8 +203,10 @@ def _call(
     y = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((sizes.splits, columns * sizes.n, tiles * sizes.outputs), dtype),
-        grid=(tiles, columns, sizes.splits),
+        grid=(tiles // sizes.cluster, columns, sizes.splits),
         grid_names=("outputs", "tokens", "split"),
+        cluster=(sizes.cluster,) if sizes.cluster > 1 else (),
+        cluster_names=("pair",) if sizes.cluster > 1 else (),
         num_threads=sizes.warpgroups + 1 if several else None,
         thread_name="warpgroup" if several else None,
         scratch_types=scratch,
@@ -236,7 +242,7 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
     """A tile of outputs for n tokens from `token`, a multiple of eight. Only shapes and settings of w are used."""
     out = w.shape[1]
     # Where tiles do not divide the outputs, the last tile recomputes some outputs of the one before it.
-    first = jnp.minimum(lax.axis_index("outputs") * sizes.outputs, out - sizes.outputs)
+    first = jnp.minimum(sizes.tile_of_program() * sizes.outputs, out - sizes.outputs)
     start, steps = sizes.steps_of(lax.axis_index("split"), w.shape[2])
 
     def fetch(step, slot):
@@ -248,7 +254,8 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
             weights = expert, Span(first + group * sizes.m, sizes.m, multiple=math.gcd(sizes.m, out)), columns
             hopper_rules.fetch(w_gmem, weights, w_smem, (slot, group), full.at[slot], interpret=interpret)
         tokens = Span(token, sizes.n, multiple=8), inputs
-        hopper_rules.fetch(x_gmem, tokens, x_smem, (slot,), full.at[slot], interpret=interpret)
+        shared = {"shared_by": "pair"} if sizes.cluster > 1 else {}
+        hopper_rules.fetch(x_gmem, tokens, x_smem, (slot,), full.at[slot], interpret=interpret, **shared)
 
     def compute(group, done):
         """Computes a warpgroup's outputs. done(step, slot) is called when the slot has been read."""
@@ -378,7 +385,7 @@ def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem,
     else:
         (scale,) = scales_of(jnp.int32(0))  # in flight during the loop
         result = times(pl.run_scoped(whole, acc_type), scale)
-    outputs = pl.ds(lax.axis_index("outputs") * sizes.outputs + warpgroup * sizes.m, sizes.m)
+    outputs = pl.ds(sizes.tile_of_program() * sizes.outputs + warpgroup * sizes.m, sizes.m)
     tokens = pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)
     place = out_gmem.at[lax.axis_index("split"), tokens, outputs]
     # In this layout a thread holds neighbouring outputs of a token, which it stores together.

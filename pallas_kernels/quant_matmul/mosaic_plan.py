@@ -8,12 +8,13 @@ measured. A step of the loop over the inputs multiplies 128 x 128 weights for ea
   computing   the larger of the two sums over a multiprocessor's warpgroups, as one warpgroup converts while another
               multiplies; at least conversion plus products of one warpgroup
   memory      the codes, once
-  L2 cache    the codes once per tile of tokens; x [n, k] for each step of each program
+  L2 cache    the codes once per tile of tokens; x [n, k] for each step of each program, or of each cluster
   parts       float32 sums of each split, written by this kernel and read by the one that adds them
 
 With n = 32, the x of a step is as large as 128 x 128 codes of int4, so the L2 cache limits programs of 128 outputs.
 Several warpgroups of a program, 128 outputs each, share one x. The 65,536 registers of a multiprocessor allow two such
-warpgroups with 64 tokens, three with 32. Products limit int4 from about 55 tokens on: 64 tokens take 7.9 us at
+warpgroups with 64 tokens, three with 32. Two such programs form a cluster, where each copies half of x and sends it to
+both. Products limit int4 from about 55 tokens on: 64 tokens take 7.9 us at
 1.755 GHz for a [14336, 4096] weight, which memory delivers in 6.8 us.
 """
 
@@ -51,6 +52,7 @@ class Plan(NamedTuple):
     splits: int = 1
     steps: int = 1  # steps of the longest split
     warpgroups: int = 1  # computing warpgroups; if there are several, one more fetches for them
+    cluster: int = 1  # programs of neighbouring outputs that share copies of x
 
     @property
     def outputs(self) -> int:
@@ -61,6 +63,11 @@ class Plan(NamedTuple):
     def registers(self) -> tuple[int, int]:
         """Registers of a fetching thread and of a computing one, where several warpgroups compute."""
         return (40, 232) if self.warpgroups == 2 else (32, 160)
+
+    def tile_of_program(self) -> Any:
+        """The tile of outputs of the kernel's program that calls this."""
+        tile = lax.axis_index("outputs")
+        return tile if self.cluster == 1 else tile * self.cluster + lax.axis_index("pair")
 
     def steps_of(self, split: Any, inputs: int) -> tuple[Any, Any]:
         """Returns a split's first step and number of steps. Some splits have one less than others."""
@@ -100,7 +107,7 @@ def divided(
     for warpgroups in _range(tuned.get("warpgroups"), most, most):
         one = sizes._replace(warpgroups=warpgroups)
         for splits in _range(tuned.get("splits"), _most_splits(one, shape, columns), steps):
-            every.append(one._replace(splits=splits, steps=-(-steps // splits)))
+            every.append(one._replace(splits=splits, steps=-(-steps // splits), cluster=_cluster(one, shape[0])))
     best = min(every, key=lambda one: cycles(one, shape, columns, bits))
     slot = best.outputs * best.k * bits // 8 + best.n * best.k * 2
     room = SHARED_SLOT_BYTES if best.warpgroups > 1 else SLOT_BYTES if few else WIDE_SLOT_BYTES
@@ -120,6 +127,12 @@ def _most_warpgroups(sizes: Plan, out: int, few: bool, most: int) -> int:
     return min(3 if sizes.n <= 32 else 2, out // sizes.m, most)
 
 
+def _cluster(sizes: Plan, out: int) -> int:
+    """Two programs share x if each has several warpgroups, whose fetching one waits for both programs, and if x and the
+    outputs have halves: x is divided at multiples of eight tokens."""
+    return 2 if sizes.warpgroups > 1 and sizes.n % 16 == 0 and out % (2 * sizes.outputs) == 0 else 1
+
+
 def _most_splits(sizes: Plan, shape: tuple[int, int], columns: int) -> int:
     """Upper limit: as many splits as run at once, with at least MIN_STEPS steps each."""
     programs = -(-shape[0] // sizes.outputs) * columns
@@ -137,7 +150,7 @@ def cycles(sizes: Plan, shape: tuple[int, int], columns: int, bits: int) -> floa
     together = min(-(-programs // PROCESSORS), 2) if sizes.warpgroups == 1 else sizes.warpgroups
     waves = -(-programs * sizes.warpgroups // (PROCESSORS * together))
     computing = waves * sizes.steps * max(together * max(conversion, products), LONELY * conversion + products)
-    codes, x = out * inputs * bits / 8, 2 * sizes.n * inputs
+    codes, x = out * inputs * bits / 8, 2 * sizes.n * inputs / sizes.cluster
     cache = columns * (codes + tiles * x) / CACHE_RATE
     parts = 2 * 4 * sizes.splits * columns * sizes.n * out / CACHE_RATE if sizes.splits > 1 else 0
     return max(computing, codes / MEMORY_RATE, cache) + parts

@@ -17,7 +17,6 @@ from jaxserve.pallas_kernels.hopper_rules import RuleError, Span, fetch, interpr
 from jaxserve.pallas_kernels.paged_attention import (
     mosaic_gpu,
     mosaic_gpu_decode,
-    mosaic_gpu_kernel,
     mosaic_gpu_prompt,
     mosaic_gpu_prompt_kernel,
 )
@@ -141,41 +140,49 @@ def attention_arguments(head_dim, page_size, codes, group=4, sharding=None):
     return q, pages, array((8, 8192 // page_size)), array((9,)), array((8,)), array(())
 
 
+@pytest.fixture
+def without_triton(monkeypatch):
+    """Sizes of heads whose decode is Triton's are traced without it."""
+    monkeypatch.setattr(mosaic_gpu, "_decode_by_triton", lambda q, *_, **options: q)
+
+
 @pytest.mark.parametrize("codes", [None, jnp.int8, jnp.float8_e4m3fn], ids=["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("head_dim", range(32, 257, 16))
-def test_shared_memory_of_attention(head_dim, codes):
+def test_shared_memory_of_attention(head_dim, codes, without_triton):
+    attend = partial(mosaic_gpu.paged_attention.__wrapped__, scale=1.0)
     kernels = [
-        traced_kernels(partial(mosaic_gpu.paged_attention, scale=1.0), *attention_arguments(head_dim, size, codes))
+        traced_kernels(attend, *attention_arguments(head_dim, size, codes))
         for size in ((8, 16, 64, 256) if head_dim == 128 else (16,))
     ]
     assert all(kernel == kernels[0] for kernel in kernels)
-    decode, prompts = kernels[0]["paged_decode"], kernels[0]["paged_prompts"]
+    assert kernels[0]["paged_prompts"].shared_memory <= 232_448
+    assert ("paged_decode" in kernels[0]) == (head_dim % 64 == 0)
+    if head_dim % 64:
+        return
+    decode = kernels[0]["paged_decode"]
     assert programs(decode) >= (2 if head_dim <= 128 else 1)
     assert decode.shared_memory <= (115_712 if head_dim <= 128 else 232_448)
-    assert prompts.shared_memory <= 232_448
 
 
 def test_tiles_reckon_as_jax_does(monkeypatch):
     """And have at least two blocks in flight, in decode three for the sizes that most models have."""
     tiles = []
-    launch, scratch = mosaic_gpu_kernel.launch, mosaic_gpu_decode._scratch
-    monkeypatch.setattr(mosaic_gpu, "launch", lambda tile, *rest: tiles.append(tile) or launch(tile, *rest))
+    scratch = mosaic_gpu_decode._scratch
     monkeypatch.setattr(mosaic_gpu_decode, "_scratch", lambda tile: tiles.append(tile) or scratch(tile))
-    for head_dim in (32, 64, 80, 96, 128, 192, 256):
+    for head_dim in (64, 128, 192, 256):
         for codes in (None, jnp.int8):
             for group in (4, 7):
                 tiles.clear()
                 arguments = attention_arguments(head_dim, 16, codes, group)
                 kernels = traced_kernels(partial(mosaic_gpu.paged_attention.__wrapped__, scale=1.0), *arguments)
                 (tile,) = tiles
-                blocks = tile.slots if isinstance(tile, mosaic_gpu_decode.DecodeTile) else tile.stages
-                assert tile.shared_memory(blocks) == kernels["paged_decode"].shared_memory
-                assert blocks >= (3 if head_dim <= 128 else 2)
+                assert tile.shared_memory(tile.slots) == kernels["paged_decode"].shared_memory
+                assert tile.slots >= (3 if head_dim <= 128 else 2)
 
 
 @pytest.mark.parametrize("codes", [None, jnp.int8], ids=["bf16", "int8"])
 @pytest.mark.parametrize("head_dim", [32, 80, 96, 128, 192, 256])
-def test_tiles_of_prompts_reckon_as_jax_does(head_dim, codes, monkeypatch):
+def test_tiles_of_prompts_reckon_as_jax_does(head_dim, codes, monkeypatch, without_triton):
     tiles = []
     launch = mosaic_gpu_prompt_kernel.launch
     monkeypatch.setattr(mosaic_gpu_prompt, "launch", lambda tile, *rest: tiles.append(tile) or launch(tile, *rest))
@@ -218,12 +225,12 @@ def test_shared_memory_of_products(tokens, codes, bits, group):
     [(128, None, 0, 16), (80, None, 0, 16), (128, jnp.int8, 0, 0), (256, None, 0, 16), (256, jnp.int8, 0, 80)],
     ids=str,
 )
-def test_registers_of_attention(head_dim, codes, decode_spills, prompt_spills, monkeypatch, capfd):
+def test_registers_of_attention(head_dim, codes, decode_spills, prompt_spills, monkeypatch, capfd, without_triton):
     """Two programs of decode share a multiprocessor; spills, in bytes a thread, stay what they are known to be."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mesh = mesh_of("h200x1")
     arguments = attention_arguments(head_dim, 16, codes, sharding=NamedSharding(mesh, PartitionSpec()))
-    attend = jax.jit(partial(mosaic_gpu.paged_attention, scale=1.0))
+    attend = jax.jit(partial(mosaic_gpu.paged_attention.__wrapped__, scale=1.0))
     with jax.set_mesh(mesh):
         attend.lower(*arguments).compile()
     kernels = traced_kernels(attend, *arguments)
@@ -231,12 +238,13 @@ def test_registers_of_attention(head_dim, codes, decode_spills, prompt_spills, m
     # ptxas warns with C7510 to C7518 where it makes matrix products wait for each other.
     assert not re.findall(r"\(C751[0-8]\).*function 'paged_prompts\w+'", log)
     found = assembled_kernels(log)
-    assert found.keys() == {"paged_decode", "paged_prompts"}
-    two = 2 if head_dim <= 128 else 1
-    assert programs(kernels["paged_decode"], found["paged_decode"].registers) >= two
+    assert found.keys() == {"paged_prompts"} | ({"paged_decode"} if head_dim % 64 == 0 else set())
     assert programs(kernels["paged_prompts"], found["paged_prompts"].registers) >= 1
-    assert found["paged_decode"].spilled <= decode_spills
     assert found["paged_prompts"].spilled <= prompt_spills
+    if head_dim % 64 == 0:
+        two = 2 if head_dim <= 128 else 1
+        assert programs(kernels["paged_decode"], found["paged_decode"].registers) >= two
+        assert found["paged_decode"].spilled <= decode_spills
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_warpgroups_that_share_x(warpgroups, splits, tokens, shape, codes, block
     with tuning.trial("matmul", "mosaic_gpu", {"warpgroups": warpgroups, "splits": splits, "stages": 2}):
         sizes = mosaic_gpu.plan(tokens, shape, given.block, 4 if codes == "int4" else 8, shuffled)
         assert (sizes.warpgroups, sizes.splits, sizes.stages) == (warpgroups, splits, 2)
+        assert sizes.cluster == (2 if sizes.n % 16 == 0 and shape[0] % (2 * sizes.outputs) == 0 else 1)
         with interpreter(detect_races=True) as interpret:
             check(mosaic_gpu.quant_matmul(x, given, interpret=interpret), x, w)
     output = capfd.readouterr()

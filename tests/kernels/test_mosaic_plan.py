@@ -69,3 +69,15 @@ def test_one_warpgroup_alone():
     assert chosen(128, (28672, 4096), 4, 128).warpgroups == 1, "sums of more tokens take all registers"
     assert chosen(64, (192, 4096), 4, 128).warpgroups == 1
     assert chosen(64, (28672, 4096), 4, 128, warpgroups=3).warpgroups == 2
+
+
+def test_programs_in_pairs():
+    """Pairs need an even number of whole tiles of outputs, and tokens that divide into two multiples of eight."""
+    for shape in ((28672, 4096), (4096, 14336), (6144, 4096)):
+        for tokens in (16, 32, 48, 64):
+            sizes = chosen(tokens, shape, 4, 128)
+            assert (sizes.cluster, shape[0] % (2 * sizes.outputs)) == (2, 0)
+            assert cycles(sizes, shape, 1, 4) <= cycles(sizes._replace(cluster=1), shape, 1, 4)
+    assert chosen(24, (28672, 4096), 4, 128).cluster == 1
+    assert chosen(64, (3 * 256, 4096), 4, 128, warpgroups=2).cluster == 1
+    assert chosen(8, (28672, 4096), 4, 128).cluster == 1

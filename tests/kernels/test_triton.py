@@ -240,6 +240,16 @@ CASES = {
     ),
     "bfloat16, int8": case(q_lens=[1, 30], lengths=[70, 80], dtype="bfloat16", kv_dtype="int8", window=33),
     "bfloat16, float8": case(q_lens=[1, 30], lengths=[70, 130], dtype="bfloat16", kv_dtype="float8_e4m3fn", page=64),
+    "head_dim 96, split, padding": case(
+        q_lens=[1, 1, 0, 0], lengths=[700, 70, 0, 0], dim=96, dtype="bfloat16", cores=8, tokens=4, decode_only=True
+    ),
+    "head_dim 80, int8": case(
+        q_lens=[1, 1, 12], lengths=[300, 33, 90], dim=80, dtype="bfloat16", kv_dtype="int8", window=100, softcap=3.0
+    ),
+    "head_dim 112, float8": case(
+        q_lens=[1, 1], lengths=[64, 9], dim=112, dtype="float16", kv_dtype="float8_e4m3fn", sinks=True, decode_only=True
+    ),
+    "head_dim 120": case(q_lens=[1, 9], lengths=[40, 50], group=1, dim=120, dtype="bfloat16"),
     "head_dim 256": case(q_lens=[1, 9], lengths=[40, 50], heads=1, group=1, dim=256, dtype="float16"),
 }
 
@@ -689,6 +699,7 @@ def compile_for(mesh, monkeypatch, tmp_path):
     [
         ("bfloat16", "bfloat16", 8, 128, 64, True),
         ("float16", "int8", 7, 80, 16, False),
+        ("bfloat16", "bfloat16", 1, 96, 16, True),
         ("bfloat16", "float8_e4m3fn", 1, 256, 256, False),
     ],
 )
