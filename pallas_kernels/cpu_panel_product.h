@@ -8,6 +8,7 @@
 #include "cpu_panel_pack.h"
 #include "cpu_panel_tiles.h"
 
+constexpr int64_t kShortChunk = 2048;  // inputs of four panels of bfloat16: 256 KiB
 enum Arithmetic : int64_t { kExact, kInteger, kShort };  // see `cpu_panels.py`
 
 struct Panels {
@@ -54,13 +55,7 @@ struct Product {
     for (int64_t m = 0; m < tokens;) {
       const int64_t height = next_height(tokens - m, kFloatTall);
       by_height<kFloatTall>(height, [&](auto tall) {
-        float* to = sums + m * kColumns * kWidth;
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-        if constexpr (W::kType == kBfloat16)
-          if (arithmetic == kShort)
-            return short_tile<tall, C>(rounded.pairs.get() + (first_row + m) * rounded.inputs / 2, rounded.inputs / 2, panels, inputs, to);
-#endif
-        float_tile<W, tall, C>(x + m * w.in + first, w.in, panels, inputs, to);
+        float_tile<W, tall, C>(x + m * w.in + first, w.in, panels, inputs, sums + m * kColumns * kWidth);
       });
       m += height;
     }
@@ -72,6 +67,46 @@ struct Product {
     for (int64_t p = 0; p < count; p++)
       multiply_floats<W, kParts>(panels + p, first, inputs, sums + p * kPanelRows);
   }
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  template <int C>
+  void multiply_pairs(const uint8_t* const* panels, int64_t first, int64_t inputs, Ahead& ahead, float* sums) const {
+    const int64_t row = rounded.inputs / 2;
+    for (int64_t m = 0; m < tokens;) {
+      const int64_t height = next_height(tokens - m, kFloatTall);
+      by_height<kFloatTall>(height, [&](auto tall) {
+        const int32_t* from = rounded.pairs.get() + (first_row + m) * row + first / 2;
+        short_tile<tall, C>(from, row, panels, inputs, ahead, sums + m * kColumns * kWidth);
+      });
+      m += height;
+    }
+  }
+
+  // Panels too large for the second-level cache are taken in chunks that stay there while more than two tiles use them.
+  // The next chunk of these panels, or the first of those that follow before `end`, is prefetched meanwhile.
+  void short_panels(int64_t panel, int64_t count, int64_t end, float* sums) const {
+    constexpr int64_t kTogether = kColumns / kParts, kBytes = 2 * kPanelRows;  // bytes of an input
+    const int64_t passes = (tokens + kFloatTall - 1) / kFloatTall, chunk = passes > 2 ? kShortChunk : w.in;
+    for (int64_t first = 0; first < w.in; first += chunk) {
+      const int64_t inputs = std::min(chunk, w.in - first), next = first + inputs < w.in ? first + inputs : 0;
+      const int64_t after = panel + (next ? 0 : count), steps = inputs / (2 * kShortStep);
+      Ahead ahead;
+      if (chunk < w.in && steps > 0) {
+        ahead.pieces = std::min(kTogether, (next ? panel + count : end) - after);
+        const int64_t lines = std::min(chunk, w.in - next) * kBytes / 64;
+        ahead.lines = (lines + steps * passes - 1) / (steps * passes), ahead.blocks = lines / ahead.lines;
+        for (int64_t p = 0; p < ahead.pieces; p++) ahead.from[p] = w.begin(after + p) + next * kBytes;
+      }
+      const uint8_t* panels[kColumns];
+      for (int64_t p = 0; p < count; p++) panels[p] = w.begin(panel + p) + first * kBytes;
+      if (count == kTogether) multiply_pairs<kColumns>(panels, first, inputs, ahead, sums);
+      for (int64_t p = 0; p < count && count < kTogether; p++)
+        multiply_pairs<kParts>(panels + p, first, inputs, ahead, sums + p * kPanelRows);
+    }
+  }
+#else
+  void short_panels(int64_t, int64_t, int64_t, float*) const {}
+#endif
 
   template <class R>
   void exact_panels(int64_t panel, int64_t count, float* sums) const {
@@ -149,8 +184,8 @@ struct Product {
     }
   }
 
-  // Computes panels of one type, at most kColumns of them.
-  void run(int64_t panel, int64_t count) const {
+  // Computes panels of one type, at most kColumns of them. The thread's piece ends at `end`.
+  void run(int64_t panel, int64_t count, int64_t end) const {
     static thread_local std::vector<float> sums;
     sums.assign(tokens * kColumns * kWidth, 0.f);
     const int32_t type = w.type(panel);
@@ -158,7 +193,9 @@ struct Product {
     for (int64_t p = 0; p < count; p++) panels[p] = w.begin(panel + p);
     if (type == kFloat32) float_panels<Float32>(panels, count, 0, w.in, sums.data());
     if (type == kFloat16) float_panels<Float16>(panels, count, 0, w.in, sums.data());
-    if (type == kBfloat16) float_panels<Bfloat16>(panels, count, 0, w.in, sums.data());
+    const bool pairs = type == kBfloat16 && arithmetic == kShort && kHasShort;
+    if (pairs) short_panels(panel, count, end, sums.data());
+    if (type == kBfloat16 && !pairs) float_panels<Bfloat16>(panels, count, 0, w.in, sums.data());
     with_record(type, [&](auto record) { quantized_panels<decltype(record)>(panel, count, sums.data()); });
     for (int64_t i = 0; type == kNvfp4 && i < tokens * count; i++) {
       const float* gains = w.gains(panel + i % count);
@@ -174,7 +211,7 @@ struct Product {
     for (int64_t next; first < end; first = next) {
       const int64_t most = std::min(end, first + kTogether);
       for (next = first + 1; next < most && w.type(next) == w.type(first);) next++;
-      run(first, next - first);
+      run(first, next - first, end);
     }
   }
 };

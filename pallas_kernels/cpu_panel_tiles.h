@@ -77,15 +77,30 @@ static void float_tile(const float* x, int64_t row, const uint8_t* const* panels
     for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &sums[m][c], sizeof sums[m][c]);
 }
 
+// Memory to prefetch to the second-level cache during other work: some pieces, and how many cache lines of each to
+// prefetch for each block of the tiles, `blocks` times.
+struct Ahead {
+  const uint8_t* from[std::max(kColumns, kIntColumns) / kParts + 1] = {};
+  int64_t pieces = 0, lines = 0, blocks = INT64_MAX;
+  void fetch() {
+    if (blocks-- <= 0) return;
+    for (int64_t p = 0; p < pieces; p++, from[p - 1] += 64 * lines)
+      for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from[p] + 64 * i, 0, 2);
+  }
+};
+
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-// float_tile for bfloat16, with x rounded to pairs [tokens, row]: products of pairs, sums in float32.
+// float_tile for bfloat16, with x rounded to pairs [tokens, row]: products of pairs, sums in float32. Prefetches every
+// kShortStep pairs.
 constexpr bool kHasShort = true;
+constexpr int64_t kShortStep = 8;
 template <int M, int C>
-static void short_tile(const int32_t* x, int64_t row, const uint8_t* const* panels, int64_t in, float* to) {
+static void short_tile(const int32_t* x, int64_t row, const uint8_t* const* panels, int64_t in, Ahead& ahead, float* to) {
   __m512 sums[M][C];
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) sums[m][c] = load<__m512>(to + (m * kColumns + c) * kWidth);
   for (int64_t k = 0; k < (in + 1) / 2; k++) {
+    if (k % kShortStep == 0) ahead.fetch();
     __m512i w[C];
     for (int c = 0; c < C; c++) {
       w[c] = load<__m512i>(panels[c] + k * 64);
@@ -237,17 +252,6 @@ static void unpack(const uint8_t* panel, int64_t blocks_of, int64_t first, int64
     if (++b == blocks_of) b = 0, record += R::bytes(blocks_of);
   }
 }
-
-// Memory to prefetch to the second-level cache during other work: some pieces, and how many cache lines of each to
-// prefetch for each block of the tiles.
-struct Ahead {
-  const uint8_t* from[kIntColumns / kParts + 1] = {};
-  int64_t pieces = 0, lines = 0;
-  void fetch() {
-    for (int64_t p = 0; p < pieces; p++, from[p - 1] += 64 * lines)
-      for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from[p] + 64 * i, 0, 2);
-  }
-};
 
 // to[m, c] += the sums of `int_column`, for unpacked blocks, from block `first` of x on.
 template <int M, int C, int kSub, bool kEight>

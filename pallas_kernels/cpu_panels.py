@@ -2,7 +2,8 @@
 
 Grid: pieces of 64 outputs. XLA's threads take the next piece when they are free. Tiles within it have up to 6 rows of
 x. Traffic: the weight once, in the file's width; x once per piece, from the CPU's cache.
-Pipeline: memory is read from front to back, which suits the processor's own prefetching.
+Pipeline: memory is read from front to back, which suits the processor's own prefetching. Long rows of bfloat16
+are taken in chunks that stay in the second-level cache (`short_panels` in `cpu_panel_product.h`).
 
 A row's results do not depend on the number of rows, as every sum is in the order of the inputs.
 """

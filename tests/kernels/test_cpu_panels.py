@@ -77,6 +77,16 @@ def test_16_bits_give_the_bits_of_float32(dtype, tokens):
     np.testing.assert_array_equal(cpu_panels.rows(short, ids), values.astype(np.float32)[[0, 7, 199, 199, 0]])
 
 
+def test_bfloat16_products_in_chunks_of_inputs():
+    values = np.random.default_rng(3).standard_normal((150, 5001)).astype(ml_dtypes.bfloat16)
+    w = jax.tree.map(jnp.asarray, cpu_panels.pack_floats(values, "bfloat16"))
+    x = inputs_of(20, 5001)
+    y = cpu_panels.matmul(x, w)
+    check(y, x, values, 2**-7)
+    for row in (0, 19):
+        np.testing.assert_array_equal(y[row : row + 1], cpu_panels.matmul(x[row : row + 1], w))
+
+
 def test_bfloat16_products():
     values = np.random.default_rng(2).standard_normal((70, 99)).astype(ml_dtypes.bfloat16)
     w = jax.tree.map(jnp.asarray, cpu_panels.pack_floats(values, "bfloat16"))
