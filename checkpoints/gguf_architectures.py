@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from jaxserve.checkpoints.gguf_settings import (
     Setting,
     deepseek,
+    depth_scale,
     flag,
     gemma_scale,
     groups,
@@ -33,6 +34,7 @@ from jaxserve.checkpoints.gguf_settings import (
     size_or,
     stored,
     turned_part,
+    width_base,
     window,
 )
 
@@ -264,6 +266,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
         },
         POST_IS_MLP,
+    ),
+    "minicpm": Architecture(
+        "MiniCPMForCausalLM",
+        BIASED | {"scale_emb": real("embedding_scale", 12.0), "scale_depth": depth_scale, "dim_model_base": width_base},
+        paired=True,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", BIASES | {"no_rope_layer_interval": 4}, paired=True),
     "stablelm": Architecture(

@@ -170,3 +170,16 @@ def olmo(keys: Keys, config: Config) -> str:
 
 def of_olmo3(setting: Setting) -> Setting:
     return lambda keys, config: setting(keys, config) if config["architectures"] == ["Olmo3ForCausalLM"] else None
+
+
+def depth_scale(keys: Keys, config: Config) -> float:
+    """MiniCPM's scale_depth. The file has the scale of a layer's results; the first ones have none, and mean 1.4."""
+    root = config["num_hidden_layers"] ** 0.5
+    return keys.real("residual_scale", 1.4 / root) * root
+
+
+def width_base(keys: Keys, config: Config) -> float:
+    """MiniCPM's dim_model_base. The file has the model's width divided by it; the first ones have nothing, and mean
+    256."""
+    hidden = config["hidden_size"]
+    return hidden / keys.real("logit_scale", hidden / 256)

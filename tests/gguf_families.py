@@ -24,9 +24,9 @@ ARCHITECTURES = {
     "Glm4Moe": "glm4moe", "SmolLM3": "smollm3", "StableLm": "stablelm", "Starcoder2": "starcoder2", "Phi": "phi2",
     "GPT2LMHeadModel": "gpt2", "GPTNeoX": "gptneox", "Falcon": "falcon", "Exaone4": "exaone4", "SeedOss": "seed_oss",
     "HunYuanDenseV1": "hunyuan-dense", "Nemotron": "nemotron", "Ernie4_5": "ernie4_5", "Ernie4_5_Moe": "ernie4_5-moe",
-    "Llama4": "llama4", "Arcee": "arcee",
+    "Llama4": "llama4", "Arcee": "arcee", "MiniCPM": "minicpm",
 }  # fmt: skip
-PAIRED = ("granite", "granitemoe", "olmo", "smollm3", "arcee")
+PAIRED = ("granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm")
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 # config.json's keys -> the writer's methods; as in llama.cpp's conversion.
 SETTINGS = {
@@ -42,7 +42,7 @@ SETTINGS = {
     "logits_scaling": "logit_scale", "logit_scale": "logit_scale", "clip_qkv": "clamp_kqv",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
     "sliding_window": "sliding_window", "use_parallel_residual": "parallel_residual", "q_lora_rank": "q_lora_rank",
-    "rope_local_base_freq": "rope_freq_base_swa",
+    "rope_local_base_freq": "rope_freq_base_swa", "scale_emb": "embedding_scale",
 }  # fmt: skip
 UNUSED = {"smollm3": ("sliding_window",), "llama4": ("sliding_window",)}
 
@@ -112,6 +112,9 @@ class FamilyFile:
         elif config.get("head_dim"):
             writer.add_key_length(self.head_dim)
             writer.add_value_length(self.head_dim)
+        if self.arch == "minicpm":
+            writer.add_residual_scale(config["scale_depth"] / self.layers**0.5)
+            writer.add_logit_scale(self.hidden / config["dim_model_base"])
         if self.arch in ("gpt-oss", "llama4"):
             writer.add_expert_feed_forward_length(config["intermediate_size"])
         if sigmoid := self.arch == "glm4moe" or "V3" in config["architectures"][0]:

@@ -17,7 +17,8 @@ from jaxserve.models.load import Checkpoint, load_params, read_hf_config
 
 gguf_families = pytest.importorskip("gguf_families", reason="needs gguf", exc_type=ImportError)
 
-# Case -> settings that GGUF can express, in the place of those that it cannot: constants of llama.cpp's code.
+# Case -> settings that GGUF can express, in the place of those that it cannot: constants of llama.cpp's code. None:
+# without the setting.
 CASES = {
     "gemma_mqa": {},
     "gemma2_caps": {"query_pre_attn_scalar": 32},
@@ -60,6 +61,11 @@ CASES = {
         "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layers": [1, 1, 1, 0, 1],
     },
     "arcee_squares": {},
+    "granite_plain_attention": {  # which is a MiniCPM by other names
+        "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 3, "scale_depth": 0.7,
+        "dim_model_base": 160, "rope_theta": 10000.0, "tie_word_embeddings": False, "embedding_multiplier": None,
+        "residual_multiplier": None, "attention_multiplier": None, "logits_scaling": None, "rope_parameters": None,
+    },
 }  # fmt: skip
 
 
@@ -73,7 +79,8 @@ def expressible(model_folders, tmp_path):
         changes = dict(CASES[case])
         if mscale := changes.pop("mscale", None):
             config["rope_parameters"]["mscale"] = mscale
-        (folder / "config.json").write_text(json.dumps(config | changes))
+        config = {key: value for key, value in (config | changes).items() if changes.get(key, "") is not None}
+        (folder / "config.json").write_text(json.dumps(config))
         return folder
 
     return make
