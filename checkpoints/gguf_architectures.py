@@ -22,6 +22,7 @@ from jaxserve.checkpoints.gguf_settings import (
     last_layer,
     layer_types,
     llama,
+    mistral,
     mscale,
     number,
     of_mixtral,
@@ -101,7 +102,6 @@ NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_
 GATE_UP = {"ffn_up": "gate_up"}
 POST_IS_MLP = {"post_attention_norm": "mlp_norm"}
 
-
 DEEPSEEK_EXPERTS = {
     "n_routed_experts": size("expert_count"),
     **EXPERTS,
@@ -117,8 +117,8 @@ GRANITE = BIASED | {
     "residual_multiplier": real("residual_scale", 1.0),
     "logits_scaling": real("logit_scale", 1.0),
 }
+COHERE = BIASED | {"logit_scale": real("logit_scale")}
 GEMMA = BIASED | {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
-
 
 # The first architectures, whose tensors get Hugging Face's names.
 MODULES = {
@@ -141,7 +141,6 @@ MIXTRAL_MODULES = {
     "ffn_down_exps": "block_sparse_moe.experts.w2",
 }
 HF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
 
 QWEN_EXPERTS = EXPERTS | {
     "num_experts": size("expert_count"),
@@ -238,13 +237,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture("GraniteForCausalLM", GRANITE | BIASES, paired=True),
     "granitemoe": Architecture("GraniteMoeForCausalLM", GRANITE | LOCAL_EXPERTS, paired=True),
     "command-r": Architecture(
-        "CohereForCausalLM",
-        BIASED | {"logit_scale": real("logit_scale"), "use_qk_norm": has("blk.0.attn_q_norm.weight")},
-        norm_key="layer_norm_eps",
+        "CohereForCausalLM", COHERE | {"use_qk_norm": has("blk.0.attn_q_norm.weight")}, norm_key="layer_norm_eps"
     ),
     "cohere2": Architecture(
         "Cohere2ForCausalLM",
-        BIASED | {"logit_scale": real("logit_scale"), "sliding_window": window(4096), "layer_types": layer_types(4)},
+        COHERE | {"sliding_window": window(4096), "layer_types": layer_types(4)},
         norm_key="layer_norm_eps",
     ),
     # The converter writes attention_factor, the whole factor of YaRN's attention, as yarn_attn_factor.
@@ -271,6 +268,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         "MiniCPMForCausalLM",
         BIASED | {"scale_emb": real("embedding_scale", 12.0), "scale_depth": depth_scale, "dim_model_base": width_base},
         paired=True,
+    ),
+    # Ministral 3, and Mistral Small 3.1, whose queries have no scale that grows.
+    "mistral3": Architecture(
+        mistral,
+        paired=True,
+        scaling={
+            "mscale": optional("rope.scaling.yarn_log_multiplier"),
+            "mscale_all_dim": same_as("mscale"),
+            "llama_4_scaling_beta": optional("attention.temperature_scale"),
+        },
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", BIASES | {"no_rope_layer_interval": 4}, paired=True),
     "stablelm": Architecture(
@@ -329,10 +336,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"attn_norm_2": "attention_norm"},
         norm_key="layer_norm_epsilon",
     ),
-    "exaone4": Architecture(
-        "Exaone4ForCausalLM",
-        {"sliding_window": window(), "layer_types": layer_types(4)},
-    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", {"sliding_window": window(), "layer_types": layer_types(4)}),
     "seed_oss": Architecture(
         "SeedOssForCausalLM", BIASES | {"attention_out_bias": has("blk.0.attn_output.bias")}, POST_IS_MLP
     ),
@@ -384,6 +388,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 # The architectures of those rows of the table whose name depends on the file.
 _SEVERAL = {
     "llama": ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
+    "mistral3": ("MistralForCausalLM", "Ministral3ForCausalLM"),
     "deepseek2": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     "olmo2": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
 }

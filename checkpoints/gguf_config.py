@@ -121,7 +121,9 @@ def _positions(keys: Keys, row: Architecture, config: Config) -> Config:
     scaling = read_rope_scaling(keys, config | made, turned)
     if "rope_local_base_freq" not in row.settings:  # newer files have the base of layers with windows, too
         keys.expect("rope.freq_base_swa", made["rope_theta"])
-    added = {key: settle(setting, keys, config | made) for key, setting in row.scaling.items()}
+    added: Config = {}
+    for key, setting in row.scaling.items():
+        added[key] = settle(setting, keys, config | made | added)
     if scaling:
         made["rope_scaling"] = scaling | (added if scaling["rope_type"] == "yarn" else {})
     return made

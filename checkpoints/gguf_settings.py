@@ -144,6 +144,11 @@ def llama(keys: Keys, config: Config) -> str:
     return "MistralForCausalLM" if keys.left.get("attention.sliding_window") else "LlamaForCausalLM"
 
 
+def mistral(keys: Keys, config: Config) -> str:
+    """Ministral 3 scales queries by their positions."""
+    return "Ministral3ForCausalLM" if keys.left.get("attention.temperature_scale") else "MistralForCausalLM"
+
+
 def of_mixtral(setting: Setting) -> Setting:
     return lambda keys, config: setting(keys, config) if config["architectures"] == ["MixtralForCausalLM"] else None
 

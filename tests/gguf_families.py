@@ -25,8 +25,9 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2", "GPTNeoX": "gptneox", "Falcon": "falcon", "Exaone4": "exaone4", "SeedOss": "seed_oss",
     "HunYuanDenseV1": "hunyuan-dense", "Nemotron": "nemotron", "Ernie4_5": "ernie4_5", "Ernie4_5_Moe": "ernie4_5-moe",
     "Llama4": "llama4", "Arcee": "arcee", "MiniCPM": "minicpm",
+    "Ministral3": "mistral3",
 }  # fmt: skip
-PAIRED = ("granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm")
+PAIRED = ("granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "mistral3")
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 # config.json's keys -> the writer's methods; as in llama.cpp's conversion.
 SETTINGS = {
@@ -162,7 +163,10 @@ class FamilyFile:
             if "attention_factor" in scaling:
                 writer.add_rope_scaling_yarn_attn_factor(scaling["attention_factor"])
             if "mscale_all_dim" in scaling:
-                writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+                part = 1.0 if self.arch == "mistral3" else 0.1
+                writer.add_rope_scaling_yarn_log_mul(part * scaling["mscale_all_dim"])
+            if "llama_4_scaling_beta" in scaling:
+                writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(name, values); the experts' tensors one after another under the name of their stack."""

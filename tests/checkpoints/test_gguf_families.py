@@ -61,6 +61,7 @@ CASES = {
         "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layers": [1, 1, 1, 0, 1],
     },
     "arcee_squares": {},
+    "ministral3_scaled": {"mscale": 0.8},
     "granite_plain_attention": {  # which is a MiniCPM by other names
         "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 3, "scale_depth": 0.7,
         "dim_model_base": 160, "rope_theta": 10000.0, "tie_word_embeddings": False, "embedding_multiplier": None,
