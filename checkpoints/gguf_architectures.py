@@ -11,6 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.checkpoints.gguf_settings import (
+    DEEPSEEK_EXPERTS,
+    LOCAL_EXPERTS,
+    QWEN2_MOE,
+    QWEN3_NEXT,
+    QWEN_EXPERTS,
     Setting,
     deepseek,
     depth_scale,
@@ -18,7 +23,6 @@ from jaxserve.checkpoints.gguf_settings import (
     gemma_scale,
     groups,
     has,
-    inputs_of,
     last_layer,
     layer_types,
     llama,
@@ -32,7 +36,6 @@ from jaxserve.checkpoints.gguf_settings import (
     real,
     same_as,
     size,
-    size_or,
     stored,
     turned_part,
     width_base,
@@ -41,8 +44,6 @@ from jaxserve.checkpoints.gguf_settings import (
 
 BIASED = {"attention_bias": has("blk.0.attn_q.bias")}
 BIASES = BIASED | {"mlp_bias": has("blk.0.ffn_up.bias")}
-EXPERTS = {"num_experts_per_tok": size("expert_used_count")}
-LOCAL_EXPERTS = EXPERTS | {"num_local_experts": size("expert_count")}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Architecture:
       shifted: the weights of norms are stored with 1 added.
       turns: some channels turn by the position.
       latent: attention is over latents (DeepSeek), whose sizes have keys of their own.
+      recurrent: some layers are gated delta nets.
       scaling: added to the rope scaling, if there is one.
       modules: a tensor's name within its layer -> its module in Hugging Face's model, for architectures whose tensors
         get Hugging Face's names.
@@ -71,6 +73,7 @@ class Architecture:
     shifted: bool = False
     turns: bool = True
     latent: bool = False
+    recurrent: bool = False
     scaling: Mapping[str, Setting] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
 
@@ -97,20 +100,19 @@ ROLES = {
     **{f"ffn_{role}_shexp": f"shared_{role}" for role in ("gate", "up", "down")},
     **EXPERT_PARTS,
 }
-BARE_ROLES = {"sinks": "weight", "correction": "bias"}  # roles that name one tensor, and which
+BARE_ROLES = {
+    "sinks": "weight",
+    "correction": "bias",
+    "delta_a_log": "weight",
+    "delta_dt_bias": "bias",
+}  # roles that name one tensor, and which
 NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
 GATE_UP = {"ffn_up": "gate_up"}
+DELTA_PARTS = {"in": "qkvz", "ba": "ba", "conv1d": "conv", "a": "a_log", "dt": "dt_bias", "norm": "norm", "out": "out"}
 POST_IS_MLP = {"post_attention_norm": "mlp_norm"}
+# attn_qkv and attn_gate of Qwen3-Next become ssm_in, see `gguf_delta_net`.
+DELTA_ROLES = {f"ssm_{part}": f"delta_{role}" for part, role in DELTA_PARTS.items()} | {"attn_qkv": "delta_qkv"}
 
-DEEPSEEK_EXPERTS = {
-    "n_routed_experts": size("expert_count"),
-    **EXPERTS,
-    "moe_intermediate_size": size("expert_feed_forward_length"),
-    "n_shared_experts": number("expert_shared_count"),
-    "first_k_dense_replace": number("leading_dense_block_count"),
-    "routed_scaling_factor": real("expert_weights_scale", 1.0),
-    "norm_topk_prob": flag("expert_weights_norm", False),
-}
 GRANITE = BIASED | {
     "attention_multiplier": real("attention.scale", 1.0),
     "embedding_multiplier": real("embedding_scale", 1.0),
@@ -142,15 +144,6 @@ MIXTRAL_MODULES = {
 }
 HF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
-QWEN_EXPERTS = EXPERTS | {
-    "num_experts": size("expert_count"),
-    "moe_intermediate_size": size_or("expert_feed_forward_length", inputs_of("ffn_down_exps")),
-}
-QWEN2_MOE = QWEN_EXPERTS | {
-    "norm_topk_prob": False,
-    "shared_expert_intermediate_size": size_or("expert_shared_feed_forward_length", inputs_of("ffn_down_shexp")),
-}
-
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
@@ -168,6 +161,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("Qwen3ForCausalLM", BIASED, modules=MODULES),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", QWEN2_MOE, modules=MODULES),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", BIASED | QWEN_EXPERTS | {"norm_topk_prob": True}, modules=MODULES),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM", QWEN3_NEXT, POST_IS_MLP | DELTA_ROLES, shifted=True, recurrent=True
+    ),
     "gemma": Architecture("GemmaForCausalLM", GEMMA, shifted=True),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",

@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.formats.gguf_blocks import FLOATS, decode, needs_package
-from jaxserve.checkpoints.gguf import TYPES, BlockType, StoredTensor, known_gguf
+from jaxserve.checkpoints.formats.gguf_blocks import FLOATS, needs_package
+from jaxserve.checkpoints.gguf import StoredTensor, known_gguf
 from jaxserve.checkpoints.gguf_architectures import (
     ARCHITECTURES,
     EXPERT_PARTS,
@@ -28,80 +28,16 @@ from jaxserve.checkpoints.gguf_architectures import (
     Architecture,
 )
 from jaxserve.checkpoints.gguf_config import names_of, read_config
+from jaxserve.checkpoints.gguf_delta_net import PARTS, as_in_checkpoints
 from jaxserve.checkpoints.gguf_keys import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, Keys
-from jaxserve.checkpoints.int4 import PackedInt4
-from jaxserve.checkpoints.mistral_native import in_halves
-from jaxserve.checkpoints.quantized import dequantize
-from jaxserve.checkpoints.safetensors import TensorInfo
+from jaxserve.checkpoints.gguf_tensor import FLOAT32, GGUFTensor
 from jaxserve.pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
 BESIDE = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that are settings
 LATENT_PARTS = {"attn_k_b": "", "attn_v_b": ""}
-FLOAT32 = TYPES[0]
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)")
-
-
-@dataclass(frozen=True)
-class GGUFTensor(TensorInfo):
-    """A tensor that `read` and `read_rows` return as plain floats, in float32 if it is quantized.
-
-    For Llama's queries and keys, llama.cpp stores the rows of each head in pairs (0, half, 1, half + 1, ...). With
-    `head_dim`, such rows are read in Hugging Face's order. `offset` is added to floats.
-    """
-
-    type: BlockType
-    head_dim: int = 0
-    offset: float = 0.0
-
-    @property
-    def rows_at_once(self) -> int:
-        return self.head_dim or 1
-
-    def entry(self, index: int, name: str) -> Self:
-        """As in TensorInfo. The bytes in the file are counted, since `nbytes` is the size as floats here."""
-        whole = StoredTensor(self.name, self.path, self.type, self.shape, self.start)
-        return replace(
-            self, name=name, shape=self.shape[1:], start=self.start + index * (whole.nbytes // self.shape[0])
-        )
-
-    def read_blocks(self) -> QuantArray | np.ndarray:
-        """The whole tensor; quantized if its type is one that `decode` keeps quantized."""
-        return self._decode(0, self.shape)
-
-    def read_bytes(self) -> np.ndarray:
-        """The bytes of the whole tensor, uint8 [rows, bytes of a row], with the rows in Hugging Face's order."""
-        rows = self._bytes(0, self.shape).reshape(self.shape[0], -1)
-        return np.ascontiguousarray(self._in_halves(rows)) if self.head_dim else rows
-
-    def _read(self, first: int, count: int) -> np.ndarray:
-        row = self.shape[-1]
-        value = self._decode(first, (count // row, row) if len(self.shape) > 1 else (count,))
-        return (dequantize(value) if isinstance(value, QuantArray) else value).reshape(-1)
-
-    def _bytes(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
-        stored = StoredTensor(self.name, self.path, self.type, shape, self.start)
-        return self._numbers(np.dtype(np.uint8), stored.nbytes, first // self.type.size * self.type.nbytes)
-
-    def _decode(self, first: int, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
-        value = decode(self._bytes(first, shape), self.type, shape)
-        if self.offset:
-            assert isinstance(value, np.ndarray), f"{self.name} is quantized"
-            value = (value + np.float32(self.offset)).astype(self.dtype)
-        if not self.head_dim:
-            return value
-        if not isinstance(value, QuantArray):
-            return self._in_halves(value)
-        codes, scale, zero, bias = map(self._in_halves, (value.codes, value.scale, value.zero, value.bias))
-        return replace(value, codes=codes, scale=scale, zero=zero, bias=bias)
-
-    def _in_halves(self, rows: Any) -> Any:
-        if rows is None:
-            return None
-        if isinstance(rows, PackedInt4):
-            return rows.with_rows(self._in_halves)
-        return in_halves(rows, self.head_dim)
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
 
 
 @dataclass(frozen=True)
@@ -171,6 +107,8 @@ def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
             tensors[tensor.name] = tensor
     if row.latent:
         tensors = _with_joined(tensors, config)
+    if row.recurrent:
+        tensors = as_in_checkpoints(tensors, config)
     kinds = {tensor.type for tensor in tensors.values()}
     if others := sorted(kind.name for kind in kinds if needs_package(kind)):
         log.warning("%s: weights of type %s are dequantized to floats as they are read", path, ", ".join(others))
@@ -187,7 +125,10 @@ def _tensor(stored: StoredTensor, row: Architecture, config: dict[str, Any]) -> 
     if layer and int(layer) >= config["num_hidden_layers"]:
         return None
     known: Mapping[str, str] = (row.modules or {**ROLES, **LATENT_PARTS, **row.roles}) if layer else TOP
-    if part not in known or (part in LATENT_PARTS and not row.latent):
+    bare = row.recurrent and part == "ssm_a"
+    if row.recurrent:
+        known = {**known, **dict.fromkeys(PARTS, "")}
+    if part not in known or (part in LATENT_PARTS and not row.latent) or (kind is None and not bare):
         raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is of a kind that is not supported")
     stacked = part in EXPERT_PARTS or part in LATENT_PARTS
     if stored.type.name not in FLOATS and len(stored.shape) != (3 if stacked else 2):

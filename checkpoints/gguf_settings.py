@@ -188,3 +188,49 @@ def width_base(keys: Keys, config: Config) -> float:
     256."""
     hidden = config["hidden_size"]
     return hidden / keys.real("logit_scale", hidden / 256)
+
+
+def value_width(keys: Keys, config: Config) -> int:
+    """Qwen3-Next's linear_value_head_dim; the file has the width of all heads."""
+    return keys.size("ssm.inner_size") // config["linear_num_value_heads"]
+
+
+def delta_layers(keys: Keys, config: Config) -> list[str]:
+    """Which layers are gated delta nets: by an array, else all but every `full_attention_interval`-th."""
+    given, interval = keys.left.pop("attention.recurrent_layers", None), keys.size("full_attention_interval", 4)
+    count = config["num_hidden_layers"]
+    recurrent = [(i + 1) % interval != 0 for i in range(count)] if given is None else [bool(x) for x in given[:count]]
+    return ["linear_attention" if one else "full_attention" for one in recurrent]
+
+
+# Settings that several architectures have.
+EXPERTS = {"num_experts_per_tok": size("expert_used_count")}
+LOCAL_EXPERTS = EXPERTS | {"num_local_experts": size("expert_count")}
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": size("expert_count"),
+    **EXPERTS,
+    "moe_intermediate_size": size("expert_feed_forward_length"),
+    "n_shared_experts": number("expert_shared_count"),
+    "first_k_dense_replace": number("leading_dense_block_count"),
+    "routed_scaling_factor": real("expert_weights_scale", 1.0),
+    "norm_topk_prob": flag("expert_weights_norm", False),
+}
+QWEN_EXPERTS = EXPERTS | {
+    "num_experts": size("expert_count"),
+    "moe_intermediate_size": size_or("expert_feed_forward_length", inputs_of("ffn_down_exps")),
+}
+QWEN2_MOE = QWEN_EXPERTS | {
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": size_or("expert_shared_feed_forward_length", inputs_of("ffn_down_shexp")),
+}
+QWEN3_NEXT = QWEN_EXPERTS | {
+    "norm_topk_prob": flag("expert_weights_norm", True),
+    "shared_expert_intermediate_size": size_or("expert_shared_feed_forward_length", inputs_of("ffn_down_shexp")),
+    "partial_rotary_factor": turned_part,
+    "linear_conv_kernel_dim": size("ssm.conv_kernel"),
+    "linear_key_head_dim": size("ssm.state_size"),
+    "linear_num_key_heads": size("ssm.group_count"),
+    "linear_num_value_heads": size("ssm.time_step_rank"),
+    "linear_value_head_dim": value_width,
+    "layer_types": delta_layers,
+}

@@ -25,14 +25,15 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2", "GPTNeoX": "gptneox", "Falcon": "falcon", "Exaone4": "exaone4", "SeedOss": "seed_oss",
     "HunYuanDenseV1": "hunyuan-dense", "Nemotron": "nemotron", "Ernie4_5": "ernie4_5", "Ernie4_5_Moe": "ernie4_5-moe",
     "Llama4": "llama4", "Arcee": "arcee", "MiniCPM": "minicpm",
-    "Ministral3": "mistral3",
+    "Ministral3": "mistral3", "Qwen3Next": "qwen3next",
 }  # fmt: skip
 PAIRED = ("granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "mistral3")
-SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next")
 # config.json's keys -> the writer's methods; as in llama.cpp's conversion.
 SETTINGS = {
     "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count",
-    "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "moe_num_experts": "expert_count",
+    "num_local_experts": "expert_count", "num_experts": "expert_count", "n_routed_experts": "expert_count",
+    "moe_num_experts": "expert_count",
     "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
     "moe_num_shared_experts": "expert_shared_count", "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count", "first_k_dense_replace": "leading_dense_block_count",
@@ -113,6 +114,16 @@ class FamilyFile:
         elif config.get("head_dim"):
             writer.add_key_length(self.head_dim)
             writer.add_value_length(self.head_dim)
+        if self.arch == "qwen3next":
+            writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+            writer.add_ssm_state_size(config["linear_key_head_dim"])
+            writer.add_ssm_group_count(config["linear_num_key_heads"])
+            writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+            writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+            recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+            writer.add_array("qwen3next.attention.recurrent_layers", recurrent)
+            writer.add_full_attention_interval(4)
         if self.arch == "minicpm":
             writer.add_residual_scale(config["scale_depth"] / self.layers**0.5)
             writer.add_logit_scale(self.hidden / config["dim_model_base"])
@@ -174,12 +185,13 @@ class FamilyFile:
             for changed, values in self.changed(name, tensor.read().astype(np.float32)):
                 changed = _without_expert(changed)
                 found = self.names.get_name(changed, try_suffixes=(".weight", ".bias"))
+                found = changed if changed.startswith("blk.") else found
                 assert found, f"the package has no name for {changed}"
                 yield found, np.ascontiguousarray(values)
 
     def changed(self, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors that the converter makes of one."""
-        if self.arch in SHIFTED and name.endswith("norm.weight"):
+        if self.arch in SHIFTED and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + np.float32(1)
         if name.endswith("e_score_correction_bias"):
             values = values.reshape(-1)
@@ -196,6 +208,20 @@ class FamilyFile:
             heads = values.reshape(self.heads, -1, values.shape[1])
             yield name.replace("kv_b_proj", "k_b_proj"), heads[:, :nope].swapaxes(1, 2)
             yield name.replace("kv_b_proj", "v_b_proj"), heads[:, nope:]
+        elif name.endswith("in_proj_qkvz.weight"):
+            keys, values_of = self.config["linear_num_key_heads"], self.config["linear_value_head_dim"]
+            dim, of_key = self.config["linear_key_head_dim"], self.config["linear_num_value_heads"] // keys * values_of
+            parts = np.split(values.reshape(keys, -1, self.hidden), np.cumsum([dim, dim, of_key]), axis=1)
+            *qkv, gates = (part.reshape(-1, self.hidden) for part in parts)
+            layer = name.split(".")[2]
+            yield f"blk.{layer}.attn_qkv.weight", np.concatenate(qkv)
+            yield f"blk.{layer}.attn_gate.weight", gates
+        elif name.endswith(".A_log"):
+            yield name, -np.exp(values)
+        elif name.endswith(".dt_bias"):
+            yield name.replace(".dt_bias", ".dt_proj.bias"), values
+        elif "conv1d" in name:
+            yield name, values.squeeze(1)
         elif self.arch in ("gpt-oss", "llama4", "granitemoe") and ("experts." in name or "_linear" in name):
             yield from self.of_stacked_experts(name, values)
         else:

@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
+from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import read_model_config
@@ -61,6 +64,7 @@ CASES = {
         "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layers": [1, 1, 1, 0, 1],
     },
     "arcee_squares": {},
+    "qwen3_next_groups": {"norm_topk_prob": True, "decoder_sparse_step": 1},
     "ministral3_scaled": {"mscale": 0.8},
     "granite_plain_attention": {  # which is a MiniCPM by other names
         "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 3, "scale_depth": 0.7,
@@ -68,6 +72,21 @@ CASES = {
         "residual_multiplier": None, "attention_multiplier": None, "logits_scaling": None, "rope_parameters": None,
     },
 }  # fmt: skip
+
+
+def give_all_layers_experts(folder):
+    """Layers without experts, which llama.cpp's Qwen3-Next does not have, get those of the layer behind them."""
+    tensors = {name: tensor.read() for name, tensor in read_folder(folder).items()}
+    for name in [name for name in tensors if re.fullmatch(r"model\.layers\.\d+\.mlp\.\w+_proj\.weight", name)]:
+        layer = name.split(".")[2]
+        tensors.pop(name, None)
+        behind = f"model.layers.{int(layer) + 1}.mlp."
+        tensors |= {
+            other.replace(behind, f"model.layers.{layer}.mlp."): values + np.float32(0.01)
+            for other, values in list(tensors.items())
+            if other.startswith(behind)
+        }
+    save_file(tensors, folder / "model.safetensors")
 
 
 @pytest.fixture
@@ -82,6 +101,8 @@ def expressible(model_folders, tmp_path):
             config["rope_parameters"]["mscale"] = mscale
         config = {key: value for key, value in (config | changes).items() if changes.get(key, "") is not None}
         (folder / "config.json").write_text(json.dumps(config))
+        if case == "qwen3_next_groups":
+            give_all_layers_experts(folder)
         return folder
 
     return make

@@ -1,0 +1,79 @@
+"""A tensor of a GGUF file as floats or in quantized form, with its rows in Hugging Face's order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from jaxserve.checkpoints.formats.gguf_blocks import decode
+from jaxserve.checkpoints.gguf import TYPES, BlockType, StoredTensor
+from jaxserve.checkpoints.int4 import PackedInt4
+from jaxserve.checkpoints.mistral_native import in_halves
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.checkpoints.safetensors import TensorInfo
+from jaxserve.pallas_kernels.types import QuantArray
+
+FLOAT32 = TYPES[0]
+
+
+@dataclass(frozen=True)
+class GGUFTensor(TensorInfo):
+    """A tensor that `read` and `read_rows` return as plain floats, in float32 if it is quantized.
+
+    For Llama's queries and keys, llama.cpp stores the rows of each head in pairs (0, half, 1, half + 1, ...). With
+    `head_dim`, such rows are read in Hugging Face's order. `offset` is added to floats.
+    """
+
+    type: BlockType
+    head_dim: int = 0
+    offset: float = 0.0
+
+    @property
+    def rows_at_once(self) -> int:
+        return self.head_dim or 1
+
+    def entry(self, index: int, name: str) -> Self:
+        """As in TensorInfo. The bytes in the file are counted, since `nbytes` is the size as floats here."""
+        whole = StoredTensor(self.name, self.path, self.type, self.shape, self.start)
+        return replace(
+            self, name=name, shape=self.shape[1:], start=self.start + index * (whole.nbytes // self.shape[0])
+        )
+
+    def read_blocks(self) -> QuantArray | np.ndarray:
+        """The whole tensor; quantized if its type is one that `decode` keeps quantized."""
+        return self._decode(0, self.shape)
+
+    def read_bytes(self) -> np.ndarray:
+        """The bytes of the whole tensor, uint8 [rows, bytes of a row], with the rows in Hugging Face's order."""
+        rows = self._bytes(0, self.shape).reshape(self.shape[0], -1)
+        return np.ascontiguousarray(self._in_halves(rows)) if self.head_dim else rows
+
+    def _read(self, first: int, count: int) -> np.ndarray:
+        row = self.shape[-1]
+        value = self._decode(first, (count // row, row) if len(self.shape) > 1 else (count,))
+        return (dequantize(value) if isinstance(value, QuantArray) else value).reshape(-1)
+
+    def _bytes(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
+        stored = StoredTensor(self.name, self.path, self.type, shape, self.start)
+        return self._numbers(np.dtype(np.uint8), stored.nbytes, first // self.type.size * self.type.nbytes)
+
+    def _decode(self, first: int, shape: tuple[int, ...]) -> QuantArray | np.ndarray:
+        value = decode(self._bytes(first, shape), self.type, shape)
+        if self.offset:
+            assert isinstance(value, np.ndarray), f"{self.name} is quantized"
+            value = (value + np.float32(self.offset)).astype(self.dtype)
+        if not self.head_dim:
+            return value
+        if not isinstance(value, QuantArray):
+            return self._in_halves(value)
+        codes, scale, zero, bias = map(self._in_halves, (value.codes, value.scale, value.zero, value.bias))
+        return replace(value, codes=codes, scale=scale, zero=zero, bias=bias)
+
+    def _in_halves(self, rows: Any) -> Any:
+        if rows is None:
+            return None
+        if isinstance(rows, PackedInt4):
+            return rows.with_rows(self._in_halves)
+        return in_halves(rows, self.head_dim)
