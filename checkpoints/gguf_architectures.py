@@ -100,18 +100,15 @@ ROLES = {
     **{f"ffn_{role}_shexp": f"shared_{role}" for role in ("gate", "up", "down")},
     **EXPERT_PARTS,
 }
-BARE_ROLES = {
-    "sinks": "weight",
-    "correction": "bias",
-    "delta_a_log": "weight",
-    "delta_dt_bias": "bias",
-}  # roles that name one tensor, and which
+# Roles that name one tensor, and which.
+BARE_ROLES = {"sinks": "weight", "correction": "bias", "delta_a_log": "weight", "delta_dt_bias": "bias"}
 NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
 GATE_UP = {"ffn_up": "gate_up"}
 DELTA_PARTS = {"in": "qkvz", "ba": "ba", "conv1d": "conv", "a": "a_log", "dt": "dt_bias", "norm": "norm", "out": "out"}
 POST_IS_MLP = {"post_attention_norm": "mlp_norm"}
-# attn_qkv and attn_gate of Qwen3-Next become ssm_in, see `gguf_delta_net`.
-DELTA_ROLES = {f"ssm_{part}": f"delta_{role}" for part, role in DELTA_PARTS.items()} | {"attn_qkv": "delta_qkv"}
+# attn_qkv and attn_gate of Qwen3-Next become ssm_in (`gguf_delta_net`), so that their roles have no use.
+JOINED = {"attn_qkv": "delta_qkv", "attn_gate": "delta_gates"}
+DELTA_ROLES = {f"ssm_{part}": f"delta_{role}" for part, role in DELTA_PARTS.items()} | JOINED
 
 GRANITE = BIASED | {
     "attention_multiplier": real("attention.scale", 1.0),

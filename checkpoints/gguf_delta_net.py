@@ -7,43 +7,13 @@ stores -exp(A_log), and leaves out an axis of the convolution (https://github.co
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.gguf_tensor import FLOAT32, GGUFTensor
-
-PARTS = ("attn_gate", "ssm_in", "ssm_ba", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_norm", "ssm_out")
-
-
-@dataclass(frozen=True)
-class _Joined(GGUFTensor):
-    """in_proj_qkvz, made of two tensors. Row i is row order[i] of both, one after the other. It is read as float32."""
-
-    qkv: GGUFTensor | None = None
-    gates: GGUFTensor | None = None
-    order: tuple[int, ...] = ()
-
-    @property
-    def rows_at_once(self) -> int:
-        return self.shape[0]
-
-    def _decode(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
-        assert self.qkv is not None
-        assert self.gates is not None
-        return np.concatenate([part.read().astype(np.float32) for part in (self.qkv, self.gates)])[list(self.order)]
-
-
-@dataclass(frozen=True)
-class _Logarithms(GGUFTensor):
-    """A_log, of which the file has -exp(A_log)."""
-
-    def _decode(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
-        value = super()._decode(first, shape)
-        assert isinstance(value, np.ndarray)
-        return np.log(-value)
+from jaxserve.checkpoints.gguf_tensor import ComputedTensor, GGUFTensor
 
 
 def as_in_checkpoints(tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> dict[str, GGUFTensor]:
@@ -55,7 +25,8 @@ def as_in_checkpoints(tensors: dict[str, GGUFTensor], config: dict[str, Any]) ->
             continue
         at = f"blk.{layer}"
         if (rates := made.pop(f"{at}.ssm_a", None)) is not None:
-            made[f"{at}.ssm_a.weight"] = _Logarithms(**vars(rates) | {"name": f"{at}.ssm_a.weight"})
+            name = f"{at}.ssm_a.weight"
+            made[name] = ComputedTensor.of(name, rates.shape, (rates,), lambda values: np.log(-values))
         if (conv := made.get(f"{at}.ssm_conv1d.weight")) is not None and len(conv.shape) == 2:
             made[conv.name] = replace(conv, shape=(conv.shape[0], 1, conv.shape[1]))
         qkv, gates = (made.pop(f"{at}.{part}.weight", None) for part in ("attn_qkv", "attn_gate"))
@@ -73,6 +44,9 @@ def _joined(name: str, qkv: GGUFTensor, gates: GGUFTensor, config: dict[str, Any
         )
     sizes = (key, key, values, values)
     rows = np.split(np.arange(heads * sum(sizes)), heads * np.cumsum(sizes)[:-1])
-    order = tuple(np.concatenate([some.reshape(heads, -1) for some in rows], axis=1).reshape(-1).tolist())
-    shape = (len(order), qkv.shape[1])
-    return _Joined(name, qkv.path, np.dtype(np.float32), shape, 0, FLOAT32, qkv=qkv, gates=gates, order=order)
+    order = np.concatenate([some.reshape(heads, -1) for some in rows], axis=1).reshape(-1)
+
+    def join(*both: np.ndarray) -> np.ndarray:
+        return np.concatenate(both)[order]
+
+    return ComputedTensor.of(name, (len(order), qkv.shape[1]), (qkv, gates), join)

@@ -28,9 +28,9 @@ from jaxserve.checkpoints.gguf_architectures import (
     Architecture,
 )
 from jaxserve.checkpoints.gguf_config import names_of, read_config
-from jaxserve.checkpoints.gguf_delta_net import PARTS, as_in_checkpoints
+from jaxserve.checkpoints.gguf_delta_net import as_in_checkpoints
 from jaxserve.checkpoints.gguf_keys import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, Keys
-from jaxserve.checkpoints.gguf_tensor import FLOAT32, GGUFTensor
+from jaxserve.checkpoints.gguf_tensor import ComputedTensor, GGUFTensor
 from jaxserve.pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
@@ -125,10 +125,7 @@ def _tensor(stored: StoredTensor, row: Architecture, config: dict[str, Any]) -> 
     if layer and int(layer) >= config["num_hidden_layers"]:
         return None
     known: Mapping[str, str] = (row.modules or {**ROLES, **LATENT_PARTS, **row.roles}) if layer else TOP
-    bare = row.recurrent and part == "ssm_a"
-    if row.recurrent:
-        known = {**known, **dict.fromkeys(PARTS, "")}
-    if part not in known or (part in LATENT_PARTS and not row.latent) or (kind is None and not bare):
+    if part not in known or (part in LATENT_PARTS and not row.latent) or (kind is None and part != "ssm_a"):
         raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is of a kind that is not supported")
     stacked = part in EXPERT_PARTS or part in LATENT_PARTS
     if stored.type.name not in FLOATS and len(stored.shape) != (3 if stacked else 2):
@@ -146,23 +143,9 @@ def _tensor(stored: StoredTensor, row: Architecture, config: dict[str, Any]) -> 
     return GGUFTensor(name, stored.path, dtype, stored.shape, stored.start, stored.type, pairs, offset)
 
 
-@dataclass(frozen=True)
-class JoinedHeads(GGUFTensor):
-    """DeepSeek's kv_b [heads * (nope + v), rank], made of two tensors: keys [heads, rank, nope], values [heads, v,
-    rank]. It is read as float32."""
-
-    keys: GGUFTensor | None = None
-    values: GGUFTensor | None = None
-
-    @property
-    def rows_at_once(self) -> int:
-        return self.shape[0]
-
-    def _decode(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
-        assert self.keys is not None
-        assert self.values is not None
-        parts = [part.read().astype(np.float32) for part in (self.keys, self.values)]
-        return np.concatenate([parts[0].swapaxes(1, 2), parts[1]], axis=1).reshape(self.shape)
+def _join_heads(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """DeepSeek's kv_b [heads * (nope + v), rank] of keys [heads, rank, nope] and values [heads, v, rank]."""
+    return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, values.shape[-1])
 
 
 def _with_joined(tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> dict[str, GGUFTensor]:
@@ -180,7 +163,6 @@ def _with_joined(tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> dict
             raise CheckpointError(
                 f"{path}: attn_k_b and attn_v_b of layer {layer} are not {expected[0]}, {expected[1]}"
             )
-        name, floats = f"blk.{layer}.attn_kv_b.weight", np.dtype(np.float32)
-        shape = (heads * (nope + dim), rank)
-        made[name] = JoinedHeads(name, keys.path, floats, shape, 0, FLOAT32, keys=keys, values=values)
+        name = f"blk.{layer}.attn_kv_b.weight"
+        made[name] = ComputedTensor.of(name, (heads * (nope + dim), rank), (keys, values), _join_heads)
     return made

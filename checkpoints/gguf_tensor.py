@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -77,3 +78,25 @@ class GGUFTensor(TensorInfo):
         if isinstance(rows, PackedInt4):
             return rows.with_rows(self._in_halves)
         return in_halves(rows, self.head_dim)
+
+
+@dataclass(frozen=True)
+class ComputedTensor(GGUFTensor):
+    """A tensor that is computed, whole and in float32, from tensors of the file."""
+
+    parts: tuple[GGUFTensor, ...] = ()
+    compute: Callable[..., np.ndarray] = np.concatenate
+
+    @classmethod
+    def of(
+        cls, name: str, shape: tuple[int, ...], parts: tuple[GGUFTensor, ...], compute: Callable[..., np.ndarray]
+    ) -> ComputedTensor:
+        """`compute` gets the parts as float32 arrays and returns one of `shape`."""
+        return cls(name, parts[0].path, np.dtype(np.float32), shape, 0, FLOAT32, parts=parts, compute=compute)
+
+    @property
+    def rows_at_once(self) -> int:
+        return self.shape[0]
+
+    def _decode(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
+        return self.compute(*(part.read().astype(np.float32) for part in self.parts))

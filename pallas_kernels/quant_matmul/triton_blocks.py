@@ -23,7 +23,6 @@ Compiled for H200; not yet run on one.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ import triton.language as tl
 
 from jaxserve.pallas_kernels import triton_compat
 from jaxserve.pallas_kernels.quant_matmul.blocks import GROUPS, HIGH_MASK, HIGH_UP, LOW_MASK
-from jaxserve.pallas_kernels.quant_matmul.triton_tiles import expert_items, own_tile
+from jaxserve.pallas_kernels.quant_matmul.triton_tiles import Tiles, expert_items, own_tile
 from jaxserve.pallas_kernels.registry import MatmulProblem
 from jaxserve.pallas_kernels.triton_compat import pad
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray
@@ -177,16 +176,6 @@ def why_not(problem: MatmulProblem) -> str | None:
     return (
         None if problem.kind in BLOCK_KINDS else f"blocks must be one of {', '.join(BLOCK_KINDS)}, not {problem.kind}"
     )
-
-
-class Tiles(NamedTuple):
-    """Sizes of a program's tile, splits of the blocks, and the launch's warps and blocks in flight."""
-
-    tokens: int
-    outputs: int
-    splits: int
-    warps: int
-    stages: int
 
 
 def tiles(x_dtype: jnp.dtype, tokens: int, outputs: int, inputs: int) -> Tiles:

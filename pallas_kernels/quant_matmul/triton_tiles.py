@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+
+
+class Tiles(NamedTuple):
+    """Sizes of a program's tile, splits of the blocks, and the launch's warps and blocks in flight."""
+
+    tokens: int
+    outputs: int
+    splits: int
+    warps: int
+    stages: int
 
 
 @triton.jit

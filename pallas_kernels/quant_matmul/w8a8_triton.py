@@ -17,26 +17,17 @@ adds.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels.quant_matmul.triton_tiles import Tiles
 from jaxserve.pallas_kernels.triton_compat import Target, pad
 from jaxserve.pallas_kernels.types import QuantArray, QuantRows
 
 STEP = 128  # inputs that the matrix unit adds at a time where there are no blocks
-
-
-class Tiles(NamedTuple):
-    tokens: int
-    outputs: int
-    splits: int
-    warps: int
-    stages: int
 
 
 def tiles(tokens: int, outputs: int, inputs: int, step: int, target: Target) -> Tiles:

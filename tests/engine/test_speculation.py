@@ -128,7 +128,6 @@ def test_fewer_steps_for_text_that_repeats(model_folders):
     engine.runner.frozen = True
     assert engine.speculator.times is not None
     wanted = request("a", [5, 6, 7, 8] * 4, max_tokens=60, logit_bias={9: 100.0})  # the answer is a single token
-    before = engine.counters.steps
     (one,) = run_all(engine, wanted).values()
     assert one.token_ids == [9] * 60
     if engine.counters.spec_drafts:  # what pays depends on this machine's times
