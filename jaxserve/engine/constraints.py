@@ -103,24 +103,32 @@ class Constraints:
             rows, deferred = batch.rows, batch.deferred
             if deferred is None or deferred.sampled:
                 continue
-            deferred.index = index = deferred.index[running.holds(rows)[deferred.index]]
-            if not len(index):
+            deferred.keep(running.holds(rows)[deferred.row])
+            row, number = deferred.row, deferred.number
+            if not len(row):
                 continue
-            seqs, end = [rows.seqs[i] for i in index.tolist()], rows.end[index]
-            outputs = [seq.tokens[seq.prompt_len : last] for last, seq in zip(end.tolist(), seqs, strict=True)]
-            deferred.sampled = runner.sample_deferred(rows.slot[index], end, self._masks(seqs, outputs))
-            for one in deferred.sampled:
+            slot, position = rows.slot[row], (rows.end - rows.num_new + 1)[row] + number
+            proposed = np.where(number + 1 < rows.num_new[row], running.tokens[slot, position], -1)
+            draws = np.stack([slot, number, position, proposed], axis=1).astype(np.int32)
+            masks = self._masks([rows.seqs[i] for i in row.tolist()], draws, running)
+            deferred.sampled = runner.sample_deferred(draws, masks)
+            for _, one in deferred.sampled:
                 one.tokens.copy_to_host_async()
 
-    def _masks(self, seqs: list[Sequence], outputs: list[np.ndarray]) -> np.ndarray:
-        """Which tokens each sequence may sample next, int32 [sequences, words], a bit per token."""
+    def _masks(self, seqs: list[Sequence], draws: np.ndarray, running: RunningTable) -> np.ndarray:
+        """Which tokens each draw of `seqs` may give, int32 [draws, words], a bit per token. A proposal that completes
+        its sequence's grammar is taken out of `draws`, so that its row ends there."""
         masks = allocate_token_bitmask(len(seqs), self._compiler.vocab_size)
-        matchers = [(seq.matcher.state, i) for i, seq in enumerate(seqs) if seq.matcher is not None]
-        if matchers:
+        first = np.flatnonzero(draws[:, 1] == 0).tolist()
+        if matchers := [(matcher.state, i) for i in first if (matcher := seqs[i].matcher) is not None]:
             fill_next_token_bitmask_par(self._masking, matchers, masks)
-        for mask, seq, output in zip(masks, seqs, outputs, strict=True):
+        for i, end in zip(first, [*first[1:], len(seqs)], strict=True):
+            if (matcher := seqs[i].matcher) is not None and end > i + 1:
+                followed = matcher.fill_behind(draws[i : end - 1, 3].tolist(), masks[i + 1 : end])
+                draws[i + followed : end, 3] = -1
+        for mask, seq, (slot, _, position, _) in zip(masks, seqs, draws.tolist(), strict=True):
             if (own := self._token_mask(seq)) is not None:
-                own.apply(mask, output, seq.stop_ids)
+                own.apply(mask, running.tokens[slot, seq.prompt_len : position], seq.stop_ids)
         return masks
 
     def _token_mask(self, seq: Sequence) -> TokenMask | None:

@@ -16,18 +16,25 @@ from jaxserve.scheduling.step_plan import Rows
 
 @dataclass
 class Deferred:
-    """Rows sampled after the forward pass, once the host knows every earlier token and can build their masks."""
+    """Draws of rows that are sampled after the forward pass, once the host knows every earlier token and can build
+    their masks."""
 
-    index: np.ndarray  # indices of the rows among the batch's rows
-    sampled: list[Sampled] = field(default_factory=list)  # results of `ModelRunner.sample_deferred`
+    row: np.ndarray  # of each draw, the index of its row among the batch's rows
+    number: np.ndarray  # which of its row's draws it is; the others are behind proposals
+    sampled: list[tuple[int, Sampled]] = field(default_factory=list)  # results of `ModelRunner.sample_deferred`
 
     @classmethod
     def of(cls, rows: Rows, running: RunningTable) -> Deferred | None:
-        """The deferred rows of a batch; None if it has none."""
+        """The deferred draws of a batch; None if it has none."""
         if not running.lineup.any_masked:
             return None
-        index = np.flatnonzero(running.masked[rows.slot] & (rows.num_new > 0))
-        return cls(index) if len(index) else None
+        count = np.where(running.masked[rows.slot], rows.num_new, 0)
+        row = np.repeat(np.arange(len(rows)), count)
+        return cls(row, np.arange(len(row)) - (np.cumsum(count) - count)[row]) if len(row) else None
+
+    def keep(self, some: np.ndarray) -> None:
+        """Keeps some of the draws, bool [draws]."""
+        self.row, self.number = self.row[some], self.number[some]
 
     def join(self, rows: Rows, sampled: Sampled) -> Sampled:
         """The samples of all rows of a batch: `sampled`, with the samples of deferred rows in their places."""
@@ -35,12 +42,12 @@ class Deferred:
             return sampled
         tokens: Any = np.array(sampled.tokens)
         scores: Any = sampled.scores
-        count = len(self.index)
-        tokens[0, self.index] = np.concatenate([one.tokens for one in self.sampled])[:count]
-        if any(rows.seqs[i].params.logprobs is not None for i in self.index.tolist()):
+        tokens[self.number, self.row] = np.concatenate([np.asarray(one.tokens)[:count] for count, one in self.sampled])
+        if any(rows.seqs[i].params.logprobs is not None for i in set(self.row.tolist())):
             # The step's program may compute no scores, when no other row wants them.
             scores = np.zeros((*tokens.shape, SCORE_WORDS), np.int32) if scores is None else np.array(scores)
-            scores[0, self.index] = np.concatenate([one.scores for one in self.sampled])[:count]
+            found = [np.asarray(one.scores)[:count] for count, one in self.sampled]
+            scores[self.number, self.row] = np.concatenate(found)
         return Sampled(tokens, scores, sampled.expert_load)
 
 

@@ -35,8 +35,7 @@ class CountTokens(msgspec.Struct, tag=True, frozen=True):
 
 class SampleDeferred(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "sample_deferred"
-    slots: np.ndarray
-    positions: np.ndarray
+    draws: np.ndarray
     masks: np.ndarray
 
 

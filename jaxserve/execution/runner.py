@@ -75,7 +75,7 @@ class ModelRunner:
         pools = pooling is not None
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals}
         self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
-        self.pooling = pooling
+        self.pooling, self._proposals = pooling, proposals
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout
         self.slots: SlotState
@@ -108,6 +108,7 @@ class ModelRunner:
             config.hidden_size,
             self.model.dtype,
             self.penalty_rows,
+            proposals=self._proposals,
         )
         slots = str(jax.eval_shape(self._make_slots))
         stale = [
@@ -144,10 +145,10 @@ class ModelRunner:
 
     @property
     def deferred_sizes(self) -> list[int]:
-        """The numbers of rows for which `sample_deferred` is compiled. On CPU several small calls cost no more than a
-        large one, so there is one size."""
-        few = min(32, self.num_slots)
-        return [few] if self._on_cpu else sorted({few, self.num_slots})
+        """The numbers of draws for which `sample_deferred` is compiled. On CPU several small calls cost no more than a
+        large one, so there is one size. All draws of a row have room in one call."""
+        few = max(min(32, self.num_slots), self._proposals + 1)
+        return [few] if self._on_cpu else sorted({few, max(few, self.num_slots)})
 
     @property
     def slot_sizes(self) -> list[int]:
@@ -203,17 +204,20 @@ class ModelRunner:
             packed[:, : counted[:, some].shape[1]] = counted[:, some]
             self.slots = self._get(Upkeep("count_tokens", size))(self.slots, packed)
 
-    def sample_deferred(self, slots: np.ndarray, positions: np.ndarray, masks: np.ndarray) -> list[Sampled]:
-        """Samples the tokens of deferred rows [n], in calls of `deferred_sizes`; see `steps.sample_deferred`."""
-        self._tell(commands.SampleDeferred, slots, positions, masks)
-        drawn = []
-        for some, size in _calls(len(slots), self.deferred_sizes):
-            count = len(slots[some])
-            packed = np.zeros((size, 2 + masks.shape[1]), np.int32)
-            packed[:, 0] = self.num_slots
-            packed[:count, 0], packed[:count, 1], packed[:count, 2:] = slots[some], positions[some], masks[some]
+    def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
+        """Samples the tokens of deferred rows, in calls of `deferred_sizes`. Returns each call's number of draws and
+        its results. draws: int32 [n, DEFERRED_WORDS], and masks [n, words], as in `steps.sample_deferred`."""
+        self._tell(commands.SampleDeferred, draws, masks)
+        given, drawn, at = np.concatenate([draws, masks], axis=1), [], 0
+        starts = np.append(np.flatnonzero(draws[:, 1] == 0), len(draws))  # where rows begin; no call ends within a row
+        while at < len(draws):
+            end = int(starts[starts <= at + self.deferred_sizes[-1]][-1])
+            size = next(size for size in self.deferred_sizes if size >= end - at)
+            packed = np.zeros((size, given.shape[1]), np.int32)
+            packed[:, 0], packed[: end - at] = self.num_slots, given[at:end]
             one, self.slots = self._get(Upkeep("sample_deferred", size))(self._arrays, self.slots, packed)
-            drawn.append(one)
+            drawn.append((end - at, one))
+            at = end
         return drawn
 
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
@@ -362,7 +366,8 @@ class ModelRunner:
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layouts.place_of(x)) for x in self._arrays]
         model = self.model, self.mesh, self.layout, params, self._unbundle
-        return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, pooling=self.pooling)
+        kinds: Any = {"pooling": self.pooling, "proposals": self._proposals}
+        return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
 
 
 def needs_of(names: Sequence[ProgramName], compiled: Mapping[ProgramName, Any]) -> Needs:

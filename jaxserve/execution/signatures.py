@@ -16,6 +16,7 @@ from jaxserve.execution import steps
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, copy_pages, copy_states
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.slots import SLOT_WORDS, SlotState, count_tokens, set_slots
+from jaxserve.execution.verify import DEFERRED_WORDS
 from jaxserve.models.decoder import Decoder
 from jaxserve.scheduling.sampler import Sampler
 
@@ -60,6 +61,7 @@ class Signatures:
       slots: abstract slots, replicated on all devices.
       static: programs are specialised to what the host knows, see `programs`.
       pooling: for models that embed or score, what steps return of their hidden states, see `steps.pool_rows`.
+      proposals: most tokens that are proposed for a row; 0: there is no speculation.
     """
 
     model: Decoder
@@ -71,6 +73,7 @@ class Signatures:
     static: bool
     on_cpu: bool
     pooling: str | None = None
+    proposals: int = 0
 
     def of(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
@@ -115,8 +118,9 @@ class Signatures:
 
     def sample_deferred(self, rows: int) -> Signature:
         sampler = Sampler.FULL if self.static else Sampler.ANY
-        sample = partial(steps.sample_deferred, model=self.model, mesh=self.mesh, sampler=sampler)
-        packed = self._host(rows, 2 + -(-self.model.config.vocab_size // 32))
+        options: Any = {"model": self.model, "mesh": self.mesh, "sampler": sampler, "proposals": self.proposals}
+        sample = partial(steps.sample_deferred, **options)
+        packed = self._host(rows, DEFERRED_WORDS + -(-self.model.config.vocab_size // 32))
         return Signature(self._with_params(sample), (1,), (self.params, self.slots, packed), self._everywhere)
 
     def score_prompt(self, tokens: int) -> Signature:

@@ -94,7 +94,8 @@ class SlotState(NamedTuple):
     params: jax.Array  # int32 [slots, SLOT_WORDS], as from `encode_slot`
     counts: jax.Array  # int32 [penalty_rows, vocab]: how often each token is in the output so far
     in_prompt: jax.Array  # bool [penalty_rows, vocab]: whether the token is in the prompt
-    hidden: jax.Array  # [slots, hidden]: the last hidden state of a deferred row, which samples once its mask is known
+    # [slots, proposals + 1, hidden]: hidden states behind which a deferred row samples once its masks are known
+    hidden: jax.Array
 
     def last_token(self, slot: jax.Array) -> jax.Array:
         """The latest token of each slot, int32 [rows]. It is -1 after a stop token: the sequence samples no more."""
@@ -115,9 +116,10 @@ def create_slots(
     dtype: DTypeLike = jnp.float32,
     penalty_rows: int = 0,
     zeros: Callable[..., jax.Array] = jnp.zeros,
+    proposals: int = 0,
 ) -> SlotState:
     """Empty slots. A sequence has up to `table_width` pages, and `penalty_rows` sequences can have penalties at a time.
-    `zeros` allocates the large arrays."""
+    `zeros` allocates the large arrays. proposals: most tokens that are proposed for a sequence in a step."""
     rows = num_slots + 1
     return SlotState(
         progress=jnp.zeros((rows, 2), jnp.int32),
@@ -125,7 +127,7 @@ def create_slots(
         params=jnp.tile(padding_slot(num_slots), (rows, 1)),
         counts=zeros((1 + penalty_rows, vocab_size), jnp.int32),
         in_prompt=zeros((1 + penalty_rows, vocab_size), jnp.bool_),
-        hidden=jnp.zeros((rows, hidden_size), dtype),
+        hidden=jnp.zeros((rows, proposals + 1, hidden_size), dtype),
     )
 
 

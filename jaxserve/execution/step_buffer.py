@@ -242,7 +242,7 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> 
     fields["slot"][:n] = slot
     num_new = rows.num_new
     if running.lineup.any_masked:
-        num_new = np.where(running.masked[slot] & (num_new > 0), -1, num_new)
+        num_new = np.where(running.masked[slot], -num_new, num_new)
     fields["num_new"][:n] = num_new
     fields["tokens_per_call"][0] = max(rows.num_new.max(), 1)
     if rows.only_decodes:

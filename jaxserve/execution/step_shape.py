@@ -18,7 +18,7 @@ class StepShape:
       tokens [tokens]: -1 for a token that only the device knows (the slot's last), and for padding.
       q_start [rows + 1]: the index of each row's first token, and the end of the last row.
       slot [rows]: the slot of nobody for padding.
-      num_new [rows]: how many new tokens the row samples; -1: `sample_deferred` samples its token later.
+      num_new [rows]: how many new tokens the row samples; if negative, `sample_deferred` samples as many later.
       tokens_per_call [1]: the largest num_new, at least 1.
       num_decodes [1]: rows of one token, which come first.
       update_slot, update_index, update_page [table_updates]: new entries of block tables.

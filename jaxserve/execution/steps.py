@@ -23,9 +23,9 @@ from jaxserve.execution.forward import ModelInput, Output, forward
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
-from jaxserve.execution.slots import LAST_TOKEN, SlotState, decode_slots
+from jaxserve.execution.slots import SlotState, decode_slots
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.execution.verify import Draws
+from jaxserve.execution.verify import DEFERRED_WORDS, DeferredDraws, Draws
 from jaxserve.models.decoder import Decoder
 from jaxserve.scheduling.sampler import Sampler
 
@@ -165,7 +165,7 @@ def _advance(
     writes = jnp.where(batch.writes, slot, nobody)
     slots = slots._replace(
         progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len), axis=1)),
-        hidden=slots.hidden.at[jnp.where(batch.deferred, slot, nobody)].set(out.last),
+        hidden=slots.hidden.at[jnp.where(batch.deferred, slot, nobody), 0].set(out.last),
     )
     if sampler >= Sampler.FULL:
         slots = _count(sampled, slots, jnp.where(batch.keeps_token, slot, nobody))
@@ -176,24 +176,27 @@ def _verify(
     params, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array,
     *, proposals: int, model: Decoder, shape: StepShape, layout: CacheLayout, mesh: Mesh, sampler: Sampler,
 ) -> StepResult:  # fmt: skip
-    """One pass of the model over a batch whose rows end with `num_new` - 1 proposals. A row samples behind its last
+    """One pass of the model over a batch whose rows end with |`num_new`| - 1 proposals. A row samples behind its last
     token that is no proposal and behind each proposal, and keeps the draws of `verify.Draws.kept`. Keys and values of
-    the other proposals stay behind the row's length, where later tokens replace them."""
+    the other proposals stay behind the row's length, where later tokens replace them. `sample_deferred` draws for rows
+    whose `num_new` is negative."""
     out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
-    slot, nobody, num_new = batch.slot, slots.progress.shape[0] - 1, jnp.maximum(num_new, 0)
-    draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_new, proposals)
-    head, owner = model.counting(num_new.sum(dtype=jnp.int32)), slot[draws.row]
+    slot, nobody, num_draws = batch.slot, slots.progress.shape[0] - 1, jnp.abs(num_new)
+    draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_draws, proposals)
+    count = num_draws.sum(dtype=jnp.int32)
+    head, owner = model.counting(count), slot[draws.row]
     hidden = out.hidden[draws.token]
+    later = jnp.where(batch.deferred[draws.row] & (jnp.arange(len(owner)) < count), owner, nobody)
     sampled = _sample(head, params, hidden, slots, owner, draws.position, None, sampler, mesh, draws.before)
     ends = _unless_stopped(sampled, slots, owner)
-    kept = draws.kept(sampled.tokens, ends < 0, num_new)
-    count, tokens = kept.sum(axis=1), sampled.tokens[draws.places]
-    last = ends[jnp.take_along_axis(draws.places, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]]
-    last = jnp.where(count > 0, last, slots.last_token(slot))
+    kept = draws.kept(sampled.tokens, ends < 0, jnp.maximum(num_new, 0))
+    num_kept, tokens = kept.sum(axis=1), sampled.tokens[draws.places]
+    last = ends[jnp.take_along_axis(draws.places, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]]
+    last = jnp.where(num_kept > 0, last, slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, nobody)
     slots = slots._replace(
-        progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len - num_new + count), axis=1)),
-        hidden=slots.hidden.at[jnp.where(batch.deferred, slot, nobody)].set(out.last),
+        progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len - num_draws + num_kept), axis=1)),
+        hidden=slots.hidden.at[later, draws.number].set(hidden),
     )
     if sampler >= Sampler.FULL:
         each = Sampled(tokens.reshape(-1), None)
@@ -222,17 +225,26 @@ def _sample_rows(
 
 
 def sample_deferred(
-    params, slots: SlotState, packed: jax.Array, *, model: Decoder, mesh: Mesh, sampler: Sampler = Sampler.ANY
-) -> tuple[Sampled, SlotState]:
+    params, slots: SlotState, packed: jax.Array, *,
+    model: Decoder, mesh: Mesh, sampler: Sampler = Sampler.ANY, proposals: int = 0,
+) -> tuple[Sampled, SlotState]:  # fmt: skip
     """Samples the tokens of deferred rows from the tokens that their grammars allow.
 
-    packed: int32 [rows, 2 + words]: the slot, the position of the token to sample, and a bit for each allowed token.
+    packed: int32 [draws, DEFERRED_WORDS + words], row by row: the fields of `verify.DeferredDraws`, and a bit for each
+    allowed token. Returned tokens are -1 where a draw is not kept.
     """
-    slot, position, masks = packed[:, 0], packed[:, 1], packed[:, 2:]
-    model = model.counting(jnp.sum(slot < slots.progress.shape[0] - 1, dtype=jnp.int32))
-    sampled = _sample(model, params, slots.hidden[slot], slots, slot, position, masks, sampler, mesh)
-    slots = slots._replace(progress=slots.progress.at[slot, LAST_TOKEN].set(_unless_stopped(sampled, slots, slot)))
-    return sampled, _count(sampled, slots, slot)
+    draws, masks = DeferredDraws(*packed[:, :DEFERRED_WORDS].T), packed[:, DEFERRED_WORDS:]
+    slot, nobody = draws.slot, slots.progress.shape[0] - 1
+    model = model.counting(jnp.sum(slot < nobody, dtype=jnp.int32))
+    before = draws.before(proposals) if proposals else None
+    hidden = slots.hidden[slot, draws.number]
+    sampled = _sample(model, params, hidden, slots, slot, draws.position, masks, sampler, mesh, before)
+    last = _unless_stopped(sampled, slots, slot)
+    kept, is_last = draws.kept(sampled.tokens, last < 0)
+    writes = jnp.where(is_last, slot, nobody)
+    slots = slots._replace(progress=slots.progress.at[writes].set(jnp.stack((last, draws.position), axis=1)))
+    slots = _count(sampled, slots, jnp.where(kept, slot, nobody))
+    return sampled._replace(tokens=jnp.where(kept, sampled.tokens, -1)), slots
 
 
 def _sample(

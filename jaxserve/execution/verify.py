@@ -57,3 +57,36 @@ class Draws(NamedTuple):
         first = jnp.ones_like(goes_on[:, :1])
         reached = jnp.cumprod(jnp.concatenate([first, goes_on[:, :-1]], axis=1), axis=1)
         return (jnp.arange(goes_on.shape[1]) < num_new[:, None]) & (reached > 0)
+
+
+class DeferredDraws(NamedTuple):
+    """Draws of deferred rows, row by row, int32 [draws] each; those of a row follow each other.
+
+    slot: of the row; the slot of nobody for padding.
+    number: which of its row's draws it is.
+    position: how many tokens the token sees behind which it is, itself included.
+    proposed: the token that follows, if it is a proposal; -1 behind the last one, and where the row must end.
+    """
+
+    slot: jax.Array
+    number: jax.Array
+    position: jax.Array
+    proposed: jax.Array
+
+    def before(self, proposals: int) -> jax.Array:
+        """The proposals before each draw, int32 [draws, proposals]; -1 where there are fewer."""
+        back = jnp.arange(proposals)
+        index = jnp.arange(len(self.slot))[:, None] - 1 - back
+        return jnp.where(back < self.number[:, None], self.proposed[jnp.maximum(index, 0)], -1)
+
+    def kept(self, tokens: jax.Array, stopped: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which draws count, as in `Draws.kept`, and which of them are the last of their rows; bool [draws] each."""
+        index = jnp.arange(len(self.slot))
+        ends = jnp.cumsum((tokens != self.proposed) | stopped)
+        before_row = jnp.where(index > self.number, ends[jnp.maximum(index - self.number - 1, 0)], 0)
+        before = jnp.where(index > 0, ends[jnp.maximum(index - 1, 0)], 0)
+        kept = before == before_row
+        return kept, kept & (ends > before_row)
+
+
+DEFERRED_WORDS = len(DeferredDraws._fields)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import llguidance
 import msgspec
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
@@ -54,6 +55,30 @@ class Matcher:
     @property
     def error(self) -> str | None:
         return _reason(self.state.get_error()) if self.state.is_error() else None
+
+    def forced(self) -> list[int]:
+        """The next tokens where the grammar leaves no choice of text. A model may write the same text in other tokens.
+        Empty if the text of tokens is not known well enough."""
+        return self.state.compute_ff_tokens()
+
+    def allows(self, tokens: list[int]) -> int:
+        """How many of the next `tokens` the grammar allows."""
+        return self.state.validate_tokens(tokens)
+
+    def fill_behind(self, tokens: list[int], masks: np.ndarray) -> int:
+        """Writes to masks[i], int32 [tokens, words], which tokens may follow tokens[: i + 1]. Returns for how many of
+        the tokens: the grammar ends before or with the others, or does not allow them."""
+        followed = 0
+        for i, token in enumerate(tokens):
+            if not self.state.try_consume_tokens([token]):
+                break
+            followed += 1
+            if self.ended:
+                self.state.rollback(followed)
+                return i
+            fill_next_token_bitmask(self.state, masks, i)
+        self.state.rollback(followed)
+        return followed
 
 
 class Compilation:

@@ -299,10 +299,8 @@ class Scheduler:
 
     def _advance_grammars(self, rows: Rows, tokens: np.ndarray) -> list[int]:
         """Advances grammars by the tokens of their rows; returns the indices of rows whose grammar is complete."""
-        first = tokens[:, 0]
-        index = np.flatnonzero(self.running.masked[rows.slot] & self.running.holds(rows) & (first >= 0))
-        pairs = zip(index.tolist(), first[index].tolist(), strict=True)
-        return [i for i, token in pairs if rows.seqs[i].advance([token])]
+        index = np.flatnonzero(self.running.masked[rows.slot] & self.running.holds(rows)).tolist()
+        return [i for i in index if rows.seqs[i].advance(tokens[i][tokens[i] >= 0].tolist())]
 
     def _commit_running(self, seq: Sequence, ids: list[int], row: int, ended: bool) -> DetailedUpdate | None:
         """Takes in a row with more to say than its tokens, whose sequence holds its slot. `ids` are appended."""

@@ -38,6 +38,7 @@ class DraftModel(Method):
     """runner: of the draft, for as many slots as the target's. most: proposals of a sequence in a step."""
 
     chances = (0.6,)
+    proposes_later = True
 
     def __init__(self, runner: ModelRunner, shapes: List[StepShape], most: int):
         self._runner, self._shapes, self._most = runner, list(shapes), most

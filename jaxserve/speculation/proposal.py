@@ -21,9 +21,10 @@ class Proposal(NamedTuple):
 
 class Method:
     """Proposes tokens. `chances`: for each kind of proposal, the chance that a token is kept if those before it were,
-    as it is assumed at first."""
+    as it is assumed at first. `proposes_later`: the tokens of a proposal are not known before `prepare`."""
 
     chances: List[float]
+    proposes_later = False
 
     def propose(self, seq: Sequence, tokens: np.ndarray, count: int) -> Proposal | None:
         """Up to `count` tokens that may follow a sequence's `tokens`, int32 [any]."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.config import SpeculativeConfig
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.grammars.grammar import Matcher
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
@@ -24,6 +25,7 @@ FEW_ROWS = 4  # without measured steps: running sequences up to which proposals 
 LEAST_CHANCE = 0.3  # and least chance of a proposal to be kept
 LOOK_AGAIN = 8  # tokens without a look for proposals after none were found that pay
 REST, LONGEST_REST = 16, 256  # tokens without proposals after two checks that kept none
+FORCED_CHANCE = 0.9  # assumed at first: the model may write forced text in other tokens than expected
 MEMORY = 0.7  # share of what was known about acceptance that stays with each check
 
 
@@ -80,7 +82,8 @@ class Speculator:
         """most: proposals of a sequence in a step. budget: tokens of a step."""
         self._method, self._most, self._budget = method, most, budget
         self._records: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
-        self._acceptance = [Acceptance(chance) for chance in method.chances]  # of all sequences; new ones begin with it
+        # Of all sequences; new ones begin with it. The last kind are tokens that a grammar forces.
+        self._acceptance = [Acceptance(chance) for chance in (*method.chances, FORCED_CHANCE)]
         self.set_times(None)
         method.allocate()
 
@@ -109,7 +112,7 @@ class Speculator:
 
     def _is_open(self, seq: Sequence, running: RunningTable) -> bool:
         params = seq.params
-        if params.has_mask or params.use_beam_search or not seq.num_outputs:
+        if params.use_beam_search or not seq.num_outputs:
             return False
         record = self._records.get(seq)
         return record is None or bool(running.known[seq.slot] >= record.next_look)
@@ -137,7 +140,18 @@ class Speculator:
             return None
         if seq not in self._records:
             self._records[seq] = Record(self._acceptance)
-        return self._method.propose(seq, running.tokens[slot, :known], room)
+        found = self._method.propose(seq, running.tokens[slot, :known], room)
+        if seq.matcher is None or self._method.proposes_later:
+            return found
+        return self._guided(seq.matcher, found, room)
+
+    def _guided(self, matcher: Matcher, found: Proposal | None, room: int) -> Proposal | None:
+        """The longer one of what a grammar forces and what it allows of a proposal."""
+        forced = matcher.forced()[:room]
+        allowed = 0 if found is None else matcher.allows(found.tokens.tolist())
+        if forced and len(forced) >= allowed:
+            return Proposal(np.asarray(forced, np.int32), len(self._method.chances))
+        return found._replace(tokens=found.tokens[:allowed]) if found is not None and allowed else None
 
     def _chances(self, seq: Sequence, proposal: Proposal) -> np.ndarray:
         """The chance of each token of a proposal to be kept."""

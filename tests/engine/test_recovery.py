@@ -112,8 +112,11 @@ def raising(original, is_poisoned):
 def poison_mask(monkeypatch, at):
     """The matcher of the request raises when it is asked what may follow its first tokens."""
 
-    def is_poisoned(self, seqs, outputs):
-        return any(seq.request_id == "bad" and len(out) >= at for seq, out in zip(seqs, outputs, strict=True))
+    def is_poisoned(self, seqs, draws, running):
+        return any(
+            seq.request_id == "bad" and position - seq.prompt_len >= at
+            for seq, position in zip(seqs, draws[:, 2].tolist(), strict=True)
+        )
 
     monkeypatch.setattr(Constraints, "_masks", raising(Constraints._masks, is_poisoned))
     return bad(grammar=WORDS)
