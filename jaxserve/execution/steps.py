@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
-from jaxserve.execution.forward import ModelInput, Output, forward
+from jaxserve.execution.forward import ModelInput, forward
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
@@ -157,7 +157,8 @@ def _advance(
     slots."""
     out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
     head = model.counting(jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
-    sampled = _sample_rows(head, params, out, batch, slots, sampler, mesh)
+    drawn = partial(_sample, head, params, out.last, slots, batch.slot, out.kv_len, None, sampler, mesh)
+    sampled = _if_any(batch.keeps_token, drawn, sampler)
     sampled = sampled._replace(expert_load=out.expert_load)
     # Rows that keep nothing must not change their slot, so they write to the slot of nobody.
     slot, nobody = batch.slot, slots.progress.shape[0] - 1
@@ -187,7 +188,8 @@ def _verify(
     head, owner = model.counting(count), slot[draws.row]
     hidden = out.hidden[draws.token]
     later = jnp.where(batch.deferred[draws.row] & (jnp.arange(len(owner)) < count), owner, nobody)
-    sampled = _sample(head, params, hidden, slots, owner, draws.position, None, sampler, mesh, draws.before)
+    drawn = partial(_sample, head, params, hidden, slots, owner, draws.position, None, sampler, mesh, draws.before)
+    sampled = _if_any((num_new > 0)[draws.row], drawn, sampler)
     ends = _unless_stopped(sampled, slots, owner)
     kept = draws.kept(sampled.tokens, ends < 0, jnp.maximum(num_new, 0))
     num_kept, tokens = kept.sum(axis=1), sampled.tokens[draws.places]
@@ -206,22 +208,15 @@ def _verify(
     return StepResult(Sampled(jnp.where(kept, tokens, -1).T, scores, load), None, cache, slots)
 
 
-def _sample_rows(
-    model: Decoder, params, out: Output, batch: ModelInput, slots: SlotState, sampler: Sampler, mesh: Mesh
-) -> Sampled:
-    """Samples a token for each row. The tokens of rows that keep none have no meaning."""
-
+def _if_any(wanted: jax.Array, drawn: Callable[[], Sampled], sampler: Sampler) -> Sampled:
+    """The draws, of which some are wanted, bool [draws]. The others have no meaning. A program that decides at run time
+    draws nothing if none is wanted."""
     if sampler is Sampler.NONE:
-        return Sampled(jnp.full(len(out.last), -1, jnp.int32), None)
-
-    def sampled() -> Sampled:
-        return _sample(model, params, out.last, slots, batch.slot, out.kv_len, None, sampler, mesh)
-
+        return Sampled(jnp.full(len(wanted), -1, jnp.int32), None)
     if sampler is not Sampler.ANY:
-        return sampled()
-    rows = len(out.last)
-    nothing = Sampled(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, SCORE_WORDS), jnp.int32))
-    return lax.cond(jnp.any(batch.keeps_token), sampled, lambda: nothing)
+        return drawn()
+    nothing = Sampled(jnp.zeros(len(wanted), jnp.int32), jnp.zeros((len(wanted), SCORE_WORDS), jnp.int32))
+    return lax.cond(jnp.any(wanted), drawn, lambda: nothing)
 
 
 def sample_deferred(

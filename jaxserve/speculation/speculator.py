@@ -122,7 +122,8 @@ class Speculator:
         which the devices wait, if each is committed before the next one."""
         open_ = [seq for seq in running.lineup.seqs if self._is_open(seq, running)]
         found = [(seq, one) for seq in open_ if (one := self._look(seq, running)) is not None]
-        counts = self._counts([self._chances(*one) for one in found], len(running), host_seconds)
+        waits = host_seconds if running.lineup.any_masked else 0.0  # masks need the tokens before, as proposals do
+        counts = self._counts([self._chances(*one) for one in found], len(running), host_seconds, waits)
         for (seq, proposal), count in zip(found, counts, strict=True):
             record = self._records[seq]
             record.kind = proposal.kind
@@ -158,26 +159,27 @@ class Speculator:
         chance = self._records[seq].acceptance[proposal.kind].chance
         return chance ** np.arange(1, len(proposal.tokens) + 1)
 
-    def _counts(self, chances: List[np.ndarray], rows: int, host_seconds: float) -> list[int]:
-        """How many tokens of each proposal to check: the likeliest ones, while they pay."""
+    def _counts(self, chances: List[np.ndarray], rows: int, host_seconds: float, waits: float) -> list[int]:
+        """How many tokens of each proposal to check: the likeliest ones, while they pay. waits: seconds that the
+        devices wait between two steps without proposals."""
         if not chances:
             return []
         every, owner = np.concatenate(chances), np.repeat(np.arange(len(chances)), [len(one) for one in chances])
         depth = np.concatenate([np.arange(1, len(one) + 1) for one in chances])
         order = np.argsort(-every, kind="stable")
         seconds = host_seconds + self._method.seconds(len(chances), np.maximum.accumulate(depth[order]))
-        worthwhile = order[: self._num_worthwhile(every[order], rows, seconds)]
+        worthwhile = order[: self._num_worthwhile(every[order], rows, seconds, waits)]
         return np.bincount(owner[worthwhile], minlength=len(chances)).tolist()
 
-    def _num_worthwhile(self, chances: np.ndarray, rows: int, seconds: np.ndarray) -> int:
+    def _num_worthwhile(self, chances: np.ndarray, rows: int, seconds: np.ndarray, waits: float = 0.0) -> int:
         """How many of the proposals pay. chances: to be kept, in descending order. seconds: what so many proposals cost
-        beside the step that checks them."""
+        beside the step that checks them. waits: as in `_counts`."""
         chances = chances[: max(self._budget - rows, 0)]
         if self.times is None:
             return int(np.count_nonzero(chances >= LEAST_CHANCE))
         tokens = rows + np.cumsum(chances)
         speed = tokens / (self.times.check(rows + np.arange(1, len(chances) + 1)) + seconds[: len(chances)])
-        worthwhile = len(speed) > 0 and speed.max() >= GAIN * rows / self.times.decode(rows)
+        worthwhile = len(speed) > 0 and speed.max() >= GAIN * rows / (self.times.decode(rows) + waits)
         return 1 + int(speed.argmax()) if worthwhile else 0
 
     def learn(self, rows: Rows, tokens: np.ndarray, stats: EngineStats) -> None:
