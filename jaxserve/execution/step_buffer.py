@@ -218,8 +218,9 @@ def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
     return StepBatch(shape, rows)
 
 
-def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> np.ndarray:
-    """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates].
+def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, defers: bool = True) -> np.ndarray:
+    """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates]. defers: rows with a
+    mask are left to `sample_deferred`.
 
     For example, the sequence in slot 3 decodes: it computes its last token, which only the devices know yet. The
     sequence in slot 5 computes the first three tokens of its prompt, 11, 12 and 13, for which page 9 enters its block
@@ -241,7 +242,7 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray) -> 
     slot = rows.slot
     fields["slot"][:n] = slot
     num_new = rows.num_new
-    if running.lineup.any_masked:
+    if defers and running.lineup.any_masked:
         num_new = np.where(running.masked[slot], -num_new, num_new)
     fields["num_new"][:n] = num_new
     fields["tokens_per_call"][0] = max(rows.num_new.max(), 1)

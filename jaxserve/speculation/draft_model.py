@@ -137,4 +137,4 @@ class DraftModel(Method):
     def _step(self, batch: StepBatch, running: RunningTable) -> Sampled:
         length = max(int(batch.rows.num_new.max()), 1)
         program = self._runner.programs.choose(batch.shape, self._sampler(batch.rows), length, False)
-        return self._runner.step(program, pack(batch, running, NO_UPDATES))[0]
+        return self._runner.step(program, pack(batch, running, NO_UPDATES, defers=False))[0]
