@@ -1,0 +1,90 @@
+"""Small random draft heads in the published layouts, for tests."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+
+def eagle_shapes(config: Mapping[str, Any], *, target_hidden: int, own_embed: bool = False) -> dict[str, tuple]:
+    """Tensor -> shape of an EAGLE-3 draft as SafeAILab and SpecForge publish it, beside its maps of vocabularies."""
+    hidden, dim = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {
+        "midlayer.self_attn.q_proj.weight": (q, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, q),
+        "midlayer.mlp.gate_proj.weight": (config["intermediate_size"], hidden),
+        "midlayer.mlp.up_proj.weight": (config["intermediate_size"], hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, config["intermediate_size"]),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "fc.weight": (hidden, 3 * target_hidden),
+        "lm_head.weight": (config["draft_vocab_size"], hidden),
+    }
+    return shapes | ({"embed_tokens.weight": (config["vocab_size"], hidden)} if own_embed else {})
+
+
+def eagle_config(target: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The config of a draft for a target with this config, whose head has a third of the vocabulary."""
+    kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "head_dim")
+    common = {key: target[key] for key in kept if key in target}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": target["vocab_size"] // 3,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1], "use_aux_hidden_state": True},
+    }
+    return config | common | changes
+
+
+def vocabulary(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """The maps of a draft with a random part of the target's vocabulary, in ascending order."""
+    rng = np.random.default_rng(seed)
+    ids = np.sort(rng.permutation(config["vocab_size"])[: config["draft_vocab_size"]])
+    kept = np.zeros(config["vocab_size"], bool)
+    kept[ids] = True
+    return {"d2t": (ids - np.arange(len(ids))).astype(np.int64), "t2d": kept}
+
+
+def write_eagle(folder: Path, target: Mapping[str, Any], *, own_embed: bool = False, speculators: bool = False, **changes):
+    """Writes a random draft for a target with this config. `speculators`: in the layout of vLLM's speculators."""
+    config, rng = eagle_config(target, **changes), np.random.default_rng(5)
+    shapes = eagle_shapes(config, target_hidden=target["hidden_size"], own_embed=own_embed)
+
+    def random(shape: tuple) -> np.ndarray:
+        values = rng.standard_normal(shape) / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * rng.standard_normal(shape)
+        return values.astype(np.float32)
+
+    tensors = {name: random(shape) for name, shape in shapes.items()} | vocabulary(config)
+    if speculators:
+        tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
+        own = ("draft_vocab_size", "architectures", "eagle_config", "norm_before_residual")
+        layer = {key: value for key, value in config.items() if key not in own}
+        ids = [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": layer,
+            "draft_vocab_size": config["draft_vocab_size"],
+            "norm_before_residual": config.get("norm_before_residual", False),
+            "target_hidden_size": target["hidden_size"],
+            "eagle_aux_hidden_state_layer_ids": ids,
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
