@@ -1,12 +1,14 @@
 """Small random draft heads in the published layouts, for tests."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+import tiny_models
+from safetensors.numpy import load_file, save_file
 
 
 def eagle_shapes(config: Mapping[str, Any], *, target_hidden: int, own_embed: bool = False) -> dict[str, tuple]:
@@ -46,7 +48,7 @@ def eagle_config(target: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1], "use_aux_hidden_state": True},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1], "use_aux_hidden_state": True},
     }
     return config | common | changes
 
@@ -60,31 +62,51 @@ def vocabulary(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray
     return {"d2t": (ids - np.arange(len(ids))).astype(np.int64), "t2d": kept}
 
 
-def write_eagle(folder: Path, target: Mapping[str, Any], *, own_embed: bool = False, speculators: bool = False, **changes):
+def write_eagle(
+    folder: Path, target: Mapping[str, Any], *, own_embed: bool = False, speculators: bool = False, **changes: Any
+) -> Path:
     """Writes a random draft for a target with this config. `speculators`: in the layout of vLLM's speculators."""
-    config, rng = eagle_config(target, **changes), np.random.default_rng(5)
+    config = eagle_config(target, **changes)
     shapes = eagle_shapes(config, target_hidden=target["hidden_size"], own_embed=own_embed)
-
-    def random(shape: tuple) -> np.ndarray:
-        values = rng.standard_normal(shape) / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * rng.standard_normal(shape)
-        return values.astype(np.float32)
-
-    tensors = {name: random(shape) for name, shape in shapes.items()} | vocabulary(config)
+    tensors = {name: random(name, shape) for name, shape in shapes.items()} | vocabulary(config)
     if speculators:
         tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
         own = ("draft_vocab_size", "architectures", "eagle_config", "norm_before_residual")
-        layer = {key: value for key, value in config.items() if key not in own}
-        ids = [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
         config = {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
-            "transformer_layer_config": layer,
+            "transformer_layer_config": {key: value for key, value in config.items() if key not in own},
             "draft_vocab_size": config["draft_vocab_size"],
             "norm_before_residual": config.get("norm_before_residual", False),
             "target_hidden_size": target["hidden_size"],
-            "eagle_aux_hidden_state_layer_ids": ids,
+            "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
         }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def random(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers that depend on the tensor's name alone: a norm's are about 1."""
+    values = tiny_models.normal(tiny_models.stream("draft", name), shape)
+    return (values / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * values).astype(np.float32)
+
+
+def add_mtp(source: Path, folder: Path) -> Path:
+    """Copies a model's folder and adds a random head for multi-token prediction, as the files of DeepSeek-V3 and GLM-4.5
+    have it: a layer like the last one behind it, with copies of the embeddings and the output head."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    count, hidden = config["num_hidden_layers"], config["hidden_size"]
+    tensors = load_file(folder / "model.safetensors")
+    last, new = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    made = {name.replace(last, new): x for name, x in tensors.items() if name.startswith(last)}
+    added = {name: random(name, x.shape).astype(x.dtype) for name, x in made.items()}
+    shapes = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}
+    added |= {f"{new}{name}.weight": random(name, shape) for name, shape in shapes.items()}
+    added[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    added[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"]
+    save_file(tensors | added, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return folder
