@@ -13,7 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 def eagle_shapes(config: Mapping[str, Any], *, target_hidden: int, own_embed: bool = False) -> dict[str, tuple]:
     """Tensor -> shape of an EAGLE-3 draft as SafeAILab and SpecForge publish it, beside its maps of vocabularies."""
-    hidden, dim = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    hidden, dim = (
+        config["hidden_size"],
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+    )
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes = {
         "midlayer.self_attn.q_proj.weight": (q, 2 * hidden),

@@ -46,7 +46,9 @@ class Eagle(torch.nn.Module):
         super().__init__()
         settings = json.loads((folder / "config.json").read_text())
         config = LlamaConfig(**settings | settings.get("transformer_layer_config", {}), attn_implementation="eager")
-        tensors = {name.replace("layers.0.", "midlayer."): x for name, x in load_file(folder / "model.safetensors").items()}
+        tensors = {
+            name.replace("layers.0.", "midlayer."): x for name, x in load_file(folder / "model.safetensors").items()
+        }
         self.weights, self.config = tensors, config
         self.norms_residual = settings.get("norm_before_residual", False)
 
@@ -116,7 +118,10 @@ class MultiToken(torch.nn.Module):
     def _stacked(self, own: dict[str, torch.Tensor], experts: int) -> dict[str, torch.Tensor]:
         """The experts as transformers 5 keeps them: one tensor for all."""
         found = dict(own)
-        each = [{role: own[f"mlp.experts.{e}.{role}_proj.weight"] for role in ("gate", "up", "down")} for e in range(experts)]
+        each = [
+            {role: own[f"mlp.experts.{e}.{role}_proj.weight"] for role in ("gate", "up", "down")}
+            for e in range(experts)
+        ]
         found["mlp.experts.gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in each])
         found["mlp.experts.down_proj"] = torch.stack([one["down"] for one in each])
         return found
