@@ -74,20 +74,26 @@ def write_eagle(
     tensors = {name: random(name, shape) for name, shape in shapes.items()} | vocabulary(config)
     if speculators:
         tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
-        own = ("draft_vocab_size", "architectures", "eagle_config", "norm_before_residual")
-        config = {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "transformer_layer_config": {key: value for key, value in config.items() if key not in own},
-            "draft_vocab_size": config["draft_vocab_size"],
-            "norm_before_residual": config.get("norm_before_residual", False),
-            "target_hidden_size": target["hidden_size"],
-            "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
-        }
+        config = as_speculators(config, target["hidden_size"], [0, 1, 2])
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def as_speculators(config: Mapping[str, Any], target_hidden: int, layers: list[int]) -> dict[str, Any]:
+    """A draft's config as vLLM's speculators write it."""
+    own = ("draft_vocab_size", "architectures", "eagle_config", "norm_before_residual", "num_local_experts")
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.2.0",
+        "transformer_layer_config": {key: value for key, value in config.items() if key not in own},
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_before_residual": config.get("norm_before_residual", False),
+        "target_hidden_size": target_hidden,
+        "eagle_aux_hidden_state_layer_ids": layers,
+    }
 
 
 def random(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -97,8 +103,8 @@ def random(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def add_mtp(source: Path, folder: Path) -> Path:
-    """Copies a model's folder and adds a random head for multi-token prediction, as the files of DeepSeek-V3 and GLM-4.5
-    have it: a layer like the last one behind it, with copies of the embeddings and the output head."""
+    """Copies a model's folder and adds a random head for multi-token prediction, as the files of DeepSeek-V3 and
+    GLM-4.5 have it: a layer like the last one behind it, with copies of the embeddings and the output head."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     count, hidden = config["num_hidden_layers"], config["hidden_size"]

@@ -1,9 +1,10 @@
 """Trains an EAGLE-3 draft for a model (Li et al. 2025, arXiv:2503.01840), in the layout of published drafts.
 
-The draft learns the target's distribution of the token behind each token of a text. It is trained as it is used: in the
-first pass an entry reads the target's features, and in each further pass the features that the draft itself computed for
-the token before, as it does when it proposes several tokens ("training-time test", section 3.2). A text that the target
-wrote itself is the best one: `--generate` has it continue pieces of the given text, and trains on these.
+The draft learns the target's distribution of the token behind each token of a text. It is trained as it is used: in
+the first pass an entry reads the target's features, and in each further pass the features that the draft itself
+computed for the token before, as it does when it proposes several tokens ("training-time test", section 3.2). A text
+that the target wrote itself is the best one: `--generate` has it continue pieces of the given text, and trains on
+these.
 
 This is meant for small and middle-sized targets on few devices: target and draft are on the same devices in float32.
 """
@@ -12,10 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from jaxserve.models.load import load_params, read_model
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
 from jaxserve.models.weights import dummy_params
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Heads
+from jaxserve.pallas_kernels.parts import Heads, value_of
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import SamplingParams
 
@@ -99,7 +99,7 @@ def train_eagle(model: str, data: Path, out: Path, config: TrainConfig) -> None:
 
 
 def _continued(model: str, windows: np.ndarray, config: TrainConfig) -> np.ndarray:
-    """Windows with a second half that the target wrote: a third of them greedily, the others at temperatures up to 1."""
+    """Windows with a second half that the target wrote: a third of them greedily, others at temperatures up to 1."""
     half, rng = config.length // 2, np.random.default_rng(config.seed)
     chosen = windows[rng.permutation(len(windows))[: config.generate]]
     llm = LLM(model, max_model_len=config.length)
@@ -229,7 +229,7 @@ class Training:
         out.mkdir(parents=True, exist_ok=True)
         pieces = draft_pieces(self.drafter, EAGLE_NAMES, 0, lambda name: True)
         host = {path: np.asarray(value) for path, value in self.params.items()}
-        tensors = {one.name: take(host[path], one) for path, some in pieces.items() for one in some}
+        tensors: dict[str, Any] = {one.name: take(host[path], one) for path, some in pieces.items() for one in some}
         tensors = {name: np.asarray(x).astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
         kept = np.zeros(self.drafter.target_vocab, bool)
         kept[self.ids] = True
@@ -303,7 +303,7 @@ def proposals(drafter: Drafter, params: Any, states: list[jax.Array], tokens: ja
     features, tokens = features[:-1], tokens[1:]
     layer, ropes = drafter.layer(drafter.config.layers[0], parent=None), angles(drafter.config, jnp.arange(len(tokens)))
     earlier: list[tuple[jax.Array, jax.Array]] = []
-    found = []
+    found: list[Any] = []
     for _ in range(passes):
         made, hidden = apply(features, tokens, ropes, partial(_causal, layer, earlier), method="entries")
         found.append(apply(hidden, method="logits"))
@@ -315,8 +315,8 @@ def proposals(drafter: Drafter, params: Any, states: list[jax.Array], tokens: ja
 
 def _causal(layer: Any, earlier: list[tuple[jax.Array, jax.Array]], heads: Heads) -> jax.Array:
     """Attention of one sequence, without a cache. `earlier`: keys and values of the passes before, to which this one's
-    are added. In pass i, an entry sees those of pass 0 that are at least i places before it, and of each further pass the
-    one entry that was its own past when it proposed."""
+    are added. In pass i, an entry sees those of pass 0 that are at least i places before it, and of each further pass
+    the one entry that was its own past when it proposed."""
     q, k, v = layer.ops.rotate(heads, layer.norm_eps, jnp.float32)
     earlier.append((k, v))
     spec, count, turn = layer.spec.attention, len(q), len(earlier) - 1
@@ -335,7 +335,7 @@ def _causal(layer: Any, earlier: list[tuple[jax.Array, jax.Array]], heads: Heads
     if spec.softcap:
         scores = spec.softcap * jnp.tanh(scores / spec.softcap)
     if heads.sinks is not None:
-        sinks = jnp.broadcast_to(heads.sinks[None, :, :, None], (*scores.shape[:-1], 1))
+        sinks = jnp.broadcast_to(value_of(heads.sinks)[None, :, :, None], (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks], axis=-1)
     weights = jax.nn.softmax(scores)
     out = jnp.einsum("tkgs,skd->tkgd", weights[..., :count], values)

@@ -5,9 +5,9 @@ position p is at place p - 1, so that a sequence of n tokens has n - 1. Since a 
 and values depend on nothing but the feature before the token and the token itself. So a step only writes the keys and
 values of its tokens, and attention over them runs when tokens are proposed.
 
-The feature before a row's first token comes from the step before, in `SlotState.features`. Zeros there mean that no step
-computed it: the sequence begins behind a cached prefix, whose last page has the entry already. Whatever is wrong in
-features or entries costs proposals, and never a token of an answer.
+The feature before a row's first token comes from the step before, in `SlotState.features`. Zeros there mean that no
+step computed it: the sequence begins behind a cached prefix, whose last page has the entry already. Whatever is wrong
+in features or entries costs proposals, and never a token of an answer.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def before(features: jax.Array, pending: jax.Array, q_start: jax.Array, row: jax
     return jnp.where(first[:, None], pending[row], jnp.roll(features, 1, axis=0))
 
 
-def remember(
-    slots: SlotState, writes: jax.Array, features: jax.Array, number: jax.Array | int = 0
-) -> SlotState:
+def remember(slots: SlotState, writes: jax.Array, features: jax.Array, number: jax.Array | int = 0) -> SlotState:
     """Keeps features [rows, hidden] in the slots `writes`: of the last tokens that rows computed and keep; for deferred
     rows of the tokens behind which they make the draws `number`."""
     assert slots.features is not None

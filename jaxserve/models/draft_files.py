@@ -44,7 +44,8 @@ LAYER = (
 OF_TRAINING = (
     "speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config", "eagle_config",
     "max_window_layers", "use_sliding_window", "sliding_window", "layer_types", "tie_word_embeddings",
-    "has_no_defaults_at_init", "target_layer_count", "target_model_type", "embed_requires_grad",
+    "has_no_defaults_at_init", "target_layer_count", "target_model_type", "embed_requires_grad", "num_local_experts",
+    "experts_per_token",
 )  # fmt: skip
 
 

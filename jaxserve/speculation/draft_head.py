@@ -28,6 +28,7 @@ class DraftHead(Method):
     """runner: of the target, with its head. most: proposals of a sequence in a step."""
 
     chances = (0.6,)
+    proposes_later = True
 
     def __init__(self, runner: ModelRunner, shapes: List[StepShape], most: int):
         self._runner, self._shapes, self._most = runner, list(shapes), most
