@@ -164,8 +164,13 @@ class Training:
         changed |= {path: x for path, x in alike.items() if x.shape == params[path].shape}
         return params | changed
 
-    def run(self) -> None:
-        config, start, losses = self.config, time.monotonic(), []
+    def run(self) -> list[float]:
+        """Trains until the time is over. Returns the loss of each step."""
+        config, losses = self.config, []
+        some = jnp.asarray(self.windows[: config.rows])
+        for passes in {1, config.passes}:  # compiles the steps, so that the time is for training
+            jax.block_until_ready(self._step(self.params, self._state, self.target_params, some, 0.0, passes))
+        start = time.monotonic()
         for step, batch in enumerate(self._batches()):
             passed = (time.monotonic() - start) / (60 * config.minutes)
             if passed >= 1:
@@ -179,6 +184,7 @@ class Training:
             if step % 50 == 0:
                 log.info("step %d, %.0f%%: loss %.3f", step, 100 * passed, np.mean(losses[-50:]))
         log.info("%d steps; %s", len(losses), self.describe())
+        return losses
 
     def describe(self) -> str:
         """How often a draft token equals the target's most likely one on windows that were not trained on, for each
@@ -202,7 +208,8 @@ class Training:
         self, params: Any, state: Any, target: Any, batch: jax.Array, rate: float, passes: int
     ) -> tuple[Any, Any, jax.Array]:
         (loss, _), grads = jax.value_and_grad(self._loss, has_aux=True)(params, target, batch, passes)
-        updates, state = self._optimizer.update(grads, state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies integers and floats
+            updates, state = self._optimizer.update(grads, state, params)
         return optax.apply_updates(params, jax.tree.map(lambda u: u * rate, updates)), state, loss
 
     @partial(jax.jit, static_argnums=(0, 4))
@@ -218,7 +225,7 @@ class Training:
             made = proposals(self.drafter, whole, states, tokens, passes)
             logs = jax.nn.log_softmax(made)
             losses = -(wanted * logs).sum(-1).mean(-1)
-            weights = DECAY ** jnp.arange(passes)
+            weights = jnp.array([DECAY**i for i in range(passes)])
             return (losses * weights).sum() / weights.sum(), jnp.asarray(self.ids)[jnp.argmax(made, axis=-1)] == best
 
         losses, agreed = jax.vmap(one)(batch)
