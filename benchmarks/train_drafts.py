@@ -66,6 +66,8 @@ def measure(proposals: int) -> None:
     starts = np.linspace(0, len(ids) - PROMPT, PROMPTS).astype(int)
     prompts = [ids[at : at + PROMPT].tolist() for at in starts]
     for method, model in (("eagle3", "demo-eagle3"), ("draft_model", "demo-draft")):
+        if not (CHECKPOINTS / model).exists():
+            continue
         given = {"method": method, "model": str(CHECKPOINTS / model), "num_speculative_tokens": proposals}
         llm = LLM("demo", speculative_config=given, max_model_len=512, prefix_caching=False)
         llm.engine.compile()

@@ -168,8 +168,10 @@ class Training:
         """Trains until the time is over. Returns the loss of each step."""
         config, losses = self.config, []
         some = jnp.asarray(self.windows[: config.rows])
-        for passes in {1, config.passes}:  # compiles the steps, so that the time is for training
-            jax.block_until_ready(self._step(self.params, self._state, self.target_params, some, 0.0, passes))
+        for passes in {1, config.passes}:  # compiles the steps, for the first and for later states
+            params, state = self.params, self._state
+            for _ in range(2):
+                params, state, _ = self._step(params, state, self.target_params, some, 0.0, passes)
         start = time.monotonic()
         for step, batch in enumerate(self._batches()):
             passed = (time.monotonic() - start) / (60 * config.minutes)
