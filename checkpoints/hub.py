@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxserve.checkpoints.errors import CheckpointError
 
 DEMO = "demo"
+BUNDLED = (DEMO, "demo-eagle3", "demo-draft")  # folders beside this file: a model, and drafts for it
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # Files of configuration and tokenizer; never code. Subfolders hold copies of the weights in other formats.
 # Of sentence-transformers' modules, each in a folder of its own.
@@ -22,7 +23,7 @@ _TEMPLATES = "additional_chat_templates/"
 
 
 def resolve_model(model: str, *, weights: bool = True, revision: str | None = None) -> Path:
-    """The folder of a local path, a hub id (downloaded to the hub's cache when needed) or the bundled "demo"; or the
+    """The folder of a local path, a hub id (downloaded to the hub's cache when needed) or one of BUNDLED; or the
     path of a GGUF file. `revision` is a hub id's branch, tag or commit; the id may contain it too: "org/name@main".
 
     Raises CheckpointError when there is no such model.
@@ -36,8 +37,8 @@ def resolve_model(model: str, *, weights: bool = True, revision: str | None = No
     if revision is not None:
         raise CheckpointError(f"{model!r} is no hub id like 'org/name', so it has no revision {revision!r}")
     path = Path(os.path.expanduser(model))
-    if model == DEMO and not path.is_dir():
-        return Path(__file__).parent / DEMO
+    if model in BUNDLED and not path.is_dir():
+        return Path(__file__).parent / model
     if model and os.path.isdir(path):
         return path.resolve()
     if model and os.path.exists(path):

@@ -27,14 +27,15 @@ class SpeculativeConfig:
     Attributes:
       method: "ngram" proposes what followed the last tokens where they stood earlier in the prompt or the output,
         "suffix" also what followed them in recent outputs for the same tenant. "draft_model" samples from a smaller
-        model with the same vocabulary.
-      model: folder or hub id of the draft model.
+        model with the same vocabulary. "eagle3" samples from an EAGLE-3 draft, "mtp" from the model's own head for
+        multi-token prediction.
+      model: folder or hub id of the draft model or EAGLE-3 draft.
       num_speculative_tokens: most tokens that are proposed for a sequence in a step, 1 to 31. Fewer are proposed where
         they do not pay.
       prompt_lookup_min, prompt_lookup_max: how many of the last tokens must have stood earlier. More are preferred.
     """
 
-    method: Literal["ngram", "suffix", "draft_model"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] = "ngram"
     model: str | None = None
     num_speculative_tokens: int = 8
     prompt_lookup_min: int = 2
@@ -52,7 +53,7 @@ class SpeculativeConfig:
         methods = typing.get_args(typing.get_type_hints(SpeculativeConfig)["method"])
         if self.method not in methods:
             raise ConfigError(f"speculative_config's method must be {' or '.join(methods)}, got {self.method!r}")
-        if (self.method == "draft_model") != (self.model is not None):
+        if (self.method in ("draft_model", "eagle3")) != (self.model is not None):
             raise ConfigError(f"speculative_config's model names a draft model, got {self.model!r} for {self.method}")
         if not isinstance(self.model, str | None) or self.model == "":
             raise ConfigError(f"speculative_config's model must be a folder or a hub id, got {self.model!r}")

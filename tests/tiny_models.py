@@ -380,7 +380,7 @@ def stream(*key: object) -> np.random.PCG64:
     return np.random.PCG64(int.from_bytes(digest, "little"))
 
 
-def _normal(source: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:
+def normal(source: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:
     """Nearly normal, mean 0, variance 1: sums of the four 16-bit parts of words, so exact on every machine."""
     words = source.random_raw(int(np.prod(shape))).astype("<u8")
     total = words.view("<u2").reshape(*shape, 4).sum(-1, dtype=np.int64)
@@ -410,7 +410,7 @@ def tensors(case_name: str) -> Iterator[tuple[str, np.ndarray]]:
             mean, std = dense_mean_and_std(dense, name, shape, case.config["model_type"] == "gpt2")
         else:
             mean, std = _mean_and_std(name, shape, case.config["tie_word_embeddings"])
-        values = mean + std * _normal(stream(case_name, name), shape)
+        values = mean + std * normal(stream(case_name, name), shape)
         yield name, values.astype(np.float32).astype(DTYPES[case.dtype])
 
 

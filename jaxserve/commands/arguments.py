@@ -119,7 +119,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--speculative-config", field="speculative_config", type=_json_object, metavar="JSON",
          help='speculative decoding, for example {"method": "ngram", "num_speculative_tokens": 5}: proposes what '
          "followed the last tokens where they stood earlier; suffix: also in recent outputs; draft_model: by a smaller "
-         "\"model\"; answers stay the same")  # fmt: skip
+         "\"model\"; eagle3: by an EAGLE-3 draft; mtp: by the model's own head; answers stay the same")  # fmt: skip
     flag("--state-snapshots", field="state_snapshots", type=int,
          help="of a model with recurrent layers: states at the ends of prompts that are kept for later requests; "
          "None: a quarter of --max-num-seqs, at least 8")  # fmt: skip

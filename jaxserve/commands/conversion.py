@@ -1,4 +1,5 @@
-"""`jaxserve quantize | convert`: their flags. The modules that do the work are imported when a command runs."""
+"""`jaxserve quantize | convert | train-eagle`: their flags. The modules that do the work are imported when a command
+runs."""
 
 from __future__ import annotations
 
@@ -41,12 +42,36 @@ def add_commands(commands: Any) -> None:
                          help="most devices that will load the orbax checkpoint; matters if they are more than the "
                          "model's key-value heads")  # fmt: skip
 
+    train = add_command(commands, "train-eagle", run_train_eagle, "train an EAGLE-3 draft for a model")
+    add_model(train)
+    train.add_argument("data", type=Path, help="text, or JSON lines with a 'text' each, like what will be served")
+    train.add_argument("out", type=Path, help="a new folder")
+    train.add_argument("--minutes", type=float, default=60.0, help="time of the training")
+    train.add_argument("--vocabulary", type=int, default=32000, metavar="TOKENS",
+                       help="size of the draft's vocabulary: the tokens that occur most in the text")  # fmt: skip
+    train.add_argument("--generate", type=int, default=0, metavar="WINDOWS",
+                       help="train on so many pieces of which the model writes the second half; 0: on the text as it "
+                       "is")  # fmt: skip
+    train.add_argument("--passes", type=int, default=3, metavar="TOKENS", help="tokens to propose one after another")
+    train.add_argument("--rows", type=int, default=4, metavar="PIECES", help="pieces of the text in a step")
+    train.add_argument("--length", type=int, default=256, metavar="TOKENS", help="length of a piece")
+    train.add_argument("--rate", type=float, default=0.02, help="highest learning rate")
+    train.add_argument("--seed", type=int, default=0)
+
 
 def run_quantize(args: argparse.Namespace) -> int:
     from jaxserve.convert.quantize import QuantizeConfig, quantize_model
 
     given = {name: getattr(args, name) for name in QuantizeConfig.__dataclass_fields__}
     quantize_model(args.model, args.out, QuantizeConfig(**given))
+    return 0
+
+
+def run_train_eagle(args: argparse.Namespace) -> int:
+    from jaxserve.convert.train_eagle import TrainConfig, train_eagle
+
+    given = {name: getattr(args, name) for name in TrainConfig.__dataclass_fields__}
+    train_eagle(args.model, args.data, args.out, TrainConfig(**given))
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Loads the draft model of speculative decoding: a second model with a runner of its own on the same devices."""
+"""Loads what proposes tokens in speculative decoding: a draft model, which is a second model with a runner of its own
+on the same devices, or a draft head, whose layer runs in the steps of the target."""
 
 from __future__ import annotations
 
@@ -9,11 +10,16 @@ from typing import Any
 
 import jax
 
+from jaxserve.checkpoints.hub import resolve_model
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.mesh import replicated
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized
+from jaxserve.execution.cache_kinds import cache_kind
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.models.load import make_params, trust_matmul
+from jaxserve.models.draft_files import open_eagle, open_mtp
+from jaxserve.models.drafter import Drafter
+from jaxserve.models.load import make_decoder, make_params, trust_matmul
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +32,9 @@ def load_draft(
     Raises ConfigError for a model that does not go with the target.
     """
     given = config.speculative_config
-    if given is None or given.model is None:
+    if given is None or given.method != "draft_model":
         return None
+    assert given.model is not None
     start = time.perf_counter()
     own: Any = {
         "model": given.model,
@@ -45,6 +52,41 @@ def load_draft(
     runner.set_cache_size(plan.one_page, -(-target.longest // plan.one_page.page_size))
     log.info("loaded the draft model %s in %.1f s", given.model, time.perf_counter() - start)
     return Sized(runner, plan.one_page)
+
+
+def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[str, Any], ModelPlan] | None:
+    """The draft head that the settings name, its parameters, and the plan whose cache has room for it; None if the
+    settings name none.
+
+    Raises ConfigError or CheckpointError for a head that does not go with the target.
+    """
+    given = config.speculative_config
+    if given is None or given.method not in ("eagle3", "mtp"):
+        return None
+    mesh, layout = target.mesh, target.one_page
+    if None not in layout.groups.windows:
+        raise ConfigError(f"speculative_config's {given.method} needs a model with a layer that sees all tokens")
+    start = time.perf_counter()
+    if given.method == "eagle3":
+        assert given.model is not None
+        folder = resolve_model(given.model)
+        shape, spec, files = open_eagle(folder, target.model, config.ignore_config_keys)
+    else:
+        folder = target.folder
+        shape, spec, files = open_mtp(folder, target.model, config.ignore_config_keys)
+    settings: Any = {"page_size": layout.page_size, "kv_dtype": layout.dtype, "attention": config.attention_backend}
+    like = make_decoder(shape.limited_to(target.longest), mesh, target.dtype, **settings, matmul=config.matmul_backend)
+    sizes = like.kv_heads, like.vocab_rows, target.model.vocab_size, target.decoder.vocab_rows
+    drafter = Drafter(spec, like.config, *sizes, like.dtype, like.ops)
+    own = replace(config, quantization="auto") if given.method == "eagle3" else config
+    params = make_params(drafter, folder, mesh, own, progress=False, source=files)
+    drafter, params = trust_matmul(drafter, params, mesh, config.matmul_backend)
+    if files.ids is not None:
+        params["ids"] = jax.device_put(files.ids, replicated(mesh))
+    platform = mesh.devices.flat[0].platform
+    kind = cache_kind(drafter.config, drafter.kv_heads, layout.dtype, platform)
+    log.info("loaded the draft head of %s in %.1f s", given.model or config.model, time.perf_counter() - start)
+    return drafter, params, replace(target, one_page=replace(layout, draft=kind))
 
 
 def _check(plan: ModelPlan, target: ModelPlan, name: str, target_name: str) -> None:

@@ -56,7 +56,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
-from jaxserve.speculation.speculator import Speculator, make_speculator
+from jaxserve.speculation.speculator import Models, Speculator, make_speculator
 from jaxserve.types import Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -116,9 +116,8 @@ class Engine:
             penalty_rows=runner.penalty_rows,
             recurrent=model.recurrent is not None,
         )
-        self.speculator = make_speculator(
-            config.speculative_config, self.scheduler.budget.most, self._draft, self.shapes
-        )
+        models = Models(runner, self._draft, self.shapes)
+        self.speculator = make_speculator(config.speculative_config, self.scheduler.budget.most, models)
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams
         self._admission = Admission(*rules, pools=self.pooler is not None)

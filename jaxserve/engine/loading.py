@@ -15,7 +15,7 @@ from jaxserve import heap
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, on_one_cpu
-from jaxserve.engine.draft_loading import load_draft
+from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
@@ -68,7 +68,10 @@ def load_parts(
     rows = config.max_num_seqs, memory.penalty_rows(config, model)
     pooling = None if plan.pooler is None else plan.pooler.method
     options: Any = {"max_tokens_per_call": config.decode_steps, "static": static_steps, "pooling": pooling}
-    runner = ModelRunner(decoder, params, mesh, *rows, proposals=config.num_proposals, **options)
+    drafter = None
+    if (head := load_head(config, plan)) is not None:
+        drafter, params["draft"], plan = head
+    runner = ModelRunner(decoder, params, mesh, *rows, proposals=config.num_proposals, drafter=drafter, **options)
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
     device = mesh.devices.flat[0]
     cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)

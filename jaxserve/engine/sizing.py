@@ -129,7 +129,7 @@ class Sizing:
     @property
     def _page_bytes(self) -> int:
         """Bytes of a page of all caches on each device."""
-        return sum(one_page.page_bytes // one_page.ways(runner.mesh) for runner, one_page in self._models)
+        return sum(one_page.device_page_bytes(runner.mesh) for runner, one_page in self._models)
 
     @property
     def _cache_bytes(self) -> int:

@@ -15,12 +15,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.devices.mesh import is_split, spec
 from jaxserve.models.decoder import DecoderLayer
+from jaxserve.models.drafter import EagleLayer
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
 from jaxserve.pallas_kernels.parts import Heads, LatentHeads
 from jaxserve.pallas_kernels.types import KVPages, LatentPages, has_scale, stored_head_dim, stored_latent_width
 
 Pages = KVPages | LatentPages
 EVERYWHERE = PartitionSpec()
+Layer = DecoderLayer | EagleLayer
 
 
 MOST_LAYERS = 8  # maximum of layers in one array of the cache
@@ -56,16 +58,29 @@ class KeysAndValues:
         return None, None, "kv_heads"
 
     def attend(
-        self, layer: DecoderLayer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any, decode_only: bool
+        self, layer: Layer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any, decode_only: bool
     ) -> tuple[jax.Array, KVPages]:
         """`Ops.attend` for the heads of each device."""
         chosen: Any = layer.spec.attention
         options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
         attend = partial(layer.ops.attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
+        return _on_each_device(attend, heads, self._spec_of(heads), pages, spec(*self.axes), where, mesh)
+
+    def write(
+        self, layer: Layer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any
+    ) -> tuple[jax.Array, KVPages]:
+        """`attend` without the attention: the result has its shape and no meaning."""
+
+        def write(heads: Heads, pages: KVPages, slots: jax.Array, _: Any, first_page: jax.Array) -> Any:
+            return layer.ops.rotate_and_write(heads, layer.norm_eps, dtype, pages, slots, first_page)
+
+        return _on_each_device(write, heads, self._spec_of(heads), pages, spec(*self.axes), where, mesh)
+
+    def _spec_of(self, heads: Heads) -> Heads:
+        """How devices share the heads."""
         of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)
         of_sinks = None if heads.sinks is None else spec("kv_heads")
-        of_heads = jax.tree.map(lambda _: EVERYWHERE, heads)._replace(qkv=of_qkv, sinks=of_sinks)
-        return _on_each_device(attend, heads, of_heads, pages, spec(*self.axes), where, mesh)
+        return jax.tree.map(lambda _: EVERYWHERE, heads)._replace(qkv=of_qkv, sinks=of_sinks)
 
 
 @dataclass(frozen=True)
@@ -89,15 +104,30 @@ class Latents:
         return ()
 
     def attend(
-        self, layer: DecoderLayer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any,
+        self, layer: Layer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any,
         decode_only: bool,
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
         """`Ops.attend_latent` for the heads of each device."""
         chosen: Any = layer.spec.attention
         attend = partial(layer.ops.attend_latent, scale=chosen.softmax_scale, decode_only=decode_only)
+        return _on_each_device(attend, heads, self._spec_of_heads, pages, EVERYWHERE, where, mesh)
+
+    def write(
+        self, layer: Layer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any
+    ) -> tuple[jax.Array, LatentPages]:
+        """`attend` without the attention: the result has its shape and no meaning."""
+
+        def write(heads: LatentHeads, pages: LatentPages, slots: jax.Array, _: Any, first_page: jax.Array) -> Any:
+            pages = layer.ops.write_latent(pages, heads.row, slots, first_page, rank=self.rank)
+            return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype), pages
+
+        return _on_each_device(write, heads, self._spec_of_heads, pages, EVERYWHERE, where, mesh)
+
+    @property
+    def _spec_of_heads(self) -> LatentHeads:
+        """How devices share the heads."""
         split: Any = (spec(None, "kv_heads"), EVERYWHERE, spec("kv_heads"), spec("kv_heads"))
-        of_heads = LatentHeads(*split)
-        return _on_each_device(attend, heads, of_heads, pages, EVERYWHERE, where, mesh)
+        return LatentHeads(*split)
 
 
 CacheKind = KeysAndValues | Latents

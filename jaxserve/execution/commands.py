@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.signatures import Upkeep
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -63,11 +64,19 @@ class ScorePrompt(msgspec.Struct, tag=True, frozen=True):
     targets: np.ndarray
 
 
+class Propose(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "propose"
+    name: Upkeep
+    slots: np.ndarray
+    count: int
+
+
 class Restore(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "restore"
 
 
-Command = Step | SetSlots | CountTokens | SampleDeferred | UpdateTables | CopyPages | CopyStates | ScorePrompt | Restore
+Change = SetSlots | CountTokens | UpdateTables | CopyPages | CopyStates | Restore
+Command = Step | SampleDeferred | ScorePrompt | Propose | Change
 
 
 def encode(command: Command) -> bytes:

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxserve.execution.drafting import before, write_entries
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.slot_states import delta_net
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.attention import Ropes
-from jaxserve.models.decoder import Decoder, DecoderLayer
+from jaxserve.models.decoder import Decoder, DecoderLayer, added
+from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
 from jaxserve.models.spec import GatedDeltaSpec
 from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
@@ -42,6 +44,7 @@ class Output(NamedTuple):
     hidden: jax.Array
     last: jax.Array
     kv_len: jax.Array
+    features: jax.Array | None = None  # [tokens, any], for a draft head
     expert_load: jax.Array | None = None  # see `routing.load`; None for a model without experts
 
 
@@ -64,9 +67,10 @@ def forward(
     shape: StepShape,
     layout: CacheLayout,
     mesh: Mesh,
+    drafter: Drafter | None = None,
 ) -> tuple[Output, KVCache]:
     """Computes the batch's tokens. Their keys and values are written to the cache, and the rows' new recurrent states
-    replace the old ones. The slots do not change."""
+    replace the old ones. So are the entries of a draft head. The slots do not change."""
     q_start, slot = batch.q_start, batch.slot
     placed = _place(slots, batch, shape)
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
@@ -77,7 +81,7 @@ def forward(
     groups = layout.groups
     each = groups.depth // layout.num_arrays  # layers in each array of the cache
     first_page = [jnp.int32(i * layout.num_pages) for i in range(each)]
-    tables = _tables(slots.block_tables[slot], groups.num_groups)
+    tables = layout.tables(slots.block_tables[slot])
     written = [_kv_slots(placed, table, layout.page_size) for table in tables]
     seen = [
         _of_chunk(table, placed.kv_len, window, layout.page_size)
@@ -89,10 +93,14 @@ def forward(
     run = partial(_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec, parent=None))) for spec in set(model.config.layers)}
     chosen: list[jax.Array] = []
+    read_by_draft: dict[int, jax.Array] = {}  # inputs of layers
+    wanted = drafter.spec.layers if drafter is not None else ()
     cache, y, paged, recurrent = list(cache), None, iter(groups.places), 0
     rows = None if layout.states is None else _delta_rows(slots, batch, placed)
     for i, layer in enumerate(model.config.layers):
         where: tuple
+        if i in wanted:
+            read_by_draft[i] = added(x, y)
         if layout.states is not None and isinstance(layer.attention, GatedDeltaSpec):
             array, part = layout.states.place(recurrent)
             array, recurrent = array + layout.num_arrays, recurrent + 1
@@ -106,7 +114,20 @@ def forward(
         chosen += routed
     hidden: Any = decoder(x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
-    return Output(hidden, last, placed.kv_len, _expert_load(chosen, model, q_start[-1])), cache
+    features = None
+    if drafter is not None and slots.features is not None:
+        drafter = drafter.counting(q_start[-1])
+        read_by_draft[len(model.config.layers)] = added(x, y)
+        states = [read_by_draft[i] for i in wanted] or [hidden]
+        features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
+        place = placed.position - 1
+        entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
+        table, given = tables[layout.draft_group], before(features, slots.features[slot, 0], q_start, placed.row)
+        kv_slots = _kv_slots(entries, table, layout.page_size)
+        where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
+        options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
+        cache[-1] = write_entries(params, cache[-1], given, tokens, entries.position, where, **options)
+    return Output(hidden, last, placed.kv_len, features, _expert_load(chosen, model, q_start[-1])), cache
 
 
 def _expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:
@@ -134,14 +155,6 @@ def _delta_rows(slots: SlotState, batch: ModelInput, placed: Placement) -> Delta
     target = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
     begun = (batch.q_start[1:] > batch.q_start[:-1]) & (slots.length(batch.slot) > 0)
     return DeltaRows(batch.slot, target, ~begun, batch.q_start, batch.num_decodes, placed.row)
-
-
-def _tables(tables: jax.Array, num_groups: int) -> list[jax.Array]:
-    """The rows' block tables, int32 [rows, blocks * groups] -> a table [rows, blocks] for each group of layers."""
-    if num_groups == 1:
-        return [tables]
-    by_group = tables.reshape(len(tables), -1, num_groups)
-    return [by_group[:, :, group] for group in range(num_groups)]
 
 
 def _of_chunk(table: jax.Array, kv_len: jax.Array, chunk: Chunk, page_size: int) -> tuple[jax.Array, jax.Array]:

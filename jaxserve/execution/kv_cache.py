@@ -41,6 +41,7 @@ class CacheLayout:
       groups: how the layers with pages share them.
       kind: what these layers keep of a token.
       states: the arrays of recurrent layers; None: there are none.
+      draft: what the layer of a draft head keeps of a token, in the last array; None: there is no draft head.
     """
 
     groups: LayerGroups
@@ -48,6 +49,7 @@ class CacheLayout:
     page_size: int
     kind: CacheKind
     states: StateLayout | None = None
+    draft: CacheKind | None = None
 
     @classmethod
     def of(
@@ -101,12 +103,29 @@ class CacheLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page over all devices. Copies on several devices count once."""
-        one = jax.tree.leaves(self.kind.pages(1, self.page_size))
-        return self.groups.depth * sum(x.size * x.dtype.itemsize for x in one)
+        draft = 0 if self.draft is None else _bytes(self.draft, self.page_size)
+        return self.groups.depth * _bytes(self.kind, self.page_size) + draft
+
+    def device_page_bytes(self, mesh: Mesh) -> int:
+        """Bytes of a page on each device."""
+        draft = 0 if self.draft is None else _bytes(self.draft, self.page_size) // _ways(self.draft, mesh)
+        return self.groups.depth * _bytes(self.kind, self.page_size) // self.ways(mesh) + draft
+
+    @property
+    def draft_group(self) -> int:
+        """The group of layers whose block tables a draft head uses: the one that sees all tokens."""
+        return self.groups.windows.index(None)
+
+    def tables(self, tables: jax.Array) -> list[jax.Array]:
+        """Rows' block tables, int32 [rows, blocks * groups] -> a table [rows, blocks] for each group of layers."""
+        if self.groups.num_groups == 1:
+            return [tables]
+        by_group = tables.reshape(len(tables), -1, self.groups.num_groups)
+        return [by_group[:, :, group] for group in range(self.groups.num_groups)]
 
     def ways(self, mesh: Mesh) -> int:
         """Into how many parts devices split each page."""
-        return math.prod(ways(mesh, axis) for axis in self.kind.axes if axis is not None)
+        return _ways(self.kind, mesh)
 
     def state_bytes(self, mesh: Mesh) -> int:
         """Bytes of all recurrent states and snapshots on each device; 0 without recurrent layers."""
@@ -116,7 +135,11 @@ class CacheLayout:
         """Each array of the cache as shapes, and its sharding."""
         pages: Any = (self.array, sharding(mesh, *self.kind.axes))
         states = [] if self.states is None else [(self.states.array, self.states.sharding(mesh))]
-        return [pages] * self.num_arrays + states * (0 if self.states is None else self.states.num_arrays)
+        states *= 0 if self.states is None else self.states.num_arrays
+        draft: Any = []
+        if self.draft is not None:
+            draft = [(self.draft.pages(self.num_pages, self.page_size), sharding(mesh, *self.draft.axes))]
+        return [pages] * self.num_arrays + states + draft
 
     def shardings(self, mesh: Mesh) -> list[NamedSharding]:
         """The sharding of each array of the cache."""
@@ -141,6 +164,16 @@ class CacheLayout:
         return [jax.jit(partial(empty, array), out_shardings=place)() for array, place in self._arrays(mesh)]
 
 
+def _bytes(kind: CacheKind, page_size: int) -> int:
+    """Bytes of a page of one layer over all devices."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kind.pages(1, page_size)))
+
+
+def _ways(kind: CacheKind, mesh: Mesh) -> int:
+    """Into how many parts devices split a page."""
+    return math.prod(ways(mesh, axis) for axis in kind.axes if axis is not None)
+
+
 def cache_dtype(name: str, compute: Any) -> np.dtype:
     """The dtype of the cache for `EngineConfig.kv_cache_dtype`; "auto" means the dtype of the computation."""
     named = {"auto": compute, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
@@ -148,12 +181,20 @@ def cache_dtype(name: str, compute: Any) -> np.dtype:
 
 
 def copy_pages(
-    cache: KVCache, sources: jax.Array, targets: jax.Array, *, depth: int, arrays: int | None = None
+    cache: KVCache,
+    sources: jax.Array,
+    targets: jax.Array,
+    *,
+    depth: int,
+    arrays: int | None = None,
+    draft: bool = False,
 ) -> KVCache:
     """Copies page sources[i] to targets[i], int32 [COPIES], with all its `depth` layers. All sources are read before
-    any target is written. Unused entries are NULL_PAGE. The first `arrays` arrays of `cache` hold pages; None: all."""
+    any target is written. Unused entries are NULL_PAGE. The first `arrays` arrays of `cache` hold pages; None: all. So
+    does the last one if there is a `draft` head."""
     arrays = len(cache) if arrays is None else arrays
-    return _copy(cache[:arrays], sources, targets, depth // arrays) + cache[arrays:]
+    copied, others = _copy(cache[:arrays], sources, targets, depth // arrays), cache[arrays:]
+    return copied + (_copy(others, sources, targets, 1) if draft else others)
 
 
 def copy_states(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int, arrays: int) -> KVCache:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.devices.mesh import RULES, is_split, sharding, spec, ways
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.drafter import Drafter
 
 
 def replicate(x: Any, mesh: Mesh) -> jax.Array:
@@ -24,7 +25,13 @@ def replicate(x: Any, mesh: Mesh) -> jax.Array:
 
 
 def from_logits(
-    function: Callable[..., Any], model: Decoder, params: Any, hidden: jax.Array, rows: tuple, shared: Any, mesh: Mesh
+    function: Callable[..., Any],
+    model: Decoder | Drafter,
+    params: Any,
+    hidden: jax.Array,
+    rows: tuple,
+    shared: Any,
+    mesh: Mesh,
 ) -> Any:
     """Returns `function(logits, *rows, shared)` for the float32 logits [rows, vocab] of hidden states [rows, hidden].
 

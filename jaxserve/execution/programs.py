@@ -71,7 +71,7 @@ class StepPrograms:
         proposals: int = 0,
     ):
         self.static, self._most, self._costly_filters, self._pools = static, most, costly_filters, pools
-        self._proposals = proposals
+        self.proposals = proposals
 
     def all(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """All programs that `choose` may return for these buckets. The last bucket must be the largest mixed one."""
@@ -126,11 +126,11 @@ class StepPrograms:
         return self._checking(shape, next(one for one in self._checkers(shape) if one >= sampler))
 
     def _checking(self, shape: StepShape, sampler: Sampler) -> StepProgram:
-        return StepProgram(shape, sampler, 1, keeps_hidden=False, proposals=self._proposals)
+        return StepProgram(shape, sampler, 1, keeps_hidden=False, proposals=self.proposals)
 
     def _checkers(self, shape: StepShape) -> list[Sampler]:
         """The samplers of programs that check proposals, ascending."""
-        if not self._proposals or shape.decode_only:
+        if not self.proposals or shape.decode_only:
             return []
         return [Sampler.GREEDY, Sampler.FILTERED, Sampler.FULL] if self.static else [Sampler.ANY]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,12 +24,14 @@ from jaxserve.execution import commands, steps
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
-from jaxserve.execution.programs import StepProgram, StepPrograms, bounds_code, compile_threads
+from jaxserve.execution.program_needs import needs_of
+from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signatures, Upkeep
+from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signatures, Upkeep, draft_programs
 from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, create_slots, padding_slot
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.drafter import Drafter
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.parts import Row, value_of
 from jaxserve.scheduling.block_manager import NULL_PAGE
@@ -52,6 +54,7 @@ class ModelRunner:
       max_tokens_per_call: tokens that a row may sample in one call.
       static: programs are specialised to what the host knows, see `programs`; None: on accelerators they are.
       proposals: most tokens that are proposed for a row, see `verify`.
+      drafter: a draft head, see `drafting`; its parameters are in `params` under "draft".
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
     """
 
@@ -67,6 +70,7 @@ class ModelRunner:
         static: bool | None = None,
         pooling: str | None = None,
         proposals: int = 0,
+        drafter: Drafter | None = None,
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -75,7 +79,7 @@ class ModelRunner:
         pools = pooling is not None
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals}
         self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
-        self.pooling, self._proposals = pooling, proposals
+        self.pooling, self._proposals, self.drafter = pooling, proposals, drafter
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self.layout: CacheLayout
         self.slots: SlotState
@@ -109,6 +113,7 @@ class ModelRunner:
             self.model.dtype,
             self.penalty_rows,
             proposals=self._proposals,
+            feature_size=None if self.drafter is None else self.drafter.config.hidden_size,
         )
         slots = str(jax.eval_shape(self._make_slots))
         stale = [
@@ -269,6 +274,15 @@ class ModelRunner:
         packed[1 : 1 + count], packed[1 + most : 1 + most + count] = rows, targets
         return self._get(Upkeep("score_prompt", tokens))(self._arrays, hidden, packed)
 
+    def propose(self, name: Upkeep, slots: np.ndarray, count: int) -> jax.Array:
+        """Proposes `count` tokens for each of these slots [n] with a program of `draft_programs`; see
+        `drafting.propose`. Returns int32 [name.passes, name.size]."""
+        self._tell(commands.Propose, name, slots, count)
+        packed = np.full(2 + name.size, self.num_slots, np.int32)
+        packed[:2], packed[2 : 2 + len(slots)] = (len(slots), count), slots
+        tokens, self.cache[-1] = self._get(name)(self._arrays, self.cache[-1], self.slots, packed)
+        return tokens
+
     def _tell(self, kind: type, *fields: Any) -> None:
         if self.listener is not None:
             self.listener(kind(*fields))
@@ -296,9 +310,13 @@ class ModelRunner:
         upkeep += [Upkeep("update_tables"), Upkeep("copy_pages")]
         if self.layout.states is not None and self.layout.states.snapshots:
             upkeep.append(Upkeep("copy_states"))
-        upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes]
+        upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes] + self.draft_programs(shapes)
         by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
         return [*upkeep, *by_size, *self._others(shapes)]
+
+    def draft_programs(self, shapes: Sequence[StepShape]) -> list[Upkeep]:
+        """The names of the programs that propose with a draft head; see `signatures.draft_programs`."""
+        return [] if self.drafter is None else draft_programs(shapes, self.programs.proposals, self.programs.static)
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs that need the most memory, one of each kind, and of some that bound others."""
@@ -366,23 +384,8 @@ class ModelRunner:
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layouts.place_of(x)) for x in self._arrays]
         model = self.model, self.mesh, self.layout, params, self._unbundle
-        kinds: Any = {"pooling": self.pooling, "proposals": self._proposals}
+        kinds: Any = {"pooling": self.pooling, "proposals": self._proposals, "drafter": self.drafter}
         return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
-
-
-def needs_of(names: Sequence[ProgramName], compiled: Mapping[ProgramName, Any]) -> Needs:
-    """The memory that programs need, by the compiler's figures of those that are compiled. The code of each other
-    program is bounded by the smallest compiled one that is larger in every respect, else by the largest of all."""
-    code = {name: figures.generated_code_size_in_bytes for name, figures in compiled.items()}
-    upkeep = [code[name] for name in code if isinstance(name, Upkeep)]
-
-    def bound(name: ProgramName) -> int:
-        if isinstance(name, Upkeep):
-            return max(upkeep or code.values(), default=0)  # the compiled ones sample or have the output head
-        larger = [n for n in code if isinstance(n, StepProgram) and bounds_code(n, name)]
-        return min((code[n] for n in larger), default=max(code.values(), default=0))
-
-    return Needs.of(list(compiled.values()), [bound(name) for name in names if name not in compiled])
 
 
 def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.devices.mesh import replicated
-from jaxserve.execution import steps
+from jaxserve.execution import drafting, steps
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, copy_pages, copy_states
-from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.programs import LENGTHS, StepProgram
 from jaxserve.execution.slots import SLOT_WORDS, SlotState, count_tokens, set_slots
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.drafter import Drafter
 from jaxserve.scheduling.sampler import Sampler
 
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
@@ -30,17 +32,30 @@ class Upkeep(NamedTuple):
 
     kind: str
     size: int = 0
+    sampler: Sampler | None = None  # of "propose", like the next one
+    passes: int = 0
 
     def __str__(self) -> str:
+        if self.sampler is not None:
+            return f"{self.kind}[{self.size}] {self.sampler.name.lower()} x {self.passes}"
         return f"{self.kind}[{self.size}]" if self.size else self.kind
 
     @property
     def takes_cache(self) -> bool:
         """Whether its arguments depend on the number of pages."""
-        return self.kind in ("copy_pages", "copy_states")
+        return self.kind in ("copy_pages", "copy_states", "propose")
 
 
 ProgramName = StepProgram | Upkeep
+
+
+def draft_programs(shapes: Sequence[StepShape], most: int, static: bool) -> list[Upkeep]:
+    """The programs that propose up to `most` tokens with a draft head, the smallest first. Unless they are `static`,
+    the number of passes is known at run time."""
+    rows = sorted({shape.rows for shape in shapes if shape.decode_only} or {shape.rows for shape in shapes})
+    passes = [count for count in LENGTHS if count < most and static] + [most]
+    samplers = Sampler.GREEDY, Sampler.FILTERED
+    return [Upkeep("propose", size, sampler, count) for size in rows for count in passes for sampler in samplers]
 
 
 class Signature(NamedTuple):
@@ -62,6 +77,7 @@ class Signatures:
       static: programs are specialised to what the host knows, see `programs`.
       pooling: for models that embed or score, what steps return of their hidden states, see `steps.pool_rows`.
       proposals: most tokens that are proposed for a row; 0: there is no speculation.
+      drafter: a draft head; None: there is none.
     """
 
     model: Decoder
@@ -74,10 +90,13 @@ class Signatures:
     on_cpu: bool
     pooling: str | None = None
     proposals: int = 0
+    drafter: Drafter | None = None
 
     def of(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
             return self.step(name)
+        if name.sampler is not None:
+            return self.propose(name.size, name.sampler, name.passes)
         upkeep: dict[str, Callable[[int], Signature]] = {
             "set_slots": self.set_slots,
             "count_tokens": self.count_tokens,
@@ -102,6 +121,7 @@ class Signatures:
             keeps_hidden=program.keeps_hidden,
             pooling=self.pooling,
             proposals=program.proposals,
+            drafter=self.drafter,
         )
         everywhere: Any = self._everywhere
         hidden = everywhere if program.keeps_hidden else None
@@ -109,6 +129,15 @@ class Signatures:
         results = steps.StepResult(everywhere, hidden, caches, everywhere)
         arguments = self.params, self._cache, self.slots, self._host(program.shape.words)
         return Signature(self._with_params(step), (1, 2), arguments, results)
+
+    def propose(self, rows: int, sampler: Sampler, passes: int) -> Signature:
+        """The signature of `drafting.propose`."""
+        assert self.drafter is not None
+        options: Any = {"model": self.model, "drafter": self.drafter, "layout": self.layout, "mesh": self.mesh}
+        options |= {"sampler": sampler, "passes": passes, "static": self.static}
+        arguments = self.params, self._cache[-1], self.slots, self._host(2 + rows)
+        results = self._everywhere, self._cache_sharding[-1]
+        return Signature(self._with_params(partial(drafting.propose, **options)), (1,), arguments, results)
 
     def set_slots(self, rows: int) -> Signature:
         return Signature(set_slots, (0,), (self.slots, self._host(rows, SLOT_WORDS)), self._everywhere)
@@ -137,6 +166,7 @@ class Signatures:
 
     def copy_pages(self, _: int) -> Signature:
         copy = partial(copy_pages, depth=self.layout.groups.depth, arrays=self.layout.num_arrays)
+        copy = partial(copy, draft=self.drafter is not None)
         return Signature(copy, (0,), (self._cache, self._host(COPIES), self._host(COPIES)), self._cache_sharding)
 
     def copy_states(self, _: int) -> Signature:

@@ -96,6 +96,9 @@ class SlotState(NamedTuple):
     in_prompt: jax.Array  # bool [penalty_rows, vocab]: whether the token is in the prompt
     # [slots, proposals + 1, hidden]: hidden states behind which a deferred row samples once its masks are known
     hidden: jax.Array
+    # [slots, proposals + 1, hidden] for a draft head (`drafting`): first the feature of the last computed token, or of
+    # a deferred row those of the tokens behind which it samples
+    features: jax.Array | None = None
 
     def last_token(self, slot: jax.Array) -> jax.Array:
         """The latest token of each slot, int32 [rows]. It is -1 after a stop token: the sequence samples no more."""
@@ -117,9 +120,11 @@ def create_slots(
     penalty_rows: int = 0,
     zeros: Callable[..., jax.Array] = jnp.zeros,
     proposals: int = 0,
+    feature_size: int | None = None,
 ) -> SlotState:
     """Empty slots. A sequence has up to `table_width` pages, and `penalty_rows` sequences can have penalties at a time.
-    `zeros` allocates the large arrays. proposals: most tokens that are proposed for a sequence in a step."""
+    `zeros` allocates the large arrays. proposals: most tokens that are proposed for a sequence in a step. feature_size:
+    of a draft head's features; None: there is no such head."""
     rows = num_slots + 1
     return SlotState(
         progress=jnp.zeros((rows, 2), jnp.int32),
@@ -128,6 +133,7 @@ def create_slots(
         counts=zeros((1 + penalty_rows, vocab_size), jnp.int32),
         in_prompt=zeros((1 + penalty_rows, vocab_size), jnp.bool_),
         hidden=jnp.zeros((rows, proposals + 1, hidden_size), dtype),
+        features=None if feature_size is None else jnp.zeros((rows, proposals + 1, feature_size), dtype),
     )
 
 
@@ -204,6 +210,7 @@ def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
         params=state.params.at[slot].set(rows),
         counts=state.counts.at[cleared].set(0, mode="drop"),
         in_prompt=state.in_prompt.at[cleared].set(False, mode="drop"),
+        features=None if state.features is None else state.features.at[slot, 0].set(0),
     )
 
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
+from jaxserve.execution.drafting import remember
 from jaxserve.execution.forward import ModelInput, forward
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.logits import from_logits, replicate
@@ -27,6 +28,7 @@ from jaxserve.execution.slots import SlotState, decode_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS, DeferredDraws, Draws
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.drafter import Drafter
 from jaxserve.scheduling.sampler import Sampler
 
 SCORED_ROWS, CPU_SCORED_ROWS = 128, 32  # rows for which `score_prompt` computes logits at a time
@@ -55,6 +57,7 @@ def run_step(
     keeps_hidden: bool = True,
     pooling: str | None = None,
     proposals: int = 0,
+    drafter: Drafter | None = None,
 ) -> StepResult:
     """Computes one step over a batch. `cache` and `slots` are donated; the results replace them.
 
@@ -64,6 +67,7 @@ def run_step(
       tokens_per_call: passes of the model over a batch of decodes. None: as many as rows need, at most as many as the
         buffer says.
       proposals: most tokens proposed for a row of a mixed step; see `_verify`.
+      drafter: a draft head, whose entries every step writes (`drafting`).
       keeps_hidden: a mixed step returns its hidden states, or with `pooling` the result of `pool_rows`.
     """
     field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
@@ -76,12 +80,13 @@ def run_step(
     deferred = (num_new < 0) & going
     num_decodes = field["num_decodes"][0]
     batch = ModelInput(field["tokens"], q_start, slot, num_decodes, writes, num_new > 0, deferred)
-    advance = partial(_advance, params, model=model, shape=shape, layout=layout, mesh=mesh, sampler=sampler)
+    options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
+    options["sampler"] = sampler
+    advance: Callable = partial(_advance, params, **options)
     if shape.decode_only and tokens_per_call != 1:
         most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
         return _decode_loop(advance, cache, slots, batch, num_new, most)
     if proposals:
-        options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "sampler": sampler}
         return _verify(params, cache, slots, batch, num_new, proposals=proposals, **options)
     sampled, hidden, cache, slots = advance(cache, slots, batch)
     sampled = sampled._replace(tokens=jnp.where(batch.keeps_token, sampled.tokens, -1))
@@ -152,10 +157,12 @@ def _advance(
     layout: CacheLayout,
     mesh: Mesh,
     sampler: Sampler,
+    drafter: Drafter | None,
 ) -> tuple[Sampled, jax.Array, KVCache, SlotState]:
     """One pass of the model over a batch. Returns a sampled token per row, hidden states [tokens, hidden], cache and
     slots."""
-    out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
+    options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
+    out, cache = forward(params, cache, slots, batch, **options)
     head = model.counting(jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
     drawn = partial(_sample, head, params, out.last, slots, batch.slot, out.kv_len, None, sampler, mesh)
     sampled = _if_any(batch.keeps_token, drawn, sampler)
@@ -168,6 +175,9 @@ def _advance(
         progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len), axis=1)),
         hidden=slots.hidden.at[jnp.where(batch.deferred, slot, nobody), 0].set(out.last),
     )
+    if out.features is not None:
+        features = out.features if shape.decode_only else out.features[jnp.maximum(batch.q_start[1:] - 1, 0)]
+        slots = remember(slots, writes, features)
     if sampler >= Sampler.FULL:
         slots = _count(sampled, slots, jnp.where(batch.keeps_token, slot, nobody))
     return sampled, out.hidden, cache, slots
@@ -176,12 +186,14 @@ def _advance(
 def _verify(
     params, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array,
     *, proposals: int, model: Decoder, shape: StepShape, layout: CacheLayout, mesh: Mesh, sampler: Sampler,
+    drafter: Drafter | None,
 ) -> StepResult:  # fmt: skip
     """One pass of the model over a batch whose rows end with |`num_new`| - 1 proposals. A row samples behind its last
     token that is no proposal and behind each proposal, and keeps the draws of `verify.Draws.kept`. Keys and values of
     the other proposals stay behind the row's length, where later tokens replace them. `sample_deferred` draws for rows
     whose `num_new` is negative."""
-    out, cache = forward(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
+    options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
+    out, cache = forward(params, cache, slots, batch, **options)
     slot, nobody, num_draws = batch.slot, slots.progress.shape[0] - 1, jnp.abs(num_new)
     draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_draws, proposals)
     count = num_draws.sum(dtype=jnp.int32)
@@ -193,13 +205,17 @@ def _verify(
     ends = _unless_stopped(sampled, slots, owner)
     kept = draws.kept(sampled.tokens, ends < 0, jnp.maximum(num_new, 0))
     num_kept, tokens = kept.sum(axis=1), sampled.tokens[draws.places]
-    last = ends[jnp.take_along_axis(draws.places, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]]
-    last = jnp.where(num_kept > 0, last, slots.last_token(slot))
+    place = jnp.take_along_axis(draws.places, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]  # of its last draw
+    last = jnp.where(num_kept > 0, ends[place], slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, nobody)
     slots = slots._replace(
         progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len - num_draws + num_kept), axis=1)),
         hidden=slots.hidden.at[later, draws.number].set(hidden),
     )
+    if out.features is not None:
+        computed = jnp.where(num_kept > 0, draws.token[place], jnp.maximum(batch.q_start[1:] - 1, 0))
+        slots = remember(slots, writes, out.features[computed])
+        slots = remember(slots, later, out.features[draws.token], draws.number)
     if sampler >= Sampler.FULL:
         each = Sampled(tokens.reshape(-1), None)
         slots = _count(each, slots, jnp.where(kept, slot[:, None], nobody).reshape(-1))
@@ -238,6 +254,8 @@ def sample_deferred(
     kept, is_last = draws.kept(sampled.tokens, last < 0)
     writes = jnp.where(is_last, slot, nobody)
     slots = slots._replace(progress=slots.progress.at[writes].set(jnp.stack((last, draws.position), axis=1)))
+    if slots.features is not None:
+        slots = remember(slots, writes, slots.features[slot, draws.number])
     slots = _count(sampled, slots, jnp.where(kept, slot, nobody))
     return sampled._replace(tokens=jnp.where(kept, sampled.tokens, -1)), slots
 

@@ -32,6 +32,7 @@ class Attention(nn.Module):
     """Grouped-query attention: fused QKV projection, rotary positions, output projection.
 
     `kv_heads` exceeds the model's own number when the mesh has more devices than heads: each head is then repeated.
+    `inputs` is the size of its input; None: hidden_size.
     """
 
     spec: AttentionSpec
@@ -39,17 +40,18 @@ class Attention(nn.Module):
     kv_heads: int
     dtype: Any
     ops: Ops
+    inputs: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
         spec, dim = self.spec, self.spec.head_dim
-        group = spec.num_heads // self.kv_heads
+        group, inputs = spec.num_heads // self.kv_heads, self.inputs or self.hidden_size
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
             return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
 
         shape = (self.kv_heads, group + 2, dim)
-        qkv = linear("qkv", (self.hidden_size,), shape, ("kv_heads", None, None, "embed"), spec.qkv_bias)(x)
+        qkv = linear("qkv", (inputs,), shape, ("kv_heads", None, None, "embed"), spec.qkv_bias)(x)
         sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
         qkv = Parts(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
         heads = self._heads(qkv, ropes[spec.rope])
@@ -60,7 +62,7 @@ class Attention(nn.Module):
         out_axes, result = ("embed", "kv_heads", None, None), attend(heads)
         if spec.out_gate is not None:
             gate_axes = ("kv_heads", None, None, "embed")
-            gate = linear("gate", (self.hidden_size,), (self.kv_heads, group, dim), gate_axes, spec.qkv_bias)(x)
+            gate = linear("gate", (inputs,), (self.kv_heads, group, dim), gate_axes, spec.qkv_bias)(x)
             result = result * jax.nn.sigmoid(gate.whole(self.dtype)).reshape(result.shape)
         return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(result)
 

@@ -209,6 +209,11 @@ class Decoder(nn.Module):
             recurrent = self.config.recurrent
             assert recurrent is not None
             return jnp.zeros((*heads.decay.shape, recurrent.value_dim), jnp.float32)
-        if isinstance(heads, LatentHeads):
-            return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), self.dtype)
-        return self.ops.rotate(heads, eps, self.dtype)[0]
+        return queries(self.ops, self.dtype, eps, heads)
+
+
+def queries(ops: Ops, dtype: Any, eps: float, heads: Heads | LatentHeads) -> jax.Array:
+    """Stands for attention where only shapes matter."""
+    if isinstance(heads, LatentHeads):
+        return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype)
+    return ops.rotate(heads, eps, dtype)[0]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +17,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding
 
 from jaxserve.checkpoints import orbax
-from jaxserve.checkpoints.formats import QuantReader, find_format
-from jaxserve.checkpoints.formats.beside import with_settings
 from jaxserve.checkpoints.gguf_model import open_gguf
 from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
-from jaxserve.checkpoints.load import Host, Pieces, Stack, load_weights, member_of, read_weight
-from jaxserve.checkpoints.mistral_native import PARAMS, is_native, open_native, read_params
+from jaxserve.checkpoints.load import Host, Stack, load_weights, member_of, read_weight
+from jaxserve.checkpoints.mistral_native import PARAMS, is_native, read_params
 from jaxserve.checkpoints.mixed import by_type
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
-from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
-from jaxserve.checkpoints.stacks import unstacked
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import is_split, padded_vocab, ways
 from jaxserve.devices.sharded_ops import (
@@ -38,10 +33,12 @@ from jaxserve.devices.sharded_ops import (
     matmul_sharded,
     quant_matmul_sharded,
 )
+from jaxserve.models.checkpoint import Checkpoint as Checkpoint
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_stacks import place_stack
-from jaxserve.models.families import Family, find_family, read_model_config
+from jaxserve.models.families import read_model_config
 from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import (
     FORMS,
@@ -57,7 +54,7 @@ from jaxserve.models.quantized import (
 )
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
 from jaxserve.models.splitting import sharded_kv_heads
-from jaxserve.models.weights import abstract_params, dummy_params, weight_pieces
+from jaxserve.models.weights import abstract_params, dummy_params
 from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_latent, checked_matmul
@@ -75,71 +72,6 @@ from jaxserve.pallas_kernels.types import (
 )
 
 log = logging.getLogger(__name__)
-
-CLASSIFIER = ("score.weight", "score.bias")  # tensors that `jaxserve.models.pooling_files` reads, not the decoder
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model's files before the weights are read: the config, its family, the tensors and the format's reader."""
-
-    hf: HFConfig
-    family: Family
-    tensors: Mapping[str, TensorInfo]
-    reader: QuantReader | None  # reads the weights that are quantized; None: no weight is
-
-    @classmethod
-    def open(cls, path: Path, quantization: str = "auto", ignored: Collection[str] = ()) -> Checkpoint:
-        """Opens a folder or a GGUF file; `ignored` keys of its config count as absent. Raises CheckpointError for
-        broken files, and ConfigError when `quantization` names a format that the files do not have."""
-        tensors: Mapping[str, TensorInfo]
-        reader: QuantReader | None
-        names: Mapping[str, str] = {}
-        if orbax.is_saved(path):
-            hf, tensors, reader = HFConfig.read(path, ignored), {}, None
-        elif path.suffix == ".gguf":
-            file = open_gguf(path, ignored)
-            hf = HFConfig(file.config, str(path), ignored)
-            names = file.names
-            of_gguf = unstacked(file.tensors, names.values() if names else find_family(hf).every_name)
-            tensors, reader = of_gguf, dataclasses.replace(file.reader, tensors=of_gguf)
-        elif is_native(path):
-            native = open_native(path)
-            hf, tensors, reader = HFConfig(native.config, native.source, ignored), native.tensors, None
-        else:
-            hf = HFConfig.read(path, ignored)
-            tensors = unstacked(read_folder(path), find_family(hf).every_name)
-            reader = find_format(with_settings(hf.values, path), tensors)
-        if quantization not in ("auto", reader.name if reader else None) and (reader or quantization not in SCHEMES):
-            has = f"is quantized as {reader.name}" if reader else "is not quantized"
-            raise ConfigError(f"quantization {quantization} was asked for, but {path} {has}")
-        family = find_family(hf)
-        if names:
-            family = dataclasses.replace(family, names=names, variant=lambda config: {}, layouts=())
-        return cls(hf, family, tensors, reader)
-
-    def pieces(self, decoder: Decoder) -> dict[str, Pieces]:
-        """Path in the decoder's parameters -> the tensors that make it up."""
-        return weight_pieces(decoder, self.family.roles(decoder.config, self._has), self._has)
-
-    def _has(self, weight: str) -> bool:
-        return weight in self.tensors or (self.reader is not None and bool(self.reader.parts(weight)))
-
-    def ignored(self, decoder: Decoder) -> Callable[[str], bool]:
-        """A predicate of tensor names: whether the tensor may stay unused without a warning in the log."""
-        names = self.family.roles(decoder.config, self._has)
-        tied_head = {names.get("head.weight", "lm_head.weight")} if decoder.config.tie_embeddings else set()
-        family = self.family
-        before = names["attention_norm.weight"].partition("{i}")[0] if family.more_layers else None
-
-        def is_of_more_layers(name: str) -> bool:
-            layer = name.removeprefix(before).partition(".")[0] if before and name.startswith(before) else ""
-            return layer.isdecimal() and int(layer) >= decoder.config.num_layers
-
-        def is_unread(name: str) -> bool:
-            return name.endswith(family.ignored) or name.startswith(family.unread) or name in CLASSIFIER
-
-        return lambda name: name in tied_head or is_unread(name) or is_of_more_layers(name)
 
 
 def find_files(config: EngineConfig) -> tuple[Path, Path]:
@@ -248,7 +180,10 @@ def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
     return dataclasses.replace(ops, quant_matmul=op, mixture=mixture)
 
 
-def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tuple[Decoder, Any]:
+D = TypeVar("D", Decoder, Drafter)
+
+
+def trust_matmul(decoder: D, params: Any, mesh: Mesh, backend: str) -> tuple[D, Any]:
     """(decoder, params) with kernels that were checked on this machine with weights of these forms, and weights in the
     order that these kernels read. Raises ConfigError when a backend that was asked for by name cannot multiply one."""
 
@@ -275,7 +210,7 @@ def trust_matmul(decoder: Decoder, params: Any, mesh: Mesh, backend: str) -> tup
 
 
 def load_params(
-    decoder: Decoder,
+    decoder: Decoder | Drafter,
     path: Path,
     mesh: Mesh,
     *,
@@ -287,6 +222,7 @@ def load_params(
     blocks: bool = False,
     apart: bool = False,
     rounding: Callable[[str, Any], Any] = lambda path, w: w,
+    source: Checkpoint | None = None,
 ) -> dict[str, Any]:
     """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays.
 
@@ -296,10 +232,11 @@ def load_params(
       packing: on a CPU, matrices become panels.
       blocks, apart: matrices of GGUF's BLOCK_KINDS become BlockArrays; those of several forms become MixedArrays.
       rounding: see `models.quantized.Rounding`; by default each weight keeps what its format says of its inputs.
+      source: the opened files; None: this opens them.
 
     Raises CheckpointError when files and config disagree, and the errors of `Checkpoint.open`.
     """
-    source = Checkpoint.open(path, quantization, ignored_keys)
+    source = source or Checkpoint.open(path, quantization, ignored_keys)
     targets = abstract_params(decoder, mesh)
     if orbax.is_saved(path):
         if quantization != "auto":
@@ -374,7 +311,15 @@ def _restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
     return orbax.restore(path, abstract, {"embed/table", "head/kernel"})
 
 
-def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig, *, progress: bool) -> dict[str, Any]:
+def make_params(
+    decoder: Decoder | Drafter,
+    folder: Path,
+    mesh: Mesh,
+    config: EngineConfig,
+    *,
+    progress: bool,
+    source: Checkpoint | None = None,
+) -> dict[str, Any]:
     """The parameters of an engine: read from `folder` (see `load_params`), or random with load_format="dummy"."""
     packing = Packing.of(config, mesh)
     rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
@@ -391,6 +336,7 @@ def make_params(decoder: Decoder, folder: Path, mesh: Mesh, config: EngineConfig
             blocks=keeps_blocks(mesh),
             apart=True,
             rounding=rounding,
+            source=source,
         )
     scheme = None if config.quantization == "auto" else config.quantization
     if scheme and scheme not in FORMS:

@@ -20,6 +20,7 @@ from jaxserve.checkpoints.load import Pieces
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.delta_net import delta_sources
+from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.latent_weights import latent_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
@@ -42,7 +43,7 @@ def _has(names: Names, role: str) -> bool:
     return role in names or f"{role}.T" in names
 
 
-def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_params(model: Decoder | Drafter, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape, dtype and sharding of every parameter, as the modules declare them.
 
     Equal layers have equal parameters, so one layer of each kind is traced.
@@ -62,7 +63,7 @@ def abstract_params(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruc
     return flatten_dict(dict(sorted(tree.items())), sep="/")
 
 
-def dummy_params(model: Decoder, mesh: Mesh, seed: int, scheme: str | None = None) -> dict[str, Any]:
+def dummy_params(model: Decoder | Drafter, mesh: Mesh, seed: int, scheme: str | None = None) -> dict[str, Any]:
     """Random weights from the modules' own initialisers, made on the devices. A `scheme` makes quantized matrices."""
     abstract: dict[str, Any] = dict(abstract_params(model, mesh))
     if scheme:
@@ -97,7 +98,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
     hidden, vocab, size = config.hidden_size, config.vocab_size, config.embed_size or config.hidden_size
     add({"embed/table": [Source("embed.weight", (vocab, size), whole)]})  # rows beyond the vocabulary stay zero
     if config.norm is not None:
-        add(_norm("norm", config.norm, hidden))
+        add(norm_sources("norm", config.norm, hidden))
     if not config.tie_embeddings:
         add({"head/kernel": [Source("head.weight", (vocab, size), whole)]})
     if config.head_bias:
@@ -108,7 +109,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
     if (learned := config.learned_positions) is not None:
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
     for i, layer in enumerate(config.layers):
-        add(_layer(model, layer, names), f"layers_{i}/", i)
+        add(layer_sources(model, layer, names), f"layers_{i}/", i)
         if layer.mlp.experts:
             made = expert_pieces(layer.mlp, hidden, names, i, has)
             pieces |= {f"layers_{i}/{path}": some for path, some in made.items()}
@@ -125,11 +126,15 @@ _NORMS = {
 }
 
 
-def _layer(model: Decoder, spec: LayerSpec, names: Names) -> dict[str, list[Source]]:
+def layer_sources(
+    model: Decoder | Drafter, spec: LayerSpec, names: Names, inputs: int | None = None
+) -> dict[str, list[Source]]:
+    """Path within a layer without experts, or in the layer beside its experts -> the sources of the weight. `inputs` is
+    the size of the attention's input; None: the hidden size."""
     hidden, attention = model.config.hidden_size, spec.attention
     layer: dict[str, list[Source]] = {}
     for name in _NORMS[spec.residual]:
-        layer |= _norm(name, spec.norm, hidden)
+        layer |= norm_sources(name, spec.norm, hidden)
     if isinstance(attention, GatedDeltaSpec):
         layer |= delta_sources(attention, hidden)
     else:
@@ -137,16 +142,16 @@ def _layer(model: Decoder, spec: LayerSpec, names: Names) -> dict[str, list[Sour
         if isinstance(attention, LatentAttentionSpec):
             layer |= latent_sources(attention, order, hidden)
         else:
-            layer |= _attention(attention, model.kv_heads, order, names, hidden)
+            layer |= _attention(attention, model.kv_heads, order, names, hidden, inputs or hidden)
     return layer if spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
 
 
 def _attention(
-    attention: AttentionSpec, kv_heads: int, order: np.ndarray | None, names: Names, hidden: int
+    attention: AttentionSpec, kv_heads: int, order: np.ndarray | None, names: Names, hidden: int, inputs: int
 ) -> dict[str, list[Source]]:
     width = attention.num_heads * attention.head_dim
     layer: dict[str, list[Source]] = {}
-    layer["attention/qkv/kernel"] = _qkv(attention, kv_heads, order, names, "weight", (hidden,))
+    layer["attention/qkv/kernel"] = _qkv(attention, kv_heads, order, names, "weight", (inputs,))
     layer["attention/out/kernel"] = [Source("o.weight", (hidden, width), whole)]
     if attention.qkv_bias:
         layer["attention/qkv/bias"] = _qkv(attention, kv_heads, order, names, "bias", ())
@@ -179,7 +184,7 @@ def _of_pairs(dim: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda t: t.reshape(-1, 2, dim, *t.shape[1:])[:, which].reshape(-1, *t.shape[1:])
 
 
-def _norm(name: str, spec: NormSpec, size: int) -> dict[str, list[Source]]:
+def norm_sources(name: str, spec: NormSpec, size: int) -> dict[str, list[Source]]:
     offset = (lambda t: t.astype(np.float32) + spec.offset) if spec.offset else None
     found = {"scale": Source(f"{name}.weight", (size,), whole, take=offset)} if spec.scale else {}
     found |= {"bias": Source(f"{name}.bias", (size,), whole)} if spec.bias else {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,6 +17,7 @@ from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import Rows, StepPlan
+from jaxserve.speculation.draft_head import DraftHead
 from jaxserve.speculation.draft_model import DraftModel
 from jaxserve.speculation.ngram import Ngram, Suffix
 from jaxserve.speculation.proposal import Method, Proposal
@@ -204,16 +207,34 @@ class Speculator:
         self._method.finished(seq)
 
 
-LOOKUPS: dict[str, type[Ngram]] = {"ngram": Ngram, "suffix": Suffix}
+class Models(NamedTuple):
+    """What methods may run: the target, and the draft model if there is one; and the buckets of their steps."""
+
+    target: ModelRunner
+    draft: ModelRunner | None
+    shapes: List[StepShape]
 
 
-def make_speculator(
-    config: SpeculativeConfig | None, budget: int, draft: ModelRunner | None, shapes: List[StepShape]
-) -> Speculator | None:
+def _draft_model(config: SpeculativeConfig, models: Models) -> Method:
+    assert models.draft is not None
+    return DraftModel(models.draft, models.shapes, config.num_speculative_tokens)
+
+
+def _draft_head(config: SpeculativeConfig, models: Models) -> Method:
+    return DraftHead(models.target, models.shapes, config.num_speculative_tokens)
+
+
+METHODS: dict[str, Callable[[SpeculativeConfig, Models], Method]] = {
+    "ngram": lambda config, _: Ngram(config.prompt_lookup_min, config.prompt_lookup_max),
+    "suffix": lambda config, _: Suffix(config.prompt_lookup_min, config.prompt_lookup_max),
+    "draft_model": _draft_model,
+    "eagle3": _draft_head,
+    "mtp": _draft_head,
+}
+
+
+def make_speculator(config: SpeculativeConfig | None, budget: int, models: Models) -> Speculator | None:
     """The speculator that the settings ask for. budget: tokens of a step."""
     if config is None:
         return None
-    if draft is not None:
-        return Speculator(DraftModel(draft, shapes, most := config.num_speculative_tokens), most, budget)
-    method = LOOKUPS[config.method](config.prompt_lookup_min, config.prompt_lookup_max)
-    return Speculator(method, config.num_speculative_tokens, budget)
+    return Speculator(METHODS[config.method](config, models), config.num_speculative_tokens, budget)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 
@@ -33,6 +33,7 @@ class Family:
     more_layers: bool = False  # files hold layers behind the last one, for predicting several tokens; they are not read
     variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
     layouts: tuple[Mapping[str, str], ...] = ()  # usual beginning of names -> the beginning that some files have
+    mtp: Mapping[str, str] = field(default_factory=dict)  # names of the head for multi-token prediction
     unread: tuple[str, ...] = ()  # beginnings of the names of tensors that serving does not use, such as images'
 
     @property

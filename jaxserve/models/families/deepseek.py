@@ -38,6 +38,12 @@ EXPERTS = {
     **{f"expert_{role}.weight": f"{MLP}.experts.{{e}}.{role}_proj.weight" for role in ("gate", "up", "down")},
     **{f"shared_{role}.weight": f"{MLP}.shared_experts.{role}_proj.weight" for role in ("gate", "up", "down")},
 }
+MTP = {  # the layer behind the last one predicts further tokens
+    "fc.weight": "model.layers.{i}.eh_proj.weight",
+    "embed_norm.weight": "model.layers.{i}.enorm.weight",
+    "hidden_norm.weight": "model.layers.{i}.hnorm.weight",
+    "norm.weight": "model.layers.{i}.shared_head.norm.weight",
+}
 INDEXER = ("indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias",
            "indexer.weights_proj.weight")  # fmt: skip
 
@@ -130,5 +136,6 @@ FAMILIES = [
         _NAMES,
         (*IGNORED, *INDEXER),
         more_layers=True,
+        mtp=MTP,
     ),
 ]

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
+from jaxserve.models.families.deepseek import MTP
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
@@ -60,4 +61,6 @@ def _read(hf: HFConfig) -> ModelConfig:
     return ModelConfig(family="glm4_moe", layers=layers, **shared)
 
 
-FAMILY = Family("glm4_moe", ("Glm4MoeForCausalLM",), _read, NAMES | DEEPSEEK_MOE_NAMES, IGNORED)
+FAMILY = Family(
+    "glm4_moe", ("Glm4MoeForCausalLM",), _read, NAMES | DEEPSEEK_MOE_NAMES, IGNORED, more_layers=True, mtp=MTP
+)

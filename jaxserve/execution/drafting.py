@@ -1,0 +1,143 @@
+"""Draft heads on the device (`models.drafter`): entries for the tokens that a step computes, and proposals.
+
+A head's entries are in pages of their own, which have the same numbers as the target's. The entry of the token at
+position p is at place p - 1, so that a sequence of n tokens has n - 1. Since a head has a single layer, an entry's keys
+and values depend on nothing but the feature before the token and the token itself. So a step only writes the keys and
+values of its tokens, and attention over them runs when tokens are proposed.
+
+The feature before a row's first token comes from the step before, in `SlotState.features`. Zeros there mean that no
+step computed it: the sequence begins behind a cached prefix, whose last page has the entry already. Whatever is wrong
+in features or entries costs proposals, and never a token of an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxserve.execution.kv_cache import CacheLayout
+from jaxserve.execution.logits import from_logits, replicate
+from jaxserve.execution.sampling import TokenCounts, sample
+from jaxserve.execution.slots import SlotState
+from jaxserve.models.decoder import Decoder, angles
+from jaxserve.models.drafter import Drafter
+from jaxserve.models.layers import ROUTING
+from jaxserve.scheduling.sampler import Sampler
+
+ENTRIES: dict[str, Any] = {"method": "entries", "mutable": [ROUTING]}  # what routers chose is not kept
+
+
+def of_head(params: Any) -> dict[str, Any]:
+    """A head's parameters with the target's embeddings, unless it has its own. `params` are those of the target, with
+    the head's under "draft"."""
+    return {"embed": params["embed"], **params["draft"]}
+
+
+def before(features: jax.Array, pending: jax.Array, q_start: jax.Array, row: jax.Array) -> jax.Array:
+    """The feature before each token [tokens, hidden]: that of the token before in its row, or for a row's first token
+    `pending` [rows, hidden]. `row`: int32 [tokens], each token's row."""
+    first = jnp.arange(len(features)) == q_start[row]
+    return jnp.where(first[:, None], pending[row], jnp.roll(features, 1, axis=0))
+
+
+def remember(slots: SlotState, writes: jax.Array, features: jax.Array, number: jax.Array | int = 0) -> SlotState:
+    """Keeps features [rows, hidden] in the slots `writes`: of the last tokens that rows computed and keep; for deferred
+    rows of the tokens behind which they make the draws `number`."""
+    assert slots.features is not None
+    return slots._replace(features=slots.features.at[writes, number].set(features))
+
+
+def write_entries(
+    params: Any,
+    pages: Any,
+    features: jax.Array,
+    tokens: jax.Array,
+    place: jax.Array,
+    where: tuple,
+    *,
+    drafter: Drafter,
+    layout: CacheLayout,
+    mesh: Mesh,
+) -> Any:
+    """Writes the entries of tokens into the head's pages. features: before each token. place: int32 [tokens], of each
+    entry. where: as for `CacheKind.attend`; entries without a known feature are not written. Returns the pages."""
+    kind, layer = layout.draft, drafter.layer(drafter.config.layers[0], parent=None)
+    assert kind is not None
+    slots = jnp.where(jnp.any(features != 0, axis=-1), where[0], -1)
+
+    def write(heads: Any) -> jax.Array:
+        nonlocal pages
+        out, pages = kind.write(layer, heads, pages, (slots, *where[1:]), mesh, drafter.dtype)
+        return out
+
+    ropes = angles(drafter.config, jnp.maximum(place, 0))
+    drafter.apply({"params": of_head(params)}, features, tokens, ropes, write, **ENTRIES)
+    return pages
+
+
+def propose(
+    params: Any,
+    pages: Any,
+    slots: SlotState,
+    packed: jax.Array,
+    *,
+    model: Decoder,
+    drafter: Drafter,
+    layout: CacheLayout,
+    mesh: Mesh,
+    sampler: Sampler,
+    passes: int,
+    static: bool,
+) -> tuple[jax.Array, Any]:
+    """Proposes a token in each pass behind the last known one of each row, whose tokens before it are computed. Returns
+    the tokens, int32 [passes, rows], and the head's pages.
+
+    packed: int32 [2 + rows]: the number of rows, the number of passes unless it is `static`, and each row's slot. A
+    token is drawn with the target's random number for its position, by the inverse of the distribution function, so
+    that equal distributions draw equal tokens.
+    """
+    kind, layer = layout.draft, drafter.layer(drafter.config.layers[0], parent=None)
+    assert kind is not None
+    assert slots.features is not None
+    count, slot = packed[0], packed[2:]
+    rows = len(slot)
+    real = jnp.arange(rows) < count
+    table = layout.tables(slots.block_tables[slot])[layout.draft_group]
+    q_start = jnp.minimum(jnp.arange(rows + 1), count)
+    length, words = slots.length(slot), slots.params[slot]
+    seen = TokenCounts(slots.counts, slots.in_prompt)  # for penalties, which proposals do not follow
+    own = drafter.counting(count)
+    head: Drafter | Decoder = own if drafter.spec.own_head else model.counting(count)
+    head_params = params["draft"] if drafter.spec.own_head else params
+
+    def draw(logits: jax.Array, words: jax.Array, position: jax.Array, seen: TokenCounts) -> jax.Array:
+        return sample(logits, words, seen, position, sampler=sampler, kernel=head.ops.draw).tokens
+
+    def one_pass(i: jax.Array | int, state: Any) -> Any:
+        pages, features, token, drawn = state
+        place = jnp.maximum(length - 1 + i, 0)
+        block = jnp.minimum(place // layout.page_size, table.shape[1] - 1)
+        page = jnp.take_along_axis(table, block[:, None], axis=1)[:, 0]
+        written = jnp.where(real, page * layout.page_size + place % layout.page_size, -1)
+        where = (written, table, q_start, jnp.where(real, place + 1, 0), count, jnp.int32(0))
+
+        def attend(heads: Any) -> jax.Array:
+            nonlocal pages
+            out, pages = kind.attend(layer, heads, pages, where, mesh, drafter.dtype, True)
+            return out
+
+        ropes = angles(drafter.config, place)
+        (features, hidden), _ = own.apply({"params": of_head(params)}, features, token, ropes, attend, **ENTRIES)
+        token = from_logits(draw, head, head_params, hidden, (words, length + 1 + i), seen, mesh)
+        if "ids" in params["draft"]:
+            token = params["draft"]["ids"][token]
+        return pages, features, token, drawn.at[i].set(token)
+
+    drawn = jnp.zeros((passes, rows), jnp.int32)
+    state = (pages, slots.features[slot, 0], slots.last_token(slot), drawn)
+    pages, _, _, drawn = lax.fori_loop(0, passes if static else packed[1], one_pass, state)
+    return replicate(drawn, mesh), pages
