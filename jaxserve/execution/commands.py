@@ -67,7 +67,35 @@ class Restore(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "restore"
 
 
-Command = Step | SetSlots | CountTokens | SampleDeferred | UpdateTables | CopyPages | CopyStates | ScorePrompt | Restore
+class WriteAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Writes an adapter's matrices for one product."""
+
+    method: ClassVar = "write_adapter"
+    target: int
+    place: int
+    a: np.ndarray
+    b: np.ndarray
+
+
+class WriteRanks(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "write_ranks"
+    place: int
+    ranks: np.ndarray
+
+
+Command = (
+    Step
+    | SetSlots
+    | CountTokens
+    | SampleDeferred
+    | UpdateTables
+    | CopyPages
+    | CopyStates
+    | ScorePrompt
+    | WriteAdapter
+    | WriteRanks
+    | Restore
+)
 
 
 def encode(command: Command) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,19 +16,23 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
+from jaxserve.adapters.adapter import Adapter
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices import layouts
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import commands, steps
+from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
-from jaxserve.execution.programs import StepProgram, StepPrograms, bounds_code, compile_threads
+from jaxserve.execution.program_needs import needs_of
+from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signatures, Upkeep
 from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, create_slots, padding_slot
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.parts import Row, value_of
@@ -53,6 +57,7 @@ class ModelRunner:
       static: programs are specialised to what the host knows, see `programs`; None: on accelerators they are.
       proposals: most tokens that are proposed for a row, see `verify`.
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
+      adapters: the pool of LoRA adapters; None: there is none. The model must have been made for adapters.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class ModelRunner:
         static: bool | None = None,
         pooling: str | None = None,
         proposals: int = 0,
+        adapters: PoolSizes | None = None,
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -77,6 +83,11 @@ class ModelRunner:
         self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
         self.pooling, self._proposals = pooling, proposals
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
+        self.stacks: AdapterStacks | None = None
+        if adapters is not None:
+            self.stacks = AdapterStacks(AdapterTargets.of(model, mesh), adapters, mesh)
+            self._first_stack, self._unbundle = len(self._arrays), self.stacks.unbundling(self._unbundle)
+            self._arrays = self._arrays + self.stacks.create()
         self.layout: CacheLayout
         self.slots: SlotState
         self.cache: KVCache
@@ -269,6 +280,33 @@ class ModelRunner:
         packed[1 : 1 + count], packed[1 + most : 1 + most + count] = rows, targets
         return self._get(Upkeep("score_prompt", tokens))(self._arrays, hidden, packed)
 
+    def adapter_uploads(self, place: int, adapter: Adapter | None) -> Iterator[Callable[[], None]]:
+        """The calls that bring an adapter to a place of the pool, in their order; None empties the place. Each takes
+        far less than a step, and steps may be dispatched between them. Until the last one, the place adds nothing."""
+        assert self.stacks is not None, "there is no pool of adapters"
+        yield partial(self.write_ranks, place, self.stacks.ranks_of({}))
+        if adapter is None:
+            return
+        for number, target in enumerate(self.stacks.targets):
+            if (found := adapter.matrices.get(target.path)) is not None:
+                yield partial(self.write_adapter, number, place, found.a, found.b)
+        yield partial(self.write_ranks, place, self.stacks.ranks_of(adapter.matrices))
+
+    def write_adapter(self, target: int, place: int, a: np.ndarray, b: np.ndarray) -> None:
+        """Writes an adapter's matrices for one product, see `Matrices`, to a place of the pool."""
+        assert self.stacks is not None
+        self._tell(commands.WriteAdapter, target, place, a, b)
+        new = self.stacks.targets[target].padded(a, b, self.stacks.sizes)
+        first = self._first_stack + 1 + 2 * target
+        program = self._get(Upkeep("write_adapter", self.stacks.kind_of(target)))
+        self._arrays[first : first + 2] = program(self._arrays[first : first + 2], np.int32(place), new)
+
+    def write_ranks(self, place: int, ranks: np.ndarray) -> None:
+        """Writes the ranks, int32 [products, parts], of a place of the pool."""
+        self._tell(commands.WriteRanks, place, ranks)
+        at = self._first_stack
+        self._arrays[at] = self._get(Upkeep("write_ranks"))(self._arrays[at], np.int32(place), ranks)
+
     def _tell(self, kind: type, *fields: Any) -> None:
         if self.listener is not None:
             self.listener(kind(*fields))
@@ -297,6 +335,8 @@ class ModelRunner:
         if self.layout.states is not None and self.layout.states.snapshots:
             upkeep.append(Upkeep("copy_states"))
         upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes]
+        if self.stacks is not None:
+            upkeep += [Upkeep("write_ranks"), *(Upkeep("write_adapter", kind) for kind in self.stacks.kinds)]
         by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
         return [*upkeep, *by_size, *self._others(shapes)]
 
@@ -366,23 +406,8 @@ class ModelRunner:
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layouts.place_of(x)) for x in self._arrays]
         model = self.model, self.mesh, self.layout, params, self._unbundle
-        kinds: Any = {"pooling": self.pooling, "proposals": self._proposals}
+        kinds: Any = {"pooling": self.pooling, "proposals": self._proposals, "stacks": self.stacks}
         return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
-
-
-def needs_of(names: Sequence[ProgramName], compiled: Mapping[ProgramName, Any]) -> Needs:
-    """The memory that programs need, by the compiler's figures of those that are compiled. The code of each other
-    program is bounded by the smallest compiled one that is larger in every respect, else by the largest of all."""
-    code = {name: figures.generated_code_size_in_bytes for name, figures in compiled.items()}
-    upkeep = [code[name] for name in code if isinstance(name, Upkeep)]
-
-    def bound(name: ProgramName) -> int:
-        if isinstance(name, Upkeep):
-            return max(upkeep or code.values(), default=0)  # the compiled ones sample or have the output head
-        larger = [n for n in code if isinstance(n, StepProgram) and bounds_code(n, name)]
-        return min((code[n] for n in larger), default=max(code.values(), default=0))
-
-    return Needs.of(list(compiled.values()), [bound(name) for name in names if name not in compiled])
 
 
 def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:

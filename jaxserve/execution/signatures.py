@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution import steps
+from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, copy_pages, copy_states
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.slots import SLOT_WORDS, SlotState, count_tokens, set_slots
@@ -62,6 +63,7 @@ class Signatures:
       static: programs are specialised to what the host knows, see `programs`.
       pooling: for models that embed or score, what steps return of their hidden states, see `steps.pool_rows`.
       proposals: most tokens that are proposed for a row; 0: there is no speculation.
+      stacks: the pool of LoRA adapters; None: there is none.
     """
 
     model: Decoder
@@ -74,6 +76,7 @@ class Signatures:
     on_cpu: bool
     pooling: str | None = None
     proposals: int = 0
+    stacks: AdapterStacks | None = None
 
     def of(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
@@ -86,6 +89,8 @@ class Signatures:
             "update_tables": self.update_tables,
             "copy_pages": self.copy_pages,
             "copy_states": self.copy_states,
+            "write_adapter": self.write_adapter,
+            "write_ranks": self.write_ranks,
         }
         return upkeep[name.kind](name.size)
 
@@ -145,6 +150,14 @@ class Signatures:
         copy = partial(copy_states, layers=states.layers, arrays=states.num_arrays)
         arguments = self._cache, self._host(STATE_COPIES), self._host(STATE_COPIES)
         return Signature(copy, (0,), arguments, self._cache_sharding)
+
+    def write_adapter(self, kind: int) -> Signature:
+        assert self.stacks is not None
+        return Signature(*self.stacks.writing(kind))
+
+    def write_ranks(self, _: int) -> Signature:
+        assert self.stacks is not None
+        return Signature(*self.stacks.writing_ranks())
 
     @property
     def _everywhere(self) -> NamedSharding:
