@@ -61,6 +61,7 @@ class ScorePrompt(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "score_prompt"
     rows: np.ndarray
     targets: np.ndarray
+    places: np.ndarray | None = None
 
 
 class Restore(msgspec.Struct, tag=True, frozen=True):

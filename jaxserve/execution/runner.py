@@ -30,7 +30,14 @@ from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signatures, Upkeep
-from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, create_slots, padding_slot
+from jaxserve.execution.slots import (
+    COUNTED_PER_CALL,
+    NO_ADAPTER,
+    SLOTS_PER_CALL,
+    SlotState,
+    create_slots,
+    padding_slot,
+)
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
 from jaxserve.models.decoder import Decoder
@@ -267,17 +274,22 @@ class ModelRunner:
             packed[:, : some.shape[1]] = some
             self.cache = self._get(Upkeep(kind))(self.cache, packed[0], packed[1])
 
-    def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
+    def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> jax.Array:
         """Packed log-probabilities of the tokens `targets` [n] at `rows` [n] of the hidden states that the latest step
-        kept; int32 [at least n, SCORE_WORDS]. n is at most the number of these hidden states."""
-        self._tell(commands.ScorePrompt, rows, targets)
+        kept; int32 [at least n, SCORE_WORDS]. n is at most the number of these hidden states. places [n]: the
+        places of the rows' adapters, or -1; None: no row has one."""
+        self._tell(commands.ScorePrompt, rows, targets, places)
         hidden = self._hidden
         assert hidden is not None, "the latest step kept no hidden states"
         tokens = hidden.shape[0]
         most, _ = steps.scored_words(tokens, self._on_cpu)
-        packed = np.zeros(1 + 2 * most, np.int32)
-        packed[0] = count = len(rows)
-        packed[1 : 1 + count], packed[1 + most : 1 + most + count] = rows, targets
+        given = [rows, targets]
+        if self.stacks is not None:
+            given.append(np.full(len(rows), NO_ADAPTER) if places is None else places)
+        packed = np.zeros(1 + len(given) * most, np.int32)
+        packed[0] = len(rows)
+        for column, values in zip(packed[1:].reshape(-1, most), given, strict=True):
+            column[: len(rows)] = values
         return self._get(Upkeep("score_prompt", tokens))(self._arrays, hidden, packed)
 
     def adapter_uploads(self, place: int, adapter: Adapter | None) -> Iterator[Callable[[], None]]:

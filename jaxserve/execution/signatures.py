@@ -133,7 +133,7 @@ class Signatures:
         hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self._everywhere)
         most, each = steps.scored_words(tokens, self.on_cpu)
         score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self.on_cpu)
-        arguments = self.params, hidden, self._host(1 + 2 * most)
+        arguments = self.params, hidden, self._host(1 + (2 if self.stacks is None else 3) * most)
         return Signature(self._with_params(score), (), arguments, self._everywhere)
 
     def update_tables(self, _: int) -> Signature:

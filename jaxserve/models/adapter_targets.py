@@ -4,7 +4,7 @@ adapters' matrices in the parameters."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,9 +17,15 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import families
 from jaxserve.models.quantized import STACKS
 from jaxserve.models.weights import Names, abstract_params, weight_pieces
+from jaxserve.pallas_kernels.lora.reference import add_adapters
 
 TABLE, HEAD = "embed/table", "head/kernel"
 MOE_NAMES = ("block_sparse_moe", "mlp")  # Mixtral's experts in checkpoints, and as modules of transformers 5
+
+
+def with_adapters(decoder: Decoder) -> Decoder:
+    """The decoder with operations that add what adapters change."""
+    return decoder.clone(ops=replace(decoder.ops, add_adapters=add_adapters))
 
 
 @dataclass(frozen=True)
