@@ -67,19 +67,19 @@ class ModelPlan:
         page_size = config.page_size or default_page_size(platform)
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
-        decoder = with_adapters(decoder) if config.enable_lora else decoder
+        decoder = with_adapters(decoder, mesh) if config.enable_lora else decoder
         states = config.max_num_seqs, config.num_snapshots
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
 
     def adapter_pool(self, config: EngineConfig) -> PoolSizes | None:
-        """The pool of LoRA adapters. Their matrices are as wide as the model's: a CPU computes in float32, and keeps
-        weights of 16 bits as they are."""
+        """The pool of LoRA adapters. Their matrices are as wide as the model's. A CPU computes in float32, and
+        keeps bfloat16 as it is."""
         if not config.enable_lora:
             return None
         stored = self.model.dtype if config.dtype == "auto" else config.dtype
-        narrow = self.dtype == np.float32 and stored in ("bfloat16", "float16")
+        narrow = self.dtype == np.float32 and stored == "bfloat16"
         return PoolSizes(config.max_loras, config.max_lora_rank, jnp.dtype(stored) if narrow else self.dtype)
 
 

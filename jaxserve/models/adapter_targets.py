@@ -13,19 +13,22 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoints.load import Piece, Stack, put_piece, row_sources
+from jaxserve.devices.mesh import is_split
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import families
 from jaxserve.models.quantized import STACKS
 from jaxserve.models.weights import Names, abstract_params, weight_pieces
-from jaxserve.pallas_kernels.lora.reference import add_adapters
+from jaxserve.pallas_kernels.device_ops import adapters_of
+from jaxserve.pallas_kernels.registry import Device
 
 TABLE, HEAD = "embed/table", "head/kernel"
 MOE_NAMES = ("block_sparse_moe", "mlp")  # Mixtral's experts in checkpoints, and as modules of transformers 5
 
 
-def with_adapters(decoder: Decoder) -> Decoder:
+def with_adapters(decoder: Decoder, mesh: Mesh) -> Decoder:
     """The decoder with operations that add what adapters change."""
-    return decoder.clone(ops=replace(decoder.ops, add_adapters=add_adapters))
+    add = adapters_of(Device.of(mesh.devices.flat[0]), partitioned=is_split(mesh))
+    return decoder.clone(ops=replace(decoder.ops, add_adapters=add))
 
 
 @dataclass(frozen=True)
