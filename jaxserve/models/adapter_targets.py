@@ -139,10 +139,11 @@ class Target:
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """All products of a decoder that adapters may change."""
+    """All products of a decoder that adapters may change. `head_dim`: see `ModelConfig`."""
 
     targets: tuple[Target, ...]
-    embed_is_head: bool  # the table of embeddings is also the output head
+    roles: Names  # role -> name of the decoder's tensors; see `sources`
+    head_dim: int
 
     @classmethod
     def of(cls, decoder: Decoder, mesh: Mesh) -> AdapterTargets:
@@ -163,7 +164,7 @@ class AdapterTargets:
                 widths = _widths(members[0], out) if path != TABLE else (out,)
                 count = len(members) if isinstance(some, Stack) else None
                 made.append(Target(_path(path), members, (out, inputs), axes, widths, count))
-        return cls(tuple(made), decoder.config.tie_embeddings)
+        return cls(tuple(made), names, decoder.config.head_dim)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, int]]:
