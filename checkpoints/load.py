@@ -209,7 +209,7 @@ def _in_floats(
     """The weight as floats, on the host."""
     host = np.zeros(target.shape, target.dtype)
     for piece, value in zip(pieces, values, strict=True):
-        _put(host, piece, dequantize(value) if isinstance(value, QuantArray) else value)
+        put_piece(host, piece, dequantize(value) if isinstance(value, QuantArray) else value)
     return host
 
 
@@ -218,15 +218,15 @@ def _apart(
 ) -> MixedArray | None:
     """The weight made of pieces with different forms; None if some row of the weight is in none of them."""
     floats = [value.astype(target.dtype) if isinstance(value, np.ndarray) else value for value in values]
-    return mixed_array(floats, _sources(pieces, [value.shape[0] for value in values], target.shape[0]))
+    return mixed_array(floats, row_sources(pieces, [value.shape[0] for value in values], target.shape[0]))
 
 
-def _sources(pieces: list[Piece], sizes: Sequence[int], out: int) -> np.ndarray:
+def row_sources(pieces: list[Piece], sizes: Sequence[int], out: int) -> np.ndarray:
     """int64 [out]: for each row of a weight, the index of its row in the concatenated pieces, which have `sizes` rows;
     -1 for a row that is in no piece."""
     source, first = np.full((out, 1), -1, np.int64), 0
     for piece, size in zip(pieces, sizes, strict=True):
-        _put(source, piece, np.arange(first, first + size)[:, None])
+        put_piece(source, piece, np.arange(first, first + size)[:, None])
         first += size
     return source[:, 0]
 
@@ -238,7 +238,7 @@ def _rows_of(piece: Piece, reader: RowReader) -> StoredRows:
 
 def _rows(pieces: list[Piece], reader: RowReader, shape: tuple[int, ...]) -> StoredRows:
     parts = [part for piece in pieces for part in _rows_of(piece, reader).parts]
-    return StoredRows(parts, _sources(pieces, [len(data) for _, data in parts], shape[0]), shape[1])
+    return StoredRows(parts, row_sources(pieces, [len(data) for _, data in parts], shape[0]), shape[1])
 
 
 def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader) -> np.ndarray | QuantArray:
@@ -265,7 +265,7 @@ def _join(pieces: list[Piece], parts: list[QuantArray], shape: tuple[int, ...]) 
     def in_place(values: list[np.ndarray]) -> np.ndarray:
         host = _zeros((shape[0], values[0].shape[1]), values[0].dtype)
         for piece, value in zip(pieces, values, strict=True):
-            _put(host, piece, value)
+            put_piece(host, piece, value)
         return host
 
     arrays = {name: placed(name) for name in ("codes", "scale", "zero", "bias", "gain")}
@@ -316,10 +316,10 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
     if piece.take is not None:
-        _put(host, piece, tensor.read())
+        put_piece(host, piece, tensor.read())
         return
     if piece.transposed:
-        _put(host, piece, tensor.read().T)
+        put_piece(host, piece, tensor.read().T)
         return
     view, split = _view(host, piece), piece.split
     per_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor
@@ -335,7 +335,8 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _put(host: np.ndarray, piece: Piece, value: np.ndarray) -> None:
+def put_piece(host: np.ndarray, piece: Piece, value: np.ndarray) -> None:
+    """Copies a tensor's numbers to their place in a weight's host array. `value` may have any number of columns."""
     view = _view(host, piece)
     value = value if piece.take is None else piece.take(value)
     if piece.split is not None:

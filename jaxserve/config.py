@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
@@ -14,6 +15,7 @@ POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable: the sh
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
 MAX_PROPOSALS = 31  # most tokens that speculative decoding proposes for a sequence in a step
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,255}")  # metrics list such names, separated by commas
 
 
 class ConfigError(ValueError):
@@ -65,6 +67,42 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(f"speculative_config's {name} must be between {low} and {high}, got {value!r}")
+
+
+class LoRAModule(NamedTuple):
+    """An adapter that is loaded at start, with vLLM's names.
+
+    Attributes:
+      name: the name under which requests ask for it.
+      path: folder in PEFT's layout, or GGUF file.
+      base_model_name: the parent that `/v1/models` shows; None: the served model's name.
+      required: whether an adapter that cannot be loaded is an error. If not, it is left out.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    required: bool = True
+
+    @classmethod
+    def of(cls, given: Any) -> LoRAModule:
+        """From `name=path`, or from a JSON object as in vLLM's flag --lora-modules. Raises ConfigError."""
+        if isinstance(given, str):
+            name, _, path = given.partition("=")
+            given = {"name": name, "path": path}
+        if isinstance(given, Mapping):
+            if unknown := [name for name in given if name not in ("name", "path", "base_model_name")]:
+                raise ConfigError(f"an adapter must have only name, path and base_model_name, got {unknown[0]!r}")
+            given = given.get("name"), given.get("path"), given.get("base_model_name")
+        module = cls(*given)
+        if not isinstance(module.name, str) or not ADAPTER_NAME.fullmatch(module.name):
+            what = "letters, digits and . _ : / @ + -, at most 256"
+            raise ConfigError(f"an adapter's name must consist of {what}, got {str(module.name)[:300]!r}")
+        if not isinstance(module.path, str) or not module.path:
+            raise ConfigError(f"the adapter {module.name!r} needs a path, as in {module.name}=PATH")
+        if not isinstance(module.base_model_name, str | None):
+            raise ConfigError(f"base_model_name of {module.name!r} must be a string, got {module.base_model_name!r}")
+        return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +162,13 @@ class EngineConfig:
       score_prompt: how a query and a document become a prompt: "plain", one after the other, or "qwen3", the prompt of
         Qwen3-Reranker. "auto": plain for classifiers, qwen3 for models that generate.
       speculative_config: speculative decoding, or a mapping with its settings; None: none. Answers do not depend on it.
+      enable_lora: serve LoRA adapters beside the model.
+      max_loras: adapters whose weights are on the devices at a time, and so the most in one batch, 1 to 256. Requests
+        for others wait for a place.
+      max_lora_rank: highest rank of an adapter; all adapters take memory for it.
+      max_cpu_loras: adapters whose weights are in the host's memory, at least `max_loras`; others are read from their
+        files when they are needed. None: four times `max_loras`.
+      lora_modules: adapters to load at start, each a LoRAModule, `name=path` or a mapping with its fields.
       async_scheduling: dispatch a step before the host knows the tokens of the step before it.
       decode_steps: most tokens that one call of the devices samples for a decoding sequence, 1 to 16. Applies while no
         prompt is computed and no request waits. The loop runs on the devices; answers do not depend on it.
@@ -167,6 +212,11 @@ class EngineConfig:
     score_tokens: tuple[str, ...] = ("no", "yes")
     score_prompt: Literal["auto", "plain", "qwen3"] = "auto"
     speculative_config: SpeculativeConfig | None = None
+    enable_lora: bool = False
+    max_loras: int = 4
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_modules: tuple[LoRAModule, ...] = ()
     async_scheduling: bool = True
     decode_steps: int = 16
     latency_goal_ms: float | None = None
@@ -190,6 +240,11 @@ class EngineConfig:
     def num_proposals(self) -> int:
         """Most tokens that speculative decoding proposes for a sequence in a step."""
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    @property
+    def host_adapters(self) -> int:
+        """The `max_cpu_loras` in effect."""
+        return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
     def num_snapshots(self) -> int:
@@ -216,6 +271,9 @@ class EngineConfig:
             ("state_snapshots", 0, 2**16),
             ("tensor_parallel_size", 1, 2**16),
             ("decode_steps", 1, MAX_TOKENS_PER_CALL),
+            ("max_loras", 1, 256),
+            ("max_lora_rank", 1, 512),
+            ("max_cpu_loras", self.max_loras, 2**16),
         ):
             value = getattr(self, name)
             if value is None and type(self).__dataclass_fields__[name].default is None:
@@ -237,6 +295,7 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         if not isinstance(self.speculative_config, SpeculativeConfig | None):
             raise ConfigError(f"speculative_config must be an object of settings, got {self.speculative_config!r}")
+        self._check_adapters()
         if self.page_size not in (None, 8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:
@@ -249,6 +308,18 @@ class EngineConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+    def _check_adapters(self) -> None:
+        given: Any = self.lora_modules
+        if isinstance(given, str | Mapping):
+            raise ConfigError(f"lora_modules must be a list of adapters, got {given!r}")
+        modules = tuple(map(LoRAModule.of, given))
+        object.__setattr__(self, "lora_modules", modules)
+        if modules and not self.enable_lora:
+            raise ConfigError("lora_modules need enable_lora (--enable-lora)")
+        names = [module.name for module in modules]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"lora_modules must have names of their own, got {twice!r} twice")
 
 
 CHOICES: dict[str, tuple[str, ...]] = {  # the values of each setting that is one of a list

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels import ops
-from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, PANELS, load
+from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, LORA, PANELS, load
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import KVPages, QuantArray, QuantRows
 
@@ -52,6 +52,7 @@ FUNCTIONS = {
         "jaxserve_rotate_and_write": "RotateAndWrite",
     },
     LATENT: {"jaxserve_latent_attention": "LatentAttention", "jaxserve_write_latent": "WriteLatent"},
+    LORA: {"jaxserve_add_adapters": "AddAdapters"},
     QUANT_MATMUL: {
         "jaxserve_quant_matmul": "QuantMatmul",
         "jaxserve_grouped_quant_matmul": "GroupedQuantMatmul",

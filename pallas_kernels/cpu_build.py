@@ -23,6 +23,7 @@ from pathlib import Path
 from jaxserve.pallas_kernels.cache_folder import is_ours, open_cache
 
 KERNELS, ATTENTION, PANELS, LATENT = "cpu_kernels", "cpu_attention", "cpu_panel_matmul", "cpu_latent"
+LORA = "cpu_lora"
 FOLDER = Path(__file__).parent
 # Compile for this machine's vector instructions. Arm's compilers choose them by the processor.
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"

@@ -15,6 +15,8 @@ import numpy as np
 from jaxserve.pallas_kernels import cpu, cpu_panels, experts
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.lora import cpu as lora_cpu
+from jaxserve.pallas_kernels.lora import reference as lora
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device, LatentProblem, MatmulProblem, choose, load
@@ -86,13 +88,21 @@ def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
     return lambda x, w, group_sizes: module.grouped_quant_matmul(x, experts.as_codes(w), group_sizes)
 
 
+def adapters_of(device: Device, *, partitioned: bool = False) -> Callable[..., jax.Array]:
+    """Returns `lora.reference.add_adapters` for `device`."""
+    return lora_cpu.add_adapters if device.platform == "cpu" and not partitioned else lora.add_adapters
+
+
 def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
     """Returns `experts.mixture` for `device`."""
     multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
 
     def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
-        if isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
+        fused = options.get("stacks") is None  # the kernel has no room for adapters between its products
+        if fused and isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
             return cpu_panels.mixture(x, chosen, weights, w, **options)
+        if device.platform == "cpu" and not partitioned:
+            options["add_adapters"] = lora_cpu.add_expert_adapters
         return experts.mixture(x, chosen, weights, w, multiply=multiply, **options)
 
     return mixture

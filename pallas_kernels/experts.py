@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.pallas_kernels.lora.reference import add_expert_adapters
+from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 
@@ -31,6 +33,15 @@ class ExpertWeights:
     gate_up: Any
     down: Any
     gate_up_bias: Any = None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down"], meta_fields=[])
+@dataclass(frozen=True)
+class ExpertStacks:
+    """What LoRA adapters add to the products of all experts of a layer."""
+
+    gate_up: AdapterStack
+    down: AdapterStack
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array | QuantArray | BlockArray, group_sizes: jax.Array) -> jax.Array:
@@ -59,6 +70,9 @@ def mixture(
     count: jax.Array | None = None,
     multiply: Callable[..., jax.Array] = grouped_matmul,
     weighs_inputs: bool = False,
+    stacks: ExpertStacks | None = None,
+    places: jax.Array | None = None,
+    add_adapters: Callable[..., jax.Array] = add_expert_adapters,
 ) -> jax.Array:
     """The sum of the chosen experts' results for each token, weighted by the router's weights.
 
@@ -70,6 +84,8 @@ def mixture(
       count: int32 scalar, how many leading tokens matter; None: all. The others give 0.
       multiply: as `grouped_matmul`.
       weighs_inputs: the weights multiply the experts' inputs, not their results.
+      stacks, places: what adapters add, and the place of each token's adapter, int32 [tokens], or -1.
+      add_adapters: as `lora.reference.add_expert_adapters`.
 
     Returns:
       float32 [tokens, out].
@@ -85,11 +101,16 @@ def mixture(
     if weighs_inputs:
         rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]).astype(x.dtype)
     hidden = multiply(rows, w.gate_up, sizes)
+    if stacks is not None and places is not None:
+        where = places[order // top_k], chosen.reshape(-1)[order], sizes
+        hidden = add_adapters(hidden, rows, stacks.gate_up, *where)
     if w.gate_up_bias is not None:
         owner = jnp.minimum(chosen.reshape(-1)[order], number - 1)
         hidden = hidden + w.gate_up_bias[owner].astype(jnp.float32)
     hidden = gate(hidden.astype(x.dtype).reshape(len(hidden), -1, 2), count=jnp.sum(sizes))
     y = multiply(hidden, w.down, sizes)
+    if stacks is not None and places is not None:
+        y = add_adapters(y, hidden, stacks.down, *where)
     # Gathered and summed in a fixed order, where a scatter would add in any.
     place = jnp.argsort(order)
     y = y[place].reshape(tokens, top_k, -1)

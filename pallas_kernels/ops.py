@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.delta_net import reference as delta
-from jaxserve.pallas_kernels.experts import ExpertWeights
+from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.latent_attention.expanded import LatentSizes, attention_of_heads, expands_prompts
+from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
+from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
@@ -167,6 +169,8 @@ class Ops:
     `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
     `mixture`: as `experts.mixture`.
     `write_and_attend`: if given, replaces `write_kv` and `paged_attention`.
+    `add_adapters`: as `lora.reference.add_adapters`, for models that are served with LoRA adapters; else None.
+    `places`: where there are adapters, the place of each token's in the pool, int32 [tokens], or -1; see `adapted_by`.
     `split_matmul`: if given, replaces `matmul` for weights that are split over devices. It also gets their axes.
     """
 
@@ -187,6 +191,8 @@ class Ops:
     delta_net: Callable[..., tuple[jax.Array, DeltaState]] = delta.delta_net
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
+    add_adapters: Callable[..., jax.Array] | None = None
+    places: jax.Array | None = None
     count: jax.Array | None = None  # leading rows that matter, see `counting`
 
     @property
@@ -217,6 +223,23 @@ class Ops:
         if isinstance(w, QuantArray) and w.activations is not None and not isinstance(x, QuantRows):
             x = self.fused.quantize(x, w, axes)
         return self.quant_matmul(x, w, axes, parts=True)
+
+    def adapted(
+        self, y: jax.Array, x: jax.Array, stack: AdapterStack | None, axes: tuple[str | None, str | None]
+    ) -> jax.Array:
+        """The product y of x [tokens, in] with a weight, plus what the tokens' adapters add to it. y is a result of
+        `linear` or of `product`. The weight has these axes."""
+        if stack is None or self.places is None:
+            return y
+        assert self.add_adapters is not None
+        if y.ndim == 2:
+            return self.add_adapters(y, x, stack, self.places, self.count, axes=axes)
+        first = self.add_adapters(y[0], x, stack, self.places, self.count, axes=axes)
+        return first[None] if len(y) == 1 else y.at[0].set(first)
+
+    def embedded(self, x: jax.Array, ids: jax.Array, stack: AdapterStack | None) -> jax.Array:
+        """Embeddings x [tokens, hidden] of the tokens ids, plus what the tokens' adapters add to them."""
+        return x if stack is None or self.places is None else add_to_embeddings(x, ids, stack, self.places)
 
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
@@ -251,17 +274,23 @@ class Ops:
         correction: jax.Array | None = None,
         down_bias: jax.Array | None = None,
         note: Callable[[jax.Array], Any] | None = None,
+        stacks: ExpertStacks | None = None,
     ) -> jax.Array:
         """Computes `mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see
         `route`.
 
         down_bias: [experts, out], added to each expert's result; None: no bias.
         note: called with the chosen experts, int32 [tokens, top_k].
+        stacks: what adapters add to the experts' products.
         """
         chosen, weights = route(logits, router, correction)
         if note is not None:
             note(chosen)
-        y = self.mixture(x, chosen, weights, w, gate=gate, count=self.count, weighs_inputs=router.weighs_inputs)
+        options: dict[str, Any] = {}
+        if stacks is not None and self.places is not None:
+            options = {"stacks": stacks, "places": self.places}
+        options |= {"gate": gate, "count": self.count, "weighs_inputs": router.weighs_inputs}
+        y = self.mixture(x, chosen, weights, w, **options)
         if down_bias is None:
             return y
         shares = jnp.ones_like(weights) if router.weighs_inputs else weights
@@ -317,6 +346,10 @@ class Ops:
         options["expand"] = expands_prompts(len(heads.q), len(rows[0]), sizes, plain=plain)
         out = attention_of_heads(self.latent_attention, heads.q, pages, heads.k_up, heads.v_up, *rows, **options)
         return out, pages
+
+    def adapted_by(self, places: jax.Array) -> Ops:
+        """Returns operations that add what adapters at these places, int32 [tokens], change of the tokens' products."""
+        return replace(self, places=places)
 
     def counting(self, count: jax.Array) -> Ops:
         """Returns operations that compute only the `count` (int32 scalar) leading rows of their inputs."""

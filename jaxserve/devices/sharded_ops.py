@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.devices.mesh import RULES, spec
-from jaxserve.pallas_kernels.experts import ExpertWeights
+from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.ops import embed, matmul
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray, QuantRows
@@ -120,32 +120,44 @@ def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | Non
 
 def experts_sharded(
     mesh: Mesh, mixture: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array,
-    w: ExpertWeights, *, count: jax.Array | None = None, **options: Any,
+    w: ExpertWeights, *, count: jax.Array | None = None, stacks: ExpertStacks | None = None,
+    places: jax.Array | None = None, **options: Any,
 ) -> jax.Array:  # fmt: skip
     """`jaxserve.pallas_kernels.experts.mixture` when each device has some of the experts, and a part of the width of
     each of these. The devices' partial results are added in the dtype of x."""
     everywhere = PartitionSpec()
     by_expert, axes = RULES["expert"], tuple(axis for axis in (RULES["expert"], RULES["mlp"]) if axis is not None)
 
-    def local(x, chosen, weights, w, *count: jax.Array) -> jax.Array:
+    def local(x, chosen, weights, w, count, stacks, places) -> jax.Array:
         if by_expert is not None and mesh.shape[by_expert] > 1:
             own = w.gate_up.shape[0]
             chosen = chosen - jax.lax.axis_index(by_expert) * own
             chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
-        y = mixture(x, chosen, weights, w, count=count[0] if count else None, **options)
+        adapted = {} if stacks is None else {"stacks": stacks, "places": places}
+        y = mixture(x, chosen, weights, w, count=count, **adapted, **options)
         return jax.lax.psum(y.astype(x.dtype), axes)
 
     def specs(weight: Any, *logical: str) -> Any:
         of_plain = spec(*logical)
         return quant_specs(weight, of_plain, mesh) if isinstance(weight, QuantArray | BlockArray) else of_plain
 
-    counts = () if count is None else (count,)
     bias = None if w.gate_up_bias is None else spec("expert", "mlp")
     split = ExpertWeights(specs(w.gate_up, "expert", "mlp", "embed"), specs(w.down, "expert", "embed", "mlp"), bias)
-    in_specs = (everywhere, everywhere, everywhere, split, *(everywhere,) * len(counts))
+    in_specs = (everywhere, everywhere, everywhere, split, everywhere, stack_specs(stacks), everywhere)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False)(
-        x, chosen, weights, w, *counts
+        x, chosen, weights, w, count, stacks, places
     )
+
+
+def stack_specs(stacks: ExpertStacks | None) -> ExpertStacks | None:
+    """How the stacks of experts' adapters are split: A of the last product and B of the first one by the MLP's width.
+    The devices' partial results of the last product then add up like those of the experts."""
+    if stacks is None:
+        return None
+    (mlp,), everywhere = spec("mlp"), PartitionSpec()
+    gate_up = replace(stacks.gate_up, a=everywhere, b=PartitionSpec(None, None, None, mlp), ranks=everywhere)
+    down = replace(stacks.down, a=PartitionSpec(None, None, None, mlp), b=everywhere, ranks=everywhere)
+    return ExpertStacks(gate_up, down)
 
 
 @dataclass(frozen=True)

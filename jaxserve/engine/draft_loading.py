@@ -42,6 +42,8 @@ def load_draft(
         "tokenizer": None,
         "quantization": "auto",
         "max_model_len": None,
+        "enable_lora": False,
+        "lora_modules": (),
     }
     settings = replace(config, speculative_config=None, page_size=target.one_page.page_size, **own)
     plan = ModelPlan.of(settings, devices)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -13,6 +14,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout, cache_dtype
+from jaxserve.models.adapter_targets import PoolSizes, with_adapters
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import compute_dtype, find_files, make_decoder, read_model
 from jaxserve.models.pooling import Pooler
@@ -65,9 +67,19 @@ class ModelPlan:
         page_size = config.page_size or default_page_size(platform)
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
+        decoder = with_adapters(decoder, mesh) if config.enable_lora else decoder
         states = config.max_num_seqs, config.num_snapshots
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
+
+    def adapter_pool(self, config: EngineConfig) -> PoolSizes | None:
+        """The pool of LoRA adapters. Their matrices are as wide as the model's. A CPU computes in float32, and
+        keeps bfloat16 as it is."""
+        if not config.enable_lora:
+            return None
+        stored = self.model.dtype if config.dtype == "auto" else config.dtype
+        narrow = self.dtype == np.float32 and stored == "bfloat16"
+        return PoolSizes(config.max_loras, config.max_lora_rank, jnp.dtype(stored) if narrow else self.dtype)
 
 
 def _token_of(tokenizer: Path, folder: Path, text: str) -> int:

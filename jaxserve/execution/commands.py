@@ -62,6 +62,7 @@ class ScorePrompt(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "score_prompt"
     rows: np.ndarray
     targets: np.ndarray
+    places: np.ndarray | None = None
 
 
 class Propose(msgspec.Struct, tag=True, frozen=True):
@@ -75,7 +76,23 @@ class Restore(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "restore"
 
 
-Change = SetSlots | CountTokens | UpdateTables | CopyPages | CopyStates | Restore
+class WriteAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Writes an adapter's matrices for one product."""
+
+    method: ClassVar = "write_adapter"
+    target: int
+    place: int
+    a: np.ndarray
+    b: np.ndarray
+
+
+class WriteRanks(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "write_ranks"
+    place: int
+    ranks: np.ndarray
+
+
+Change = SetSlots | CountTokens | UpdateTables | CopyPages | CopyStates | WriteAdapter | WriteRanks | Restore
 Command = Step | SampleDeferred | ScorePrompt | Propose | Change
 
 

@@ -75,7 +75,7 @@ def forward(
     placed = _place(slots, batch, shape)
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
     # Padding comes last, and matmuls may skip it.
-    model = model.counting(q_start[-1])
+    model = model.counting(q_start[-1]).adapted_by(slots.adapter(slot)[placed.row])
     decoder = partial(model.apply, {"params": params})
     x, ropes = decoder(tokens, placed.position, method="begin")
     groups = layout.groups

@@ -16,11 +16,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
+from jaxserve.adapters.adapter import Adapter
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices import layouts
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import commands, steps
+from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
@@ -28,8 +30,16 @@ from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signatures, Upkeep, draft_programs
-from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, create_slots, padding_slot
+from jaxserve.execution.slots import (
+    COUNTED_PER_CALL,
+    NO_ADAPTER,
+    SLOTS_PER_CALL,
+    SlotState,
+    create_slots,
+    padding_slot,
+)
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 from jaxserve.pallas_kernels import cpu
@@ -56,6 +66,7 @@ class ModelRunner:
       proposals: most tokens that are proposed for a row, see `verify`.
       drafter: a draft head, see `drafting`; its parameters are in `params` under "draft".
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
+      adapters: the pool of LoRA adapters; None: there is none. The model must have been made for adapters.
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class ModelRunner:
         pooling: str | None = None,
         proposals: int = 0,
         drafter: Drafter | None = None,
+        adapters: PoolSizes | None = None,
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -81,6 +93,11 @@ class ModelRunner:
         self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
         self.pooling, self._proposals, self.drafter = pooling, proposals, drafter
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
+        self.stacks: AdapterStacks | None = None
+        if adapters is not None:
+            self.stacks = AdapterStacks(AdapterTargets.of(model, mesh), adapters, mesh)
+            self._first_stack, self._unbundle = len(self._arrays), self.stacks.unbundling(self._unbundle)
+            self._arrays = self._arrays + self.stacks.create()
         self.layout: CacheLayout
         self.slots: SlotState
         self.cache: KVCache
@@ -261,17 +278,22 @@ class ModelRunner:
             packed[:, : some.shape[1]] = some
             self.cache = self._get(Upkeep(kind))(self.cache, packed[0], packed[1])
 
-    def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
+    def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> jax.Array:
         """Packed log-probabilities of the tokens `targets` [n] at `rows` [n] of the hidden states that the latest step
-        kept; int32 [at least n, SCORE_WORDS]. n is at most the number of these hidden states."""
-        self._tell(commands.ScorePrompt, rows, targets)
+        kept; int32 [at least n, SCORE_WORDS]. n is at most the number of these hidden states. places [n]: the
+        places of the rows' adapters, or -1; None: no row has one."""
+        self._tell(commands.ScorePrompt, rows, targets, places)
         hidden = self._hidden
         assert hidden is not None, "the latest step kept no hidden states"
         tokens = hidden.shape[0]
         most, _ = steps.scored_words(tokens, self._on_cpu)
-        packed = np.zeros(1 + 2 * most, np.int32)
-        packed[0] = count = len(rows)
-        packed[1 : 1 + count], packed[1 + most : 1 + most + count] = rows, targets
+        given = [rows, targets]
+        if self.stacks is not None:
+            given.append(np.full(len(rows), NO_ADAPTER) if places is None else places)
+        packed = np.zeros(1 + len(given) * most, np.int32)
+        packed[0] = len(rows)
+        for column, values in zip(packed[1:].reshape(-1, most), given, strict=True):
+            column[: len(rows)] = values
         return self._get(Upkeep("score_prompt", tokens))(self._arrays, hidden, packed)
 
     def propose(self, name: Upkeep, slots: np.ndarray, count: int) -> jax.Array:
@@ -282,6 +304,33 @@ class ModelRunner:
         packed[:2], packed[2 : 2 + len(slots)] = (len(slots), count), slots
         tokens, self.cache[-1] = self._get(name)(self._arrays, self.cache[-1], self.slots, packed)
         return tokens
+
+    def adapter_uploads(self, place: int, adapter: Adapter | None) -> Iterator[Callable[[], None]]:
+        """The calls that bring an adapter to a place of the pool, in their order; None empties the place. Each takes
+        far less than a step, and steps may be dispatched between them. Until the last one, the place adds nothing."""
+        assert self.stacks is not None, "there is no pool of adapters"
+        yield partial(self.write_ranks, place, self.stacks.ranks_of({}))
+        if adapter is None:
+            return
+        for number, target in enumerate(self.stacks.targets):
+            if (found := adapter.matrices.get(target.path)) is not None:
+                yield partial(self.write_adapter, number, place, found.a, found.b)
+        yield partial(self.write_ranks, place, self.stacks.ranks_of(adapter.matrices))
+
+    def write_adapter(self, target: int, place: int, a: np.ndarray, b: np.ndarray) -> None:
+        """Writes an adapter's matrices for one product, see `Matrices`, to a place of the pool."""
+        assert self.stacks is not None
+        self._tell(commands.WriteAdapter, target, place, a, b)
+        new = self.stacks.targets[target].padded(a, b, self.stacks.sizes)
+        first = self._first_stack + 1 + 2 * target
+        program = self._get(Upkeep("write_adapter", self.stacks.kind_of(target)))
+        self._arrays[first : first + 2] = program(self._arrays[first : first + 2], np.int32(place), new)
+
+    def write_ranks(self, place: int, ranks: np.ndarray) -> None:
+        """Writes the ranks, int32 [products, parts], of a place of the pool."""
+        self._tell(commands.WriteRanks, place, ranks)
+        at = self._first_stack
+        self._arrays[at] = self._get(Upkeep("write_ranks"))(self._arrays[at], np.int32(place), ranks)
 
     def _tell(self, kind: type, *fields: Any) -> None:
         if self.listener is not None:
@@ -310,7 +359,10 @@ class ModelRunner:
         upkeep += [Upkeep("update_tables"), Upkeep("copy_pages")]
         if self.layout.states is not None and self.layout.states.snapshots:
             upkeep.append(Upkeep("copy_states"))
-        upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes] + self.draft_programs(shapes)
+        upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes]
+        upkeep += self.draft_programs(shapes)
+        if self.stacks is not None:
+            upkeep += [Upkeep("write_ranks"), *(Upkeep("write_adapter", kind) for kind in self.stacks.kinds)]
         by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
         return [*upkeep, *by_size, *self._others(shapes)]
 
@@ -384,7 +436,8 @@ class ModelRunner:
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layouts.place_of(x)) for x in self._arrays]
         model = self.model, self.mesh, self.layout, params, self._unbundle
-        kinds: Any = {"pooling": self.pooling, "proposals": self._proposals, "drafter": self.drafter}
+        kinds: Any = {"proposals": self._proposals, "drafter": self.drafter, "stacks": self.stacks}
+        kinds["pooling"] = self.pooling
         return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution import drafting, steps
+from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, copy_pages, copy_states
 from jaxserve.execution.programs import LENGTHS, StepProgram
 from jaxserve.execution.slots import SLOT_WORDS, SlotState, count_tokens, set_slots
@@ -78,6 +79,7 @@ class Signatures:
       pooling: for models that embed or score, what steps return of their hidden states, see `steps.pool_rows`.
       proposals: most tokens that are proposed for a row; 0: there is no speculation.
       drafter: a draft head; None: there is none.
+      stacks: the pool of LoRA adapters; None: there is none.
     """
 
     model: Decoder
@@ -91,6 +93,7 @@ class Signatures:
     pooling: str | None = None
     proposals: int = 0
     drafter: Drafter | None = None
+    stacks: AdapterStacks | None = None
 
     def of(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
@@ -105,6 +108,8 @@ class Signatures:
             "update_tables": self.update_tables,
             "copy_pages": self.copy_pages,
             "copy_states": self.copy_states,
+            "write_adapter": self.write_adapter,
+            "write_ranks": self.write_ranks,
         }
         return upkeep[name.kind](name.size)
 
@@ -157,7 +162,7 @@ class Signatures:
         hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self._everywhere)
         most, each = steps.scored_words(tokens, self.on_cpu)
         score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self.on_cpu)
-        arguments = self.params, hidden, self._host(1 + 2 * most)
+        arguments = self.params, hidden, self._host(1 + (2 if self.stacks is None else 3) * most)
         return Signature(self._with_params(score), (), arguments, self._everywhere)
 
     def update_tables(self, _: int) -> Signature:
@@ -175,6 +180,14 @@ class Signatures:
         copy = partial(copy_states, layers=states.layers, arrays=states.num_arrays)
         arguments = self._cache, self._host(STATE_COPIES), self._host(STATE_COPIES)
         return Signature(copy, (0,), arguments, self._cache_sharding)
+
+    def write_adapter(self, kind: int) -> Signature:
+        assert self.stacks is not None
+        return Signature(*self.stacks.writing(kind))
+
+    def write_ranks(self, _: int) -> Signature:
+        assert self.stacks is not None
+        return Signature(*self.stacks.writing_ranks())
 
     @property
     def _everywhere(self) -> NamedSharding:

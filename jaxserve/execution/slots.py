@@ -61,6 +61,7 @@ class RowParams(NamedTuple):
     seed: jax.Array = _field(np.uint32, 2)
     no_stop_before: jax.Array = _field(np.int32)  # no stop token is sampled for positions below this one
     logprobs: jax.Array = _field(np.bool_)  # whether the row wants log-probabilities
+    adapter: jax.Array = _field(np.int32)  # the place of its LoRA adapter in the pool; NO_ADAPTER: it has none
     stop_ids: jax.Array = _field(np.int32, MAX_STOP_TOKENS, -1)
     bias_ids: jax.Array = _field(np.int32, MAX_LOGIT_BIAS, -1)
     bias: jax.Array = _field(np.float32, MAX_LOGIT_BIAS, 0)
@@ -83,6 +84,7 @@ _NO_LISTS = np.concatenate([
     np.zeros(_NUMBERS.size // 4, np.int32),
     *(np.full(field.size, field.padding, field.dtype).view(np.int32) for field in _LISTS.values()),
 ])  # fmt: skip
+NO_ADAPTER = -1
 LAST_TOKEN, LENGTH = range(2)  # columns of SlotState.progress
 
 
@@ -109,6 +111,10 @@ class SlotState(NamedTuple):
         number. The next step continues from it, even if the host does not know yet how many tokens the step before
         kept."""
         return self.progress[slot][:, LENGTH]
+
+    def adapter(self, slot: jax.Array) -> jax.Array:
+        """The place of each slot's adapter in the pool, int32 [rows]; NO_ADAPTER where it has none."""
+        return self.params[slot, _PLACES["adapter"].start]
 
 
 def create_slots(
@@ -145,6 +151,7 @@ def encode_slot(
     prompt_len: int,
     penalty_row: int = NO_PENALTY_ROW,
     length: int = 0,
+    adapter: int = NO_ADAPTER,
 ) -> np.ndarray:
     """One row of `set_slots`'s buffer, int32 [SLOT_WORDS].
 
@@ -156,6 +163,7 @@ def encode_slot(
       prompt_len: tokens of the prompt.
       penalty_row: a row of its own for a sequence with penalties.
       length: tokens whose keys and values the sequence's pages hold already.
+      adapter: the place of the sequence's LoRA adapter in the pool.
     """
     bias = params.logit_bias or {}
     no_stop_before = prompt_len + params.min_tokens if params.min_tokens and not params.grammar else 0
@@ -177,6 +185,7 @@ def encode_slot(
         seed & 0xFFFFFFFF,
         min(no_stop_before, 2**31 - 1),
         params.logprobs is not None,
+        adapter,
     )
     lists = {"stop_ids": stop_ids, "bias_ids": tuple(bias), "bias": tuple(bias.values())}
     for name, values in lists.items():

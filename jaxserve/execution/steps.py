@@ -276,7 +276,7 @@ def _sample(
         kernels = {"kernel": model.ops.draw, "arg_max": model.ops.arg_max}
         return sample(logits, words, seen, position, masks, sampler=sampler, before=before, **kernels)
 
-    seen = TokenCounts(slots.counts, slots.in_prompt)
+    model, seen = model.adapted_by(slots.adapter(slot)), TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
 
 
@@ -304,17 +304,19 @@ def score_prompt(
     """Packed log-probabilities (`Sampled.scores`) of given tokens at rows of a step's hidden states [tokens, hidden].
 
     packed: int32 [1 + 2 x rows]: the number of rows that count, each row's index in `hidden`, and the token that
-    follows each. Logits of `each` rows exist at a time. Accelerators go through all rows of the buffer, because a loop
+    follows each; with adapters 1 + 3 x rows, where the place of each row's adapter follows. Logits of `each` rows exist at a time. Accelerators go through all rows of the buffer, because a loop
     runs without the host only if the compiler knows its length. A CPU goes through the rows that count.
     """
-    count, (rows, targets) = packed[0], jnp.split(packed[1:], 2)
+    count, (rows, targets, *places) = packed[0], jnp.split(packed[1:], 2 if model.ops.add_adapters is None else 3)
 
     def score(logits: jax.Array, tokens: jax.Array, _: None) -> jax.Array:
         return score_tokens(logits, tokens, sorts=on_cpu)
 
     def score_some(i: jax.Array, scores: jax.Array) -> jax.Array:
-        some, tokens = (lax.dynamic_slice_in_dim(x, i * each, each) for x in (rows, targets))
+        some, tokens, *where = (lax.dynamic_slice_in_dim(x, i * each, each) for x in (rows, targets, *places))
         counting = model.counting(jnp.clip(count - i * each, 0, each))
+        if where:
+            counting = counting.adapted_by(where[0])
         new = from_logits(score, counting, params, hidden[some], (tokens,), None, mesh)
         return lax.dynamic_update_slice_in_dim(scores, new, i * each, 0)
 

@@ -164,6 +164,11 @@ class Decoder(nn.Module):
         """The same decoder, told that only the first `tokens` (int32 scalar) rows of its inputs matter."""
         return self.clone(ops=self.ops.counting(tokens))
 
+    def adapted_by(self, places: jax.Array) -> Decoder:
+        """The same decoder for rows with adapters at these places of the pool, int32 [rows]; -1: a row has none. If the
+        decoder was not made for adapters, it is returned as it is."""
+        return self if self.ops.add_adapters is None else self.clone(ops=self.ops.adapted_by(places))
+
     def layer(self, spec: LayerSpec, **options: Any) -> DecoderLayer:
         """A layer of this shape. With `parent=None` in `options` it is unbound, to be applied to given parameters."""
         config = self.config
@@ -189,7 +194,11 @@ class Decoder(nn.Module):
         config = self.config
         if config.embed_size is not None:
             hidden = self.project_out(hidden)
-        logits = self.embed.logits(hidden) if config.tie_embeddings else self.head(hidden)
+        if config.tie_embeddings:
+            of_head = self.variables.get("params", {}).get("head", {}).get("lora")
+            logits = self.embed.logits(hidden, of_head)
+        else:
+            logits = self.head(hidden)
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         if config.logit_softcap is not None:

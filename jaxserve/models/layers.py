@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.spec import MLPSpec
-from jaxserve.pallas_kernels.experts import ExpertWeights
+from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
+from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
@@ -33,9 +34,16 @@ def weight(
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 
 
-def reader(module: nn.Module, *path: str) -> QuantArray | None:
+def adapters(module: nn.Module, name: str = "lora") -> Any:
+    """What adapters add to a product of a module, an AdapterStack (`execution.adapter_stacks`); None: nothing."""
+    return module.get_variable("params", name) if module.has_variable("params", name) else None
+
+
+def reader(module: Any, *path: str) -> QuantArray | None:
     """The kernel at `path` below a module, if its format says how its inputs are rounded (`QuantArray.activations`);
-    else None. The norm before it rounds its result accordingly."""
+    else None. The norm before it rounds its result accordingly, except where adapters read the unrounded result."""
+    if module.ops.places is not None:
+        return None
     found: Any = module.variables.get("params", {})
     for name in (*path, "kernel"):
         found = found.get(name, {})
@@ -63,6 +71,7 @@ class Linear(nn.Module):
         multiply = self.ops.product if self.in_parts else self.ops.linear
         rows = x if isinstance(x, QuantRows) else x.reshape(-1, inputs)
         y = multiply(rows, weight(self, "kernel", init, axes, shape, self.dtype), axes)
+        y = self.ops.adapted(y, rows, adapters(self), axes)
         bias = None
         if self.use_bias:
             bias = weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
@@ -85,11 +94,13 @@ class Embedding(nn.Module):
         self.table = weight(self, "table", nn.initializers.normal(1.0), ("vocab", "embed"), shape, self.dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        return self.ops.embed(self.table, token_ids).astype(self.dtype)
+        x = self.ops.embed(self.table, token_ids).astype(self.dtype)
+        return self.ops.embedded(x, token_ids, adapters(self))
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [rows, hidden] -> float32 [rows, vocab]."""
-        return self.ops.linear(hidden, self.table, ("vocab", "embed"))
+    def logits(self, hidden: jax.Array, stack: AdapterStack | None = None) -> jax.Array:
+        """hidden [rows, hidden] -> float32 [rows, vocab]. `stack` is what adapters of the output head add."""
+        axes = ("vocab", "embed")
+        return self.ops.adapted(self.ops.linear(hidden, self.table, axes), hidden, stack, axes)
 
 
 class LearnedPositions(nn.Module):
@@ -138,6 +149,7 @@ class Experts(nn.Module):
         correction = None
         if experts.router.corrected:
             correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
+        of_gate_up, of_down = (adapters(self, f"experts_{name}_lora") for name in ("gate_up", "down"))
         y = self.ops.experts(
             x,
             router(x),
@@ -147,6 +159,7 @@ class Experts(nn.Module):
             correction=None if correction is None else value_of(correction),
             down_bias=last_bias,
             note=partial(self.sow, ROUTING, "chosen"),
+            stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
         ).astype(x.dtype)
         if experts.shared_size:
             y = y + self._shared(x)

@@ -1,0 +1,78 @@
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) in the host's memory, in the form that the devices' stacks take."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.adapters.gguf_adapter import read_gguf_adapter
+from jaxserve.adapters.peft import read_peft
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.config import ConfigError
+from jaxserve.models.adapter_targets import AdapterTargets, LowRank, Matrices
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter, ready to be copied to a place of the devices' pool.
+
+    Attributes:
+      name: what requests call it.
+      digest: hash of its content: the names, ranks and numbers of its matrices, scaled.
+      rank: the highest rank of its matrices.
+      matrices: path of a product in the decoder's parameters (`Target.path`) -> what the adapter adds to it.
+    """
+
+    name: str
+    digest: bytes
+    rank: int
+    matrices: Mapping[str, Matrices]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the host's memory."""
+        return sum(array.nbytes for some in self.matrices.values() for array in some)
+
+
+def load_adapter(path: Path, name: str, targets: AdapterTargets, max_rank: int) -> Adapter:
+    """Reads a folder in PEFT's layout, or a GGUF file. `targets` are those of the runner (`ModelRunner.targets`).
+
+    Raises CheckpointError for files that are damaged or do not fit the model, and ConfigError for adapters of a kind
+    that is not supported, or of a higher rank than `max_rank`.
+    """
+    given = read_gguf_adapter(path, targets) if path.suffix == ".gguf" else read_peft(path, targets)
+    rank = max((len(a) for a, _ in given.values()), default=0)
+    if not rank:
+        raise CheckpointError(f"{path}: the adapter has no matrices")
+    if rank > max_rank:
+        raise ConfigError(
+            f"{path}: the adapter has rank {rank}, and at most {max_rank} is served: raise --max-lora-rank"
+        )
+    _check(path, given, targets)
+    matrices = {target.path: made for target in targets.targets if (made := target.joined(given)) is not None}
+    return Adapter(name, _digest(given), rank, matrices)
+
+
+def _check(path: Path, given: Mapping[str, LowRank], targets: AdapterTargets) -> None:
+    for name, (a, b) in given.items():
+        out, inputs = targets.shapes[name]
+        if (a.shape[1:], b.shape) != ((inputs,), (out, len(a))):
+            raise CheckpointError(
+                f"{path}: A {list(a.shape)} and B {list(b.shape)} do not fit {name} [{out}, {inputs}] of the model, "
+                f"which needs [rank, {inputs}] and [{out}, rank]"
+            )
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise CheckpointError(f"{path}: the matrices for {name} have numbers that are not finite")
+
+
+def _digest(given: Mapping[str, LowRank]) -> bytes:
+    made = hashlib.sha256()
+    for name in sorted(given):
+        for matrix in given[name]:
+            made.update(f"{name} {matrix.shape} ".encode())
+            made.update(np.ascontiguousarray(matrix).tobytes())
+    return made.digest()
