@@ -27,6 +27,7 @@ from jaxserve.types import SamplingParams
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 16}
+METHODS = {"eagle3": "demo-eagle3", "draft_model": "demo-draft"}
 PROMPT, ANSWER, PROMPTS = 128, 128, 64  # tokens of a measured prompt and of its answer, and prompts
 
 
@@ -65,9 +66,7 @@ def measure(proposals: int) -> None:
     ids = np.concatenate([tokenizer.encode(text).ids for text in texts])
     starts = np.linspace(0, len(ids) - PROMPT, PROMPTS).astype(int)
     prompts = [ids[at : at + PROMPT].tolist() for at in starts]
-    for method, model in (("eagle3", "demo-eagle3"), ("draft_model", "demo-draft")):
-        if not (CHECKPOINTS / model).exists():
-            continue
+    for method, model in METHODS.items():
         given = {"method": method, "model": str(CHECKPOINTS / model), "num_speculative_tokens": proposals}
         llm = LLM("demo", speculative_config=given, max_model_len=512, prefix_caching=False)
         llm.engine.compile()
