@@ -20,6 +20,8 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setupto
 SOURCES = SETTINGS["package-dir"]  # package -> its folder
 DATA = (
     "checkpoints/demo/*",
+    "checkpoints/demo-draft/*",
+    "checkpoints/demo-eagle3/*",
     "pallas_kernels/*.cc",
     "pallas_kernels/*.h",
     "pallas_kernels/tuning/*.json",
