@@ -49,7 +49,9 @@ def load_adapter(path: Path, name: str, targets: AdapterTargets, max_rank: int) 
     if not rank:
         raise CheckpointError(f"{path}: the adapter has no matrices")
     if rank > max_rank:
-        raise ConfigError(f"{path}: the adapter has rank {rank}, and at most {max_rank} is served: raise --max-lora-rank")
+        raise ConfigError(
+            f"{path}: the adapter has rank {rank}, and at most {max_rank} is served: raise --max-lora-rank"
+        )
     _check(path, given, targets)
     matrices = {target.path: made for target in targets.targets if (made := target.joined(given)) is not None}
     return Adapter(name, _digest(given), rank, matrices)

@@ -68,7 +68,9 @@ def load_parts(
     rows = config.max_num_seqs, memory.penalty_rows(config, model)
     pooling = None if plan.pooler is None else plan.pooler.method
     options: Any = {"max_tokens_per_call": config.decode_steps, "static": static_steps, "pooling": pooling}
-    runner = ModelRunner(decoder, params, mesh, *rows, proposals=config.num_proposals, adapters=plan.adapter_pool(config), **options)
+    runner = ModelRunner(
+        decoder, params, mesh, *rows, proposals=config.num_proposals, adapters=plan.adapter_pool(config), **options
+    )
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
     device = mesh.devices.flat[0]
     cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)

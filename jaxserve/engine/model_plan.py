@@ -72,7 +72,6 @@ class ModelPlan:
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
-
     def adapter_pool(self, config: EngineConfig) -> PoolSizes | None:
         """The pool of LoRA adapters. Their matrices are as wide as the model's. A CPU computes in float32, and
         keeps bfloat16 as it is."""

@@ -118,7 +118,10 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda t: t | {KEY: t[KEY].astype(np.int8)}, "not a plain float"),
         (lambda t: t | {"base_model.model.model.layers.0.mlp.gates.lora_A.weight": t[KEY]}, "has only lora_A"),
         (lambda t: t | {KEY.replace("lora_A", "lora_magnitude_vector"): t[KEY]}, "DoRA"),
-        (lambda t: {name.replace("q_proj", "z_proj"): x for name, x in t.items()}, "not model.layers.0.self_attn.z_proj"),
+        (
+            lambda t: {name.replace("q_proj", "z_proj"): x for name, x in t.items()},
+            "not model.layers.0.self_attn.z_proj",
+        ),
         (lambda t: {name.replace("layers.0", "layers.7"): x for name, x in t.items()}, "layers.7"),
         (lambda t: t | {"base_model.model.lm_head.weight": t[KEY]}, "neither a lora_A nor a lora_B"),
         (lambda t: {}, "has no matrices"),
