@@ -30,7 +30,7 @@ def adapted_engine(folder, monkeypatch, places: int, **options):
     """An engine whose requests say by their seed at which place their adapter is; seed 0: they have none."""
 
     def encode(slot, params, seed, *rest):
-        return encode_slot(slot, params, seed, *rest, adapter=(params.seed or 0) - 1)
+        return encode_slot(slot, params, seed, *rest[:4], adapter=(params.seed or 0) - 1)
 
     monkeypatch.setattr(engine_module, "encode_slot", encode)
     options = {"max_loras": places, "max_lora_rank": RANK, "prefix_caching": False, **options}
@@ -64,7 +64,7 @@ def test_merged_weights(model, model_folders, monkeypatch):
         assert completion.token_ids == goldens[name][f"tokens_{k}"].tolist(), which
         logits = goldens[name][f"logits_{k}"][-1].astype(np.float64)
         wanted = logits - np.log(np.exp(logits).sum())
-        found = {token: logprob for token, logprob in completion.logprobs[0].top}
+        found = dict(completion.logprobs[0].top)
         assert len(found) == 20
         for token, logprob in found.items():
             assert abs(logprob - wanted[token]) <= LOGITS_ATOL * max(1, np.abs(logits).max()), (which, one)
