@@ -225,13 +225,14 @@ class Ops:
         return self.quant_matmul(x, w, axes, parts=True)
 
     def adapted(
-        self, y: jax.Array, x: jax.Array, stack: AdapterStack | None, axes: tuple[str | None, str | None]
+        self, y: jax.Array, x: jax.Array | QuantRows, stack: AdapterStack | None, axes: tuple[str | None, str | None]
     ) -> jax.Array:
         """The product y of x [tokens, in] with a weight, plus what the tokens' adapters add to it. y is a result of
         `linear` or of `product`. The weight has these axes."""
         if stack is None or self.places is None:
             return y
         assert self.add_adapters is not None
+        assert not isinstance(x, QuantRows), "adapters read unrounded inputs, see `models.layers.reader`"
         if y.ndim == 2:
             return self.add_adapters(y, x, stack, self.places, self.count, axes=axes)
         first = self.add_adapters(y[0], x, stack, self.places, self.count, axes=axes)
@@ -354,4 +355,5 @@ class Ops:
     def counting(self, count: jax.Array) -> Ops:
         """Returns operations that compute only the `count` (int32 scalar) leading rows of their inputs."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
-        return replace(self, count=count, **{name: partial(getattr(self, name), count=count) for name in counted})
+        found: dict[str, Any] = {name: partial(getattr(self, name), count=count) for name in counted}
+        return replace(self, count=count, **found)

@@ -24,40 +24,13 @@ from jaxserve.models.adapter_targets import AdapterTargets, LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings that need no care: they are read here, describe training, or say which modules the tensors' names show.
-HARMLESS = frozenset(
-    [
-        "peft_type",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "task_type",
-        "inference_mode",
-        "auto_mapping",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "lora_dropout",
-        "fan_in_fan_out",
-        "init_lora_weights",
-        "target_modules",
-        "exclude_modules",
-        "target_parameters",
-        "layers_to_transform",
-        "layers_pattern",
-        "megatron_config",
-        "megatron_core",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "velora_config",
-        "qalora_group_size",
-        "runtime_config",
-        "ensure_weight_tying",
-    ]
-)
+HARMLESS = {
+    *("peft_type", "peft_version", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
+    *("auto_mapping", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout"),
+    *("fan_in_fan_out", "init_lora_weights", "target_modules", "exclude_modules", "target_parameters"),
+    *("layers_to_transform", "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config"),
+    *("corda_config", "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+}
 CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")  # `init_lora_weights` that change the base's weights
 MOST_PATTERN = 256  # characters of a regular expression in `alpha_pattern`
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
@@ -70,7 +43,8 @@ def read_peft(folder: Path, targets: AdapterTargets) -> dict[str, LowRank]:
     Raises CheckpointError for damaged files and for modules that the model does not have, and ConfigError for adapters
     that are more than added matrices.
     """
-    settings, found = _Settings.read(folder / CONFIG), {}
+    settings = _Settings.read(folder / CONFIG)
+    found: dict[str, LowRank] = {}
     for (module, is_table), (a, b) in _pairs(folder / WEIGHTS, targets).items():
         name = targets.weight_of(module)
         if name is None and (match := _EXPERTS.fullmatch(module)):

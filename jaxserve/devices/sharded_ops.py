@@ -149,15 +149,15 @@ def experts_sharded(
     )
 
 
-def stack_specs(stacks: ExpertStacks | None) -> ExpertStacks | None:
+def stack_specs(stacks: ExpertStacks | None) -> Any:
     """How the stacks of experts' adapters are split: A of the last product and B of the first one by the MLP's width.
     The devices' partial results of the last product then add up like those of the experts."""
     if stacks is None:
         return None
-    (mlp,), everywhere = spec("mlp"), PartitionSpec()
-    gate_up = replace(stacks.gate_up, a=everywhere, b=PartitionSpec(None, None, None, mlp), ranks=everywhere)
-    down = replace(stacks.down, a=PartitionSpec(None, None, None, mlp), b=everywhere, ranks=everywhere)
-    return ExpertStacks(gate_up, down)
+    everywhere, by_width = PartitionSpec(), PartitionSpec(None, None, None, *spec("mlp"))
+    gate_up: Any = {"a": everywhere, "b": by_width, "ranks": everywhere}
+    down: Any = {"a": by_width, "b": everywhere, "ranks": everywhere}
+    return ExpertStacks(replace(stacks.gate_up, **gate_up), replace(stacks.down, **down))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,43 +16,36 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from jaxserve.adapters.adapter import Adapter
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices import layouts
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import commands, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
-from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
+from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signatures, Upkeep, draft_programs
+from jaxserve.execution.signatures import ProgramName, Signatures, Upkeep, draft_programs
 from jaxserve.execution.slots import (
-    COUNTED_PER_CALL,
     NO_ADAPTER,
-    SLOTS_PER_CALL,
     SlotState,
     create_slots,
-    padding_slot,
 )
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.execution.upkeep import UpkeepCalls
 from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.parts import Row, value_of
-from jaxserve.scheduling.block_manager import NULL_PAGE
-from jaxserve.types import NO_PENALTY_ROW
 
 log = logging.getLogger(__name__)
 
-COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, beside the largest call
 
-
-class ModelRunner:
+class ModelRunner(UpkeepCalls):
     """Owns the parameters, the cache and the slots on the devices, and the programs that change them.
 
     Methods that run programs dispatch them and return at once; reading a result waits for the devices. Each of these
@@ -173,19 +166,6 @@ class ModelRunner:
         return [few] if self._on_cpu else sorted({few, max(few, self.num_slots)})
 
     @property
-    def slot_sizes(self) -> list[int]:
-        """The numbers of rows for which `set_slots` is compiled. Accelerators fill any number of slots in one call."""
-        few = SLOTS_PER_CALL
-        return [few] if self._on_cpu or self.num_slots <= few else [few, self.num_slots]
-
-    @property
-    def count_sizes(self) -> list[int]:
-        """The numbers of tokens for which `count_tokens` is compiled. The largest takes the longest sequence."""
-        if self._on_cpu:
-            return [COUNTED_PER_CALL]
-        return [size for size in COUNT_SIZES if size < self.max_len] + [max(self.max_len, COUNTED_PER_CALL)]
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters on each device."""
         return sum(layouts.device_bytes(x) for x in self._arrays)
@@ -209,23 +189,6 @@ class ModelRunner:
         self.cache, self.slots, self._hidden = result.cache, result.slots, result.hidden
         return result.drawn, result.hidden
 
-    def set_slots(self, rows: list[np.ndarray]) -> None:
-        """Writes the sampling parameters of slots. Each row is the result of `encode_slot`."""
-        if rows:
-            self._tell(commands.SetSlots, rows)
-        for some, size in _calls(len(rows), self.slot_sizes):
-            padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
-            self.slots = self._get(Upkeep("set_slots", size))(self.slots, np.stack(rows[some] + padding))
-
-    def count_tokens(self, counted: np.ndarray) -> None:
-        """Counts tokens of sequences in their penalty rows. counted: int32 [3, n], as from `encode_counts`."""
-        self._tell(commands.CountTokens, counted)
-        for some, size in _calls(counted.shape[1], self.count_sizes):
-            packed = np.full((3, size), self.model.config.vocab_size, np.int32)
-            packed[0] = NO_PENALTY_ROW
-            packed[:, : counted[:, some].shape[1]] = counted[:, some]
-            self.slots = self._get(Upkeep("count_tokens", size))(self.slots, packed)
-
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         """Samples the tokens of deferred rows, in calls of `deferred_sizes`. Returns each call's number of draws and
         its results. draws: int32 [n, DEFERRED_WORDS], and masks [n, words], as in `steps.sample_deferred`."""
@@ -241,42 +204,6 @@ class ModelRunner:
             drawn.append((end - at, one))
             at = end
         return drawn
-
-    def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
-        """Copies rows of the block table, as (source, target) slots, one after the other. Then writes entries of the
-        table, int32 [3, n] of (slot, index, page)."""
-        calls = [(copies[at : at + TABLE_COPIES], entries[:, :0]) for at in range(0, len(copies), TABLE_COPIES)]
-        calls += [([], entries[:, at : at + TABLE_UPDATES]) for at in range(0, entries.shape[1], TABLE_UPDATES)]
-        if calls:
-            self._tell(commands.UpdateTables, copies, entries)
-        for rows, some in calls:
-            packed_rows = np.full((TABLE_COPIES, 2), self.num_slots, np.int32)
-            packed = np.zeros((3, TABLE_UPDATES), np.int32)
-            packed_rows[: len(rows)] = np.reshape(rows, (-1, 2))
-            packed[0] = self.num_slots
-            packed[:, : some.shape[1]] = some
-            self.slots = self._get(Upkeep("update_tables"))(self.slots, packed_rows, packed)
-
-    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages, given as (source, target), before the next step writes."""
-        if pairs:
-            self._tell(commands.CopyPages, pairs)
-            self._copy("copy_pages", pairs, COPIES, NULL_PAGE)
-
-    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies recurrent states between slots and snapshots, given as (source, target), after the steps dispatched so
-        far."""
-        if pairs:
-            self._tell(commands.CopyStates, pairs)
-            self._copy("copy_states", pairs, STATE_COPIES, self.num_slots)
-
-    def _copy(self, kind: str, pairs: list[tuple[int, int]], each: int, nobody: int) -> None:
-        """Copies within the cache in calls of `each` pairs. Unused pairs copy the place `nobody` to itself."""
-        for at in range(0, len(pairs), each):
-            packed = np.full((2, each), nobody, np.int32)
-            some = np.asarray(pairs[at : at + each], np.int32).T
-            packed[:, : some.shape[1]] = some
-            self.cache = self._get(Upkeep(kind))(self.cache, packed[0], packed[1])
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> jax.Array:
         """Packed log-probabilities of the tokens `targets` [n] at `rows` [n] of the hidden states that the latest step
@@ -304,33 +231,6 @@ class ModelRunner:
         packed[:2], packed[2 : 2 + len(slots)] = (len(slots), count), slots
         tokens, self.cache[-1] = self._get(name)(self._arrays, self.cache[-1], self.slots, packed)
         return tokens
-
-    def adapter_uploads(self, place: int, adapter: Adapter | None) -> Iterator[Callable[[], None]]:
-        """The calls that bring an adapter to a place of the pool, in their order; None empties the place. Each takes
-        far less than a step, and steps may be dispatched between them. Until the last one, the place adds nothing."""
-        assert self.stacks is not None, "there is no pool of adapters"
-        yield partial(self.write_ranks, place, self.stacks.ranks_of({}))
-        if adapter is None:
-            return
-        for number, target in enumerate(self.stacks.targets):
-            if (found := adapter.matrices.get(target.path)) is not None:
-                yield partial(self.write_adapter, number, place, found.a, found.b)
-        yield partial(self.write_ranks, place, self.stacks.ranks_of(adapter.matrices))
-
-    def write_adapter(self, target: int, place: int, a: np.ndarray, b: np.ndarray) -> None:
-        """Writes an adapter's matrices for one product, see `Matrices`, to a place of the pool."""
-        assert self.stacks is not None
-        self._tell(commands.WriteAdapter, target, place, a, b)
-        new = self.stacks.targets[target].padded(a, b, self.stacks.sizes)
-        first = self._first_stack + 1 + 2 * target
-        program = self._get(Upkeep("write_adapter", self.stacks.kind_of(target)))
-        self._arrays[first : first + 2] = program(self._arrays[first : first + 2], np.int32(place), new)
-
-    def write_ranks(self, place: int, ranks: np.ndarray) -> None:
-        """Writes the ranks, int32 [products, parts], of a place of the pool."""
-        self._tell(commands.WriteRanks, place, ranks)
-        at = self._first_stack
-        self._arrays[at] = self._get(Upkeep("write_ranks"))(self._arrays[at], np.int32(place), ranks)
 
     def _tell(self, kind: type, *fields: Any) -> None:
         if self.listener is not None:
@@ -439,14 +339,6 @@ class ModelRunner:
         kinds: Any = {"proposals": self._proposals, "drafter": self.drafter, "stacks": self.stacks}
         kinds["pooling"] = self.pooling
         return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
-
-
-def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:
-    """Cuts `count` items into as few calls as possible. `sizes` are ascending. Yields the items of each call, and the
-    smallest size that holds them."""
-    for at in range(0, count, sizes[-1]):
-        some = min(sizes[-1], count - at)
-        yield slice(at, at + some), next(size for size in sizes if size >= some)
 
 
 def _device_bytes(x: jax.Array) -> int:

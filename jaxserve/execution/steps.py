@@ -304,8 +304,9 @@ def score_prompt(
     """Packed log-probabilities (`Sampled.scores`) of given tokens at rows of a step's hidden states [tokens, hidden].
 
     packed: int32 [1 + 2 x rows]: the number of rows that count, each row's index in `hidden`, and the token that
-    follows each; with adapters 1 + 3 x rows, where the place of each row's adapter follows. Logits of `each` rows exist at a time. Accelerators go through all rows of the buffer, because a loop
-    runs without the host only if the compiler knows its length. A CPU goes through the rows that count.
+    follows each; with adapters 1 + 3 x rows, and the place of each row's adapter is last. Logits of `each` rows exist
+    at a time. Accelerators go through all rows of the buffer, because a loop runs without the host only if the compiler
+    knows its length. A CPU goes through the rows that count.
     """
     count, (rows, targets, *places) = packed[0], jnp.split(packed[1:], 2 if model.ops.add_adapters is None else 3)
 

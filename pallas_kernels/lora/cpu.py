@@ -1,7 +1,7 @@
 """LoRA adapters on CPU, in C++ (`cpu_lora.cc`).
 
-Grid: of A, four rows and the tokens of one adapter; of B, 512 outputs and the tokens of one adapter. Threads take pieces
-  of equal numbers of these.
+Grid: of A, four rows and the tokens of one adapter; of B, 512 outputs and the tokens of one adapter. Threads take
+  equal numbers of these.
 Traffic: the matrices of the adapters in the batch, once, up to their ranks; x once per piece, from the CPU's cache.
 Pipeline: none; the processor fetches matrices ahead, because they are read in their order.
 """

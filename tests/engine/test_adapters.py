@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
 
 import jaxserve.engine.engine as engine_module
-from jaxserve.adapters.adapter import load_adapter
+from jaxserve.adapters.adapter import Adapter, load_adapter
+from jaxserve.execution import commands
 from jaxserve.execution.slots import encode_slot
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "adapters"
@@ -28,7 +30,7 @@ def adapted_engine(folder, monkeypatch, places: int, **options):
     """An engine whose requests say by their seed at which place their adapter is; seed 0: they have none."""
 
     def encode(slot, params, seed, *rest):
-        return encode_slot(slot, params, seed, *rest, adapter=(params.seed or 0) - 1)
+        return encode_slot(slot, params, seed, *rest[:4], adapter=(params.seed or 0) - 1)
 
     monkeypatch.setattr(engine_module, "encode_slot", encode)
     options = {"max_loras": places, "max_lora_rank": RANK, "prefix_caching": False, **options}
@@ -62,10 +64,89 @@ def test_merged_weights(model, model_folders, monkeypatch):
         assert completion.token_ids == goldens[name][f"tokens_{k}"].tolist(), which
         logits = goldens[name][f"logits_{k}"][-1].astype(np.float64)
         wanted = logits - np.log(np.exp(logits).sum())
-        found = {token: logprob for token, logprob in completion.logprobs[0].top}
+        found = dict(completion.logprobs[0].top)
         assert len(found) == 20
         for token, logprob in found.items():
             assert abs(logprob - wanted[token]) <= LOGITS_ATOL * max(1, np.abs(logits).max()), (which, one)
     alone = make_engine(model_folders(model), rows=2, prefix_caching=False)
     unchanged = generate(alone, *[request(str(k), prompt, max_tokens=16) for k, prompt in enumerate(prompts)])
     assert [first.token_ids, second.token_ids] == [completion.token_ids for completion in unchanged]
+
+
+def test_many_adapters_without_compiling(model_folders, monkeypatch):
+    """32 adapters in one batch, one of which takes the place of another between steps. Each row has the tokens that it
+    has with its adapter alone. Nothing is compiled after the start."""
+    rows, prompt = 32, [7, 8, 9]
+    engine = adapted_engine(model_folders("llama3_gqa"), monkeypatch, rows, rows=rows, forbid_compile=True)
+    engine.compile()
+    before = engine.runner.num_executables
+    first = load_adapter(GOLDENS / "llama_all", "all", engine.runner.stacks.adapters, RANK)
+    many = [scaled(first, 1 + 0.1 * i) for i in range(rows)]
+    for place, adapter in enumerate(many):
+        for write in engine.runner.adapter_uploads(place, adapter):
+            write()
+    asked = [request(str(i), prompt, max_tokens=6, seed=1 + i) for i in range(rows)]
+    together = [one.token_ids for one in generate(engine, *asked)]
+    assert len(set(map(tuple, together))) > 8
+    for i in (0, 13, 31):
+        for write in engine.runner.adapter_uploads(5, many[i]):
+            write()
+        (alone,) = generate(engine, request("alone", prompt, max_tokens=6, seed=6))
+        assert alone.token_ids == together[i]
+    for write in engine.runner.adapter_uploads(5, None):
+        write()
+    empty, none = generate(engine, *(request(str(n), prompt, max_tokens=6, seed=n) for n in (6, 0)))
+    assert empty.token_ids == none.token_ids
+    assert engine.runner.num_executables == before
+
+
+def scaled(adapter: Adapter, factor: float) -> Adapter:
+    matrices = {path: found._replace(b=found.b * np.float32(factor)) for path, found in adapter.matrices.items()}
+    return Adapter(adapter.name, adapter.digest, adapter.rank, matrices)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama_all", {"tensor_parallel_size": 2}),
+        ("qwen3_moe_experts", {"tensor_parallel_size": 2}),
+        ("llama_all", {"quantization": "int8", "matmul_backend": "cpu"}),
+        ("llama_all", {"quantization": "int8-dynamic", "activation_quantization": "checkpoint"}),
+    ],
+    ids=str,
+)
+def test_split_and_quantized(name, options, model_folders, monkeypatch):
+    """Over two devices: as over one. Quantized: nearly as with the quantized values in floats; with inputs that are
+    rounded as well, the adapter's part is that of inputs which are not, so that it changes as much."""
+    folder = model_folders(model_of(name))
+    golden = np.load(GOLDENS / name / "golden.npz")
+    plain = {key: value for key, value in options.items() if key == "quantization"} | {"dequantize": True}
+    found = []
+    for settings in (options, plain if "quantization" in options else {}):
+        engine = adapted_engine(folder, monkeypatch, 2, rows=2, decode_steps=False, **settings)
+        upload(engine, 1, GOLDENS / name)
+        asked = [request(str(n), golden["prompt_1"], max_tokens=4, seed=n, logprobs=20) for n in (2, 0)]
+        found.append(generate(engine, *asked))
+    (ours, base), (theirs, other) = found
+    bound = 0.3 if "dynamic" in options.get("quantization", "") else 2e-3
+    for one, like in ((ours, theirs), (base, other)):
+        wanted = dict(like.logprobs[0].top)
+        far = [abs(value - wanted[token]) for token, value in one.logprobs[0].top if token in wanted]
+        assert len(far) > 10
+        assert max(far) < bound
+        assert one.token_ids == like.token_ids or bound > 0.1
+    assert base.token_ids != ours.token_ids
+
+
+def test_uploads_as_commands(model_folders, monkeypatch):
+    """Another runner that repeats the calls has the same adapters."""
+    first, second = (adapted_engine(model_folders("llama3_gqa"), monkeypatch, 2, rows=2) for _ in range(2))
+    first.runner.listener = lambda command: second.runner.run(commands.decode(commands.encode(command)))
+    upload(first, 1, GOLDENS / "llama_all")
+    first.runner.listener = None
+    ours, theirs = (jax.tree.map(np.asarray, engine.runner.params) for engine in (first, second))
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+    stack = ours["layers_0"]["attention"]["qkv"]["lora"]
+    assert (stack.ranks[1, :3] == 8).all()
+    assert stack.a[1].any()
+    assert not stack.a[0].any()
