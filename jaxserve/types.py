@@ -247,6 +247,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
       page_hashes: hashes of the prompt's full pages, 32 bytes each, if the submitter has computed them
         (`block_manager.hash_pages`). For a long prompt this saves the engine's loop milliseconds.
       pools: the prompt's embedding or score is wanted, and no tokens: max_tokens is 0.
+      adapter, adapter_digest: name and digest of the LoRA adapter to use; "" for the model itself.
     """
 
     request_id: str
@@ -258,6 +259,8 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     tenant: str = ""
     page_hashes: bytes = b""
     pools: bool = False
+    adapter: str = ""
+    adapter_digest: str = ""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):

@@ -31,29 +31,26 @@ from jaxserve import heap
 from jaxserve.checkpoints import gguf
 from jaxserve.config import EngineConfig
 from jaxserve.devices.compile_cache import CompileCounter
+from jaxserve.engine.adapter_places import Adapters, find_adapter
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.details import complete
 from jaxserve.engine.in_flight import Deferred, InFlightBatch, InFlightStep
-from jaxserve.engine.loading import EngineParts, load_parts
+from jaxserve.engine.loading import EngineParts, load_parts, make_scheduler
 from jaxserve.engine.pooled import PooledRows
 from jaxserve.engine.prompt_scores import PromptScores
-from jaxserve.engine.recovery import Recovery
+from jaxserve.engine.recovery import Recovery, ended
 from jaxserve.engine.timeline import Timeline
 from jaxserve.execution import memory
-from jaxserve.execution.cost import prefill_chunk
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.slots import encode_counts, encode_slot
 from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
-from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
 from jaxserve.scheduling.sampler import Sampler
-from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.speculation.speculator import Speculator, make_speculator
@@ -69,7 +66,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, parts: EngineParts):
         model, runner = parts.model, parts.runner
-        self.config, self.model, self.runner = config, model, runner
+        self.config, self.model, self.runner, self._parts = config, model, runner, parts
         self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
         self.pooler, self._draft = parts.pooler, parts.draft and parts.draft.runner
         self.model_folder, self.tokenizer_folder = parts.folders
@@ -85,6 +82,7 @@ class Engine:
         self.pace = Pace(config.latency_goal(on_cpu=self._cost is None))
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.seed)
+        self.adapters = Adapters.of(config, runner)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -93,29 +91,8 @@ class Engine:
         runner.allocate()
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
-        caches, states = config.prefix_caching, None
-        if layout.states is not None:
-            states = StateSnapshots(layout.states.slots, layout.states.snapshots)
-            caches = layout.states.snapshots > 0
-        # Tokens found in the prefix cache have no hidden states, so prefixes are reused only for pooling by last token.
-        caches = caches and (self.pooler is None or self.pooler.method == "last")
-        self.blocks = BlockManager(
-            layout.num_pages,
-            layout.page_size,
-            prefix_caching=caches,
-            windows=layout.groups.windows,
-            states=states,
-        )
-        self.scheduler = Scheduler(
-            self.blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=memory.max_batched_tokens(config),
-            prefill_chunk=prefill_chunk(config, self._cost),
-            prefill_bursts=self._cost is None,
-            max_model_len=self.max_model_len,
-            penalty_rows=runner.penalty_rows,
-            recurrent=model.recurrent is not None,
-        )
+        self.scheduler = make_scheduler(config, self._parts, self.max_model_len, self.adapters and self.adapters.pool)
+        self.blocks = self.scheduler.blocks
         self.speculator = make_speculator(
             config.speculative_config, self.scheduler.budget.most, self._draft, self.shapes
         )
@@ -181,6 +158,7 @@ class Engine:
         """
         self._admission.check_queue(requests)
         params, stop_ids = requests[0].params, frozenset(self._admission.check(requests))
+        adapter = find_adapter(self.adapters, requests[0])
         for request in requests:
             room = self.max_model_len - len(request.prompt_token_ids)
             max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -188,10 +166,10 @@ class Engine:
                 request.priority = 0
             self._arrivals += 1
             if params.use_beam_search:
-                self.beams.start(request, max_tokens, stop_ids, self._arrivals)
+                self.beams.start(request, max_tokens, stop_ids, self._arrivals, adapter)
                 continue
             seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
-            seq = Sequence(request, 0, seed, max_tokens, stop_ids, self._arrivals)
+            seq = Sequence(request, 0, seed, max_tokens, stop_ids, self._arrivals, adapter=adapter)
             if params.grammar is None:
                 self.scheduler.add(seq)
             else:
@@ -221,6 +199,7 @@ class Engine:
     def check_request(self, request: Request) -> None:
         """Raises InvalidRequestError for a request that this model cannot serve."""
         self._admission.check([request])
+        find_adapter(self.adapters, request)
 
     # The step
 
@@ -250,6 +229,8 @@ class Engine:
         if len(self.constraints) and not self.recovery.active:
             busy = self.scheduler.has_work or self.in_flight
             output.updates += self.constraints.release(self.scheduler, patience=0.0 if busy else 0.005)
+        if self.adapters is not None:
+            self._place_adapters(self.adapters, output)
         if self.speculator is not None:
             self._propose(self.speculator, output)
         with self.timeline.phase("schedule"):
@@ -266,6 +247,14 @@ class Engine:
                 output.extend(self._commit_oldest())
         self.pace.end()
         self.timeline.end_step()
+
+    def _place_adapters(self, adapters: Adapters, output: StepOutput) -> None:
+        """Uploads weights of adapters that requests wait for. Ends requests whose adapter cannot be read any more."""
+        busy = len(self.scheduler.running) > 0 or bool(self.in_flight)
+        with self.timeline.phase("upload"):
+            failed = adapters.place(self.scheduler.waiting, busy=busy, at_once=self.recovery.active)
+        for request_id, reason in failed.items():
+            output.updates += ended(self, request_id, reason, "model")
 
     def _propose(self, speculator: Speculator, output: StepOutput) -> None:
         """Proposes tokens for the next step if that may pay. All steps before must be committed for that, and so must a
@@ -287,7 +276,8 @@ class Engine:
         """How many tokens a row may sample in the next call."""
         scheduler, lineup = self.scheduler, self.scheduler.running.lineup
         lengths = self.runner.programs.lengths(self.shapes, len(lineup.seqs), lineup.sampler)
-        return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=scheduler.holds_up)
+        holds_up = scheduler.holds_up or (self.adapters is not None and self.adapters.uploading)
+        return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=holds_up)
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Sends a plan to the devices and returns without waiting for them."""
@@ -333,7 +323,9 @@ class Engine:
         for seq in placed:
             stops = tuple(seq.stop_ids)
             length = int(self.scheduler.running.start[seq.slot])
-            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, seq.prompt_len, seq.penalty_row, length))
+            place = self.adapters.pool.place_of(seq) if self.adapters is not None else None
+            options = seq.prompt_len, seq.penalty_row, length, place
+            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, *options))
         self.runner.set_slots(rows)
         penalized = [seq for seq in placed if seq.params.has_penalties]
         if penalized:
@@ -384,8 +376,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot: present values of gauges, counters since start."""
+        adapters = {} if self.adapters is None else self.adapters.stats(self.scheduler)
         return msgspec.structs.replace(
             self.counters,
+            **adapters,
             num_running=len(self.scheduler.running),
             num_waiting=self.num_waiting,
             pages_used=self.blocks.num_used,

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxserve import heap
+from jaxserve.adapters.pool import AdapterPool
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, on_one_cpu
@@ -27,6 +28,9 @@ from jaxserve.models.load import make_params, trust_matmul
 from jaxserve.models.pooling import Pooler
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu_build
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.state_snapshots import StateSnapshots
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +86,31 @@ def load_parts(
     sizing = Sizing(config, models, budget, shapes, plan.longest)
     sizing.begin()
     return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing, plan.pooler, draft)
+
+
+def make_scheduler(
+    config: EngineConfig, parts: EngineParts, longest: int, adapters: AdapterPool | None
+) -> Scheduler:
+    """The scheduler, with the pages of the runner's cache. longest: most tokens of a sequence."""
+    runner, layout = parts.runner, parts.runner.layout
+    caches, states = config.prefix_caching, None
+    if layout.states is not None:
+        states = StateSnapshots(layout.states.slots, layout.states.snapshots)
+        caches = layout.states.snapshots > 0
+    # Tokens found in the prefix cache have no hidden states, so prefixes are reused only for pooling by last token.
+    caches = caches and (parts.pooler is None or parts.pooler.method == "last")
+    windows = layout.groups.windows
+    return Scheduler(
+        BlockManager(layout.num_pages, layout.page_size, prefix_caching=caches, windows=windows, states=states),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=memory.max_batched_tokens(config),
+        prefill_chunk=prefill_chunk(config, parts.cost),
+        prefill_bursts=parts.cost is None,
+        max_model_len=longest,
+        penalty_rows=runner.penalty_rows,
+        recurrent=parts.model.recurrent is not None,
+        adapters=adapters,
+    )
 
 
 def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:

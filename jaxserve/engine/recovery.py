@@ -22,6 +22,8 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxserve.adapters.pool import AdapterPool
+from jaxserve.engine.adapter_places import Adapters
 from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.scheduling.beam import Beams, Group
@@ -49,6 +51,7 @@ class Steps(Protocol):
     in_flight: deque[InFlightStep]
     runner: ModelRunner
     speculator: Speculator | None
+    adapters: Adapters | None
     counters: EngineStats
 
     def advance(self, output: StepOutput) -> None: ...
@@ -58,8 +61,8 @@ class Steps(Protocol):
 class Selected(Waiting):
     """A queue that serves only some requests, in their order. It holds the others until it is opened."""
 
-    def __init__(self, request_ids: Container[str]):
-        super().__init__()
+    def __init__(self, request_ids: Container[str], adapters: AdapterPool | None):
+        super().__init__(adapters=adapters)
         self._request_ids = request_ids
         self._served: set[Sequence] = set()
 
@@ -67,8 +70,8 @@ class Selected(Waiting):
         """Whether it has a sequence to serve."""
         return bool(self._served)
 
-    def push(self, seq: Sequence, *, resumed: bool = False) -> None:
-        super().push(seq, resumed=resumed)
+    def _enqueue(self, seq: Sequence, resumed: bool) -> None:
+        super()._enqueue(seq, resumed)
         if seq.request_id in self._request_ids:
             self._served.add(seq)
 
@@ -81,8 +84,8 @@ class Selected(Waiting):
 
     def open(self) -> Waiting:
         """A queue with the same sequences that serves all of them."""
-        waiting = Waiting()
-        for seq in self:
+        waiting = Waiting(adapters=self.adapters)
+        for seq in list(self):
             waiting.push(seq, resumed=seq.num_cached is not None)
         return waiting
 
@@ -160,6 +163,8 @@ class Recovery:
             raise error
         self._restart(trial, output)
         engine.runner.restore()
+        if engine.adapters is not None:
+            engine.adapters.restore()
         if engine.speculator is not None:
             engine.speculator.restore()
         half = len(suspects) // 2
@@ -213,7 +218,8 @@ class Recovery:
                 except Exception as wrong:  # its grammar failed
                     broken[seq.request_id] = wrong
         self._engine.in_flight.clear()
-        scheduler.start_over([seq for seq in seqs if seq not in young], Selected(request_ids))
+        remaining = [seq for seq in seqs if seq not in young]
+        scheduler.start_over(remaining, Selected(request_ids, scheduler.adapters))
         beams.start_over(groups)
         for request_id, error in broken.items():
             self._end(request_id, error, output)
@@ -225,15 +231,9 @@ class Recovery:
 
     def _end(self, request_id: str, error: Exception, output: StepOutput) -> None:
         """Ends a request that caused this error."""
-        scheduler, group = self._engine.scheduler, self._engine.beams.groups.get(request_id)
-        seqs = [seq for seq in scheduler.everyone if seq.request_id == request_id]
-        indices = [index for seq in seqs for index in (seq.index, *seq.unforked)]
-        if group is not None:
-            indices = list(range(group.request.params.n))
-        self._engine.abort(request_id)
         log.error("request %s is ended, for which a step fails: %s: %s", request_id, type(error).__name__, error)
         text = f"internal_error: request {request_id} failed inside the engine; the server's log has the details"
-        output.updates += [SequenceUpdate(request_id, index, [], "error", error=text) for index in indices]
+        output.updates += ended(self._engine, request_id, text)
         self._engine.counters.failed_requests += 1
         self._unexplained.clear()
 
@@ -283,6 +283,17 @@ class Recovery:
         self._goals.clear()
         assert isinstance(engine.scheduler.waiting, Selected)
         engine.scheduler.waiting = engine.scheduler.waiting.open()
+
+
+def ended(engine: Steps, request_id: str, error: str, param: str | None = None) -> list[SequenceUpdate]:
+    """Ends a request; returns the last updates of its completions, which tell the error."""
+    group = engine.beams.groups.get(request_id)
+    seqs = [seq for seq in engine.scheduler.everyone if seq.request_id == request_id]
+    indices = [index for seq in seqs for index in (seq.index, *seq.unforked)]
+    if group is not None:
+        indices = list(range(group.request.params.n))
+    engine.abort(request_id)
+    return [SequenceUpdate(request_id, index, [], "error", error=error, error_param=param) for index in indices]
 
 
 def _unfork(seqs: list[Sequence], known: dict[Sequence, int]) -> set[Sequence]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.logprobs import read_scores
 from jaxserve.scheduling.scheduler import Scheduler
@@ -84,11 +85,18 @@ class Beams:
                 "n",
             )
 
-    def start(self, request: Request, max_tokens: int, stop_ids: frozenset[int], arrival: int) -> None:
+    def start(
+        self,
+        request: Request,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        arrival: int,
+        adapter: ServedAdapter | None = None,
+    ) -> None:
         """Queues a search. It starts with one beam, whose continuations become the others."""
         few = msgspec.structs.replace(request.params, n=1, logprobs=request.params.n + len(stop_ids), temperature=0.0)
         single = msgspec.structs.replace(request, params=few)
-        seq = Sequence(single, 0, 0, max_tokens + 1, frozenset(), arrival)
+        seq = Sequence(single, 0, 0, max_tokens + 1, frozenset(), arrival, adapter=adapter)
         self._groups[request.request_id] = Group(request, max_tokens, stop_ids, seq, [seq])
         self._scheduler.add(seq)
 
@@ -101,7 +109,8 @@ class Beams:
         """Forgets all searches, then starts these again. The scheduler must not have any of their sequences."""
         self._groups = {}
         for group in groups.values():
-            self.start(group.request, group.max_tokens, group.stop_ids, group.first.order[1])
+            first = group.first
+            self.start(group.request, group.max_tokens, group.stop_ids, first.order[1], first.adapter)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups

@@ -40,7 +40,7 @@ HASH_BYTES = 32
 
 
 def root_hash(salt: str | None, adapter: str | None = None) -> bytes:
-    """Start of a hash chain. Chains with different salts or adapters never meet."""
+    """Start of a hash chain. Chains with different salts or adapters (digests of their contents) never meet."""
     digest = hashlib.sha256()
     for field in (salt, adapter):
         data = b"" if field is None else b"\1" + field.encode("utf-8", "surrogatepass")
@@ -53,9 +53,9 @@ def page_hash(parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
     return hashlib.sha256(parent + np.asarray(tokens, np.int32).tobytes()).digest()
 
 
-def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int) -> bytes:
+def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int, adapter: str | None = None) -> bytes:
     """Hashes of all full pages of a prompt, concatenated, HASH_BYTES each."""
-    array, parent, hashes = np.asarray(tokens, np.int32), root_hash(salt), []
+    array, parent, hashes = np.asarray(tokens, np.int32), root_hash(salt, adapter), []
     for end in range(page_size, len(array) + 1, page_size):
         parent = page_hash(parent, array[end - page_size : end])
         hashes.append(parent)

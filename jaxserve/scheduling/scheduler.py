@@ -26,7 +26,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jaxserve.adapters.pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager, common_prefix
+from jaxserve.scheduling.copy_on_write import shared_pages, unshare
 from jaxserve.scheduling.prefixes import Prefixes
 from jaxserve.scheduling.row_choice import TokenBudget, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
@@ -50,6 +52,7 @@ class Scheduler:
         prefill_bursts: bool = True,
         penalty_rows: int | None = None,
         recurrent: bool = False,
+        adapters: AdapterPool | None = None,
     ):
         """`recurrent`: the model has layers with states that are not in pages. Sequences then share pages only if a
         snapshot of the state at the end of these pages exists."""
@@ -58,7 +61,7 @@ class Scheduler:
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
-        self.waiting = Waiting()
+        self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests whose client reads the tokens as they come
         self._watermark = blocks.capacity // 100
@@ -90,6 +93,8 @@ class Scheduler:
     def start_over(self, seqs: Iterable[Sequence], waiting: Waiting) -> None:
         """Forgets all sequences and the contents of all pages. `seqs` then wait in `waiting`, an empty queue."""
         self.blocks.clear()
+        if self.adapters is not None:
+            self.adapters.start_over()
         self.running, self.waiting, self._by_request = self.running.emptied(), waiting, {}
         for seq in seqs:
             self._by_request.setdefault(seq.request_id, []).append(seq)
@@ -133,6 +138,8 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
         seq.status = Status.FINISHED
+        if self.adapters is not None:
+            self.adapters.let_go(seq)
         siblings = self._by_request[seq.request_id]
         siblings.remove(seq)
         if not siblings:
@@ -145,6 +152,8 @@ class Scheduler:
             if paused and seq.status is Status.RUNNING and not seq.params.use_beam_search:
                 self._displace(seq)
                 seq.status = Status.PAUSED
+                if self.adapters is not None:
+                    self.adapters.let_go(seq)
             elif not paused and seq.status is Status.PAUSED:
                 self._wait(seq, resumed=True)
 
@@ -185,7 +194,7 @@ class Scheduler:
         while True:
             rows = choose_rows(running, tokens_per_call, self.budget, len(self.waiting))
             growing, missing = running.growth(rows)
-            shared = self._shared_pages(rows) if running.maybe_shared else []
+            shared = shared_pages(rows, running, self.blocks) if running.maybe_shared else []
             needed = int(missing.sum())
             if needed + len(shared) <= self.blocks.num_available:
                 break
@@ -194,32 +203,11 @@ class Scheduler:
                 running.drop_proposals()
             else:
                 self._preempt(running.last)
-        copies = self._unshare(rows, shared)
+        copies = unshare(rows, shared, running, self.blocks)
         if needed:
             pages = self.blocks.allocate(needed)
             running.add_pages([rows.seqs[i] for i in growing.tolist()], rows.slot[growing], missing, pages)
         return rows, copies
-
-    def _shared_pages(self, rows: Rows) -> list[tuple[Sequence, int]]:
-        """Pages that rows would write to and that have other owners or are cached: (sequence, index in its pages)."""
-        shared, groups = [], self.blocks.num_groups
-        for seq in self.running.maybe_shared.intersection(rows.seqs):
-            block = int(self.running.computed[seq.slot]) // self.blocks.page_size
-            for index in range(block * groups, min((block + 1) * groups, len(seq.pages))):
-                if not self.blocks.is_writable(seq.pages[index]):
-                    shared.append((seq, index))
-        return sorted(shared, key=lambda pair: pair[0].order)
-
-    def _unshare(self, rows: Rows, shared: list[tuple[Sequence, int]]) -> list[tuple[int, int]]:
-        """Replaces shared pages by copies; returns the copies to make, (source, target) each."""
-        copies = []
-        for seq, index in shared:
-            if not self.blocks.is_writable(seq.pages[index]):  # the last owner keeps the page
-                copies.append(self.blocks.make_writable(seq.pages, index))
-                self.running.show_pages(seq, index)
-        if self.running.maybe_shared:
-            self.running.maybe_shared.difference_update(rows.seqs)
-        return copies
 
     # Admission
 
@@ -358,6 +346,8 @@ class Scheduler:
         self._by_request[seq.request_id].append(seq)
         if pages is not None and self.running.num_places_for(seq):
             seq.pages = pages
+            if self.adapters is not None:
+                self.adapters.hold(seq)
             self.waiting.charge(seq)
             self.running.place(seq, computed, like)
         else:
@@ -395,4 +385,7 @@ class Scheduler:
         self.blocks.check_integrity([seq.pages for seq in self.running])
         self.running.check_integrity()
         self.waiting.check_integrity()
+        if self.adapters is not None:
+            self.adapters.check_integrity()
+            assert all(self.adapters.place_of(seq) is not None for seq in self.running if seq.adapter is not None)
         assert {seq for seq in self.everyone if seq.status is not Status.PAUSED} == {*self.running, *self.waiting}

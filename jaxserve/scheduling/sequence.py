@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.grammars.grammar import Matcher
 from jaxserve.grammars.token_mask import TokenMask
 from jaxserve.scheduling.block_manager import HASH_BYTES, NULL_PAGE, page_hash, root_hash
@@ -51,8 +52,9 @@ class Sequence:
         stop_ids: frozenset[int],
         arrival: int,
         prompt: np.ndarray | None = None,  # the request's, if it is in an array already
+        adapter: ServedAdapter | None = None,
     ):
-        self.request = request
+        self.request, self.adapter = request, adapter
         self.request_id = request.request_id
         self.index = index  # which of the request's n completions
         self.seed = seed
@@ -132,7 +134,7 @@ class Sequence:
     @cached_property
     def root_hash(self) -> bytes:
         """Start of the chain of its pages' hashes."""
-        return root_hash(self.request.cache_salt)
+        return root_hash(self.request.cache_salt, self.adapter and self.adapter.digest)
 
     def page_hashes(self, tokens: np.ndarray, count: int, page_size: int) -> Iterator[bytes]:
         """Hashes of the first `count` pages, each computed when it is taken. The pages must be full; `tokens` are the
@@ -172,7 +174,8 @@ class Sequence:
 
     def fork(self, index: int, seed: int, page_size: int) -> Sequence:
         """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""
-        child = Sequence(self.request, index, seed, self.max_tokens, self.stop_ids, self.order[1], self.prompt)
+        same = self.max_tokens, self.stop_ids, self.order[1], self.prompt, self.adapter
+        child = Sequence(self.request, index, seed, *same)
         child.matcher = self.matcher and self.matcher.fork()
         child.token_mask = self.token_mask
         child._page_hashes = self._page_hashes[: self.prompt_len // page_size]

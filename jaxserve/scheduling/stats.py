@@ -65,6 +65,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     spec_proposed: int = 0  # tokens proposed for them
     spec_accepted: int = 0  # of these, tokens that were kept
     spec_accepted_at: list[int] = []  # the same by position among a row's proposals
+    # Of LoRA adapters:
+    adapters_running: list[str] = []  # names that running sequences use
+    adapters_waiting: list[str] = []  # names that waiting sequences ask for
+    adapter_loads: int = 0  # adapters that were uploaded to the devices
+    adapter_evictions: int = 0  # adapters that gave up their place on the devices
     executables: int = 0  # compiled step functions
     compilations: int = 0  # all programs that this process compiled
     compile_cache_hits: int = 0  # programs read from the persistent cache instead
@@ -105,5 +110,5 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 _GAUGES = {"num_running", "num_waiting", "pages_total", "pages_used", "executables"}
-_NO_NUMBERS = {"step_tokens", "step_seconds", "spec_accepted_at"}
+_NO_NUMBERS = {"step_tokens", "step_seconds", "spec_accepted_at", "adapters_running", "adapters_waiting"}
 _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES | _NO_NUMBERS)

@@ -5,6 +5,9 @@ newcomers of other tenants (API keys). Newcomers of different tenants share by d
 `quantum` tokens a round. It may overdraw its turn by one sequence, and is then skipped until later rounds have paid the
 debt. Within one tenant, sequences are served by arrival.
 
+Sequences whose adapter has no place on the devices are parked meanwhile (`jaxserve.adapters.pool`). They count as
+waiting, and are served once they are released.
+
 A sequence is charged its prompt tokens and its expected output tokens when it is placed; `settle` corrects this when it
 ends. A tenant that has the queue to itself keeps no debt.
 """
@@ -14,8 +17,9 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from jaxserve.adapters.pool import AdapterPool
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 
 QUANTUM = 512  # tokens
@@ -27,8 +31,8 @@ Order = tuple[int, int, int]
 class Waiting:
     """The waiting sequences of one scheduler, each with its own `order`."""
 
-    def __init__(self, quantum: int = QUANTUM):
-        self._quantum = quantum
+    def __init__(self, quantum: int = QUANTUM, adapters: AdapterPool | None = None):
+        self._quantum, self.adapters = quantum, adapters
         self._levels: dict[int, _Level] = {}  # priority -> level; no level is empty
         self._priorities: list[int] = []  # the levels' priorities, ascending
         self._count = 0
@@ -38,21 +42,36 @@ class Waiting:
     def __len__(self) -> int:
         return self._count
 
+    def __bool__(self) -> bool:
+        """Whether a sequence waits that may be served: one that is not parked."""
+        return bool(self._levels)
+
     def __iter__(self) -> Iterator[Sequence]:
         """All waiting sequences, in arbitrary order."""
+        if self.adapters is not None:
+            yield from self.adapters.parked
         for level in self._levels.values():
             for queue in level.queues():
                 yield from queue
 
     def push(self, seq: Sequence, *, resumed: bool = False) -> None:
         """Adds a sequence. If it was placed before (`resumed`), it is not charged, and not queued behind newcomers."""
+        self._count += 1
+        self.num_tokens += seq.prompt_len
+        self.num_completions += _completions(seq)
+        if self.adapters is None or self.adapters.admit(seq, resumed=resumed):
+            self._enqueue(seq, resumed)
+
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        """Queues sequences that were parked and may begin now."""
+        for seq in seqs:
+            self._enqueue(seq, resumed=seq.num_cached is not None)
+
+    def _enqueue(self, seq: Sequence, resumed: bool) -> None:
         if (level := self._levels.get(priority := seq.order[0])) is None:
             level = self._levels[priority] = _Level(self._quantum)
             bisect.insort(self._priorities, priority)
         level.push(seq, resumed)
-        self._count += 1
-        self.num_tokens += seq.prompt_len
-        self.num_completions += _completions(seq)
 
     def peek(self) -> Sequence:
         """The next sequence. It stays the same until one is added or removed. Raises IndexError for an empty queue."""
@@ -70,11 +89,12 @@ class Waiting:
 
     def remove(self, seq: Sequence) -> None:
         """Removes a waiting sequence. Raises KeyError for any other."""
-        level = self._levels[seq.order[0]]
-        level.remove(seq)
-        if not level.num_newcomers and not level.resumed:
-            del self._levels[seq.order[0]]
-            self._priorities.remove(seq.order[0])
+        if self.adapters is None or not self.adapters.unpark(seq):
+            level = self._levels[seq.order[0]]
+            level.remove(seq)
+            if not level.num_newcomers and not level.resumed:
+                del self._levels[seq.order[0]]
+                self._priorities.remove(seq.order[0])
         self._count -= 1
         self.num_tokens -= seq.prompt_len
         self.num_completions -= _completions(seq)

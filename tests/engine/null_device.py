@@ -7,13 +7,15 @@ or a wrong prefix hit all show at once.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.sampling import SCORE_WORDS
 from jaxserve.execution.step_buffer import StepBatch, pack, split
@@ -26,14 +28,15 @@ from jaxserve.scheduling.step_plan import Rows, StepPlan
 from jaxserve.scheduling.windows import Chunk
 
 VOCAB = 6
+PIECES = 3  # calls in which an adapter is uploaded
 
 
 def fingerprint(state: int, token: int) -> int:
     return hash((state, token))
 
 
-def root_state(salt: str | None) -> int:
-    return hash(tuple((salt or "").encode()))
+def root_state(salt: str | None, adapter: ServedAdapter | None = None) -> int:
+    return hash(tuple(((salt or "") + (adapter.digest if adapter else "")).encode()))
 
 
 def next_token(state: int, seed: int, allowed: Callable[[int], bool] = lambda token: True) -> int:
@@ -112,11 +115,24 @@ class Device:
         # Of a recurrent model: the state behind the last token of each slot, then the snapshots.
         self.recurrent = None if recurrent is None else [0] * (max_num_seqs + 1 + recurrent)
 
+        self.places: dict[int, list[str]] = {}  # place of an adapter -> digest of the adapter of each piece in it
+        self.place_of: Callable[[Sequence], int | None] = lambda seq: None
+        self.slot_place: list[int | None] = [None] * (max_num_seqs + 1)
+
+    def adapter_uploads(self, place: int, adapter: ServedAdapter) -> Iterator[Callable[[], None]]:
+        """As `ModelRunner.adapter_uploads`."""
+        pieces = self.places.setdefault(place, ["never written"] * PIECES)
+        for piece in range(PIECES):
+            yield partial(pieces.__setitem__, piece, adapter.digest)
+            self.events["uploads"] += 1
+
     def run(self, plan: StepPlan, running: RunningTable) -> list[Ran]:
         for seq in plan.placed:
+            self.slot_place[seq.slot] = self.place_of(seq)
             self.last_token[seq.slot] = 0
             self.length[seq.slot] = int(running.start[seq.slot])
-            self.slot_params[seq.slot] = root_state(seq.request.cache_salt), child_seed(seq.seed, 0), seq.stop_ids
+            root = root_state(seq.request.cache_salt, seq.adapter)
+            self.slot_params[seq.slot] = root, child_seed(seq.seed, 0), seq.stop_ids
         self._copy(plan.copies)
         self._copy_states(plan.restored, "restored")
         for source, target in plan.table_copies:
@@ -181,6 +197,7 @@ class Device:
             written: set[tuple[int, int]] = set()
             advancing = [i for i in range(len(rows)) if going[i] or (step == 0 and not ended[i])]
             for i in advancing:
+                self._check_adapter(rows[i].seq, slots[i])
                 assert step > 0 or self.length[slots[i]] == rows[i].start, "host and device count differently"
                 self._write_row(fields, i, written, step)
             self.scribble()
@@ -204,6 +221,13 @@ class Device:
         self.events["loops"] += steps > 1
         self.events["loops beside single draws"] += steps > 1 and any(row.seq.params.has_mask for row in rows)
         return ran
+
+    def _check_adapter(self, seq: Sequence, slot: int) -> None:
+        place = self.slot_place[slot]
+        assert (place is None) == (seq.adapter is None)
+        if place is not None and seq.adapter is not None:
+            assert self.places[place] == [seq.adapter.digest] * PIECES, "a row would see another adapter's weights"
+            self.events["rows with adapters"] += 1
 
     def _check_proposals(self, row: Row, slot: int, proposed: list[int], drawn: np.ndarray) -> None:
         """Draws behind the row's last known token, then behind each of its proposals that equals the draw before it.

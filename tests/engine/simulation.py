@@ -8,6 +8,9 @@ from itertools import count
 import numpy as np
 from null_device import VOCAB, Device, Ran, each, fingerprint, next_token, root_state
 
+from jaxserve.adapters.pool import AdapterPool
+from jaxserve.adapters.registry import AdapterError, ServedAdapter
+from jaxserve.engine.adapter_places import Adapters
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
@@ -54,6 +57,7 @@ class Job:
     seed: int
     stop_ids: frozenset[int]
     scored: list[int] = field(default_factory=list)  # positions whose hidden state was scored
+    adapter: ServedAdapter | None = None
     _known: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
     def trace(self, index: int) -> tuple[list[int], list[int]]:
@@ -61,7 +65,7 @@ class Job:
         if index not in self._known:
             seed, tokens, states = child_seed(self.seed, index), list(self.request.prompt_token_ids), []
             prompt_len, masked = len(tokens), self.request.params.has_mask
-            state = root_state(self.request.cache_salt)
+            state = root_state(self.request.cache_salt, self.adapter)
             for position in range(prompt_len + self.request.params.max_tokens):
                 if position == len(tokens):
                     last = tokens[prompt_len:][-1:] if masked else []
@@ -79,6 +83,23 @@ class Job:
             if token in self.stop_ids or (self.request.params.has_mask and grammar.ended):
                 return output[: i + 1], "stop"
         return output, "length"
+
+
+class Disk:
+    """Stands in for `Registry`: weights come when they were asked for three times, and a lost adapter's never."""
+
+    def __init__(self) -> None:
+        self.lost: set[str] = set()
+        self.reading = False
+        self._asked: Counter[str] = Counter()
+
+    def weights(self, wanted: list[ServedAdapter], *, patience: float | None = 0.0) -> ServedAdapter | None:
+        first = wanted[0]
+        if first.digest in self.lost:
+            raise AdapterError(f"{first.name} is lost")
+        self._asked[first.digest] += 1
+        self.reading = self._asked[first.digest] % 3 != 0 and patience is not None
+        return None if self.reading else first
 
 
 LONG = 80  # tokens; no request needs to be longer
@@ -101,13 +122,14 @@ class Simulation:
 
     def __init__(
         self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None,
-        windows=(None,), snapshots=None,
+        windows=(None,), snapshots=None, places=None,
     ):  # fmt: skip
-        """`snapshots`: the model is recurrent, and keeps so many states of prefixes."""
+        """`snapshots`: the model is recurrent, and keeps so many states of prefixes. `places`: for adapters."""
         states = StateSnapshots(max_num_seqs + 1, snapshots, least=page_size) if snapshots else None
         caches = prefix_caching and snapshots != 0
         self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=caches, windows=windows, states=states)
         self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
+        pool = None if places is None else AdapterPool(places)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
@@ -116,9 +138,14 @@ class Simulation:
             prefill_chunk=chunk,
             prefill_bursts=cost is None,
             recurrent=snapshots is not None,
+            adapters=pool,
         )
         self.beams = Beams(self.scheduler, ())
         self.device = Device(self.blocks, max_num_seqs, self._check_read, cost, self.longest, snapshots)
+        self.disk = Disk()
+        self.adapters: Adapters | None = None
+        if pool is not None:
+            self.adapters, self.device.place_of = Adapters(self.disk, pool, self.device), pool.place_of
         self.events: Counter[str] = self.device.events
         self.in_flight: deque[list[Ran]] = deque()
         self.jobs: dict[str, Job] = {}
@@ -126,6 +153,7 @@ class Simulation:
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.aborted: set[tuple[str, int]] = set()
+        self.paused: set[str] = set()
         self._arrivals = count()
 
     @property
@@ -142,9 +170,10 @@ class Simulation:
     # Requests
 
     def add(
-        self, prompt, *, n=1, max_tokens=8, priority=0, stop_ids=(), salt=None, scored=False, masked=False, beams=False
-    ) -> str:
-        """Raises InvalidRequestError for beams that have no room."""
+        self, prompt, *, n=1, max_tokens=8, priority=0, stop_ids=(), salt=None, scored=False, masked=False, beams=False,
+        adapter=None,
+    ) -> str:  # fmt: skip
+        """Raises InvalidRequestError for beams that have no room. `adapter`: its name."""
         arrival = next(self._arrivals)
         assert len(prompt) + max_tokens <= self.longest, "the engine would not have accepted this"
         options = {"use_beam_search": True} if beams else {"prompt_logprobs": 0 if scored else None}
@@ -153,14 +182,15 @@ class Simulation:
         request = Request(
             request_id=name, prompt_token_ids=list(prompt), params=params, priority=priority, cache_salt=salt
         )
+        served = None if adapter is None else ServedAdapter(adapter, f"digest of {adapter}", "")
         if beams:
             self.beams.check(request, len(prompt) + max_tokens, len(stops))
-            self.beams.start(request, max_tokens, stops, arrival)
+            self.beams.start(request, max_tokens, stops, arrival, served)
         else:
-            seq = Sequence(request, 0, 1000 + arrival, max_tokens, stops, arrival)
+            seq = Sequence(request, 0, 1000 + arrival, max_tokens, stops, arrival, adapter=served)
             seq.matcher = Grammar() if masked else None
             self.scheduler.add(seq)
-        self.jobs[name] = Job(request, 1000 + arrival, stops)
+        self.jobs[name] = Job(request, 1000 + arrival, stops, adapter=served)
         self.check()
         return name
 
@@ -201,18 +231,39 @@ class Simulation:
         """Schedules a step and runs it; its tokens wait in `in_flight`."""
         if self.scheduler.running.proposes and self.in_flight:
             self.commit()  # as the engine does
-        waiting = list(self.scheduler.waiting)
+        placing = self._place_adapters()
+        waiting = [seq for seq in self.scheduler.waiting if not self._is_parked(seq)]
         preemptions = self.scheduler.num_preemptions
         before = {seq: self.left(seq) for seq in self.scheduler.running}
         admissible = self.scheduler._next_admissible() is not None
         plan = self.scheduler.schedule(tokens_per_call)
-        self._check_schedule(plan, waiting, admissible, preemptions, before)
+        self._check_schedule(plan, waiting, admissible, preemptions, before, placing)
         if plan is not None:
             self._note_scored(plan)
             self.in_flight.append(self.device.run(plan, self.scheduler.running))
             self._sample_deferred()
         self.check()
         return plan
+
+    def _place_adapters(self) -> bool:
+        """As the engine does. Returns whether that has something to do."""
+        if self.adapters is None:
+            return False
+        busy = len(self.scheduler.running) > 0 or len(self.in_flight) > 0
+        failed = self.adapters.place(self.scheduler.waiting, busy=busy, at_once=False)
+        for name in failed:
+            self.events["lost adapters"] += 1
+            self.abort(name)
+        return bool(failed) or self.adapters.uploading or self.disk.reading
+
+    def _is_parked(self, seq: Sequence) -> bool:
+        return self.adapters is not None and seq in set(self.adapters.pool.parked)
+
+    def pause(self, name: str, paused: bool) -> None:
+        """A client stops reading, or goes on."""
+        self.scheduler.pause(name, paused)
+        self.paused = (self.paused | {name}) if paused else self.paused - {name}
+        self.check()
 
     def _sample_deferred(self) -> None:
         """As the engine does once all steps before the last one have been taken in."""
@@ -269,7 +320,9 @@ class Simulation:
 
     def drain(self, *, overlapped: bool = False) -> None:
         """Steps to the end, which must come in bounded time: the first running sequence advances in every step."""
-        work = 0
+        for name in list(self.paused):
+            self.pause(name, False)
+        work = 8 * len(self.jobs) if self.adapters is not None else 0
         for job in self.jobs.values():
             params = job.request.params
             tokens = params.n * (len(job.request.prompt_token_ids) + params.max_tokens + 2)
@@ -299,7 +352,7 @@ class Simulation:
         """`seen`: what the sequence's last token sees, from the position `first` on."""
         end = first + len(seen)
         if seq.params.use_beam_search:  # the host knows all of its tokens
-            states, state = [], root_state(seq.request.cache_salt)
+            states, state = [], root_state(seq.request.cache_salt, seq.adapter)
             for token in self.scheduler.running.tokens[seq.slot, :end].tolist():
                 state = fingerprint(state, token)
                 states.append(state)
@@ -317,12 +370,14 @@ class Simulation:
                 row.seq.num_scored = end
 
     def _check_schedule(
-        self, plan: StepPlan | None, waiting: list[Sequence], admissible: bool, preemptions: int, before: dict
-    ) -> None:
-        """`before`: what was left to compute of the running sequences."""
+        self, plan: StepPlan | None, waiting: list[Sequence], admissible: bool, preemptions: int, before: dict,
+        placing: bool,
+    ) -> None:  # fmt: skip
+        """`before`: what was left to compute of the running sequences. `placing`: adapters are being uploaded."""
         rows = each(plan.rows) if plan else []
         scheduled = {row.seq: row for row in rows}
-        assert plan is not None or self.in_flight or not self.scheduler.has_work, "there is work, and nothing is done"
+        acts = plan is not None or self.in_flight or placing
+        assert acts or not self.scheduler.has_work, "there is work, and nothing is done"
         if plan is not None:
             assert rows
             assert sum(row.count for row in rows) <= self.budget
@@ -351,6 +406,10 @@ class Simulation:
         assert not self.in_flight
         assert not self.scheduler.running
         assert self.scheduler.num_waiting == 0
+        if self.adapters is not None:
+            assert not list(self.adapters.pool.parked)
+            assert not any(place.held for place in self.adapters.pool.places)
+            self.events["evicted adapters"] = self.adapters.pool.evictions
         assert self.blocks.num_used == 0
         assert not any(name in self.scheduler or name in self.beams for name in self.jobs)
         for name, job in self.jobs.items():
@@ -374,9 +433,10 @@ class Simulation:
 def search_alone(job: Job) -> dict[int, list[int]]:
     """What a search finds when nothing else runs, with room for everything; output by index."""
     params, prompt = job.request.params, job.request.prompt_token_ids
-    alone = Simulation(num_pages=400, max_num_seqs=params.n, budget=64, prefix_caching=False)
-    alone.add(
-        prompt, n=params.n, max_tokens=params.max_tokens, stop_ids=job.stop_ids, salt=job.request.cache_salt, beams=True
-    )
+    places = None if job.adapter is None else 1
+    alone = Simulation(num_pages=400, max_num_seqs=params.n, budget=64, prefix_caching=False, places=places)
+    adapter = None if job.adapter is None else job.adapter.name
+    request = {"n": params.n, "max_tokens": params.max_tokens, "stop_ids": job.stop_ids, "adapter": adapter}
+    alone.add(prompt, salt=job.request.cache_salt, beams=True, **request)
     alone.drain()
     return {index: output for (_, index), output in alone.outputs.items()}

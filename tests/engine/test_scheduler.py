@@ -38,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 5), (3, None, 9), (2, 7), *CHUNKED]),
         snapshots=st.sampled_from([None, None, None, 0, 1, 5]),
+        places=st.sampled_from([None, None, 1, 2, 3]),
         cost=st.sampled_from([None, StepCost(weights=0.003, token=0.001), StepCost(weights=1.0, token=0.001)]),
     )
     def create(self, **sizes):
@@ -53,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_ids=st.sampled_from([(), (), (0,), (1, 2)]),
         salt=st.sampled_from([None, None, None, "a"]),
         kind=st.sampled_from(["plain", "plain", "scored", "masked", "beams"]),
+        adapter=st.sampled_from([None, *"abcdef"]),
     )
     def add(self, family, shared, tail, n, max_tokens, kind, **options):
         prompt = (family[:shared] + tail)[: max(self.simulation.longest - max_tokens, 1)]
@@ -61,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             kind = "plain"  # recurrent models have no beams
         if kind != "plain":
             options[kind] = True
+        if self.simulation.adapters is None:
+            del options["adapter"]
         with contextlib.suppress(InvalidRequestError):  # beams that have no room
             self.simulation.add(prompt, n=n if max_tokens else 1, max_tokens=max_tokens, **options)
 
@@ -75,6 +79,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whether it runs, waits, is over, or was not made yet."""
         name = data.draw(st.sampled_from(sorted(self.simulation.jobs)))
         self.simulation.abort(name, data.draw(st.integers(0, self.simulation.jobs[name].request.params.n - 1)))
+
+    @precondition(lambda self: self.simulation.jobs)
+    @rule(data=st.data(), paused=st.booleans())
+    def pause(self, data, paused):
+        self.simulation.pause(data.draw(st.sampled_from(sorted(self.simulation.jobs))), paused)
+
+    @precondition(lambda self: self.simulation.adapters)
+    @rule(name=st.sampled_from("abcdef"))
+    def lose_adapter(self, name):
+        """Its files are gone."""
+        self.simulation.disk.lost.add(f"digest of {name}")
 
     @rule(times=st.integers(1, 6), tokens_per_call=st.sampled_from(TOKENS_PER_CALL))
     def step(self, times, tokens_per_call):
@@ -114,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduler = SchedulerMachine.TestCase
 
