@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.config import CHOICES, POOL_FRACTION, EngineConfig
+from jaxserve.config import CHOICES, POOL_FRACTION, ConfigError, EngineConfig, LoRAModule
 
 PAGE_SIZE_HELP = "tokens per KV page; None: 128 on TPU, else 16"
 
@@ -41,6 +41,13 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
     return given
+
+
+def _adapter(text: str) -> LoRAModule:
+    try:
+        return LoRAModule.of(_json_object(text) if text.lstrip().startswith("{") else text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_engine_flags(command: argparse.ArgumentParser) -> None:
@@ -120,6 +127,15 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help='speculative decoding, for example {"method": "ngram", "num_speculative_tokens": 5}: proposes what '
          "followed the last tokens where they stood earlier; suffix: also in recent outputs; draft_model: by a smaller "
          "\"model\"; answers stay the same")  # fmt: skip
+    flag("--max-loras", field="max_loras", type=int, metavar="N",
+         help="LoRA adapters on the devices at a time, and so in one batch; requests for others wait")  # fmt: skip
+    flag("--max-lora-rank", field="max_lora_rank", type=int, metavar="RANK",
+         help="highest rank of an adapter; each of --max-loras takes memory for it")  # fmt: skip
+    flag("--max-cpu-loras", field="max_cpu_loras", type=int, metavar="N",
+         help="adapters in the host's memory; others are read again when needed; None: 4 times --max-loras")  # fmt: skip
+    flag("--lora-modules", field="lora_modules", nargs="+", type=_adapter, metavar="NAME=PATH",
+         help='adapters to load at start: name=path, or a JSON object such as {"name": "n", "path": "p", '
+         '"base_model_name": "m"}; needs --enable-lora')  # fmt: skip
     flag("--state-snapshots", field="state_snapshots", type=int,
          help="of a model with recurrent layers: states at the ends of prompts that are kept for later requests; "
          "None: a quarter of --max-num-seqs, at least 8")  # fmt: skip
@@ -127,6 +143,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--profile", "--profile-dir", field="profile_dir", metavar="DIR",
          help="folder for traces of JAX's profiler; adds POST /profile?steps=N to a server with --admin-key; "
          "None: no traces")  # fmt: skip
+    group.add_argument("--enable-lora", action="store_true",
+                       help="serve LoRA adapters, each under a model name of its own")  # fmt: skip
     group.add_argument("--dequantize", action="store_true",
                        help="turn quantized weights into floats while loading: takes more memory; on CPU faster for "
                        "long prompts")  # fmt: skip

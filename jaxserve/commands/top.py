@@ -209,6 +209,7 @@ class View:
             phase = "prompt" if owner["computed_tokens"] < owner["prompt_tokens"] else "decode"
             lines.append(
                 f"{self._owner(owner)} {name:<12} {phase}  {bar} {owner['tokens']:>7} tokens {owner['pages']:>6} pages"
+                f"  {owner.get('adapter', '')}".rstrip()
             )
         return lines
 

@@ -2,7 +2,7 @@
 
 A place is overwritten only while no sequence holds it. The devices run calls in the order in which they are dispatched:
 earlier steps, which may use the place's last adapter, then the uploads, then the first step of a sequence that uses the
-new one. Uploads are cut into calls of a few milliseconds, and while sequences run, each step waits for one call.
+new one. Uploads are cut into small calls. While sequences run, only some of them are made before each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jaxserve.types import InvalidRequestError, Request
 
 log = logging.getLogger(__name__)
 
-TURN_SECONDS = 0.005  # for uploads while nothing runs, before the engine looks for new requests
+BUSY_SECONDS = 0.002  # for uploads before each step while sequences run
+IDLE_SECONDS = 0.02  # for uploads while none runs, before the engine looks for new requests
 PATIENCE = 0.005  # seconds that an engine with nothing else to do waits for an adapter's files
 
 
@@ -40,6 +41,8 @@ class Adapters:
         """With the adapters that the settings name; None if they turn adapters off. Raises ConfigError."""
         if not config.enable_lora:
             return None
+        if runner.pooling is not None:
+            raise ConfigError("adapters are served for models that generate, not for embeddings or scores")
 
         def load(path: Path, name: str) -> Adapter:
             return load_adapter(path, name, runner.targets, config.max_lora_rank)
@@ -62,12 +65,12 @@ class Adapters:
     def place(self, waiting: Waiting, *, busy: bool, at_once: bool) -> dict[str, str]:
         """Uploads adapters that sequences wait for, and releases the sequences whose adapter is complete.
 
-        While sequences run (`busy`) one call is dispatched, else as many as take TURN_SECONDS, and with `at_once` all.
-        Returns the requests whose adapter cannot be read any more, with the reason.
+        Takes BUSY_SECONDS while sequences run (`busy`), else IDLE_SECONDS, and one call more; with `at_once` no upload
+        is left for later. Returns the requests whose adapter cannot be read any more, with the reason.
         """
         failed: dict[str, str] = {}
         waiting.release(self.pool.reopened())
-        end = time.perf_counter() + TURN_SECONDS
+        end = time.perf_counter() + (BUSY_SECONDS if busy else IDLE_SECONDS)
         while True:
             if self._upload is None:
                 patience = None if at_once else 0.0 if busy else PATIENCE
@@ -80,7 +83,7 @@ class Adapters:
                 waiting.release(self.pool.open(place))
                 continue
             call()
-            if not at_once and (busy or time.perf_counter() > end):
+            if not at_once and time.perf_counter() > end:
                 return failed
 
     def _begin(

@@ -43,7 +43,7 @@ from jaxserve.engine.recovery import Recovery, ended
 from jaxserve.engine.timeline import Timeline
 from jaxserve.execution import memory
 from jaxserve.execution.programs import StepProgram
-from jaxserve.execution.slots import encode_counts, encode_slot
+from jaxserve.execution.slots import NO_ADAPTER, encode_counts, encode_slot
 from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
@@ -323,9 +323,9 @@ class Engine:
         for seq in placed:
             stops = tuple(seq.stop_ids)
             length = int(self.scheduler.running.start[seq.slot])
-            place = self.adapters.pool.place_of(seq) if self.adapters is not None else None
-            options = seq.prompt_len, seq.penalty_row, length, place
-            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, *options))
+            place = None if self.adapters is None else self.adapters.pool.place_of(seq)
+            numbers = seq.prompt_len, seq.penalty_row, length, NO_ADAPTER if place is None else place
+            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, *numbers))
         self.runner.set_slots(rows)
         penalized = [seq for seq in placed if seq.params.has_penalties]
         if penalized:

@@ -88,9 +88,7 @@ def load_parts(
     return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing, plan.pooler, draft)
 
 
-def make_scheduler(
-    config: EngineConfig, parts: EngineParts, longest: int, adapters: AdapterPool | None
-) -> Scheduler:
+def make_scheduler(config: EngineConfig, parts: EngineParts, longest: int, adapters: AdapterPool | None) -> Scheduler:
     """The scheduler, with the pages of the runner's cache. longest: most tokens of a sequence."""
     runner, layout = parts.runner, parts.runner.layout
     caches, states = config.prefix_caching, None

@@ -33,6 +33,7 @@ class PoolOwner(msgspec.Struct):
     computed_tokens: int
     tokens: int
     max_tokens: int  # prompt and output
+    adapter: str = ""  # name of its LoRA adapter
 
 
 class PoolSnapshot(msgspec.Struct):
@@ -119,6 +120,6 @@ def _cells(
 def _owners(running: RunningTable, seqs: list[Sequence]) -> list[PoolOwner]:
     columns = np.stack((running.num_held, running.computed, running.known, running.limit), axis=1)
     return [
-        PoolOwner(seq.request_id, seq.index, pages, seq.prompt_len, computed, known, limit)
+        PoolOwner(seq.request_id, seq.index, pages, seq.prompt_len, computed, known, limit, seq.request.adapter)
         for seq, (pages, computed, known, limit) in zip(seqs, columns[[seq.slot for seq in seqs]].tolist(), strict=True)
     ]

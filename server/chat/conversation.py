@@ -43,7 +43,7 @@ async def prepare(
 
     `form_field`: the field for the answer's form in the client's body, for error messages; None for a chat request.
     """
-    state.check_model(body.model)
+    adapter = state.check_model(body.model)
     body.check()
     state.check_template(body.chat_template)
     tokenizer, info = state.require_ready()
@@ -77,7 +77,8 @@ async def prepare(
     )
 
     def generate(prompt: list[int], params: SamplingParams) -> Generation:
-        return Generation(state, tokenizer, http, [prompt], params, body, run.stop_strings(prompt, params))
+        stops = run.stop_strings(prompt, params)
+        return Generation(state, tokenizer, http, [prompt], params, body, stops, adapter)
 
     run.generation = generate(ids, params)
     if body.thinking_token_budget is not None and (splitter := run.splitter()) is not None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request as HTTPRequest
 
+from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.limits import MAX_HELD_LOGPROBS
 from jaxserve.scheduling.block_manager import hash_pages
 from jaxserve.server.chat.output_parser import Piece
@@ -81,6 +82,7 @@ class Generation:
         params: SamplingParams,
         body: SamplingFields,
         stops: StopStrings | None = None,
+        adapter: ServedAdapter | None = None,
     ):
         self._state, self._key, self._body = state, key_of(http), body_of(http)
         priority, cache_salt = state.priority(http, body.priority), state.cache_salt(http, body.cache_salt)
@@ -93,12 +95,14 @@ class Generation:
                 cache_salt=cache_salt,
                 streams=bool(body.stream),
                 tenant=tenant_of(http),
+                adapter=adapter.name if adapter is not None else "",
+                adapter_digest=adapter.digest if adapter is not None else "",
             )
             for ids in prompts
         ]
         stops = stops or StopStrings(params.stop)  # shared by all prompts
         self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
-        self._times = [RequestTimes(state.metrics, params, len(ids)) for ids in prompts]
+        self._times = [RequestTimes(state.metrics, params, len(ids), self.requests[0].adapter) for ids in prompts]
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = self._cached_tokens = 0
         self._held_logprobs = 0  # log-probabilities kept until an answer that is not streamed is complete
@@ -113,7 +117,8 @@ class Generation:
 
         def work() -> None:
             for request in long:
-                request.page_hashes = hash_pages(request.prompt_token_ids, request.cache_salt, page_size)
+                prompt, adapter = request.prompt_token_ids, request.adapter_digest or None
+                request.page_hashes = hash_pages(prompt, request.cache_salt, page_size, adapter)
 
         await self._state.off_loop(work)
 

@@ -49,7 +49,7 @@ class _Answer:
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": body.model or state.settings.model_name,
-            "system_fingerprint": state.fingerprint,
+            "system_fingerprint": state.fingerprint_of(run.generation.requests[0].adapter_digest),
         }
 
     async def whole(self) -> Response:

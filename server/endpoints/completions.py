@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.server.chat.generation import Generation, Turn, json_logprob, name_tokens, prompt_logprobs_json
 from jaxserve.server.http.sse import ChunkWriter, EventStream, run_until_disconnect
 from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
@@ -27,15 +28,17 @@ async def create_completion(http: HTTPRequest) -> Response:
     """Answers with one JSON object, or with a stream of chunks."""
     state = state_of(http)
     body = await read_body(http, _decoder)
-    state.check_model(body.model)
+    adapter = state.check_model(body.model)
     body.check()
-    answer = await run_until_disconnect(http.receive, _prepare(state, http, body))
+    answer = await run_until_disconnect(http.receive, _prepare(state, http, body, adapter))
     if body.stream:
         return EventStream(answer.stream())
     return await run_until_disconnect(http.receive, answer.whole())
 
 
-async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionRequest) -> _Answer:
+async def _prepare(
+    state: ServerState, http: HTTPRequest, body: CompletionRequest, adapter: ServedAdapter | None
+) -> _Answer:
     """Tokenizes and checks the prompts."""
     tokenizer, info = state.require_ready()
     prompts = body.prompts()
@@ -63,7 +66,7 @@ async def _prepare(state: ServerState, http: HTTPRequest, body: CompletionReques
         return tokenizer.with_eos(params, info.eos_token_ids), echoes
 
     params, echoes = await state.text_work(http, prepare, short=True)
-    generation = Generation(state, tokenizer, http, ids, params, body)
+    generation = Generation(state, tokenizer, http, ids, params, body, adapter=adapter)
     return _Answer(state, http, tokenizer, body, generation, echoes)
 
 
@@ -119,7 +122,7 @@ class _Answer:
             "object": "text_completion",
             "created": int(time.time()),
             "model": body.model or state.settings.model_name,
-            "system_fingerprint": state.fingerprint,
+            "system_fingerprint": state.fingerprint_of(generation.requests[0].adapter_digest),
         }
 
     async def whole(self) -> Response:

@@ -34,7 +34,8 @@ def _json(value: Any, status: int = 200) -> Response:
 async def list_models(http: Request) -> Response:
     """GET /v1/models."""
     state = state_of(http)
-    return _json({"object": "list", "data": [_card(state, name) for name in state.settings.model_names]})
+    names = [*state.settings.model_names, *state.client.adapters]
+    return _json({"object": "list", "data": [_card(state, name) for name in names]})
 
 
 async def get_model(http: Request) -> Response:
@@ -46,14 +47,15 @@ async def get_model(http: Request) -> Response:
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    info = state.client.info
+    info, adapter = state.client.info, state.check_model(name)
+    parent = None if adapter is None else adapter.parent or state.settings.model_name
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "jaxserve",
-        "root": state.settings.model_name,
-        "parent": None,
+        "root": state.settings.model_name if adapter is None else adapter.path,
+        "parent": parent,
         "max_model_len": None if info is None else info.max_model_len,
     }
 
@@ -119,7 +121,7 @@ async def server_info(http: Request) -> Response:
     return _json(
         {
             "version": __version__,
-            "models": settings.model_names,
+            "models": [*settings.model_names, *state.client.adapters],
             "system_fingerprint": state.fingerprint,
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
@@ -159,7 +161,7 @@ async def metrics(http: Request) -> Response:
 async def profile(http: Request) -> Response:
     """POST /profile?steps=N: traces the engine's next N steps (default 10). Needs `--profile DIR` and the admin key."""
     state = state_of(http)
-    _require_admin(http)
+    require_admin(http)
     _, info = state.require_ready()
     if info.profile_dir is None:
         raise APIError(404, "profiling is off; start the server with --profile DIR")
@@ -205,14 +207,14 @@ def _text_of(tokenizer: Tokenizer, token: int | None) -> str | None:
 async def reset_prefix_cache(http: Request) -> Response:
     """POST /reset_prefix_cache: forgets the cached pages of earlier prompts. Needs the admin key."""
     state = state_of(http)
-    _require_admin(http)
+    require_admin(http)
     state.require_ready()
     _not_too_often(http)
     state.client.reset_prefix_cache()
     return _json({"status": "ok"})
 
 
-def _require_admin(http: Request) -> None:
+def require_admin(http: Request) -> None:
     """Raises APIError: 404 if the server has no admin key, 401 for a request without it, and 400 for a request that is
     not declared as JSON, because a form on another site's page could have sent it."""
     if (key := state_of(http).settings.admin_key) is None:
@@ -238,6 +240,6 @@ async def openapi(http: Request) -> Response:
         tokenizer, info = state.require_ready()
         ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
         model = ModelFacts(info.vocab_size, info.max_model_len, len(ends), info.task)
-    settings = state.settings
-    document = openapi_document(__version__, settings.model_names, model, settings.trust_request_chat_template)
+    names = [*state.settings.model_names, *state.client.adapters]
+    document = openapi_document(__version__, names, model, state.settings.trust_request_chat_template)
     return _json(document)

@@ -14,6 +14,7 @@ import msgspec
 
 from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.server.endpoints.openapi_rules import FIELDS, RULES
+from jaxserve.server.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from jaxserve.server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
 from jaxserve.server.schemas.common import NOT_SERVED, CompletionRequest, DetokenizeRequest, SamplingFields
@@ -29,6 +30,10 @@ _POSTS = {
     "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of such a conversation"),
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),
+}
+_ADAPTER_POSTS = {
+    "/v1/load_lora_adapter": (LoadAdapterRequest, "Load a LoRA adapter (admin)"),
+    "/v1/unload_lora_adapter": (UnloadAdapterRequest, "Unload a LoRA adapter (admin)"),
 }
 # Of models that do not generate, by `Ready.task`.
 _POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
@@ -77,7 +82,7 @@ def openapi_document(
 
     `own_templates`: requests may bring a chat template.
     """
-    posts = _POSTS | _POOLING_POSTS.get(model.task if model else "generate", {})
+    posts = _POSTS | _POOLING_POSTS.get(model.task if model else "generate", {}) | _ADAPTER_POSTS
     types = [body for body, _ in posts.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for name, rules in RULES.items():
@@ -86,7 +91,8 @@ def openapi_document(
         components[name]["properties"] |= better
     for kind in types:
         fields = components[kind.__name__]["properties"]
-        fields["model"] = {"enum": [None, *names], "default": None}
+        if "model" in fields:
+            fields["model"] = {"enum": [None, *names], "default": None}
         if issubclass(kind, SamplingFields):
             fields |= {name: {"enum": [None, *harmless]} for name, harmless in NOT_SERVED.items()}
         if "chat_template" in fields and not own_templates:

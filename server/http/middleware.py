@@ -17,7 +17,8 @@ from jaxserve.server.http.limits import Bodies, too_long
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # answered without a key
 RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered even on connections beyond the limit
-ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile"})  # their handlers check the admin key
+ADAPTER_PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile", *ADAPTER_PATHS})  # their handlers check the admin key
 MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they reveal facts about the requests of all keys
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -20,6 +20,7 @@ class ServerSettings:
       api_keys: accepted keys; if empty, no key is needed.
       salt_by_key: keep prefix-cache hits within one key; None: on when there are two or more keys.
       admin_key: key of the admin endpoints, which answer 404 without one.
+      lora_root: folder below which adapters may be loaded while the server runs; None: they may not.
       metrics_key: key for /metrics, /load and /pool, which the admin key opens too.
       open_metrics: serve /metrics without a key.
       max_body_bytes: longest request body.
@@ -49,6 +50,7 @@ class ServerSettings:
     api_keys: tuple[ApiKey, ...] = ()
     salt_by_key: bool | None = None
     admin_key: str | None = field(default=None, repr=False)
+    lora_root: str | None = None
     metrics_key: str | None = field(default=None, repr=False)
     open_metrics: bool = False
     max_body_bytes: int = 32 * 2**20

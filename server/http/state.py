@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.server import plugins
 from jaxserve.server.http.body import body_of, read_bytes
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
@@ -33,6 +35,7 @@ T = TypeVar("T")
 
 _MOST_REPAIRED = 2**20  # characters; in longer bodies 16.0 is not accepted for 16
 _INLINE_BYTES = 2000  # texts of a body up to this size are tokenized on the event loop, longer ones in a thread
+_MOST_LISTED = 16  # names of models in an error
 _TURN = 200_000  # characters that a thread tokenizes at a time for one request
 
 
@@ -87,16 +90,27 @@ class ServerState:
             raise unavailable("the model is still loading", "loading")
         return self.tokenizer, self.client.info
 
-    def check_model(self, name: str | None) -> None:
-        """Raises APIError (404) for a model that is not served here."""
-        names = self.settings.model_names
-        if name is not None and name not in names:
-            raise APIError(
-                404,
-                f"the model {name[:256]!r} does not exist; this server has {', '.join(map(repr, names))}",
-                param="model",
-                code="model_not_found",
-            )
+    def check_model(self, name: str | None) -> ServedAdapter | None:
+        """The LoRA adapter of this name; None for the model itself. Raises APIError (404) for other names."""
+        names, adapters = self.settings.model_names, self.client.adapters
+        if name is None or name in names:
+            return None
+        if name in adapters:
+            return adapters[name]
+        listed = ", ".join(map(repr, [*names, *adapters][:_MOST_LISTED]))
+        more = ", …" if len(names) + len(adapters) > _MOST_LISTED else ""
+        raise APIError(
+            404,
+            f"the model {name[:256]!r} does not exist; this server has {listed}{more}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def fingerprint_of(self, adapter_digest: str) -> str | None:
+        """The `system_fingerprint` of answers with this adapter; "" for those of the model itself."""
+        if not adapter_digest or self.fingerprint is None:
+            return self.fingerprint
+        return f"fp_{hashlib.sha256(f'{self.fingerprint} {adapter_digest}'.encode()).hexdigest()[:10]}"
 
     def check_template(self, chat_template: str | None) -> None:
         """Raises InvalidRequestError for a chat template in a request unless the operator allows it."""

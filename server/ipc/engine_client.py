@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+from jaxserve.adapters.registry import AdapterError, ServedAdapter
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
+from jaxserve.server.ipc.messages import LoadAdapter, UnloadAdapter
+from jaxserve.server.ipc.update_stream import UpdateStream, weight
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError, Request, SequenceUpdate
 
 log = logging.getLogger("jaxserve.server")
 
 POOL_SECONDS = 0.5  # shortest time between two `AskPool` messages
-MAX_UNREAD = 2**16  # updates (see `_weight`) that a stream's reader may leave unread before its requests pause
+MAX_UNREAD = 2**16  # updates (see `weight`) that a stream's reader may leave unread before its requests pause
 MAX_ALL_UNREAD = 2**21  # of all streams together; above it, requests pause at an eighth of MAX_UNREAD
 EngineStatus = Literal["loading", "ready", "restarting", "dead"]
 
@@ -27,6 +31,7 @@ class EngineClient:
 
     Attributes:
       info: the latest `Ready` message; None before the first.
+      adapters: the LoRA adapters that the engine serves, by name.
       stats: the engine's latest statistics.
       error: why the engine died; None before that, and again once the next engine is ready.
       losses: number of engines that have died.
@@ -40,14 +45,17 @@ class EngineClient:
         self.losses = 0
         self.revives = False
         self.on_stats: Callable[[EngineStats], None] = lambda stats: None
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, UpdateStream] = {}
         self._unread = 0  # sum of all streams' `unread`
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task | None = None
         self._ready = asyncio.Event()  # set once the current engine is ready or has died
         self._lost = asyncio.Event()  # set once the current engine has died
         self._alive_at = -math.inf  # event-loop time at which the engine last made progress
+        self.adapters: dict[str, ServedAdapter] = {}
+        self._tickets: dict[int, asyncio.Future[str | None]] = {}  # of changes of adapters: the error, if there is one
         self._pool: asyncio.Future[PoolSnapshot] | None = None
+        self._numbers = itertools.count()
         self._pool_asked = -math.inf  # event-loop time of the latest `AskPool`
 
     async def connect(self, socket_path: str, engine_runs: Callable[[], bool]) -> None:
@@ -130,7 +138,7 @@ class EngineClient:
         """
         if self.error is not None:
             raise self._dead()
-        stream = _Stream()
+        stream = UpdateStream()
         if not self._streams:
             self._note_life()  # the engine had no work until now, so it cannot have stalled
         for request in requests:
@@ -195,6 +203,21 @@ class EngineClient:
         """Has the engine forget the cached pages of earlier prompts."""
         self._send(messages.ResetPrefixCache())
 
+    async def change_adapter(self, kind: type[LoadAdapter] | type[UnloadAdapter], *fields: Any) -> None:
+        """Has the engine load or unload an adapter. `fields` are those of the message behind `ticket`. Raises
+        AdapterError with the engine's reason if it cannot, and EngineDeadError if the engine has died."""
+        if self.error is not None:
+            raise self._dead()
+        ticket = next(self._numbers)
+        done = self._tickets[ticket] = asyncio.get_running_loop().create_future()
+        self._send(kind(ticket, *fields))
+        try:
+            error = await done
+        finally:
+            del self._tickets[ticket]
+        if error is not None:
+            raise AdapterError(error)
+
     async def pool(self) -> PoolSnapshot:
         """Who owns which KV page. An answer is kept for POOL_SECONDS before the engine is asked again.
 
@@ -251,18 +274,22 @@ class EngineClient:
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.running.clear()
                     stream.fail(_rejection(text, param, code))
+            case messages.AdapterDone(ticket, error):
+                if (done := self._tickets.get(ticket)) is not None and not done.done():
+                    done.set_result(error)
             case messages.Ready():
                 self.info, self.error = message, None
+                self.adapters = {adapter.name: adapter for adapter in message.adapters}
                 self._ready.set()
             case messages.Failed(text):
                 self.lose(text)
 
-    def _put(self, stream: _Stream, update: SequenceUpdate) -> None:
+    def _put(self, stream: UpdateStream, update: SequenceUpdate) -> None:
         """Adds an update to a stream. Pauses its request in the engine if the stream's reader is too far behind."""
         stream.put(update)
-        weight = _weight(update)
-        stream.unread += weight
-        self._unread += weight
+        more = weight(update)
+        stream.unread += more
+        self._unread += more
         most = MAX_UNREAD if self._unread <= MAX_ALL_UNREAD else MAX_UNREAD // 8
         if stream.unread > most and update.request_id in stream.running:
             stream.paused.add(update.request_id)
@@ -281,6 +308,9 @@ class EngineClient:
         if self._pool is not None and not self._pool.done():
             self._pool.set_exception(self._dead())
         self._pool = None
+        for done in self._tickets.values():
+            if not done.done():
+                done.set_exception(self._dead())
         for stream in set(self._streams.values()):
             stream.fail(self._dead())
 
@@ -294,82 +324,3 @@ def _rejection(message: str, param: str | None, code: str | None) -> Exception:
     if code == messages.INTERNAL_ERROR:
         return RuntimeError(message)
     return InvalidRequestError(message, param, code)
-
-
-def _weight(update: SequenceUpdate) -> int:
-    """A measure of an update's memory: its tokens and alternative tokens, plus one."""
-    weight = 1 + len(update.token_ids)
-    for scores in (update.logprobs, update.prompt_logprobs):
-        if scores:
-            weight += sum(1 + len(score.top) for score in scores if score is not None)
-    return weight
-
-
-class _Stream:
-    """Updates of one `generate` call that have arrived and not been taken.
-
-    Attributes:
-      unread: sum of these updates' weights.
-      paused: requests that are paused until these updates are taken.
-      running: request id -> completions that have not ended in the engine.
-      unaccepted: ids of requests for which no message has come from the engine.
-    """
-
-    def __init__(self) -> None:
-        self.unread = 0
-        self.paused: set[str] = set()
-        self.running: dict[str, set[int]] = {}
-        self.unaccepted: set[str] = set()
-        self._updates: list[SequenceUpdate] = []
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def over(self) -> bool:
-        return not self.running and not self._updates and self._error is None
-
-    def put(self, update: SequenceUpdate) -> None:
-        if update.finish_reason is not None:
-            self.close(update.request_id, update.index)
-        self._updates.append(update)
-        self.accept(update.request_id)
-
-    def accept(self, *request_ids: str) -> None:
-        self.unaccepted.difference_update(request_ids)
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self._wake()
-
-    def close(self, request_id: str, index: int) -> None:
-        indices = self.running.get(request_id, set())
-        indices.discard(index)
-        if not indices:
-            self.running.pop(request_id, None)
-
-    async def start(self) -> list[SequenceUpdate]:
-        """The updates that came before all requests were accepted, usually none. Raises a refused request's error."""
-        while self.unaccepted and self._error is None:
-            await self._change()
-        if self._error is not None:
-            raise self._error
-        updates, self._updates = self._updates, []
-        return updates
-
-    async def take(self) -> list[SequenceUpdate]:
-        """All updates that have arrived; waits for the first. An error is raised after the updates before it."""
-        while not self._updates and self._error is None:
-            await self._change()
-        if not self._updates and self._error is not None:
-            raise self._error
-        updates, self._updates = self._updates, []
-        return updates
-
-    async def _change(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -17,11 +17,14 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from jaxserve import heap
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
+from jaxserve.server.ipc.adapter_changes import AdapterChange, AdapterRead, change_adapters
 from jaxserve.server.ipc.connected_front import ConnectedFront
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 
@@ -65,7 +68,8 @@ class EngineServer:
     """
 
     def __init__(self, socket_path: str):
-        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, messages.FrontMessage | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, messages.FrontMessage | AdapterRead | None]]
+        self._inbox = queue.SimpleQueue()
         self._fronts: dict[int, ConnectedFront] = {}
         self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
         self._greeting: messages.EngineMessage | None = None
@@ -168,7 +172,9 @@ class EngineServer:
         except queue.Empty:
             return
 
-    def _handle(self, engine: EngineLike, front: ConnectedFront, message: messages.FrontMessage | None) -> None:
+    def _handle(
+        self, engine: EngineLike, front: ConnectedFront, message: messages.FrontMessage | AdapterRead | None
+    ) -> None:
         match message:
             case messages.Submit():
                 self._add(engine, front, message)
@@ -185,6 +191,8 @@ class EngineServer:
                 engine.reset_prefix_cache()
             case messages.AskPool():
                 front.send(messages.Pool(engine.pool()))
+            case messages.LoadAdapter() | messages.UnloadAdapter() | AdapterRead():
+                self._change_adapters(engine, front, message)
             case messages.Drain():
                 self._draining = True
             case None:
@@ -194,6 +202,19 @@ class EngineServer:
                 with self._fronts_lock:
                     del self._fronts[front.number]
                     self._draining = self._draining or not self._fronts
+
+    def _change_adapters(self, engine: EngineLike, front: ConnectedFront, message: AdapterChange) -> None:
+        """Loads or unloads an adapter. A thread reads its files, and then puts an AdapterRead into the inbox. Fronts
+        learn of the change before the answer."""
+        try:
+            changed = change_adapters(engine, message, lambda read: self._inbox.put((front, read)))
+        except (ValueError, OSError) as error:
+            front.send(messages.AdapterDone(message.ticket, str(error)))
+            return
+        if changed is not None:
+            assert isinstance(self._greeting, messages.Ready)
+            self._announce(msgspec.structs.replace(self._greeting, adapters=changed))
+            front.send(messages.AdapterDone(message.ticket))
 
     def _add(self, engine: EngineLike, front: ConnectedFront, submit: messages.Submit) -> None:
         """Adds all requests of a message to the engine, or none. The front's number makes their ids unique."""
@@ -292,6 +313,7 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         return 1
     pooler = getattr(engine, "pooler", None)
     pooling = {"task": pooler.task, "result_size": pooler.size, "score_prompt": pooler.prompt} if pooler else {}
+    adapters = getattr(engine, "adapters", None)
     ready = messages.Ready(
         model_folder=str(engine.model_folder),
         tokenizer_folder=str(getattr(engine, "tokenizer_folder", engine.model_folder)),
@@ -303,6 +325,8 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         max_num_seqs=config.max_num_seqs,
         profile_dir=config.profile_dir,
         scheduling_policy=config.scheduling_policy,
+        max_loras=config.max_loras if adapters else 0,
+        adapters=adapters.registry.served if adapters else [],
         **pooling,
     )
     try:

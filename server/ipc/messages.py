@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.types import Request, StepOutput
@@ -73,6 +74,24 @@ class AskPool(msgspec.Struct, tag="ask_pool"):
     """Asks for a `Pool` message."""
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Asks the engine to read a LoRA adapter and to serve it; see `ServedAdapter`. `ticket` is the front's number for
+    the answer. `replaces`: an adapter that is served under this name is replaced, which is an error otherwise."""
+
+    ticket: int
+    name: str
+    path: str
+    parent: str | None = None
+    replaces: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """Asks the engine to serve an adapter no more. Requests that ask for it already keep it."""
+
+    ticket: int
+    name: str
+
+
 class Drain(msgspec.Struct, tag="drain"):
     """Asks the engine to refuse new requests, finish the others, and exit."""
 
@@ -96,6 +115,8 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     task: str = "generate"  # or "embed" or "score"
     result_size: int = 0  # numbers of an embedding or score
     score_prompt: str = "plain"  # see `jaxserve.text.score_prompt`
+    max_loras: int = 0  # adapters that fit on the devices at a time; 0: none are served
+    adapters: list[ServedAdapter] = []  # sent again, with all other fields, when they change
 
 
 class Update(msgspec.Struct, tag="update"):
@@ -130,6 +151,13 @@ class Rejected(msgspec.Struct, tag="rejected"):
     code: str | None = None
 
 
+class AdapterDone(msgspec.Struct, tag="adapter_done"):
+    """The answer to `LoadAdapter` and `UnloadAdapter`; `error`: why nothing has changed."""
+
+    ticket: int
+    error: str | None = None
+
+
 class Beat(msgspec.Struct, tag="beat"):
     """The engine's process is alive. `busy`: seconds since its loop's current turn began; 0.0 while it compiles."""
 
@@ -142,8 +170,8 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-FrontMessage = Submit | Abort | Pause | Profile | ResetPrefixCache | AskPool | Drain
-EngineMessage = Ready | Update | Pool | Accepted | Rejected | Beat | Failed
+FrontMessage = Submit | Abort | Pause | Profile | ResetPrefixCache | AskPool | LoadAdapter | UnloadAdapter | Drain
+EngineMessage = Ready | Update | Pool | Accepted | Rejected | AdapterDone | Beat | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode

@@ -41,6 +41,8 @@ _FROM_STATS = (
     ("spec_decode_num_drafts", "counter", "Rows whose proposed tokens were checked", "spec_drafts"),
     ("spec_decode_num_draft_tokens", "counter", "Tokens proposed by speculative decoding", "spec_proposed"),
     ("spec_decode_num_accepted_tokens", "counter", "Proposed tokens that were kept", "spec_accepted"),
+    ("lora_loads", "counter", "LoRA adapters uploaded to the devices", "adapter_loads"),
+    ("lora_evictions", "counter", "LoRA adapters that gave up their place on the devices", "adapter_evictions"),
     ("executables", "gauge", "Compiled step functions", "executables"),
     ("compilations", "counter", "Programs compiled since start", "compilations"),
     ("compilation_cache_hits", "counter", "Programs read from the compilation cache", "compile_cache_hits"),
@@ -139,6 +141,18 @@ class Metrics:
             )
             info.add_metric([*self._labels, str(self._info.page_size), str(stats.pages_total)], 1)
             yield info
+            if self._info.max_loras:
+                yield self._adapters(self._info.max_loras, stats)
+
+    def _adapters(self, most: int, stats: EngineStats) -> Metric:
+        """Which adapters requests use, in labels; the value is the time, so that the latest of several is known."""
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        info = GaugeMetricFamily(
+            f"{self._prefix}:lora_requests_info", "LoRA adapters of requests", labels=[*_LABELS, *labels]
+        )
+        names = ",".join(stats.adapters_running), ",".join(stats.adapters_waiting)
+        info.add_metric([*self._labels, str(most), *names], time.time())
+        return info
 
     def describe(self) -> Iterable[Metric]:
         """Empty, so that prometheus_client checks names only when it collects the metrics."""
@@ -166,6 +180,7 @@ class RequestTimes:
     """The times of one prompt's request, from time.monotonic(). They are observed in `metrics` as they come.
 
     Attributes:
+      adapter: name of the request's LoRA adapter; "": none.
       arrival: when the request arrived.
       first, latest: when its first and latest tokens came; `first` is None before a token has come.
       queued: seconds that the request waited for a place in the batch.
@@ -173,8 +188,8 @@ class RequestTimes:
       finish_reasons: those of the completions that have ended.
     """
 
-    def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int):
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int, adapter: str = ""):
+        self._metrics, self.adapter = metrics, adapter
         self.params, self.num_prompt_tokens = params, num_prompt_tokens
         self.arrival = self.latest = time.monotonic()
         self.queued = 0.0

@@ -23,6 +23,7 @@ class Times(Protocol):
 
     params: SamplingParams
     num_prompt_tokens: int
+    adapter: str
     arrival: float
     queued: float  # seconds
     first: float | None
@@ -60,7 +61,7 @@ class RequestRecord:
             "method": self.scope["method"],
             "path": self.scope["path"],
             "status": self.status,
-            "model": model if self.generations else None,
+            "model": (self.generations[0].adapter or model) if self.generations else None,
             "prompt_tokens": sum(times.num_prompt_tokens for times in self.generations),
             "output_tokens": sum(times.num_output_tokens for times in self.generations),
             "ttft_seconds": round(min(firsts) - self.began, 6) if firsts else None,

@@ -14,13 +14,15 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
 
 from jaxserve import entry
-from jaxserve.config import EngineConfig
+from jaxserve.adapters.registry import ServedAdapter
+from jaxserve.config import EngineConfig, LoRAModule
 from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE, run_engine
 from jaxserve.server.observe.output import log_to_stderr
 from jaxserve.server.process.socket_folder import SocketFolder
@@ -74,6 +76,11 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):  # it has ended already; connecting to it will report that
             self._process.stdin.write(launch + b"\n")
             self._process.stdin.flush()
+
+    def keep_adapters(self, adapters: Iterable[ServedAdapter]) -> None:
+        """The next process begins with these adapters, those of them whose files can still be read."""
+        modules = [LoRAModule(one.name, one.path, one.parent, required=False) for one in adapters]
+        self._config = replace(self._config, lora_modules=tuple(modules))
 
     def __enter__(self) -> EngineProcess:
         return self

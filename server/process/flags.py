@@ -16,7 +16,7 @@ _SAME_NAME = (
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
     "max_connections", "max_connections_per_address", "max_body_bytes", "max_completions_per_request",
     "max_header_bytes", "client_timeout", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
-    "escape_special_tokens",
+    "escape_special_tokens", "lora_root",
 )  # fmt: skip
 
 
@@ -43,9 +43,12 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          help="file with more keys, one line each: 'key [name] [max-concurrency] [min-priority]'")  # fmt: skip
     flag("--salt-by-key", action=argparse.BooleanOptionalAction, default=None,
          help="keep prefix-cache hits within one key; None: on when there are two or more keys")  # fmt: skip
+    flag("--lora-root", metavar="DIR",
+         help="folder below which POST /v1/load_lora_adapter may load adapters; needs --enable-lora and "
+         "--admin-key")  # fmt: skip
     flag("--admin-key", type=_key, metavar="KEY",
-         help="bearer key for POST /reset_prefix_cache and /profile, and for /metrics, /load and /pool; also read from "
-         "JAXSERVE_ADMIN_KEY")  # fmt: skip
+         help="bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter and /v1/unload_lora_adapter, and "
+         "for /metrics, /load and /pool; also read from JAXSERVE_ADMIN_KEY")  # fmt: skip
     flag("--admin-key-file", metavar="FILE", help="file that holds the admin key")
     flag("--metrics-key", type=_key, metavar="KEY",
          help="bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also "

@@ -64,6 +64,8 @@ class Supervisor:
         log.error("%s; starting another engine (%d of %d)", client.error, len(self._deaths), self._restarts)
         self._on_restart()
         await asyncio.to_thread(self._process.kill)  # returns when the process has freed its memory
+        if client.info is not None and client.info.max_loras:
+            self._process.keep_adapters(client.adapters.values())
         try:
             self._process.start()  # on this thread, because the process ends with the thread that started it
             await client.connect(self._process.socket_path, self._process.runs)

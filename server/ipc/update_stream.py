@@ -1,0 +1,86 @@
+"""The updates of one `EngineClient.generate` call that have arrived and not been taken."""
+
+from __future__ import annotations
+
+import asyncio
+
+from jaxserve.types import SequenceUpdate
+
+
+def weight(update: SequenceUpdate) -> int:
+    """A measure of an update's memory: its tokens and alternative tokens, plus one."""
+    total = 1 + len(update.token_ids)
+    for scores in (update.logprobs, update.prompt_logprobs):
+        if scores:
+            total += sum(1 + len(score.top) for score in scores if score is not None)
+    return total
+
+
+class UpdateStream:
+    """Updates of one `generate` call that have arrived and not been taken.
+
+    Attributes:
+      unread: sum of these updates' weights.
+      paused: requests that are paused until these updates are taken.
+      running: request id -> completions that have not ended in the engine.
+      unaccepted: ids of requests for which no message has come from the engine.
+    """
+
+    def __init__(self) -> None:
+        self.unread = 0
+        self.paused: set[str] = set()
+        self.running: dict[str, set[int]] = {}
+        self.unaccepted: set[str] = set()
+        self._updates: list[SequenceUpdate] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        return not self.running and not self._updates and self._error is None
+
+    def put(self, update: SequenceUpdate) -> None:
+        if update.finish_reason is not None:
+            self.close(update.request_id, update.index)
+        self._updates.append(update)
+        self.accept(update.request_id)
+
+    def accept(self, *request_ids: str) -> None:
+        self.unaccepted.difference_update(request_ids)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    def close(self, request_id: str, index: int) -> None:
+        indices = self.running.get(request_id, set())
+        indices.discard(index)
+        if not indices:
+            self.running.pop(request_id, None)
+
+    async def start(self) -> list[SequenceUpdate]:
+        """The updates that came before all requests were accepted, usually none. Raises a refused request's error."""
+        while self.unaccepted and self._error is None:
+            await self._change()
+        if self._error is not None:
+            raise self._error
+        updates, self._updates = self._updates, []
+        return updates
+
+    async def take(self) -> list[SequenceUpdate]:
+        """All updates that have arrived; waits for the first. An error is raised after the updates before it."""
+        while not self._updates and self._error is None:
+            await self._change()
+        if not self._updates and self._error is not None:
+            raise self._error
+        updates, self._updates = self._updates, []
+        return updates
+
+    async def _change(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
