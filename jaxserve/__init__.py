@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.llm import LLM, CompletionOutput, RequestOutput
+    from jaxserve.llm import LLM
+    from jaxserve.offline import CompletionOutput, LoRARequest, RequestOutput
     from jaxserve.types import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "LoRARequest", "RequestOutput", "SamplingParams"]
 
 try:
     __version__ = version("jaxserve")
@@ -26,8 +27,9 @@ if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "pallas_kernels").is_dir():
 
 _HOMES = {
     "LLM": "jaxserve.llm",
-    "CompletionOutput": "jaxserve.llm",
-    "RequestOutput": "jaxserve.llm",
+    "CompletionOutput": "jaxserve.offline",
+    "LoRARequest": "jaxserve.offline",
+    "RequestOutput": "jaxserve.offline",
     "EngineConfig": "jaxserve.config",
     "SamplingParams": "jaxserve.types",
 }

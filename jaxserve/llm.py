@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -17,68 +15,20 @@ from jaxserve.checkpoints import gguf
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.models.pooling import Pooler, probability, unit
+from jaxserve.offline import (
+    CompletionOutput,
+    Conversation,
+    LoRARequest,
+    Prompt,
+    RequestOutput,
+    prompt_list,
+    serve_adapter,
+    token_ids_of,
+)
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
 from jaxserve.text.score_prompt import ended, prompt_of
 from jaxserve.text.tokenizer import load_tokenizer
-from jaxserve.types import FinishReason, InvalidRequestError, Request, SamplingParams, SequenceUpdate, TokenLogprob
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Conversation = Sequence[Mapping[str, Any]]
-
-
-@dataclass(kw_only=True)
-class CompletionOutput:
-    """One completion. `stop_reason` is the stop string or token id that ended it; None for the model's own ones."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
-
-
-@dataclass(kw_only=True)
-class RequestOutput:
-    """A prompt with its completions. The first entry of `prompt_logprobs` is None."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_cached_tokens: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finish_reason is not None for output in self.outputs)
-
-
-def _token_ids(value: Any) -> list[int] | None:
-    """A sequence of integers of any type as plain ones; None where `value` is not such a sequence."""
-    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
-        return None
-    if any(isinstance(token, bool) or not hasattr(token, "__index__") for token in value):
-        return None
-    try:
-        return [operator.index(token) for token in value]
-    except TypeError:  # an array has __index__, which raises for more than one element
-        return None
-
-
-def _prompt_list(prompts: Any) -> Sequence[Prompt]:
-    """A list of prompts; a single prompt becomes a list of one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
-        raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r:.80}", "prompt")
-    if len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+from jaxserve.types import InvalidRequestError, Request, SamplingParams, SequenceUpdate
 
 
 class LLM:
@@ -126,13 +76,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt: a string, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}.
 
-        `sampling_params` is one for all prompts, or a list with one for each. Results are in the order of the prompts.
-        Raises InvalidRequestError with the prompt's index before anything runs.
+        `sampling_params` is one for all prompts, or a list with one for each, and so is `lora_request`, the adapter to
+        use. Results are in the order of the prompts. Raises InvalidRequestError with the prompt's index before anything
+        runs, and CheckpointError or ConfigError for an adapter that cannot be loaded.
         """
-        requests, texts = self._requests(_prompt_list(prompts), sampling_params)
+        requests, texts = self._requests(prompt_list(prompts), sampling_params, lora_request)
         processors = {request.request_id: OutputProcessor(self.tokenizer, request) for request in requests}
         choices = {(r.request_id, i): ChoiceDelta(index=i) for r in requests for i in range(r.params.n)}
         with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not progress) as bar:
@@ -173,6 +125,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, through the model's chat template.
@@ -189,11 +142,15 @@ class LLM:
                 raise InvalidRequestError(f"conversation {place}: {error}", error.param, error.code) from None
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[ChoiceDelta, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
+    ) -> Generator[ChoiceDelta, None, None]:
         """Continues one prompt, yielding its text as it is generated. Closing the iterator aborts the request."""
-        requests, _ = self._requests([prompt], params)  # not in the generator: errors are raised by this call
+        requests, _ = self._requests(
+            [prompt], params, lora_request
+        )  # not in the generator: this call raises
         requests[0].streams = True
         processors = {requests[0].request_id: OutputProcessor(self.tokenizer, requests[0])}
         return (delta for _, delta in self._run(requests, processors))
@@ -206,7 +163,7 @@ class LLM:
         size = self._pooler("embed").size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
-        given = map(self._encode, _prompt_list(prompts))
+        given = map(self._encode, prompt_list(prompts))
         texts = [ids if text is None else ended(self.tokenizer, ids) for text, ids in given]
         vectors = self._pool(texts, progress)
         if dimensions is not None:
@@ -281,21 +238,30 @@ class LLM:
         return self.tokenizer.render_chat(messages, **template)
 
     def _requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        lora: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> tuple[list[Request], list[str | None]]:
         if params is None:
             params = self.default_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts, but {len(each)} sampling parameters", "sampling_params")
+        loras = [lora] * len(prompts) if isinstance(lora, LoRARequest | None) else list(lora)
+        if len(loras) != len(prompts):
+            raise InvalidRequestError(f"{len(prompts)} prompts, but {len(loras)} adapters", "lora_request")
+        adapters = {one: serve_adapter(self.engine.adapters, one) for one in set(loras)}
         requests, texts = [], []
-        for place, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        for place, (prompt, own, wanted) in enumerate(zip(prompts, each, loras, strict=True)):
             try:
                 if not isinstance(own, SamplingParams):
                     raise InvalidRequestError(f"expected SamplingParams, got {own!r:.80}", "sampling_params")
                 text, ids = self._encode(prompt)
                 own = self.tokenizer.with_eos(own, self.engine.eos_token_ids)
                 request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
+                if (adapter := adapters[wanted]) is not None:
+                    request.adapter, request.adapter_digest = adapter.name, adapter.digest
                 self.engine.check_request(request)
                 if own.grammar is not None:
                     self.engine.grammars.check(own.grammar)
@@ -314,7 +280,7 @@ class LLM:
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if ids is None and isinstance(text, str):
                 return self._encode(text)
-        if (tokens := _token_ids(ids)) is not None and (text is None or isinstance(text, str)):
+        if (tokens := token_ids_of(ids)) is not None and (text is None or isinstance(text, str)):
             return text, tokens
         raise InvalidRequestError(
             f"a prompt must be a string, a list of token ids, or a dict with one of these, got {prompt!r:.80}", "prompt"

@@ -132,7 +132,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--max-lora-rank", field="max_lora_rank", type=int, metavar="RANK",
          help="highest rank of an adapter; each of --max-loras takes memory for it")  # fmt: skip
     flag("--max-cpu-loras", field="max_cpu_loras", type=int, metavar="N",
-         help="adapters in the host's memory; others are read again when needed; None: 4 times --max-loras")  # fmt: skip
+         help="adapters in the host's memory; others are read when they are needed; None: 4 for each of "
+         "--max-loras")  # fmt: skip
     flag("--lora-modules", field="lora_modules", nargs="+", type=_adapter, metavar="NAME=PATH",
          help='adapters to load at start: name=path, or a JSON object such as {"name": "n", "path": "p", '
          '"base_model_name": "m"}; needs --enable-lora')  # fmt: skip

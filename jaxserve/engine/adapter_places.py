@@ -44,8 +44,11 @@ class Adapters:
         if runner.pooling is not None:
             raise ConfigError("adapters are served for models that generate, not for embeddings or scores")
 
+        assert runner.stacks is not None
+        targets = runner.stacks.adapters
+
         def load(path: Path, name: str) -> Adapter:
-            return load_adapter(path, name, runner.targets, config.max_lora_rank)
+            return load_adapter(path, name, targets, config.max_lora_rank)
 
         adapters = cls(Registry(load, config.host_adapters), AdapterPool(config.max_loras), runner)
         for module in config.lora_modules:

@@ -47,8 +47,8 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          help="folder below which POST /v1/load_lora_adapter may load adapters; needs --enable-lora and "
          "--admin-key")  # fmt: skip
     flag("--admin-key", type=_key, metavar="KEY",
-         help="bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter and /v1/unload_lora_adapter, and "
-         "for /metrics, /load and /pool; also read from JAXSERVE_ADMIN_KEY")  # fmt: skip
+         help="bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter and /v1/unload_lora_adapter, "
+         "and for /metrics, /load and /pool; also read from JAXSERVE_ADMIN_KEY")  # fmt: skip
     flag("--admin-key-file", metavar="FILE", help="file that holds the admin key")
     flag("--metrics-key", type=_key, metavar="KEY",
          help="bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also "

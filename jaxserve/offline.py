@@ -1,0 +1,98 @@
+"""What `LLM` takes and returns: prompts, adapters, completions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxserve.adapters.registry import ServedAdapter
+from jaxserve.config import LoRAModule
+from jaxserve.engine.adapter_places import Adapters
+from jaxserve.types import FinishReason, InvalidRequestError, TokenLogprob
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter to generate with, as in vLLM. `lora_path` is a folder in PEFT's layout or a GGUF file; it is read
+    once for each name and path. `lora_int_id` has no effect."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    """One completion. `stop_reason` is the stop string or token id that ended it; None for the model's own ones."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """A prompt with its completions. The first entry of `prompt_logprobs` is None."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+def token_ids_of(value: Any) -> list[int] | None:
+    """A sequence of integers of any type as plain ones; None where `value` is not such a sequence."""
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
+        return None
+    if any(isinstance(token, bool) or not hasattr(token, "__index__") for token in value):
+        return None
+    try:
+        return [operator.index(token) for token in value]
+    except TypeError:  # an array has __index__, which raises for more than one element
+        return None
+
+
+def prompt_list(prompts: Any) -> Sequence[Prompt]:
+    """A list of prompts; a single prompt becomes a list of one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r:.80}", "prompt")
+    if len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def serve_adapter(adapters: Adapters | None, wanted: LoRARequest | None) -> ServedAdapter | None:
+    """The adapter that is wanted; it is loaded unless it is served from this path already. Raises InvalidRequestError
+    without `enable_lora`, and CheckpointError or ConfigError for an adapter that cannot be loaded."""
+    if wanted is None:
+        return None
+    if adapters is None:
+        raise InvalidRequestError("LoRA adapters need LLM(..., enable_lora=True)", "lora_request")
+    LoRAModule.of((wanted.lora_name, wanted.lora_path))
+    found = adapters.registry.find(wanted.lora_name)
+    if found is None or found.path != wanted.lora_path:
+        adapter = adapters.registry.read(wanted.lora_name, wanted.lora_path).result()
+        found = adapters.registry.add(adapter, wanted.lora_path)
+    return found

@@ -1,0 +1,50 @@
+"""Random LoRA adapters of the bundled model, in PEFT's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+DEMO = Path(__file__).parent.parent / "checkpoints" / "demo"
+
+
+def save_adapter(
+    folder: Path, seed: int, *, rank: int = 4, modules: Sequence[str] = ("q_proj", "v_proj", "down_proj"), size: float = 0.2
+) -> Path:
+    """Writes a random adapter; returns its folder. `size`: standard deviation of B A."""
+    config = json.loads((DEMO / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    kv, inner = config["num_key_value_heads"] * config["head_dim"], config["intermediate_size"]
+    shapes = {
+        "q_proj": ("self_attn", hidden, heads),
+        "k_proj": ("self_attn", hidden, kv),
+        "v_proj": ("self_attn", hidden, kv),
+        "o_proj": ("self_attn", heads, hidden),
+        "gate_proj": ("mlp", hidden, inner),
+        "up_proj": ("mlp", hidden, inner),
+        "down_proj": ("mlp", inner, hidden),
+    }
+    rng, tensors = np.random.default_rng(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name in modules:
+            block, inputs, outputs = shapes[name]
+            stem = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            a, b = rng.normal(size=(rank, inputs)), rng.normal(size=(outputs, rank))
+            tensors[f"{stem}.lora_A.weight"] = (a / np.sqrt(rank)).astype(np.float32)
+            tensors[f"{stem}.lora_B.weight"] = (b * size).astype(np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(modules),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
