@@ -12,8 +12,11 @@ from safetensors.numpy import save_file
 DEMO = Path(__file__).parent.parent / "checkpoints" / "demo"
 
 
+MODULES = ("q_proj", "v_proj", "down_proj")
+
+
 def save_adapter(
-    folder: Path, seed: int, *, rank: int = 4, modules: Sequence[str] = ("q_proj", "v_proj", "down_proj"), size: float = 0.2
+    folder: Path, seed: int, *, rank: int = 4, modules: Sequence[str] = MODULES, size: float = 0.2
 ) -> Path:
     """Writes a random adapter; returns its folder. `size`: standard deviation of B A."""
     config = json.loads((DEMO / "config.json").read_text())

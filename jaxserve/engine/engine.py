@@ -251,7 +251,7 @@ class Engine:
     def _place_adapters(self, adapters: Adapters, output: StepOutput) -> None:
         """Uploads weights of adapters that requests wait for. Ends requests whose adapter cannot be read any more."""
         busy = len(self.scheduler.running) > 0 or bool(self.in_flight)
-        with self.timeline.phase("upload"):
+        with self.timeline.phase("adapters"):
             failed = adapters.place(self.scheduler.waiting, busy=busy, at_once=self.recovery.active)
         for request_id, reason in failed.items():
             output.updates += ended(self, request_id, reason, "model")

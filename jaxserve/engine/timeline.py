@@ -6,6 +6,7 @@ Phases, by the host's clock:
   upload     packing the rows and dispatching the compiled step
   device     from the dispatch, or the end of the step before, until the tokens are on the host
   commit     adding the tokens to their sequences
+  adapters   uploading LoRA adapters, where they are served
   mask       computing the masks of deferred rows and dispatching their sampling, while the devices run a step
 """
 
@@ -46,7 +47,7 @@ class Timeline:
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             yield
-        self.seconds[name].observe(time.perf_counter() - start)
+        self.seconds.setdefault(name, Histogram.of_seconds()).observe(time.perf_counter() - start)
 
     def trace(self, steps: int) -> None:
         """Traces the next `steps` steps. A trace under way is extended by them, to at most MOST_STEPS."""
