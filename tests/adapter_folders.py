@@ -1,4 +1,4 @@
-"""Random LoRA adapters of the bundled model, in PEFT's layout."""
+"""Random LoRA adapters of models like Llama, in PEFT's layout."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ MODULES = ("q_proj", "v_proj", "down_proj")
 
 
 def save_adapter(
-    folder: Path, seed: int, *, rank: int = 4, modules: Sequence[str] = MODULES, size: float = 0.2
+    folder: Path,
+    seed: int,
+    *,
+    model: Path = DEMO,
+    rank: int = 4,
+    modules: Sequence[str] = MODULES,
+    size: float = 0.2,
 ) -> Path:
-    """Writes a random adapter; returns its folder. `size`: standard deviation of B A."""
-    config = json.loads((DEMO / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
-    kv, inner = config["num_key_value_heads"] * config["head_dim"], config["intermediate_size"]
+    """Writes a random adapter of a model; returns its folder. `size`: standard deviation of B A."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner, heads = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    head = config.get("head_dim") or hidden // heads
+    heads, kv = heads * head, config["num_key_value_heads"] * head
     shapes = {
         "q_proj": ("self_attn", hidden, heads),
         "k_proj": ("self_attn", hidden, kv),

@@ -25,7 +25,7 @@ def running(simulation: Simulation) -> list[str | None]:
 def test_64_adapters_in_8_places(overlapped, speculates):
     """The device asserts, for each row of each step, that its place holds all of its adapter and nothing else."""
     events: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         simulation = Simulation(num_pages=22, page_size=4, max_num_seqs=12, budget=24, places=8)
         kinds = ["beams", "masked", "scored", *["plain"] * 5]
@@ -44,7 +44,7 @@ def test_64_adapters_in_8_places(overlapped, speculates):
                 simulation.overlapped_step(tokens_per_call) if overlapped else simulation.step(tokens_per_call)
         simulation.drain(overlapped=overlapped)
         events += simulation.events
-    least = {"evicted adapters": 200, "rows with adapters": 3000, "prefix hits": 100, "preemptions": 30, "beams": 20}
+    least = {"evicted adapters": 100, "rows with adapters": 1500, "prefix hits": 50, "preemptions": 20, "beams": 20}
     assert {name: n for name, n in least.items() if events[name] < n} == {}, events
 
 
