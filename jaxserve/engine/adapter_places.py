@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.adapters.adapter import Adapter, load_adapter
-from jaxserve.adapters.pool import AdapterPool, Place
 from jaxserve.adapters.registry import AdapterError, Registry, ServedAdapter
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution.runner import ModelRunner
+from jaxserve.scheduling.adapter_pool import AdapterPool, Place
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.waiting import Waiting
 from jaxserve.types import InvalidRequestError, Request

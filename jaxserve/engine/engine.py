@@ -91,7 +91,8 @@ class Engine:
         runner.allocate()
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
-        self.scheduler = make_scheduler(config, self._parts, self.max_model_len, self.adapters and self.adapters.pool)
+        pool = None if self.adapters is None else self.adapters.pool
+        self.scheduler = make_scheduler(config, self._parts, self.max_model_len, pool)
         self.blocks = self.scheduler.blocks
         models = Models(runner, self._draft, self.shapes)
         self.speculator = make_speculator(config.speculative_config, self.scheduler.budget.most, models)

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from jaxserve import heap
-from jaxserve.adapters.pool import AdapterPool
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, on_one_cpu
@@ -28,6 +27,7 @@ from jaxserve.models.load import make_params, trust_matmul
 from jaxserve.models.pooling import Pooler
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu_build
+from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.state_snapshots import StateSnapshots

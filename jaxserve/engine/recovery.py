@@ -22,10 +22,10 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.adapters.pool import AdapterPool
 from jaxserve.engine.adapter_places import Adapters
 from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.runner import ModelRunner
+from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams, Group
 from jaxserve.scheduling.running_table import Lineup
 from jaxserve.scheduling.scheduler import Scheduler

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxserve.adapters.pool import AdapterPool
+from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager, common_prefix
 from jaxserve.scheduling.copy_on_write import shared_pages, unshare
 from jaxserve.scheduling.prefixes import Prefixes

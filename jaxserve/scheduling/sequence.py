@@ -134,7 +134,7 @@ class Sequence:
     @cached_property
     def root_hash(self) -> bytes:
         """Start of the chain of its pages' hashes."""
-        return root_hash(self.request.cache_salt, self.adapter and self.adapter.digest)
+        return root_hash(self.request.cache_salt, self.adapter.digest if self.adapter is not None else None)
 
     def page_hashes(self, tokens: np.ndarray, count: int, page_size: int) -> Iterator[bytes]:
         """Hashes of the first `count` pages, each computed when it is taken. The pages must be full; `tokens` are the

@@ -5,8 +5,8 @@ newcomers of other tenants (API keys). Newcomers of different tenants share by d
 `quantum` tokens a round. It may overdraw its turn by one sequence, and is then skipped until later rounds have paid the
 debt. Within one tenant, sequences are served by arrival.
 
-Sequences whose adapter has no place on the devices are parked meanwhile (`jaxserve.adapters.pool`). They count as
-waiting, and are served once they are released.
+Sequences whose adapter has no place on the devices are parked meanwhile (`adapter_pool.py`). They count as waiting, and
+are served once they are released.
 
 A sequence is charged its prompt tokens and its expected output tokens when it is placed; `settle` corrects this when it
 ends. A tenant that has the queue to itself keeps no debt.
@@ -19,7 +19,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from jaxserve.adapters.pool import AdapterPool
+from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 
 QUANTUM = 512  # tokens

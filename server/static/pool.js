@@ -75,7 +75,8 @@ function listOwners() {
     button.style.setProperty("--hue", hue(key));
     name.textContent = ownerName(owner);
     const phase = owner.computed_tokens < owner.prompt_tokens ? "reads its prompt, " : "";
-    facts.textContent = `${phase}${number(owner.tokens)} tokens on ${number(owner.pages)} pages`;
+    const adapter = owner.adapter ? `${owner.adapter}: ` : "";
+    facts.textContent = `${adapter}${phase}${number(owner.tokens)} tokens on ${number(owner.pages)} pages`;
     Object.assign(progress, { max: owner.max_tokens, value: owner.computed_tokens, title: `${owner.computed_tokens} of at most ${owner.max_tokens} tokens` });
     return item;
   });

@@ -8,9 +8,9 @@ from itertools import count
 import numpy as np
 from null_device import VOCAB, Device, Ran, each, fingerprint, next_token, root_state
 
-from jaxserve.adapters.pool import AdapterPool
 from jaxserve.adapters.registry import AdapterError, ServedAdapter
 from jaxserve.engine.adapter_places import Adapters
+from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler

@@ -117,6 +117,17 @@ def test_several_completions_beams_and_prefixes_keep_to_their_adapter(server):
     assert {choice.text for choice in choices} == {text(server, "a0")}
 
 
+def test_the_log_and_the_pool_name_the_adapter(server):
+    stream = server.openai().completions.create(
+        model="a1", prompt=PROMPT, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    owners = server.http().get("/pool").json()["owners"]
+    assert [owner["adapter"] for owner in owners] == ["a1"]
+    stream.close()
+    wait_until(lambda: '"model":"a1"' in server.log.read_text())
+
+
 def test_unknown_names_are_not_found(server):
     with pytest.raises(openai.NotFoundError, match="does not exist") as raised:
         text(server, "a-1")

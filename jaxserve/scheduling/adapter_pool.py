@@ -17,11 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxserve.adapters.registry import ServedAdapter
-    from jaxserve.scheduling.sequence import Sequence
+from jaxserve.adapters.registry import ServedAdapter
+from jaxserve.scheduling.sequence import Sequence
 
 _ORDER = attrgetter("order")
 
@@ -86,7 +84,9 @@ class AdapterPool:
 
     def unpark(self, seq: Sequence) -> bool:
         """Removes a parked sequence; returns whether it was parked."""
-        parked = self._parked.get(seq.adapter.digest, []) if seq.adapter is not None else []
+        if seq.adapter is None:
+            return False
+        parked = self._parked.get(seq.adapter.digest, [])
         at = bisect_left(parked, seq.order, key=_ORDER)
         if at == len(parked) or parked[at] is not seq:
             return False
@@ -195,7 +195,7 @@ class AdapterPool:
                 assert seqs
                 assert not seqs & parked
                 assert all(seq.request_id == request_id and seq.adapter.digest == digest for seq in seqs if seq.adapter)
-        for digest, seqs in self._parked.items():
-            assert seqs == sorted(seqs, key=_ORDER)
-            assert seqs
-            assert all(seq.adapter is not None and seq.adapter.digest == digest for seq in seqs)
+        for digest, waiting in self._parked.items():
+            assert waiting
+            assert waiting == sorted(waiting, key=_ORDER)
+            assert all(seq.adapter is not None and seq.adapter.digest == digest for seq in waiting)
