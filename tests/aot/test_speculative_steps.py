@@ -79,6 +79,7 @@ def with_head(runner, params, backend, page_size):
     return made
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("target", "backend", "page_size"),
     [
@@ -97,7 +98,9 @@ def test_a_draft_on_hidden_states(target, backend, page_size, tmp_path):
     decodes = StepShape.of(ROWS, ROWS, page_size, decode_only=True)
     checks = StepProgram(mixed, Sampler.GREEDY, 1, keeps_hidden=False, proposals=PROPOSALS)
     names = [checks, StepProgram(decodes, Sampler.GREEDY, 1, keeps_hidden=False)]
-    names += [Upkeep("propose", ROWS, sampler, PROPOSALS) for sampler in (Sampler.GREEDY, Sampler.FILTERED)]
+    # Filters take libtpu minutes to compile.
+    samplers = (Sampler.GREEDY, Sampler.FILTERED) if target.startswith("h200") else (Sampler.GREEDY,)
+    names += [Upkeep("propose", ROWS, sampler, PROPOSALS) for sampler in samplers]
     cache = runner.layout.num_pages * runner.layout.page_bytes // runner.mesh.size
     for name in names:
         text = runner.lower(name).compile().as_text()
