@@ -32,7 +32,11 @@ def model_of(name: str) -> str:
     return json.loads((GOLDENS / name / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
-MODELS = sorted({model_of(name) for name in NAMES})
+SLOW = {"qwen3_next_groups"}  # its checkpoint takes most of a minute to compile
+MODELS = [
+    pytest.param(model, marks=pytest.mark.slow if model in SLOW else ())
+    for model in sorted({model_of(name) for name in NAMES})
+]
 
 
 def adapted_engine(folder, monkeypatch, places: int, **options):
