@@ -39,13 +39,18 @@ def save_adapter(
         "down_proj": ("mlp", inner, hidden),
     }
     rng, tensors = np.random.default_rng(seed), {}
-    for layer in range(config["num_hidden_layers"]):
-        for name in modules:
-            block, inputs, outputs = shapes[name]
-            stem = f"base_model.model.model.layers.{layer}.{block}.{name}"
-            a, b = rng.normal(size=(rank, inputs)), rng.normal(size=(outputs, rank))
-            tensors[f"{stem}.lora_A.weight"] = (a / np.sqrt(rank)).astype(np.float32)
-            tensors[f"{stem}.lora_B.weight"] = (b * size).astype(np.float32)
+    wanted = [
+        (f"model.layers.{layer}.{shapes[name][0]}.{name}", *shapes[name][1:])
+        for layer in range(config["num_hidden_layers"])
+        for name in modules
+        if name in shapes
+    ]
+    if "lm_head" in modules:
+        wanted.append(("lm_head", hidden, config["vocab_size"]))
+    for module, inputs, outputs in wanted:
+        a, b = rng.normal(size=(rank, inputs)), rng.normal(size=(outputs, rank))
+        tensors[f"base_model.model.{module}.lora_A.weight"] = (a / np.sqrt(rank)).astype(np.float32)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = (b * size).astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {

@@ -301,7 +301,7 @@ class Engine:
                 hidden.copy_to_host_async()
                 sent.pooled = PooledRows(batch.rows, hidden)
             elif hidden is not None and batch.rows.scores:
-                sent.prompt_scores = PromptScores.start(batch.rows, self.runner)
+                sent.prompt_scores = PromptScores.start(batch.rows, self.runner, self._place_of)
             step.batches.append(sent)
         self.runner.copy_states(plan.kept)
         self.counters.steps += 1
@@ -318,13 +318,17 @@ class Engine:
             return self.runner.programs.choose_checking(batch.shape, sampler)
         return self.runner.programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores)
 
+    def _place_of(self, seq: Sequence) -> int:
+        """The place of a running sequence's adapter on the devices, or NO_ADAPTER."""
+        place = None if self.adapters is None else self.adapters.pool.place_of(seq)
+        return NO_ADAPTER if place is None else place
+
     def _fill_slots(self, placed: list[Sequence]) -> None:
         rows = []
         for seq in placed:
             stops = tuple(seq.stop_ids)
             length = int(self.scheduler.running.start[seq.slot])
-            place = None if self.adapters is None else self.adapters.pool.place_of(seq)
-            numbers = seq.prompt_len, seq.penalty_row, length, NO_ADAPTER if place is None else place
+            numbers = seq.prompt_len, seq.penalty_row, length, self._place_of(seq)
             rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, *numbers))
         self.runner.set_slots(rows)
         penalized = [seq for seq in placed if seq.params.has_penalties]

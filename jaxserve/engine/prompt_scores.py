@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -26,12 +27,12 @@ class PromptScores:
     packed: jax.Array
 
     @classmethod
-    def start(cls, rows: Rows, runner: ModelRunner) -> PromptScores | None:
+    def start(cls, rows: Rows, runner: ModelRunner, place_of: Callable[[Sequence], int]) -> PromptScores | None:
         """Dispatches one call that scores all prompt chunks, of the batch that was dispatched last, whose requests want
         log-probabilities. Returns None if nothing is left to score.
 
         The hidden state at a position scores the token after it. Tokens that are computed again after a preemption are
-        not scored twice.
+        not scored twice. place_of: the place of a sequence's adapter, or -1.
         """
         parts, places = [], []
         for i in np.flatnonzero(rows.scores_prompt).tolist():
@@ -44,7 +45,9 @@ class PromptScores:
             seq.num_scored = end
         if not parts:
             return None
-        packed = runner.score_prompt(np.concatenate(places), np.concatenate([tokens for _, tokens in parts]))
+        adapters = np.repeat([place_of(seq) for seq, _ in parts], [len(tokens) for _, tokens in parts])
+        targets = np.concatenate([tokens for _, tokens in parts])
+        packed = runner.score_prompt(np.concatenate(places), targets, adapters.astype(np.int32))
         packed.copy_to_host_async()
         return cls(parts, packed)
 

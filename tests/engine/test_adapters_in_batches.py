@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from adapter_folders import save_adapter
+from adapter_folders import MODULES, save_adapter
 from engines import drain, generate, make_engine, request
 
 from jaxserve.engine import engine as engine_module
@@ -30,7 +30,8 @@ SIZES = {"rows": 8, "tokens": 96, "enable_lora": True, "max_loras": 2, "max_lora
 @pytest.fixture(scope="module")
 def paths(model_folders, tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("adapters")
-    return [str(save_adapter(root / f"a{i}", i, model=model_folders(CASE), rank=1 + i)) for i in range(ADAPTERS)]
+    options = {"model": model_folders(CASE), "modules": (*MODULES, "lm_head")}
+    return [str(save_adapter(root / f"a{i}", i, rank=1 + i, **options)) for i in range(ADAPTERS)]
 
 
 def make(model_folders, paths, **config) -> Engine:
@@ -133,6 +134,22 @@ def test_speculation_changes_nothing(model_folders, paths, crowd, alone):
     found = said(together(engine, crowd))
     assert engine.counters.spec_drafts > 0
     assert found == alone
+
+
+def test_prompts_are_scored_with_the_adapter(engine):
+    """An answer as the prompt of another request has the log-probabilities with which it was sampled."""
+    names = [None, "a5", "a2"]
+    asked = [
+        adapted(engine, request(f"s{i}", [9, 8, 7], max_tokens=12, logprobs=0), name) for i, name in enumerate(names)
+    ]
+    answers = generate(engine, *asked)
+    again = [
+        adapted(engine, request(f"p{i}", [9, 8, 7, *one.token_ids], max_tokens=1, prompt_logprobs=0), name)
+        for i, (one, name) in enumerate(zip(answers, names, strict=True))
+    ]
+    for one, scored in zip(answers, generate(engine, *again), strict=True):
+        sampled = [entry.logprob for entry in one.logprobs]
+        np.testing.assert_allclose([entry.logprob for entry in scored.prompt_logprobs[3:]], sampled, atol=1e-4)
 
 
 def test_names_that_are_not_served(engine):
