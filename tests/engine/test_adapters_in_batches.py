@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import tiny_models
 from adapter_folders import MODULES, save_adapter
+from draft_heads import write_eagle
 from engines import drain, generate, make_engine, request
 
 from jaxserve.engine import engine as engine_module
@@ -127,8 +129,13 @@ def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
     assert said(results) == alone
 
 
-def test_speculation_changes_nothing(model_folders, paths, crowd, alone):
-    speculative = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
+@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.slow), "eagle3"])
+def test_speculation_changes_nothing(method, model_folders, paths, crowd, alone, tmp_path):
+    """Drafts propose without adapters."""
+    folder = model_folders(CASE)
+    drafts = {"draft_model": lambda: folder, "eagle3": lambda: write_eagle(tmp_path, tiny_models.CASES[CASE].config)}
+    of_method = {"model": str(drafts[method]())} if method in drafts else {"prompt_lookup_min": 1}
+    speculative = {"method": method, "num_speculative_tokens": 5, **of_method}
     engine = make(model_folders, paths, kv_pages=40, speculative_config=speculative)
     engine.speculator.set_times(None)  # so that it proposes whatever it costs
     found = said(together(engine, crowd))
