@@ -291,7 +291,7 @@ def test_statistics_continue_after_a_restart():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "magic"}, "method must be ngram or suffix or draft_model, got 'magic'"),
+        ({"method": "magic"}, "method must be ngram or suffix or draft_model or eagle3 or mtp, got 'magic'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be between 1 and 31, got 0"),
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max must be between 5 and 64, got 4"),
         (
