@@ -10,6 +10,7 @@ MODEL ?= demo
 EXTRA ?=
 TEST_EXTRA ?= test
 KERNEL_TESTS ?= tests/aot tests/kernels  # the longest file first
+ENGINE_TESTS ?= tests/engine
 BIN = $(VENV)/bin
 # Two processes, a file of tests each: most of the time goes to compiling, on one thread.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -22,10 +23,10 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(PYTEST)
 
-# The engine tests alone; used with VENV and PYTHON of another version.
+# Tests of the engine; used with VENV and PYTHON of another version.
 test-engine: $(VENV)/installed-test
 	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	$(PYTEST) tests/engine
+	$(PYTEST) $(ENGINE_TESTS)
 
 test-kernels: VENV = .venv-aot
 test-kernels: aot-environment

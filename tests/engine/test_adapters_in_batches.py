@@ -129,7 +129,10 @@ def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
     assert said(results) == alone
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.slow), "eagle3"])
+SLOWER = [pytest.param(method, marks=pytest.mark.slow) for method in ("draft_model", "eagle3")]
+
+
+@pytest.mark.parametrize("method", ["ngram", *SLOWER])
 def test_speculation_changes_nothing(method, model_folders, paths, crowd, alone, tmp_path):
     """Drafts propose without adapters."""
     folder = model_folders(CASE)

@@ -128,9 +128,7 @@ def test_random_requests_have_the_same_answers(count, model_folders, monkeypatch
         for one in output.outputs
     }
     whole = count > 1000
-    cases = list(
-        itertools.product(METHODS if whole else ["suffix", "draft_model", "mixed"], OPTIONS if whole else OPTIONS[1:2])
-    )
+    cases = list(itertools.product(METHODS if whole else ["suffix", "mixed"], OPTIONS if whole else OPTIONS[1:2]))
     checked = preemptions = ties = 0
     for i, (method, options) in enumerate(cases):
         mine = slice(i, None, len(cases))
@@ -240,10 +238,10 @@ def model(engines):
     return likely(engines[0])
 
 
-DRAFTERS = ["accept-all", "reject-all", "most likely"]
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("accept-all", "reject-all")]
 
 
-@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+@pytest.mark.parametrize("drafter", [None, "most likely", *SLOWER])
 def test_sampling_follows_the_model(drafter, engines, model, monkeypatch):
     if drafter is None:
         assert p_value(engines[0], *model) > 1e-3

@@ -78,9 +78,9 @@ def outcome(results):
     ("method", "errors", "options"),
     [
         (None, 0.0, {}),
-        (Oracle, 0.0, {}),
+        pytest.param(Oracle, 0.0, {}, marks=pytest.mark.slow),
         (UnseenOracle, 0.3, {"kv_pages": 24}),
-        (Oracle, 0.2, {"static_steps": True, "rows": 12}),
+        pytest.param(Oracle, 0.2, {"static_steps": True, "rows": 12}, marks=pytest.mark.slow),
         pytest.param(UnseenOracle, 0.1, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
