@@ -25,9 +25,9 @@ def test_all_prompts_of_a_step_are_scored_in_one_call(engine, monkeypatch):
     alone = {name: scored(engine, name)[name] for name in PROMPTS}
     calls, score = [], engine.runner.score_prompt
 
-    def count(rows, targets):
+    def count(rows, targets, adapters):
         calls.append(len(rows))
-        return score(rows, targets)
+        return score(rows, targets, adapters)
 
     monkeypatch.setattr(engine.runner, "score_prompt", count)
     together = scored(engine, *PROMPTS)

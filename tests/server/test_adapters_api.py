@@ -32,7 +32,8 @@ def server(root, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "server.log"
     modules = [["a0", str(root / "a0")], ["a1", str(root / "a1"), "the-parent"]]
     config = SMALL | {"enable_lora": True, "max_loras": PLACES, "max_lora_rank": 8, "lora_modules": modules}
-    options = {"config": config | {"max_cpu_loras": 16, "kv_pages": 200}, "admin_key": "admin", "lora_root": str(root)}
+    config |= {"max_cpu_loras": 16, "kv_pages": 200}
+    options = {"config": config, "admin_key": "admin", "lora_root": str(root), "access_log": True}
     with running_server(DEMO, log, engine=None, **options) as server:
         yield server
 
