@@ -266,13 +266,15 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     """Log-probability of one token under the raw distribution (before temperature, penalties and bias).
 
-    `rank` is 1 for the most likely token; `top` lists (token id, log-probability), most likely first.
+    `rank` is 1 for the most likely token; `top` lists (token id, log-probability), most likely first. `accepted`: the
+    token was proposed by speculative decoding, and kept.
     """
 
     token_id: int
     logprob: float
     rank: int
     top: list[tuple[int, float]]
+    accepted: bool = False
 
 
 class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):

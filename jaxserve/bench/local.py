@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.bench.speculation import Checks
 from jaxserve.bench.stats import RequestRecord, distribution, latencies
 from jaxserve.config import EngineConfig
 from jaxserve.types import Request, SamplingParams
@@ -58,7 +59,7 @@ def run_offline(config: EngineConfig, num_prompts: int, input_len: int, output_l
     warmup, *prompts = random_ids(np.random.default_rng(config.seed), llm.engine.vocab_size, num_prompts + 1, input_len)
     params = fixed_length(output_len)
     llm.generate([warmup], params, progress=False)
-    start = time.perf_counter()
+    before, start = Checks.of_stats(llm.engine.counters), time.perf_counter()
     with traced(config.profile_dir):
         outputs = llm.generate(prompts, params, progress=False)
     duration = time.perf_counter() - start
@@ -70,7 +71,7 @@ def run_offline(config: EngineConfig, num_prompts: int, input_len: int, output_l
         "requests_per_s": num_prompts / duration,
         "output_tokens_per_s": generated / duration,
         "total_tokens_per_s": (num_prompts * input_len + generated) / duration,
-    }
+    } | Checks.of_stats(llm.engine.counters).summary(before)
 
 
 def run_latency(
@@ -86,6 +87,7 @@ def run_latency(
     random = np.random.default_rng(config.seed)
     prompts = [random_ids(random, engine.vocab_size, batch_size, input_len) for _ in range(iterations + 1)]
     run_batch(engine, prompts.pop(), fixed_length(output_len), 0)
+    before = Checks.of_stats(engine.counters)
     with traced(config.profile_dir):
         batches = [run_batch(engine, some, fixed_length(output_len), i) for i, some in enumerate(prompts, start=1)]
     durations = [max(record.end for record in batch) for batch in batches]
@@ -94,6 +96,7 @@ def run_latency(
     return summary | {
         "batch_ms": distribution(durations),
         "output_tokens_per_s": batch_size * output_len / float(np.median(durations)),
+        **Checks.of_stats(engine.counters).summary(before),
     }
 
 

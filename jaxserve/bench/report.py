@@ -74,6 +74,7 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+SPECULATION = {"Mean accepted length (tokens)": "mean_accepted_length", "Proposals kept (%)": "proposals_kept_percent"}
 _COUNTS = {
     "Duration (s)": "duration_s",
     "Successful requests": "successful",
@@ -89,7 +90,7 @@ _COUNTS = {
     "Goodput (requests per second)": "goodput_requests_per_s",
     "Goodput (% of requests)": "goodput_percent",
     "Client CPU (% of a core)": "client_cpu_percent",
-}
+} | SPECULATION
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:

@@ -16,7 +16,10 @@ from tqdm import tqdm
 
 from jaxserve.bench.client import Client, HTTPError, Response
 from jaxserve.bench.prompts import WORDS, Prompt, Vocabulary
+from jaxserve.bench.speculation import Checks
 from jaxserve.bench.stats import RequestRecord
+
+METRICS_SECONDS = 1.0  # after which metrics count all answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +256,13 @@ async def first_model(client: Client) -> str:
         return str(msgspec.json.decode(response.body)["data"][0]["id"])
     except (msgspec.DecodeError, KeyError, IndexError, TypeError):
         raise HTTPError("GET /v1/models lists no model; name it with --model") from None
+
+
+async def read_checks(client: Client) -> Checks:
+    """What the server's metrics say of speculation once they are up to date; nothing if it has no metrics."""
+    await asyncio.sleep(METRICS_SECONDS)
+    response = await client.request("GET", "/metrics")
+    return Checks.of_metrics(response.body.decode(errors="replace") if response.status == 200 else "")
 
 
 async def find_vocabulary(client: Client, model: str, vocab_size: int | None = None) -> Vocabulary:

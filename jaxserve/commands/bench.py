@@ -123,8 +123,9 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     target = Target(api_key=key, **{name: getattr(args, name) for name in names})
     load = Load(args.request_rate, args.concurrency)
     facts = report.machine(device=False)
-    target, prompts, records, busy = run(_measure(args, target, load))
-    summary = summarize(records, limits) | {"client_cpu_percent": 100 * busy}
+    target, prompts, records, more = run(_measure(args, target, load))
+    summary = summarize(records, limits) | more
+    busy = summary["client_cpu_percent"] / 100
 
     title = f"{target.model} at {target.url}{target.path}: {args.num_requests} requests, {load}"
     print(f"{title}; {prompts}\nclient: {report.machine_line(facts)}\n\n{report.summary_text(summary)}")
@@ -149,8 +150,8 @@ def run_bench_serve(args: argparse.Namespace) -> int:
 
 async def _measure(
     args: argparse.Namespace, target: Target, load: Load
-) -> tuple[Target, str, list[RequestRecord], float]:
-    """The target with its model, a description of the prompts, the records, and the client's use of a core (0 to 1)."""
+) -> tuple[Target, str, list[RequestRecord], dict[str, float]]:
+    """The target with its model, a description of the prompts, the records, and results that are not in the records."""
     import dataclasses
 
     from jaxserve.bench import serve
@@ -169,10 +170,12 @@ async def _measure(
         measured, warmup = bodies[: args.num_requests], bodies[args.num_requests :]
         await serve.run_load(lambda i: sender.send(*_at(warmup[i], 0.0)), [0.0] * args.warmup, load.concurrency)
         starts = serve.arrival_times(args.num_requests, load.request_rate, args.seed)
+        before = await serve.read_checks(client)
         clock, used = time.perf_counter(), time.process_time()
         records = await serve.run_load(lambda i: sender.send(*_at(measured[i], clock)), starts, load.concurrency)
         busy = (time.process_time() - used) / (time.perf_counter() - clock)
-    return target, what, records, busy
+        checks = (await serve.read_checks(client)).summary(before)
+    return target, what, records, {"client_cpu_percent": 100 * busy} | checks
 
 
 def _at(request: tuple[bytes, int], clock: float) -> tuple[bytes, float, int]:
@@ -223,6 +226,7 @@ def run_bench_offline(args: argparse.Namespace) -> int:
         ["Prompts per second", summary["requests_per_s"]],
         ["Output tokens per second", summary["output_tokens_per_s"]],
         ["Total tokens per second", summary["total_tokens_per_s"]],
+        *([title, summary[key]] for title, key in report.SPECULATION.items() if key in summary),
     ]
     _finish(args, "offline", title, report.table(rows), summary)
     return 0
@@ -246,6 +250,7 @@ def run_bench_latency(args: argparse.Namespace) -> int:
         values = summary[f"{name}_ms"] or {}
         rows.append([what, *(values.get(column) for column in columns)])
     text = f"{report.table(rows)}\n\nOutput tokens per second (median): {summary['output_tokens_per_s']:,.1f}"
+    text += "".join(f"\n{title}: {summary[key]:.2f}" for title, key in report.SPECULATION.items() if key in summary)
     _finish(args, "latency", title, text, summary)
     return 0
 

@@ -21,8 +21,10 @@ def complete(
     eos_token_ids: Collection[int],
     pooler: Pooler | None,
     counters: EngineStats,
+    checks: np.ndarray,
 ) -> SequenceUpdate:
-    """The complete update of `detail`, whose tokens it counts. `scores`: `Sampled.scores` of the detail's batch."""
+    """The complete update of `detail`, whose tokens it counts. `scores` and `checks` are `Sampled.scores` and
+    `Rows.checks` of the detail's batch."""
     update, seq, row, is_first = detail
     tokens = update.token_ids
     counters.generation_tokens += len(tokens)
@@ -33,8 +35,9 @@ def complete(
     if seq.matcher is not None and update.finish_reason == "error":
         update.error = f"the grammar failed: {seq.matcher.error}"
     if (count := seq.params.logprobs) is not None and tokens:
+        accepted = len(tokens) - 1 if checks[row] else 0  # the last one was drawn behind them
         assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"
-        update.logprobs = read_rows(np.asarray(scores)[: len(tokens), row], tokens, count)
+        update.logprobs = read_rows(np.asarray(scores)[: len(tokens), row], tokens, count, accepted)
     if is_first and seq.index == 0:
         counters.prompt_tokens += seq.prompt_len
         update.num_cached_tokens = seq.num_cached or 0

@@ -369,7 +369,8 @@ class Engine:
                 else:
                     if self.speculator is not None and detail.update.finish_reason is not None:
                         self.speculator.finished(detail.seq)
-                    output.updates.append(complete(detail, scores, self.eos_token_ids, self.pooler, self.counters))
+                    facts = self.eos_token_ids, self.pooler, self.counters, batch.rows.checks
+                    output.updates.append(complete(detail, scores, *facts))
         output.updates += self.beams.advance(self.counters)
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output

@@ -13,13 +13,15 @@ def read_scores(row: np.ndarray, token: int, count: int) -> TokenLogprob:
     return read_rows(row[None], [token], count)[0]
 
 
-def read_rows(rows: np.ndarray, tokens: list[int], count: int) -> list[TokenLogprob]:
-    """Rows of `Sampled.scores`, int32 [tokens or more, SCORE_WORDS], with `count` alternatives each."""
+def read_rows(rows: np.ndarray, tokens: list[int], count: int, accepted: int = 0) -> list[TokenLogprob]:
+    """Rows of `Sampled.scores`, int32 [tokens or more, SCORE_WORDS], with `count` alternatives each. The first
+    `accepted` tokens were proposals."""
     rows = rows[: len(tokens)]
     chosen = rows[:, :1].view(np.float32)[:, 0].tolist()
+    proposed = [i < accepted for i in range(len(tokens))]
     ranks, ids = rows[:, 1].tolist(), rows[:, 2 : 2 + count].tolist()
     values = rows[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].view(np.float32).tolist()
     return [
-        TokenLogprob(token, logprob, rank, [pair for pair in zip(top, logprobs, strict=True) if pair[0] >= 0])
-        for token, logprob, rank, top, logprobs in zip(tokens, chosen, ranks, ids, values, strict=True)
+        TokenLogprob(token, logprob, rank, [pair for pair in zip(top, logprobs, strict=True) if pair[0] >= 0], kept)
+        for token, logprob, rank, top, logprobs, kept in zip(tokens, chosen, ranks, ids, values, proposed, strict=True)
     ]

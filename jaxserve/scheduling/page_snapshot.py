@@ -57,6 +57,10 @@ class PoolSnapshot(msgspec.Struct):
     num_waiting: int = 0
     prompt_tokens: int = 0  # since start, like the next
     generation_tokens: int = 0
+    # Of speculative decoding, as in EngineStats:
+    spec_drafts: int = 0
+    spec_proposed: int = 0
+    spec_accepted_at: list[int] = []
     pages_per_cell: int = 1
     cells: list[int] = []
     cells_used: list[int] = []
@@ -88,6 +92,9 @@ def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats
         num_waiting=stats.num_waiting,
         prompt_tokens=stats.prompt_tokens,
         generation_tokens=stats.generation_tokens,
+        spec_drafts=stats.spec_drafts,
+        spec_proposed=stats.spec_proposed,
+        spec_accepted_at=stats.spec_accepted_at,
         pages_per_cell=per_cell,
         cells=_cells(blocks, held, owner, num_owners, starts),
         cells_used=used.tolist() if per_cell > 1 else [],

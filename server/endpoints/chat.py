@@ -164,7 +164,11 @@ class _Answer:
         if not self._body.logprobs:
             return None
         as_ids, top = self._body.return_tokens_as_token_ids, self._body.top_logprobs or 0
-        return {"content": logprobs_json(self._run.tokenizer, piece.logprobs, top, as_ids), "refusal": None}
+        content = logprobs_json(self._run.tokenizer, piece.logprobs, top, as_ids)
+        if self._body.return_accepted_proposals:
+            for entry, score in zip(content, piece.logprobs, strict=True):
+                entry["accepted"] = score.accepted
+        return {"content": content, "refusal": None}
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

@@ -188,6 +188,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     thinking_token_budget: PositiveTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    return_accepted_proposals: bool | None = None
     max_tokens: PositiveTokens | None = None
     max_completion_tokens: PositiveTokens | None = None
     echo: bool | None = None
@@ -196,6 +197,11 @@ class ChatRequest(SamplingFields, kw_only=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs above 0 is only allowed when logprobs is true", "top_logprobs")
+        if self.return_accepted_proposals and not self.logprobs:
+            raise InvalidRequestError(
+                "return_accepted_proposals marks the entries of logprobs, so logprobs must be true",
+                "return_accepted_proposals",
+            )
         if self.thinking_token_budget is not None and ((self.n or 1) > 1 or self.use_beam_search):
             raise InvalidRequestError("thinking_token_budget needs n to be 1, without beams", "thinking_token_budget")
         if self.tools and self.functions:

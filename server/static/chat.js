@@ -58,6 +58,7 @@ class Answer {
   span(token) {
     const span = make("span", { className: "token", textContent: token.text });
     span.style.setProperty("--surprise", (1 - Math.exp(token.logprob)).toFixed(2));
+    span.classList.toggle("accepted", token.accepted === true);
     span.token = token;
     return span;
   }
@@ -85,7 +86,9 @@ class Answer {
       row.style.setProperty("--share", `${100 * Math.exp(logprob)}%`);
       return row;
     });
-    showTip(span.getClientRects()[0], make("div", { className: "head" }, make("span", { textContent: visible(token.token) }), make("span", { textContent: percent(token.logprob) })), make("table", {}, ...rows));
+    const parts = [make("div", { className: "head" }, make("span", { textContent: visible(token.token) }), make("span", { textContent: percent(token.logprob) }))];
+    if (token.accepted) parts.push(make("p", { textContent: "Proposed by speculation, and kept" }));
+    showTip(span.getClientRects()[0], ...parts, make("table", {}, ...rows));
   }
 
   finish(facts) {
@@ -145,7 +148,7 @@ async function send(text) {
   try {
     const messages = system ? [{ role: "system", content: system }, ...chat.history] : chat.history;
     const body = { model: chat.model, messages, stream: true, stream_options: { include_usage: true }, ...settings() };
-    if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5 });
+    if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5, return_accepted_proposals: true });
     const response = await call("v1/chat/completions", body, chat.running.signal);
     look();
     for await (const chunk of events(response)) {
@@ -173,6 +176,8 @@ async function send(text) {
   const facts = [reason, first && `first token after ${Math.round(first - begin)} ms`];
   if (count > 1) facts.unshift(`${count} tokens`, `${((count - 1) / seconds).toFixed(0)} per second`);
   if (usage?.prompt_tokens_details?.cached_tokens) facts.push(`${usage.prompt_tokens_details.cached_tokens} of ${usage.prompt_tokens} prompt tokens cached`);
+  const kept = answer.body.querySelectorAll(".accepted").length;
+  if (kept) facts.splice(2, 0, `${kept} accepted proposals`);
   answer.finish(facts.filter(Boolean).join(" · "));
   if (answer.text) chat.history.push({ role: "assistant", content: answer.text });
   else {

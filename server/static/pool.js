@@ -57,9 +57,27 @@ function take(snapshot) {
   $("n-cached").textContent = number(snapshot.pages_cached);
   $("n-free").textContent = number(snapshot.pages - snapshot.pages_used - snapshot.pages_cached);
   $("pool").setAttribute("aria-label", `KV pages: ${snapshot.pages_used} of ${snapshot.pages} in use, ${snapshot.pages_shared} shared, ${snapshot.pages_cached} cached. Arrow keys go through them.`);
+  showSpeculation();
   listOwners();
   drawRates();
   draw();
+}
+
+function showSpeculation() {
+  const { spec_drafts: checks, spec_proposed: proposed, spec_accepted_at: kept } = pool.now;
+  $("speculation").hidden = !checks;
+  if (!checks) return;
+  const accepted = kept.reduce((sum, count) => sum + count, 0);
+  $("spec-summary").textContent = `${(1 + accepted / checks).toFixed(2)} tokens a check, ${Math.round((100 * accepted) / proposed)}% kept`;
+  const bars = $("spec-bars");
+  while (bars.children.length < kept.length) bars.append(make("li"));
+  kept.forEach((count, i) => {
+    const share = `${((100 * count) / checks).toFixed(1)}%`;
+    bars.children[i].style.setProperty("--share", share);
+    bars.children[i].title = `proposal ${i + 1} was kept in ${share} of the checks`;
+    bars.children[i].ariaLabel = share;
+  });
+  while (bars.children.length > kept.length) bars.lastChild.remove();
 }
 
 // Hues by the golden angle: neighbours differ, however many there are.
