@@ -3,18 +3,19 @@ min-p. Compiled for H200, not yet run on one.
 
 Grid: (rows,). A program draws the token of one row, in these steps:
 
-  1. It passes over the row, and keeps the largest logit and the sum of exponentials of each chunk of 128 tokens. At
-     temperature 0 the row ends here, with a token of the chunk with the largest logit. Rows without a filter also end
-     here, with the chunk in which the running sum of probabilities passes the row's random number.
-  2. With a filter, most tokens can be excluded. At least k logits reach the k-th largest of the chunks' maxima, so
-     top-k keeps nothing below it. All tokens less likely than half of (1 - p) / vocab are together less likely than
-     1 - p, so top-p keeps none of them. The program lists the chunks that have candidates, and copies the candidates.
+  1. Rows without a filter, and those at temperature 0, start with step 4, for all chunks of 128 tokens. For others a
+     first pass over the row keeps the largest logit and the sum of exponentials of each chunk.
+  2. Most tokens can be excluded. At least k logits reach the k-th largest of the chunks' maxima, so top-k keeps nothing
+     below it. All tokens less likely than half of (1 - p) / vocab are together less likely than 1 - p, so top-p keeps
+     none of them. The program lists the chunks that have candidates, and copies the candidates.
   3. The thresholds of top-k and top-p are found exactly among the candidates, in rounds that settle four bits of a
      float32 pattern each, as in `jaxserve.execution.filters`.
-  4. A second pass over the listed chunks sums the tokens that are kept, and the draw is as without a filter.
+  4. A pass over the listed chunks finds the token that is kept with the largest sum of scaled logit and noise
+     (`draw_noise`).
 
-Traffic: each logit once, and those of the listed chunks again. Rows of 128,256 tokens with top-k 50 list 50 chunks of
-1,002; with only top-p they list nearly all. For 256 rows the first pass takes 131 MB, 31 us at 4.3 TB/s. More than
+Traffic: each logit once, and with a filter those of the listed chunks again. Rows of 128,256 tokens with top-k 50 list
+50 chunks of 1,002; with only top-p they list nearly all. For 256 rows a pass takes 131 MB, 31 us at 4.3 TB/s; the noise
+of 33 million tokens takes some 40 integer and float operations each, as long again by the data sheet's rates. More than
 CANDIDATES candidates, from flat distributions or a very large k, are not copied; each of the 16 rounds passes over the
 row instead.
 Pipeline: `num_stages` tiles of 16 KiB in flight while one is computed; two programs of 8 warps on a multiprocessor.
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels import draw_noise, triton_compat
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.triton_compat import pad
 from jaxserve.pallas_kernels.types import DrawSettings
@@ -38,6 +39,9 @@ TILE = 32  # chunks that a program reads at a time
 LANES, DEPTH = 256, 4  # values that a round reads at a time: one column for each thread
 CANDIDATES = 8192  # maximum of candidates of a row that are copied
 COLDEST = 1e-5  # lower temperatures are greedy: logits divided by them could overflow
+# Of `draw_noise`, as a kernel reads them:
+SPREAD, MIX_0, MIX_1 = (tl.constexpr(int(x)) for x in (draw_noise.SPREAD, *draw_noise.MIX))
+SMALL, LARGEST = tl.constexpr(draw_noise.SMALL), tl.constexpr(float(draw_noise.LARGEST))
 
 
 def why_not(device: Device) -> str | None:
@@ -90,65 +94,61 @@ def _threshold(
 
 
 @triton.jit
-def _crossing(weight, index, uniform):
-    """The index at which the sum of weights passes a part `uniform` of the total, and the part of that index's own
-    weight at which it does. Rounding never yields an index of weight 0."""
-    up_to = tl.cumsum(weight, 0)
-    aim = uniform * tl.max(up_to, 0)
-    last = tl.max(tl.where(weight > 0, index, 0), 0)
-    first = tl.min(tl.where((weight > 0) & (up_to > aim), index, last), 0)
-    own = tl.sum(tl.where(index == first, weight, 0.0), 0)
-    end = tl.sum(tl.where(index == first, up_to, 0.0), 0)
-    return first, tl.minimum(tl.maximum((aim - (end - own)) / own, 0.0), 1.0)
+def _mix(x):
+    x = (x ^ (x >> 16)) * MIX_0
+    x = (x ^ (x >> 15)) * MIX_1
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(bits):
+    """See `draw_noise.gumbel`."""
+    x = tl.minimum(bits.to(tl.float32) * 2.0**-32 + 2.0**-33, LARGEST)
+    series = x * (1.0 + x * (0.5 + x * (0.3333333333 + x * 0.25)))
+    return -tl.log(tl.where(x < SMALL, series, -tl.log(1.0 - x)))
 
 
 @triton.jit
 def _draw(
-    logits, settings, token, maxima, masses, listed, copied,
-    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, COLDEST: tl.constexpr, GREEDY: tl.constexpr, CANDIDATES: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
+    logits, settings, keys, ids, token, maxima, masses, listed, copied,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, COLDEST: tl.constexpr, GREEDY: tl.constexpr, HAS_IDS: tl.constexpr,
+    CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Draws a row's token. settings: [rows, 5], as `DrawSettings`. maxima, masses, listed [rows, CHUNKS] and copied
-    [rows, CANDIDATES] are scratch memory."""
+    """Draws a row's token. settings: [rows, 4], keys and ids as `DrawSettings`. maxima, masses, listed [rows, CHUNKS]
+    and copied [rows, CANDIDATES] are scratch memory."""
     at_row = tl.program_id(0).to(tl.int64)
     row = logits + at_row * VOCAB
-    maxima, masses, listed = maxima + at_row * CHUNKS, masses + at_row * CHUNKS, listed + at_row * CHUNKS
-    copied += at_row * CANDIDATES
-    lane, chunk = tl.arange(0, CHUNK), tl.arange(0, CHUNKS)
+    lane, of_tile = tl.arange(0, CHUNK), tl.arange(0, TILE)
     real: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK  # number of chunks
-    settings += at_row * 5
-    rate = tl.full([], 0.0, tl.float32)
+    chunks = tl.full([], real, tl.int32)
+    least = tl.full([], float("-inf"), tl.float32)
     if not GREEDY:
-        temperature = tl.load(settings)
-        if temperature >= COLDEST:
-            rate = 1.4426950408889634 / temperature  # the exponentials have base 2
-
-    for first in tl.range(0, real, TILE, num_stages=3):
-        of_tile = first + tl.arange(0, TILE)
-        at = of_tile[:, None] * CHUNK + lane[None, :]
-        value = tl.load(row + at, mask=at < VOCAB, other=float("-inf"))
-        top = tl.max(value, 1)
-        tl.store(maxima + of_tile, top, mask=of_tile < real)
-        if not GREEDY:
-            least = tl.where(top > float("-inf"), top, 0.0)
-            mass = tl.sum(tl.exp2((value - least[:, None]) * rate), 1)
-            tl.store(masses + of_tile, mass, mask=of_tile < real)
-    tl.debug_barrier()  # threads read what others have written
-
-    top = tl.load(maxima + chunk, mask=chunk < real, other=float("-inf"))
-    peak = tl.max(top, 0)
-    if GREEDY or rate == 0:
-        start = tl.argmax(top, 0) * CHUNK
-        value = tl.load(row + start + lane, mask=start + lane < VOCAB, other=float("-inf"))
-        tl.store(token + at_row, start + tl.argmax(value, 0))
-    else:
-        k, p, least_weight = tl.load(settings + 1), tl.load(settings + 2), tl.load(settings + 3)
+        settings += at_row * 4
+        temperature, k = tl.load(settings), tl.load(settings + 1)
+        p, least_weight = tl.load(settings + 2), tl.load(settings + 3)
+        hot = temperature >= COLDEST
         by_count, by_mass = (k > 0) & (k < VOCAB), p < 1
-        filtered = by_count | by_mass | (least_weight > 0)
-        weight = tl.load(masses + chunk, mask=chunk < real, other=0.0) * tl.exp2((top - peak) * rate)
-        least = tl.full([], float("-inf"), tl.float32)
+        filtered = hot & (by_count | by_mass | (least_weight > 0))
+        scale = 1.0 / tl.where(hot, temperature, 1.0)
+        rate = 1.4426950408889634 * scale  # the exponentials have base 2
+        key_0, key_1 = tl.load(keys + at_row * 2), tl.load(keys + at_row * 2 + 1)
+        maxima, masses, listed = maxima + at_row * CHUNKS, masses + at_row * CHUNKS, listed + at_row * CHUNKS
+        copied += at_row * CANDIDATES
         if filtered:
-            total = tl.sum(weight, 0)
+            for first in tl.range(0, real, TILE, num_stages=3):
+                which = first + of_tile
+                at = which[:, None] * CHUNK + lane[None, :]
+                value = tl.load(row + at, mask=at < VOCAB, other=float("-inf"))
+                top = tl.max(value, 1)
+                tl.store(maxima + which, top, mask=which < real)
+                bottom = tl.where(top > float("-inf"), top, 0.0)
+                mass = tl.sum(tl.exp2((value - bottom[:, None]) * rate), 1)
+                tl.store(masses + which, mass, mask=which < real)
+            tl.debug_barrier()  # threads read what others have written
+            chunk = tl.arange(0, CHUNKS)
+            top = tl.load(maxima + chunk, mask=chunk < real, other=float("-inf"))
+            peak = tl.max(top, 0)
+            total = tl.sum(tl.load(masses + chunk, mask=chunk < real, other=0.0) * tl.exp2((top - peak) * rate), 0)
             cutoff = tl.full([], float("-inf"), tl.float32)
             if by_count:
                 cutoff = _threshold(maxima, real, row, 0, cutoff, k, total, peak, rate, False, LANES, DEPTH)
@@ -163,8 +163,7 @@ def _draw(
             if by_count | by_mass:
                 count = tl.full([], 0, tl.int32)
                 for first in range(0, chunks, TILE):
-                    which = first + tl.arange(0, TILE)
-                    start = tl.load(listed + which, mask=which < chunks, other=real) * CHUNK
+                    start = tl.load(listed + first + of_tile, mask=first + of_tile < chunks, other=real) * CHUNK
                     at = start[:, None] + lane[None, :]
                     value = tl.load(row + at, mask=at < VOCAB, other=float("-inf"))
                     keep = ((at < VOCAB) & (value >= cutoff)).to(tl.int32)
@@ -181,42 +180,50 @@ def _draw(
                 if by_mass:
                     of_mass = _threshold(copied, copies, row, count, least, p, total, peak, rate, True, LANES, DEPTH)
                     least = tl.maximum(least, of_mass)
-            for first in range(0, chunks, TILE):
-                which = first + tl.arange(0, TILE)
-                start = tl.load(listed + which, mask=which < chunks, other=real) * CHUNK
-                at = start[:, None] + lane[None, :]
-                value = tl.load(row + at, mask=at < VOCAB, other=float("-inf"))
-                part = tl.exp2((value - peak) * rate)
-                part = tl.where((value >= least) & (part >= least_weight), part, 0.0)
-                tl.store(masses + which, tl.sum(part, 1), mask=which < chunks)
-            tl.debug_barrier()
-            weight = tl.load(masses + chunk, mask=chunk < chunks, other=0.0)
-        index, rest = _crossing(weight, chunk, tl.load(settings + 4))
-        start = tl.load(listed + index, mask=filtered, other=0)
-        start = tl.where(filtered, start, index) * CHUNK
-        value = tl.load(row + start + lane, mask=start + lane < VOCAB, other=float("-inf"))
-        part = tl.exp2((value - peak) * rate)
-        part = tl.where((value >= least) & (part >= least_weight), part, 0.0)
-        place, _ = _crossing(part, lane, rest)
-        tl.store(token + at_row, start + place)
+            # Of equal weights all stay, so a threshold of weights is one of logits.
+            least = tl.where(least_weight > 0, tl.maximum(least, peak + tl.log2(least_weight) / rate), least)
+
+    best = tl.full([TILE, CHUNK], float("-inf"), tl.float32)
+    best_at = tl.full([TILE, CHUNK], 0, tl.int32)
+    for first in tl.range(0, chunks, TILE, num_stages=3):
+        which = first + of_tile
+        if not GREEDY:  # noqa: SIM102 (known when this is compiled, unlike the next)
+            if filtered:
+                which = tl.load(listed + which, mask=which < chunks, other=real)
+        at = which[:, None] * CHUNK + lane[None, :]
+        value = tl.load(row + at, mask=at < VOCAB, other=float("-inf"))
+        score = value
+        if not GREEDY:
+            token_id = at
+            if HAS_IDS:
+                token_id = tl.load(ids + at, mask=at < VOCAB, other=0)
+            bits = _mix(_mix(token_id.to(tl.uint32) * SPREAD + key_0) ^ key_1)
+            noise = tl.where(hot, _gumbel(bits), 0.0)
+            score = tl.where(value >= least, value * scale + noise, float("-inf"))
+        better = score > best
+        best, best_at = tl.where(better, score, best), tl.where(better, at, best_at)
+    winner = tl.max(tl.max(best, 1), 0)
+    tl.store(token + at_row, tl.min(tl.min(tl.where(best == winner, best_at, VOCAB - 1), 1), 0))
 
 
 def draw(logits: jax.Array, settings: DrawSettings | None) -> jax.Array:
     """Draws a token int32 [rows] for each row of float32 logits [rows, vocab]; without settings the likeliest."""
     rows, vocab = logits.shape
-    greedy = settings is None
-    packed = logits if settings is None else jnp.stack([x.astype(jnp.float32) for x in settings], 1)
-    chunks = pad(-(-vocab // CHUNK), 2)
-    notes = [jax.ShapeDtypeStruct((rows, chunks), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
-    if greedy:
-        notes[1:] = [jax.ShapeDtypeStruct((1,), dtype) for dtype in (jnp.float32, jnp.int32)]
+    packed = keys = ids = logits
+    chunks, candidates, noted = 1, 1, 1
+    if settings is not None:
+        packed = jnp.stack([x.astype(jnp.float32) for x in settings[:4]], 1)
+        keys, ids = settings.keys, keys if settings.ids is None else settings.ids
+        chunks, candidates, noted = pad(-(-vocab // CHUNK), 2), CANDIDATES, rows
+    notes = [jax.ShapeDtypeStruct((noted, chunks), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
     return triton_compat.call(
-        _draw, logits, packed,
+        _draw, logits, packed, keys, ids,
         out=[
             jax.ShapeDtypeStruct((rows,), jnp.int32), *notes,
-            jax.ShapeDtypeStruct((1 if greedy else rows, CANDIDATES), jnp.float32),
+            jax.ShapeDtypeStruct((noted, candidates), jnp.float32),
         ],
         grid=(rows,), num_warps=8,
-        VOCAB=vocab, CHUNKS=chunks, COLDEST=COLDEST, GREEDY=greedy, CANDIDATES=CANDIDATES, CHUNK=CHUNK, TILE=TILE,
+        VOCAB=vocab, CHUNKS=chunks, COLDEST=COLDEST, GREEDY=settings is None,
+        HAS_IDS=settings is not None and settings.ids is not None, CANDIDATES=candidates, CHUNK=CHUNK, TILE=TILE,
         LANES=LANES, DEPTH=DEPTH,
     )[0]  # fmt: skip

@@ -1,8 +1,8 @@
 """Compares the kernel that draws tokens with sorted float64 probabilities, on the device at hand.
 
-The token that a row drew owns an interval of the running sum of probabilities. The error is the distance of the row's
-random number from this interval, or infinite if the token may not be drawn. A row's sum in float32 is right to about
-1e-6.
+Of the tokens that a row may draw, the one with the largest sum of scaled logit and noise is right. The error is by how
+much the sum of the token that was drawn is smaller, or infinite if the token may not be drawn. Sums in float32 are
+right to about 1e-5.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.pallas_kernels.draw_noise import LARGEST, noise_bits
 from jaxserve.pallas_kernels.selfcheck import Finding
 from jaxserve.pallas_kernels.types import DrawSettings
 
-ALLOWED = 1e-5
+ALLOWED = 3e-5
 COLDEST = 1e-5  # lower temperatures are greedy
 REPEATS = 5
-UNIFORM = (2.0**-24, 0.3, 0.77, 1 - 2.0**-24)
+DRAWS = 4
 # temperature, top_k, top_p, min_p
 ROWS = (
     (0.0, 0, 1.0, 0.0),
@@ -45,17 +46,28 @@ def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
         rng = np.random.default_rng(int(10 * spread))
         logits = (rng.standard_normal((len(ROWS), vocab)) * spread).astype(np.float32)
         worst = np.zeros(len(ROWS))
-        for uniform in UNIFORM:
+        for i in range(DRAWS):
             temperature, top_k, top_p, min_p = (jnp.asarray(column) for column in zip(*ROWS, strict=True))
-            settings = DrawSettings(temperature, top_k, top_p, min_p, jnp.full(len(ROWS), uniform, jnp.float32))
+            keys = rng.integers(0, 1 << 32, (len(ROWS), 2), dtype=np.uint32)
+            ids = rng.permutation(2 * vocab)[:vocab].astype(np.int32) if i % 2 else None  # a part of a vocabulary
+            noise = noise_of(keys, np.arange(vocab) if ids is None else ids)
+            settings = DrawSettings(
+                temperature, top_k, top_p, min_p, jnp.asarray(keys), None if ids is None else jnp.asarray(ids)
+            )
             tokens = [np.asarray(draw(jnp.asarray(logits), settings)) for _ in range(REPEATS)]
             same = all((tokens[0] == again).all() for again in tokens)
-            errors = [error(logits[i], *row, uniform, tokens[0][i]) for i, row in enumerate(ROWS)]
+            errors = [error(logits[i], *row, noise[i], tokens[0][i]) for i, row in enumerate(ROWS)]
             worst = np.maximum(worst, errors if same else np.inf)
         for row, found in zip(ROWS, worst, strict=True):
             yield Finding("draw, spread {}, temperature {}, k {}, p {}, min-p {}".format(spread, *row), found, ALLOWED)
         greedy = np.asarray(draw(jnp.asarray(logits), None)) == logits.argmax(1)
         yield Finding(f"greedy, spread {spread}", 0.0 if greedy.all() else np.inf, 0.0)
+
+
+def noise_of(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The noise [rows, n] of keys [rows, 2] and tokens [n], in float64 but for the rounding of random bits."""
+    x = noise_bits(keys, ids.astype(np.uint32)).astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
+    return -np.log(-np.log1p(-np.minimum(x, LARGEST).astype(np.float64)))
 
 
 def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -74,15 +86,13 @@ def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
 
 
 def error(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float, token: int
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, noise: np.ndarray, token: int
 ) -> float:
-    """The error of `token` for a row of logits [vocab], as the module defines it."""
+    """The error of `token` for a row of logits and noise [vocab], as the module defines it."""
     if temperature < COLDEST:
         return 0.0 if token == logits.argmax() else np.inf
     keep = kept(logits, temperature, top_k, top_p, min_p)
     if not 0 <= token < len(logits) or not keep[token]:
         return np.inf
-    weight = np.where(keep, np.exp((logits.astype(np.float64) - logits.max()) / temperature), 0)
-    up_to = np.cumsum(weight) / weight.sum()
-    begin = up_to[token] - weight[token] / weight.sum()
-    return float(max(begin - uniform, uniform - up_to[token], 0))
+    scores = logits.astype(np.float64) / temperature + noise
+    return float(scores[keep].max() - scores[token])

@@ -284,11 +284,14 @@ class DrawSettings(NamedTuple):
     top_k, top_p, min_p: which tokens may be drawn. First the tokens with the k largest logits (0: all), ties included.
       Of these, the fewest whose probabilities reach top_p, ties included. Of these, the ones with at least min_p times
       the probability of the most likely one.
-    uniform: in (0, 1). The drawn token is the one at which the running sum of the remaining probabilities passes it.
+    keys: uint32 [rows, 2]. The drawn token is the one that may be drawn with the largest sum of its logit, divided by
+      the temperature, and the noise of keys and token (`draw_noise`); the first one of equals.
+    ids: int32 [vocab], the tokens of the columns of the logits. None: they are in order.
     """
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
-    uniform: jax.Array
+    keys: jax.Array
+    ids: jax.Array | None = None

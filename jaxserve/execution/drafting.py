@@ -97,8 +97,7 @@ def propose(
     the tokens, int32 [passes, rows], and the head's pages.
 
     packed: int32 [2 + rows]: the number of rows, the number of passes unless it is `static`, and each row's slot. A
-    token is drawn with the target's random number for its position, by the inverse of the distribution function, so
-    that equal distributions draw equal tokens.
+    token is drawn with the target's noise for its position, so that similar distributions draw the same token often.
     """
     kind, layer = layout.draft, drafter.layer(drafter.config.layers[0], parent=None)
     assert kind is not None
@@ -114,8 +113,12 @@ def propose(
     head: Drafter | Decoder = own if drafter.spec.own_head else model.counting(count)
     head_params = params["draft"] if drafter.spec.own_head else params
 
-    def draw(logits: jax.Array, words: jax.Array, position: jax.Array, seen: TokenCounts) -> jax.Array:
-        return sample(logits, words, seen, position, sampler=sampler, kernel=head.ops.draw).tokens
+    ids = params["draft"].get("ids")
+
+    def draw(logits: jax.Array, words: jax.Array, position: jax.Array, shared: tuple) -> jax.Array:
+        seen, ids = shared
+        token = sample(logits, words, seen, position, sampler=sampler, kernel=head.ops.draw, ids=ids).tokens
+        return token if ids is None else ids[token]
 
     def one_pass(i: jax.Array | int, state: Any) -> Any:
         pages, features, token, drawn = state
@@ -132,9 +135,7 @@ def propose(
 
         ropes = angles(drafter.config, place)
         (features, hidden), _ = own.apply({"params": of_head(params)}, features, token, ropes, attend, **ENTRIES)
-        token = from_logits(draw, head, head_params, hidden, (words, length + 1 + i), seen, mesh)
-        if "ids" in params["draft"]:
-            token = params["draft"]["ids"][token]
+        token = from_logits(draw, head, head_params, hidden, (words, length + 1 + i), (seen, ids), mesh)
         return pages, features, token, drawn.at[i].set(token)
 
     drawn = jnp.zeros((passes, rows), jnp.int32)

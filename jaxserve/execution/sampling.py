@@ -2,9 +2,8 @@
 
 Every row follows its own parameters, which its slot holds (`jaxserve.execution.slots`). Work that no row of a batch
 asks for is skipped. On accelerators the host chooses a program for each `Sampler`, because XLA:GPU makes the host wait
-for the predicate of a conditional. On CPU `lax.cond` decides at run time, which needs fewer programs. A row draws one
-random number, and takes the token at which the running sum of probabilities passes it. So its token is a function of
-its logits, parameters, seed and position, in every implementation.
+for the predicate of a conditional. On CPU `lax.cond` decides at run time, which needs fewer programs. A row's token is
+a function of its logits, parameters, seed and position, in every implementation (`jaxserve.pallas_kernels.draw_noise`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from jax import lax
 from jaxserve.execution.filters import EXCLUDED, filter_logits
 from jaxserve.execution.slots import RowParams, decode_slots
 from jaxserve.limits import MAX_LOGPROBS
+from jaxserve.pallas_kernels.draw_noise import gumbel, noise_bits
 from jaxserve.pallas_kernels.types import DrawSettings
 from jaxserve.scheduling.sampler import Sampler
 
@@ -59,15 +59,17 @@ def sample(
     before: jax.Array | None = None,
     kernel: Callable[..., jax.Array] | None = None,
     arg_max: Callable[[jax.Array], jax.Array] | None = None,
+    ids: jax.Array | None = None,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
     `words`, int32 [rows, SLOT_WORDS], are the rows' parameters, as `encode_slot` packs them. Each branch unpacks only
     its own, which gives fewer and smaller programs than one buffer for each field. `position`, int32 [rows], is the
-    position of the sampled token; together with the seed it determines the random number.
+    position of the sampled token; together with the seed it determines the noise.
     `masks`, int32 [rows, words], has a bit for each token: whether it may be sampled.
     `kernel` draws in one launch, as `Ops.draw`; `arg_max` finds the most likely tokens, as `Ops.arg_max`. Both are None
-    where the device has no such kernel.
+    where the device has no such kernel. `ids`, int32 [vocab], are the tokens of the logits' columns, in a vocabulary
+    that is a part of the model's; the sampled tokens are columns.
     """
     if sampler is Sampler.ANY and masks is None and arg_max is not None:
         # On a CPU most rows are greedy. The most likely token takes one pass over the logits.
@@ -76,10 +78,10 @@ def sample(
         return lax.cond(
             jnp.all(plain),
             lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
-            lambda logits: _sample(logits, words, seen, position, None, before, sampler, None),
+            lambda logits: _sample(logits, words, seen, position, None, before, sampler, None, ids),
             logits,
         )
-    return _sample(logits, words, seen, position, masks, before, sampler, kernel)
+    return _sample(logits, words, seen, position, masks, before, sampler, kernel, ids)
 
 
 def _is_penalized(params: RowParams) -> jax.Array:
@@ -99,6 +101,7 @@ def _sample(
     before: jax.Array | None,
     sampler: Sampler,
     kernel: Callable[..., jax.Array] | None,
+    ids: jax.Array | None,
 ) -> Sampled:
     raw, params = logits, decode_slots(words)
     any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
@@ -111,7 +114,7 @@ def _sample(
         logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
     if sampler is Sampler.GREEDY:
         return Sampled(_greedy(logits) if kernel is None else kernel(logits, None), None)
-    draw = partial(_draw, kernel=kernel or partial(draw_plainly, sampler=sampler))
+    draw = partial(_draw, kernel=kernel or partial(draw_plainly, sampler=sampler), ids=ids)
     tokens = _where_any(any_, params.temperature > 0, draw, lambda x, *_: _greedy(x), logits, words, position)
     if not (any_ or full):
         return Sampled(tokens, None)
@@ -220,10 +223,18 @@ def _take(blocks: jax.Array, block: jax.Array) -> jax.Array:
     return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
-def _draw(logits: jax.Array, words: jax.Array, position: jax.Array, *, kernel: Callable[..., jax.Array]) -> jax.Array:
+def _draw(
+    logits: jax.Array,
+    words: jax.Array,
+    position: jax.Array,
+    *,
+    kernel: Callable[..., jax.Array],
+    ids: jax.Array | None,
+) -> jax.Array:
     params = decode_slots(words)
-    uniform = _uniform(params.seed, position)
-    return kernel(logits, DrawSettings(params.temperature, params.top_k, params.top_p, params.min_p, uniform))
+    none = jnp.zeros_like(params.seed[:, 0])
+    keys = jnp.stack(threefry(params.seed[:, 0], params.seed[:, 1], position.astype(jnp.uint32), none), axis=1)
+    return kernel(logits, DrawSettings(params.temperature, params.top_k, params.top_p, params.min_p, keys, ids))
 
 
 def draw_plainly(logits: jax.Array, settings: DrawSettings, *, sampler: Sampler = Sampler.FILTERED) -> jax.Array:
@@ -235,36 +246,13 @@ def draw_plainly(logits: jax.Array, settings: DrawSettings, *, sampler: Sampler 
         filtered = hot & ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
         keep = partial(filter_logits, unrolled=not any_)
         scaled = _where_any(any_, filtered, keep, lambda x, _: x, scaled, settings)
-    return jnp.where(hot, _inverse_cdf(scaled, settings.uniform), _greedy(logits))
+    return _greedy(jnp.where(hot[:, None], _race(scaled, settings), logits))
 
 
-def _inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The token [rows] at which the running sum of the probabilities of logits [rows, vocab] passes `uniform` [rows].
-
-    It is found first among blocks, then within a block, which needs no running sum over a whole vocabulary.
-    """
-    blocks = _blocks(logits)
-    peak = logits.max(axis=-1)[:, None]
-    block, target = _crossing(jnp.exp(blocks - peak[:, None]).sum(axis=-1), uniform)
-    place, _ = _crossing(jnp.exp(_take(blocks, block) - peak), target)
-    return block * blocks.shape[-1] + place
-
-
-def _crossing(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The index [rows] at which the running sum of weights [rows, n] passes a part `target` in (0, 1) of the total, and
-    the part of that index's own weight at which it does. Rounding never yields an index of weight 0."""
-    up_to = jnp.dot(weights, jnp.triu(jnp.ones((weights.shape[1],) * 2, weights.dtype)), precision="highest")
-    aim = target * up_to[:, -1]
-    passed = (weights > 0) & (up_to > aim[:, None])
-    index = jnp.where(passed.any(axis=1), jnp.argmax(passed, axis=1), jnp.argmax(weights, axis=1)).astype(jnp.int32)
-    weight, end = (jnp.take_along_axis(x, index[:, None], axis=1)[:, 0] for x in (weights, up_to))
-    return index, jnp.clip((aim - (end - weight)) / weight, 0, 1)
-
-
-def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """A random number in (0, 1) for each row, a function of only seed (uint32 [rows, 2]) and position."""
-    bits, _ = threefry(seed[:, 0], seed[:, 1], position.astype(jnp.uint32), jnp.zeros_like(seed[:, 0]))
-    return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
+def _race(scaled: jax.Array, settings: DrawSettings) -> jax.Array:
+    """Logits [rows, vocab] plus noise."""
+    ids = jnp.arange(scaled.shape[1]) if settings.ids is None else settings.ids
+    return scaled + gumbel(noise_bits(settings.keys, ids.astype(jnp.uint32)))
 
 
 def threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:

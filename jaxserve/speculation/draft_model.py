@@ -2,7 +2,7 @@
 
 The draft model has a cache of its own with as many pages as the target's. A page has the same number in both, so that
 the draft needs no pages of its own: it sees what its block tables show, which follow the target's. Its tokens are
-sampled with the target's random numbers (seed and position), so that equal distributions sample equal tokens.
+sampled with the target's random numbers (seed, position, token), so that similar distributions often sample the same.
 
 What is wrong in the draft's cache costs proposals, and never a token of an answer. So nothing is taken back there: the
 draft computes each sequence from the first token that it may not know.

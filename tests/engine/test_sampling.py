@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 from jaxserve.execution.filters import EXCLUDED, filter_logits
-from jaxserve.execution.sampling import Sampled, TokenCounts, _inverse_cdf, sample, score_tokens, threefry
+from jaxserve.execution.sampling import Sampled, TokenCounts, draw_plainly, sample, score_tokens, threefry
 from jaxserve.execution.slots import (
     COUNTED_PER_CALL,
     SLOTS_PER_CALL,
@@ -25,6 +25,9 @@ from jaxserve.execution.slots import (
     set_slots,
 )
 from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS
+from jaxserve.pallas_kernels.draw_noise import gumbel, noise_bits
+from jaxserve.pallas_kernels.selfcheck_draw import noise_of
+from jaxserve.pallas_kernels.types import DrawSettings
 from jaxserve.scheduling.logprobs import read_scores
 from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
@@ -342,20 +345,34 @@ def test_tokens_follow_the_distribution(varied, temperature):
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 4096, 50257])
-def test_the_token_drawn_is_where_the_sum_of_probabilities_passes(vocab):
+def test_the_token_drawn_has_the_largest_sum_of_logit_and_noise(vocab):
     rng = np.random.default_rng(vocab)
-    least, most = 2.0**-24, 1 - 2.0**-24  # that `_uniform` gives
-    uniform = np.concatenate([[least, most], rng.uniform(least, most, 62)]).astype(np.float32)
     logits = rng.normal(0, 3, (64, vocab)).astype(np.float32)
     logits[:, rng.random(vocab) < 0.5] = EXCLUDED
     logits[:, vocab // 2] = 0.0
-    tokens = np.asarray(jax.jit(_inverse_cdf)(logits, uniform))
-    weights = np.exp(logits.astype(np.float64))
-    up_to = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
-    rows = np.arange(64)
-    assert (weights[rows, tokens] > 0).all(), "a token that is excluded"
-    assert (uniform < up_to[rows, tokens] + 1e-5).all()
-    assert (uniform > np.where(tokens > 0, up_to[rows, tokens - 1], 0) - 1e-5).all()
+    keys = rng.integers(0, 1 << 32, (64, 2), dtype=np.uint32)
+    one = jnp.ones(64)
+    settings = DrawSettings(one, jnp.zeros(64, jnp.int32), one, jnp.zeros(64), jnp.asarray(keys))
+    tokens = np.asarray(jax.jit(draw_plainly)(jnp.asarray(logits), settings))
+    sums = logits + noise_of(keys, np.arange(vocab))
+    assert (sums[np.arange(64), tokens] > sums.max(axis=1) - 1e-5).all()
+    assert (logits[np.arange(64), tokens] > EXCLUDED).all()
+
+
+def test_noise():
+    """It has Gumbel's distribution, in float32 as in float64, and other keys or tokens have other noise."""
+    keys = np.random.default_rng(3).integers(0, 1 << 32, (64, 2), dtype=np.uint32)
+    expected = noise_of(keys, np.arange(4096))
+    found = np.asarray(jax.jit(lambda keys: gumbel(noise_bits(keys, jnp.arange(4096, dtype=jnp.uint32))))(keys))
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-6)
+    limits = np.linspace(-2, 8, 41)
+    chances = np.diff(np.exp(-np.exp(-limits)), prepend=0.0, append=1.0)
+    assert chi_square_is_plausible(np.digitize(found.reshape(-1), limits), chances)
+    rows, columns = np.corrcoef(found), np.corrcoef(found.T[:64])
+    for correlations, count in ((rows, 4096), (columns, 64)):
+        assert np.abs(correlations - np.eye(64)).max() < 5.5 / np.sqrt(count)
+    ends = np.asarray(gumbel(jnp.array([0, 2**32 - 1], jnp.uint32)))
+    np.testing.assert_allclose(ends, [22.87, -2.81], atol=0.01)
 
 
 def test_a_row_does_not_depend_on_its_place_or_neighbours():

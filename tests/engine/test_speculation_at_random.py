@@ -97,17 +97,6 @@ def logprobs(outputs):
     return np.asarray([entry.logprob for entry in found])
 
 
-def rounded_otherwise(output, other):
-    """Whether the first tokens that differ are neighbours: the random number lay on the border between them, by the
-    float32 sums of a pass over one token or over several. Among 200,000 tokens this is to be expected about once."""
-    for one, two in zip(output.outputs, other.outputs, strict=True):
-        if (differing := [(a, b) for a, b in zip(one.token_ids, two.token_ids, strict=False) if a != b]) and (
-            abs(differing[0][0] - differing[0][1]) > 1
-        ):
-            return False
-    return True
-
-
 KNOWN: dict[str, dict] = {"always right": {"errors": 0.0}, "always wrong": {"errors": 1.0}, "mixed": {"errors": 0.2}}
 METHODS = ["ngram", "suffix", "draft_model", *KNOWN]
 OPTIONS: list[dict] = [{}, {"kv_pages": 24}, {"async_scheduling": False}, {"prefix_caching": False}]
@@ -129,7 +118,7 @@ def test_random_requests_have_the_same_answers(count, model_folders, monkeypatch
     }
     whole = count > 1000
     cases = list(itertools.product(METHODS if whole else ["suffix", "mixed"], OPTIONS if whole else OPTIONS[1:2]))
-    checked = preemptions = ties = 0
+    checked = preemptions = 0
     for i, (method, options) in enumerate(cases):
         mine = slice(i, None, len(cases))
         config = {"method": "ngram" if method in KNOWN else method, **LOOKUP}
@@ -141,17 +130,13 @@ def test_random_requests_have_the_same_answers(count, model_folders, monkeypatch
             llm.engine.speculator = Speculator(Known(answers, **KNOWN[method]), 6, budget=64)
         found = llm.generate(asked.prompts[mine], asked.params[mine], progress=False)
         for one, other in zip(found, expected[mine], strict=True):
-            if everything([one]) == everything([other]):
-                np.testing.assert_allclose(logprobs([one]), logprobs([other]), atol=2e-4)
-            else:
-                assert rounded_otherwise(one, other), (method, options, one, other)
-                ties += 1
+            assert everything([one]) == everything([other]), (method, options)
+            np.testing.assert_allclose(logprobs([one]), logprobs([other]), atol=2e-4)
         counters = llm.engine.stats()
         assert counters.spec_proposed > len(found)
         assert counters.pages_used == 0
         checked, preemptions = checked + len(found), preemptions + counters.preemptions
     assert checked == count
-    assert ties <= count / 2500
     assert preemptions > 0
 
 

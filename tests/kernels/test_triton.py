@@ -37,7 +37,7 @@ compiled = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted in this
 
 TRITON_TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8",
-    "uint8": "u8", "float8_e4m3fn": "fp8e4nv",
+    "uint8": "u8", "uint32": "u32", "float8_e4m3fn": "fp8e4nv",
 }  # fmt: skip
 FLOAT4 = "float4_e2m1fn"
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
