@@ -115,7 +115,7 @@ def test_the_same_tokens(case, options, errors, model_folders, monkeypatch):
         np.testing.assert_allclose(ours, [entry.logprob for entry in one.logprobs], atol=tolerance)
     counters = quick.counters
     assert counters.spec_proposed > 100
-    least, most = {0.0: (0.9, 1.0), 1.0: (0.0, 0.0)}.get(errors, (0.2, 0.95))
+    least, most = {0.0: (0.9, 1.0), 1.0: (0.0, 0.01)}.get(errors, (0.2, 0.95))
     assert least <= counters.spec_accepted / counters.spec_proposed <= most
     assert counters.spec_accepted == sum(counters.spec_accepted_at)
 
